@@ -1,0 +1,35 @@
+# make demo    what formats do to a real tensor: a table, and demo/formats.svg
+# make test    set up .venv and run every check; this is all of CI
+# make check   the checks alone
+# make clean   remove what the other targets made
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test check setup clean
+
+demo: $(READY)
+	$(BIN)/python examples/formats.py
+
+test: $(READY)
+	$(MAKE) check
+
+# One thread each: two workers with two threads each are slower than either alone.
+check:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt .ci/install.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python .ci/install.py
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

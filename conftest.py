@@ -1,0 +1,28 @@
+"""What tests and doctests need to know of the machine: whether it has a CUDA device, and whether Triton is installed.
+
+Without a device Triton's kernels run in its interpreter, on the CPU; tests marked `gpu` are then skipped and counted.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+collect_ignore = [] if find_spec("triton") else ["src/paredown/codec/kernels"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none."""
+    if HAS_CUDA:
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

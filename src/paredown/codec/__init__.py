@@ -1,0 +1,1 @@
+"""Numbers on tensors: encode, decode and round, as plain torch defines them and as kernels compute them."""

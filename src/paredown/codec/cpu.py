@@ -1,0 +1,289 @@
+"""The fast path in plain torch, in pieces that fit the cache: the same bits as `reference.py`, with scratch that does not grow.
+
+Rounding to nearest lets the adder do the work: with C = 1.5 * 2^(E + 23 - mantissa_bits) and 2^E the power of two below
+|x| (at least the smallest normal one), float32's own rounding makes (x + C) - C the multiple of the step nearest to x.
+
+The other roundings add and truncate. The bits of a normal float32, read as an integer, count steps: adding the top bits of
+the random number below the last kept bit and clearing what is below is the rounding, carry into the exponent included.
+Subnormals have fixed steps, so there |x| is scaled to an integer first. Both are computed for all values, each with its
+argument held at 2^min_exponent, where both say the same; their sum less that common value is the answer, without a branch
+(torch.where alone took half of the time).
+
+What does not fit this arithmetic (NaN, values past the largest, exponents at the end of float32) goes through the
+reference, value by value. Pieces and the reference also serve tensors on a GPU where there is no kernel for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from paredown.codec import reference
+from paredown.codec.reference import Encoding, Parts
+from paredown.formats.element import Element, Kind, Specials
+from paredown.formats.rounding import HIGH_INDEX, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed
+
+PIECE = 1 << 17  # values; half of it and of 4 temporaries fit the cache of each of 2 cores: 15 ms for 2^22, 20 at 2^16 or 2^18
+EXACT_BITS = {Rounding.TOWARD_ZERO: 0, Rounding.NEAREST_AWAY: 1 << 31}
+
+
+def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
+    """`reference.encode_rows`, piece by piece; `x` is (rows, cols)."""
+    out = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
+    room = Room()
+    for r, c in pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8)):
+        bits = _bits(encoding, x, r, c, room)
+        parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, codes_of)
+        for to, made in zip(_piece_of(out, encoding, r, c).tensors(), parts.tensors(), strict=True):
+            to.copy_(made)
+    return out
+
+
+def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
+    """`reference.decode_rows` into `out` (rows, cols), piece by piece."""
+    for r, c in pieces(*out.shape, unit=lcm(encoding.format.block or 1, 8)):
+        out[r, c] = reference.decode_rows(_piece_of(parts, encoding, r, c), encoding.format, c.stop - c.start, out.dtype)
+    return out
+
+
+def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Tensor) -> Tensor:
+    """`reference.round_trip_rows` into `out` (rows, cols), piece by piece; both are contiguous."""
+    room = Room()
+    direct = encoding.format.block is None and x.dtype is torch.float32 and _fits(x, encoding.format.element, encoding.rounding)
+    for r, c in pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8)):
+        bits = _bits(encoding, x, r, c, room)
+        if direct:
+            _round_trip_piece(x[r, c], encoding, bits, out[r, c], room)
+        else:
+            out[r, c] = reference.round_trip_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, codes_of)
+    return out
+
+
+def _round_trip_piece(x: Tensor, encoding: Encoding, bits: Tensor | None, out: Tensor, room: Room) -> None:
+    element = encoding.format.element
+    outside = _outside(x, element, encoding.overflow)
+    these = None if bits is None or outside is None else bits[outside][None]
+    rounded(_held(x, element, outside), element, encoding.rounding, bits, out, room)
+    if element.kind is not Kind.FLOAT or element.specials is Specials.FNUZ:
+        out.add_(0.0)  # they have no -0.0
+    if outside is not None:
+        out[outside] = reference.round_trip_rows(x[outside][None], encoding, None, these, codes_at)[0]
+
+
+def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`reference.codes_of`, from int32 random bits to int32 codes."""
+    if not _fits(y, element, rounding):
+        return codes_at(y, element, rounding, overflow, bits)
+    y = y.contiguous()
+    outside = _outside(y, element, overflow)
+    these = None if bits is None or outside is None else bits[outside]
+    values = rounded(_held(y, element, outside), element, rounding, bits, torch.empty_like(y), Room())
+    codes, unsaid = _exact_codes(values, y, element), torch.zeros_like(y, dtype=torch.bool)
+    if outside is not None:
+        picked, unsaid[outside] = codes_at(y[outside], element, rounding, overflow, these)
+        codes[outside] = picked.int()
+    return codes, unsaid
+
+
+def codes_at(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`reference.codes_of` itself, from int32 random bits."""
+    return reference.codes_of(y, element, rounding, overflow, None if bits is None else bits.long() & WORD)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+class Room:
+    """Scratch tensors by name, used again for every piece: fresh ones cost more in page faults than the arithmetic."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def like(self, x: Tensor, name: str) -> Tensor:
+        """A contiguous int32 tensor of the shape of `x`; "index" counts up from 0, the others hold anything."""
+        if name not in self._tensors or self._tensors[name].numel() < x.numel():
+            make = torch.arange if name == "index" else torch.empty
+            self._tensors[name] = make(x.numel(), dtype=torch.int32, device=x.device)
+        return self._tensors[name][: x.numel()].view(x.shape)
+
+
+def pieces(rows: int, cols: int, *, unit: int) -> Iterator[tuple[slice, slice]]:
+    """(row, column) slices that cover rows x cols, about PIECE values each: whole rows, or parts of one row.
+
+    >>> list(pieces(3, 2, unit=8))
+    [(slice(0, 3, None), slice(0, 2, None))]
+    """
+    if rows * cols == 0:
+        return
+    width = min(cols, max(unit, PIECE // unit * unit))
+    height = max(1, PIECE // width) if width == cols else 1
+    for r in range(0, rows, height):
+        for c in range(0, cols, width):
+            yield slice(r, min(r + height, rows)), slice(c, min(c + width, cols))
+
+
+def _piece_of(parts: Parts | None, encoding: Encoding, r: slice, c: slice) -> Parts:
+    if parts is None:
+        return Parts()
+    block, width = encoding.format.block or 1, encoding.format.element.width
+    in_bytes = slice(c.start * width // 8, -(-c.stop * width // 8))
+    in_blocks = slice(c.start // block, -(-c.stop // block))
+    return Parts(
+        None if parts.codes is None else parts.codes[r, in_bytes],
+        None if parts.scales is None else parts.scales[r, in_blocks],
+        None if parts.minimums is None else parts.minimums[r, in_blocks],
+        parts.tensor_scale,
+    )
+
+
+# --- random bits ------------------------------------------------------------------------------------------------------
+
+
+def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice, room: Room) -> Tensor | None:
+    """The random bits of a piece, where the rounding takes any."""
+    if encoding.rounding is not Rounding.STOCHASTIC:
+        return None
+    start = encoding.seed.first_index + r.start * x.shape[1] + c.start
+    return random_bits(encoding.seed, start, room.like(x[r, c], "bits"), room)
+
+
+def random_bits(seed: Seed, start: int, out: Tensor, room: Room) -> Tensor:
+    """`reference.random_bits` from index `start`, as int32 of the same bits, into `out`."""
+    if start >> 32 != (start + out.numel()) >> 32:
+        bits = reference.random_bits(seed, start, out.numel(), out.device).view(out.shape)
+        return out.copy_((bits ^ (1 << 31)) - (1 << 31))
+    k0, k1 = seed.keys()
+    k1 ^= ((start >> 32) * HIGH_INDEX) & WORD
+    torch.add(room.like(out, "index"), _word(start), out=out).bitwise_xor_(_word(k0))
+    shifted = room.like(out, "temporary")
+    _xor_shifted(out, 16, shifted).mul_(_word(MULTIPLIER_1))
+    _xor_shifted(out, 15, shifted).bitwise_xor_(_word(k1)).mul_(_word(MULTIPLIER_2))
+    return _xor_shifted(out, 16, shifted)
+
+
+def _xor_shifted(x: Tensor, shift: int, room: Tensor) -> Tensor:
+    """x ^= x >> shift, the shift filling in zeros."""
+    torch.bitwise_right_shift(x, _word(shift), out=room)
+    return x.bitwise_xor_(room.bitwise_and_(_word((1 << (32 - shift)) - 1)))
+
+
+@lru_cache(maxsize=1024)
+def _word(value: int) -> Tensor:
+    """32 bits as an int32 of no dimensions: a Python number would be converted again at each call, which takes a third of it."""
+    value &= WORD
+    return torch.tensor(value - (1 << 32) if value >> 31 else value, dtype=torch.int32)
+
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
+
+
+def rounded(x: Tensor, element: Element, rounding: Rounding, bits: Tensor | None, out: Tensor, room: Room) -> Tensor:
+    """`x`, all of it within the element's range, rounded into `out`, signs of zeros included. Uses up `bits`."""
+    if rounding is not Rounding.NEAREST_EVEN:
+        _add_and_truncate(x, element, EXACT_BITS[rounding] if bits is None else bits, out, room)
+    elif element.subnormals:
+        _nearest(x, element, out, room)
+    else:
+        smallest, smallest_bits = 2.0**element.min_exponent, _word(_float_bits(element.min_exponent))
+        a = torch.abs(x, out=room.like(x, "a").view(torch.float32))
+        in_hole = (a > smallest / 2).int().mul_(smallest_bits)  # 0 or the smallest value, as float32 bits
+        _nearest(a.clamp_(min=smallest), element, out, room)
+        out.view(torch.int32).add_(in_hole).sub_(smallest_bits)
+    return torch.copysign(out, x, out=out)
+
+
+def _nearest(x: Tensor, element: Element, out: Tensor, room: Room) -> None:
+    c = torch.bitwise_and(x.view(torch.int32), _word(0x7F800000), out=room.like(x, "temporary"))
+    c.clamp_(min=_float_bits(element.min_exponent)).add_(((23 - element.mantissa_bits) << 23) + 0x400000)
+    torch.add(x, c.view(torch.float32), out=out).sub_(c.view(torch.float32))
+
+
+def _add_and_truncate(x: Tensor, element: Element, bits: Tensor | int, out: Tensor, room: Room) -> None:
+    """|x| rounded into `out`: normals and subnormals, put together."""
+    min_exponent, dropped = element.min_exponent, 23 - element.mantissa_bits
+    a = torch.abs(x, out=room.like(x, "a").view(torch.float32))
+    if min_exponent == -126 and element.subnormals:  # the steps of float32's own subnormals
+        top = bits >> (32 - dropped) if isinstance(bits, int) else _shift_down(bits, 32 - dropped, dropped)
+        torch.add(a.view(torch.int32), top, out=out.view(torch.int32)).bitwise_and_(_word(-(1 << dropped)))
+        return
+    sub_bits = element.mantissa_bits if element.subnormals else 0  # mantissa bits below the smallest normal value
+    kept = 30 - sub_bits
+    held = torch.clamp(a, max=2.0**min_exponent, out=room.like(x, "held").view(torch.float32))
+    steps = room.like(x, "temporary").copy_(_times_power(held, 30 - min_exponent))
+    top = bits >> (32 - kept) if isinstance(bits, int) else _shift_down(bits, 32 - kept, kept)
+    steps.add_(top).bitwise_right_shift_(_word(kept))
+    subnormal = held.copy_(steps).mul_(2.0 ** (min_exponent - sub_bits))
+    top = top >> (kept - dropped) if isinstance(top, int) else _shift_down(top, kept - dropped, 31)
+    normal = a.clamp_(min=2.0**min_exponent).view(torch.int32).add_(top).bitwise_and_(_word(-(1 << dropped)))
+    torch.add(normal, subnormal.view(torch.int32), out=out.view(torch.int32)).sub_(_word(_float_bits(min_exponent)))
+
+
+def _shift_down(bits: Tensor, shift: int, kept: int) -> Tensor:
+    """bits >>= shift in place, of which `kept` bits are left: where that is fewer than 31, the sign's copies are cleared."""
+    bits.bitwise_right_shift_(_word(shift))
+    return bits if kept == 31 else bits.bitwise_and_(_word((1 << kept) - 1))
+
+
+def _exact_codes(values: Tensor, y: Tensor, element: Element) -> Tensor:
+    """Codes (int32) of values that the element has, with the signs of y."""
+    if element.kind is not Kind.FLOAT:
+        return values.int().bitwise_and_(_word((1 << element.width) - 1))
+    mantissa_bits, smallest = element.mantissa_bits, 2.0**element.min_exponent
+    a = values.abs()
+    codes = _times_power(a.clamp(max=smallest), mantissa_bits - element.min_exponent).int()
+    normal = a.clamp_(min=smallest).view(torch.int32).bitwise_right_shift_(_word(23 - mantissa_bits))
+    codes.add_(normal).sub_((element.min_exponent + 127) << mantissa_bits)
+    sign = y.view(torch.int32).bitwise_right_shift(31).bitwise_and_(_word(element.sign_code))
+    return codes.bitwise_or_(sign.mul_(codes != 0) if element.specials is Specials.FNUZ else sign)
+
+
+def _fits(x: Tensor, element: Element, rounding: Rounding) -> bool:
+    """Whether the tricks above hold: steps that float32 can count, and ties that are even where codes are."""
+    if element.kind is Kind.TABLE or x.device.type != "cpu" or element.min_exponent < -126:
+        return False
+    fewest, most = (1, 21) if rounding is Rounding.NEAREST_EVEN else (0, 22)
+    return fewest <= element.mantissa_bits <= most
+
+
+def _safe_range(element: Element) -> tuple[float, float]:
+    """Values that the tricks can round: the element's, as far as C above stays finite."""
+    largest = 2.0 ** min(103 + element.mantissa_bits, 127)
+    return max(element.min_value, -largest), min(element.max_value, largest)
+
+
+def _outside(x: Tensor, element: Element, overflow: Overflow) -> Tensor | None:
+    """Where the reference has to decide, or None when that is nowhere."""
+    low, high = (end.item() for end in x.aminmax())
+    safe_low, safe_high = _safe_range(element)
+    if safe_low <= low and high <= safe_high:  # False for NaN
+        return None
+    if overflow is Overflow.SATURATE and safe_high == element.max_value:
+        return x.isnan()
+    return ~((x >= safe_low) & (x <= safe_high))
+
+
+def _held(x: Tensor, element: Element, outside: Tensor | None) -> Tensor:
+    return x if outside is None else x.clamp(*_safe_range(element))
+
+
+def _times_power(a: Tensor, exponent: int) -> Tensor:
+    """a * 2^exponent in place, in two steps where one factor would not be a float32."""
+    return a.mul_(2.0**64).mul_(2.0 ** (exponent - 64)) if exponent > 127 else a.mul_(2.0**exponent)
+
+
+def _float_bits(exponent: int) -> int:
+    """The bits of the float32 2^exponent."""
+    return (exponent + 127) << 23
+
+
+def largest_finite(x: Tensor) -> Tensor:
+    """The largest finite magnitude of (rows, cols) as a float32 of no dimensions; 0 where there is none."""
+    largest = torch.zeros((), device=x.device)
+    for r, c in pieces(*x.shape, unit=1):
+        piece = x[r, c].float()
+        largest = torch.maximum(largest, torch.where(piece.isfinite(), piece.abs(), 0.0).amax())
+    return largest

@@ -1,0 +1,222 @@
+"""The host's side of the kernels: what they cover, the constants they are compiled with, their tiles, and their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import frexp
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from paredown.codec.kernels import numbers, pack, run_time
+from paredown.codec.reference import Encoding, Parts, table_limits
+from paredown.formats.element import Element, Kind
+from paredown.formats.format import Format
+from paredown.formats.rounding import Overflow, Rounding, Seed
+
+WIDTHS = (1, 2, 4, 6, 8, 16)
+MAX_BLOCK_LEN = 4096
+VALUES_PER_WARP = 256  # 8 per thread: 16 bytes of bf16, and whole bytes of codes
+KINDS = {Kind.FLOAT: numbers.FLOAT, Kind.INT: numbers.INT, Kind.UINT: numbers.UINT, Kind.TABLE: numbers.TABLE}
+ROUNDINGS = {
+    Rounding.NEAREST_EVEN: numbers.NEAREST_EVEN,
+    Rounding.TOWARD_ZERO: numbers.TOWARD_ZERO,
+    Rounding.NEAREST_AWAY: numbers.NEAREST_AWAY,
+    Rounding.STOCHASTIC: numbers.STOCHASTIC,
+}
+SCALES = {"fp32": numbers.FP32, "bf16": numbers.BF16, "e8m0": numbers.E8M0, "e4m3fn": numbers.E4M3}
+RULES = {"cover": pack.COVER, "ocp": pack.OCP, "given": pack.GIVEN}
+AS_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.uint8: torch.uint8}
+
+
+def covers(encoding: Encoding, job: str) -> bool:
+    """Whether there is a kernel to "encode" or "decode" (packed widths), or to "round_trip" (any width without a block)."""
+    element, block = encoding.format.element, encoding.format.block
+    if element.min_exponent < -126:
+        return False
+    if job == "round_trip" and block is None:
+        return True
+    pow2_block = block is None or (block <= MAX_BLOCK_LEN and block & (block - 1) == 0)
+    return element.width in WIDTHS and pow2_block and element.name != "int1"
+
+
+def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
+    """`x` (rows, cols) packed."""
+    parts = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
+    if encoding.rule == "given":
+        assert given is not None
+        parts = Parts(parts.codes, *(t if t is None else t.clone() for t in (given.scales, given.minimums)), parts.tensor_scale)
+    assert parts.codes is not None
+    _launch_encode(x, parts.codes, encoding, parts, stores_codes=True)
+    return parts
+
+
+def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
+    """The values of packed rows into `out` (rows, cols)."""
+    format, table = encoding.format, _table(encoding.format.element, Rounding.NEAREST_EVEN, out.device)
+    for launch in _launches(*out.shape, format):
+        pack.decode_kernel[launch.grid](
+            parts.codes, out, *_shared(parts, out), table, *launch.offsets,
+            ELEMENT=element_constants(format.element, Overflow.SATURATE), **_block_constants(format), **launch.constants,
+        )  # fmt: skip
+    return out
+
+
+def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Tensor) -> Tensor:
+    """decode(encode(x)) into `out`."""
+    element = encoding.format.element
+    if encoding.format.block is None and element.kind is not Kind.TABLE:
+        return round_trip_at_run_time(x, device_spec(element, encoding.overflow, x.device), encoding.rounding, encoding.seed, out)
+    _launch_encode(x, out, encoding, given or Parts(), stores_codes=False)
+    return out
+
+
+def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Seed, out: Tensor) -> Tensor:
+    """`x` rounded to the element that `spec` describes when the kernel runs; see `run_time.describe`."""
+    for launch in _launches(1, x.numel(), Format(Element.parse("fp32"))):
+        first_tile, _, numel, _, _ = launch.offsets
+        constants = {name: launch.constants[name] for name in ("MASKED", "TILE", "num_warps", "enable_fp_fusion")}
+        random = _random(seed, x.numel())
+        run_time.round_trip_kernel[launch.grid](
+            x, out, spec, random.step, numel, first_tile, *random.scalars, ROUNDING=ROUNDINGS[rounding].value, **random.constants, **constants
+        )
+    return out
+
+
+def largest_finite(x: Tensor) -> Tensor:
+    """The largest finite magnitude of `x`, a float32 of no dimensions."""
+    out = torch.zeros((), dtype=torch.int32, device=x.device)
+    tile = 4096
+    if x.numel():
+        pack.largest_finite_kernel[(triton.cdiv(x.numel(), tile),)](x, out, x.numel(), TILE=tile)
+    return out.view(torch.float32)
+
+
+def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: Parts, *, stores_codes: bool) -> None:
+    format, random = encoding.format, _random(encoding.seed, x.numel())
+    table = _table(format.element, encoding.rounding, x.device)
+    limits = table_limits(format.element, encoding.rounding) if format.element.kind is Kind.TABLE else (0.0, 0.0)
+    says_nan = encoding.overflow is Overflow.SATURATE or format.element.nan_code is not None
+    for launch in _launches(*x.shape, format):
+        pack.encode_kernel[launch.grid](
+            x, out, *_shared(parts, x), table, random.step, *limits, format.element.max_value, *launch.offsets, *random.scalars,
+            ELEMENT=element_constants(format.element, encoding.overflow), ROUNDING=ROUNDINGS[encoding.rounding].value,
+            RULE=RULES[encoding.rule].value, SAYS_NAN=says_nan, STORES_CODES=stores_codes,
+            **_block_constants(format), **random.constants, **launch.constants,
+        )  # fmt: skip
+
+
+# --- what the kernels are compiled with -------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=None)
+def element_constants(element: Element, overflow: Overflow) -> tuple[int, ...]:
+    """The tuple that `numbers.py` documents."""
+    inf_code, nan_code = (-1 if code is None else code for code in (element.inf_code, element.nan_code))
+    special = (inf_code if inf_code >= 0 else nan_code) if overflow is Overflow.NONFINITE else -1
+    has_minus_zero = element.kind is Kind.FLOAT and element.value(element.sign_code) == 0
+    fields = (KINDS[element.kind].value, element.width, element.mantissa_bits, element.min_exponent, element.subnormals, element.max_code)
+    return tuple(int(v) for v in (*fields, special, inf_code, nan_code, has_minus_zero, frexp(element.max_value)[1] - 1))
+
+
+def _block_constants(format: Format) -> dict[str, int]:
+    return {
+        "BLOCK_LEN": format.block or 0,
+        "SCALE": SCALES[format.scale.name].value if format.scale else 0,
+        "MINIMUM": SCALES[format.minimum.name].value if format.minimum else -1,
+        "HAS_TENSOR_SCALE": int(format.has_tensor_scale),
+    }
+
+
+@lru_cache(maxsize=None)
+def device_spec(element: Element, overflow: Overflow, device: torch.device) -> Tensor:
+    """`run_time.describe` in memory. It is shared: clone it before copying another into it."""
+    return torch.tensor(run_time.describe(element, overflow), dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=None)
+def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor:
+    """For a table: the float32 at which each code gives way to the next, in 2^width places, then the value of every code."""
+    if element.kind is not Kind.TABLE:
+        return torch.zeros(1, device=device)
+    pairs = zip(element.table, element.table[1:], strict=False)
+    thresholds = [_threshold(code, low, high, element, rounding) for code, (low, high) in enumerate(pairs)]
+    room = (1 << element.width) - len(thresholds)
+    return torch.tensor([*thresholds, *[0.0] * room, *element.values()], dtype=torch.float32, device=device)
+
+
+def _threshold(code: int, low: float, high: float, element: Element, rounding: Rounding) -> float:
+    """The smallest float32 that becomes `high` rather than `low`, the value of `code`; stochastic rounding starts from `low`."""
+    if rounding is Rounding.STOCHASTIC or (rounding is Rounding.TOWARD_ZERO and low >= 0):
+        return high
+    at, ties_go_up = (low, False) if rounding is Rounding.TOWARD_ZERO else ((low + high) / 2, code % 2 == 1)
+    if rounding is Rounding.NEAREST_AWAY or (rounding is Rounding.NEAREST_EVEN and element.name == "e8m0"):
+        ties_go_up = at > 0
+    nearest = np.float32(at)
+    if float(nearest) > at or (float(nearest) == at and ties_go_up):
+        return float(nearest)
+    return float(np.nextafter(nearest, np.float32(np.inf)))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Random:
+    """Arguments of a kernel that draws random bits."""
+
+    step: Any
+    scalars: tuple[int, int, int]  # first_index, k0, k1
+    constants: dict[str, bool]
+
+
+def _random(seed: Seed, numel: int) -> Random:
+    in_memory = isinstance(seed.step, Tensor)
+    k0, k1 = (k - (1 << 32) if k >> 31 else k for k in (seed.base_keys() if in_memory else seed.keys()))
+    wide = seed.first_index + numel > 1 << 32
+    return Random(seed.step if in_memory else None, (seed.first_index, k0, k1), {"STEP_IN_MEMORY": in_memory, "WIDE": wide})
+
+
+def _shared(parts: Parts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales and minimums as integers, and the scale of the tensor; `like` in place of what is not there."""
+    scales, minimums = (like if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
+    return scales, minimums, like if parts.tensor_scale is None else parts.tensor_scale
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch over a part of the tiles."""
+
+    grid: tuple[int]
+    offsets: tuple[int, int, int, int, int]  # first_tile, tiles_per_row, cols, row_bytes, blocks_per_row
+    constants: dict[str, int]
+
+
+def tiling(format: Format, cols: int, one_row: bool) -> tuple[int, int]:
+    """(values of a tile, warps of its program)."""
+    tile = max(format.block or 0, 1024 if one_row else min(1024, max(triton.next_power_of_2(cols), 128)))
+    return tile, min(16, max(1, tile // VALUES_PER_WARP))
+
+
+def _launches(rows: int, cols: int, format: Format) -> Iterator[Launch]:
+    """Full tiles without a mask and what is left with one, where the rows can be one long row; all of it with a mask otherwise."""
+    if rows * cols == 0:
+        return
+    ends_evenly = cols * format.element.width % 8 == 0 and cols % (format.block or 1) == 0
+    one_row = rows == 1 or ends_evenly
+    if one_row:
+        rows, cols = 1, rows * cols
+    tile, num_warps = tiling(format, cols, one_row)
+    constants = {"TILE": tile, "num_warps": num_warps, "ONE_ROW": one_row, "enable_fp_fusion": False}
+    tiles, full = triton.cdiv(cols, tile), cols // tile
+    sizes = (tiles, cols, format.row_bytes(cols), format.blocks_per_row(cols))
+    if one_row and full:
+        yield Launch((full,), (0, *sizes), {**constants, "MASKED": False})
+    if not one_row or tiles > full:
+        first = full if one_row else 0
+        yield Launch((1 if one_row else rows * tiles,), (first, *sizes), {**constants, "MASKED": True})

@@ -1,0 +1,366 @@
+"""Device functions: one number to a code and back, scales, and random bits. Values to values, no memory; `reference.py` defines them.
+
+Random bits are an argument wherever they are used, so each function can be compared with the reference bit for bit. Encoding
+is integer arithmetic on the bits of a float32, since a cast to an 8-bit float is wrong in Triton's interpreter; division is the correctly
+rounded one. ELEMENT is a compile-time tuple, made in `launch.py` from an `Element`:
+
+    0 kind  1 width  2 mantissa_bits  3 min_exponent  4 subnormals  5 max_code  6 code of what is past the end, or -1 to hold it there
+    7 inf_code or -1  8 nan_code or -1  9 whether -0.0 exists  10 floor(log2 max_value)
+
+    float32 bits   s eeeeeeee mmm|mmmmmmmmmmmmmmmmmmmm      e4m3: keep 3 mantissa bits
+                                 + rrrrrrrrrrrrrrrrrrrr      stochastic: add the top random bits, drop what is below; a carry
+    code                  e eeemmm                           walks into the exponent by itself
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paredown.formats import rounding as words
+
+NEAREST_EVEN = tl.constexpr(0)
+TOWARD_ZERO = tl.constexpr(1)
+NEAREST_AWAY = tl.constexpr(2)
+STOCHASTIC = tl.constexpr(3)
+
+FLOAT = tl.constexpr(0)
+INT = tl.constexpr(1)
+UINT = tl.constexpr(2)
+TABLE = tl.constexpr(3)
+
+FP32 = tl.constexpr(0)
+BF16 = tl.constexpr(1)
+E8M0 = tl.constexpr(2)
+E4M3 = tl.constexpr(3)
+
+MULTIPLIER_1 = tl.constexpr(words.MULTIPLIER_1)
+MULTIPLIER_2 = tl.constexpr(words.MULTIPLIER_2)
+KEY_SALT = tl.constexpr(words.KEY_SALTS[0])
+HIGH_INDEX = tl.constexpr(words.HIGH_INDEX)
+
+INF_BITS = tl.constexpr(0x7F800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+SMALLEST_SCALE_BITS = tl.constexpr(0x00800000)  # 2^-126
+
+
+@triton.jit
+def as_bits(x):
+    """A float32's bits."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(bits):
+    """The float32 of these bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+# --- random bits ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def random_bits(index, k0, k1):
+    """32 random bits (uint32) of each index; see `formats/rounding.py`."""
+    x = index.to(tl.uint32) ^ k0
+    x = (x ^ (x >> 16)) * MULTIPLIER_1
+    x = (x ^ (x >> 15) ^ k1) * MULTIPLIER_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def mixed(x):
+    """`rounding.mix`, on the device."""
+    x = x + KEY_SALT
+    x = (x ^ (x >> 16)) * MULTIPLIER_1
+    x = (x ^ (x >> 15)) * MULTIPLIER_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY: tl.constexpr):
+    """The keys of a stream as uint32; a step in memory is mixed in here."""
+    k0 = k0.to(tl.uint32)
+    k1 = k1.to(tl.uint32)
+    if STEP_IN_MEMORY:
+        step = tl.load(step_ptr).to(tl.uint32)
+        k0 = mixed(k0 ^ step)
+        k1 = mixed(k1 ^ step)
+    return k0, k1
+
+
+# --- one element ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def power_of_two(x, EXPONENT: tl.constexpr):
+    """x * 2^EXPONENT, in two steps where one factor would not be a float32."""
+    if EXPONENT > 127:
+        x = x * 18446744073709551616.0  # 2^64
+        return x * as_float(tl.full((), (EXPONENT - 64 + 127) << 23, tl.int32))
+    else:
+        return x * as_float(tl.full((), (EXPONENT + 127) << 23, tl.int32))
+
+
+@triton.jit
+def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
+    """What is added below the last kept bit: the top COUNT random bits, one half, or nothing."""
+    if ROUNDING == STOCHASTIC:
+        if COUNT == 0:
+            return tl.zeros_like(random).to(tl.int32)
+        else:
+            return (random >> (32 - COUNT)).to(tl.int32)
+    elif ROUNDING == NEAREST_AWAY and COUNT > 0:
+        return tl.full((), 1 << (COUNT - 1), tl.int32)
+    else:
+        return tl.full((), 0, tl.int32)
+
+
+@triton.jit
+def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
+    """The magnitude code of float32 bits `a` >= 2^MIN_EXPONENT, not yet limited."""
+    DROPPED: tl.constexpr = 23 - MANTISSA_BITS
+    ODD: tl.constexpr = ((126 + MIN_EXPONENT) << MANTISSA_BITS) & 1  # without a mantissa, codes and exponents may differ in parity
+    if DROPPED > 0:
+        if ROUNDING == NEAREST_EVEN:
+            a = a + ((1 << (DROPPED - 1)) - 1) + (((a >> DROPPED) ^ ODD) & 1)
+        else:
+            a = a + top_bits(random, DROPPED, ROUNDING)
+        a = a >> DROPPED
+    return a - ((126 + MIN_EXPONENT) << MANTISSA_BITS)
+
+
+@triton.jit
+def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
+    """The magnitude code of float32 bits `a` <= 2^MIN_EXPONENT: steps of 2^(MIN_EXPONENT - MANTISSA_BITS)."""
+    KEPT: tl.constexpr = 30 - MANTISSA_BITS
+    if ROUNDING == NEAREST_EVEN:
+        C: tl.constexpr = (MIN_EXPONENT + 23 - MANTISSA_BITS + 127) << 23
+        return as_bits(as_float(a) + as_float(tl.full((), C, tl.int32))) - C
+    else:
+        steps = power_of_two(as_float(a), 30 - MIN_EXPONENT).to(tl.int32)
+        return (steps + top_bits(random, KEPT, ROUNDING)) >> KEPT
+
+
+@triton.jit
+def round_magnitude(
+    a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, SUBNORMALS: tl.constexpr, ALL_SUBNORMAL: tl.constexpr, ROUNDING: tl.constexpr
+):
+    """The magnitude code of float32 bits `a` (not NaN), not yet limited. Integers are subnormal everywhere."""
+    SMALLEST: tl.constexpr = (MIN_EXPONENT + 127) << 23
+    if ALL_SUBNORMAL:
+        return round_subnormal(tl.minimum(a, SMALLEST), random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
+    elif MIN_EXPONENT == -126 and SUBNORMALS:  # the steps of float32's own subnormals
+        return round_normal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
+    else:
+        normal = round_normal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
+        small = a if ROUNDING == NEAREST_EVEN else tl.minimum(a, SMALLEST)  # a conversion to int32 follows
+        if SUBNORMALS:
+            small = round_subnormal(small, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
+        else:
+            small = round_subnormal(small, random, 0, MIN_EXPONENT, ROUNDING) << MANTISSA_BITS
+        return tl.where(a < SMALLEST, small, normal)
+
+
+@triton.jit
+def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
+    """Codes (int32) of float32 y for a float or integer, and where y lies past the end (NaN not counted)."""
+    KIND: tl.constexpr = ELEMENT[0]
+    WIDTH: tl.constexpr = ELEMENT[1]
+    MAX_CODE: tl.constexpr = ELEMENT[5]
+    bits = as_bits(y)
+    a = bits & 0x7FFFFFFF
+    k = round_magnitude(a, random, ELEMENT[2], ELEMENT[3], ELEMENT[4], KIND != FLOAT, ROUNDING)
+    if KIND == UINT:
+        past = k > tl.where(bits < 0, 0, MAX_CODE)
+        k = tl.where(bits < 0, 0, tl.minimum(k, MAX_CODE))
+    else:
+        past = k > MAX_CODE
+        k = tl.minimum(k, MAX_CODE)
+    if KIND == FLOAT:
+        code = finish_float(k, bits, past, ELEMENT)
+    elif KIND == INT:
+        negative = bits >> 31
+        code = ((k ^ negative) - negative) & ((1 << WIDTH) - 1)
+    else:
+        code = k
+    return code, past & (a <= INF_BITS)
+
+
+@triton.jit
+def finish_float(k, bits, past, ELEMENT: tl.constexpr):
+    """The code of a float from its magnitude's: sign, inf and NaN."""
+    WIDTH: tl.constexpr = ELEMENT[1]
+    SPECIAL: tl.constexpr = ELEMENT[6]
+    NAN_CODE: tl.constexpr = ELEMENT[8]
+    sign = (bits >> (32 - WIDTH)) & (1 << (WIDTH - 1))
+    code = k | sign
+    if not ELEMENT[9]:
+        code = tl.where(k == 0, 0, code)
+    if SPECIAL >= 0:
+        code = tl.where(past, SPECIAL | sign, code)
+    if NAN_CODE >= 0:
+        code = tl.where((bits & 0x7FFFFFFF) > INF_BITS, NAN_CODE | sign, code)
+    return code
+
+
+@triton.jit
+def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
+    """`encode_grid` where no |y| is past the largest value by more than rounding, and what NaN becomes is of no concern."""
+    KIND: tl.constexpr = ELEMENT[0]
+    WIDTH: tl.constexpr = ELEMENT[1]
+    if KIND == UINT and not HAS_MINIMUM:
+        y = tl.maximum(y, 0.0)
+    if KIND != FLOAT and ROUNDING == NEAREST_EVEN:  # the adder rounds, and two's complement is already there
+        return as_bits(y + 12582912.0) & ((1 << WIDTH) - 1)  # 1.5 * 2^23
+    else:
+        bits = as_bits(y)
+        k = round_magnitude(bits & 0x7FFFFFFF, random, ELEMENT[2], ELEMENT[3], ELEMENT[4], KIND != FLOAT, ROUNDING)
+        if ROUNDING == STOCHASTIC:
+            k = tl.minimum(k, ELEMENT[5])
+        if KIND == UINT:
+            return k
+        elif KIND == INT:
+            return ((k ^ (bits >> 31)) - (bits >> 31)) & ((1 << WIDTH) - 1)
+        else:
+            code = k | ((bits >> (32 - WIDTH)) & (1 << (WIDTH - 1)))
+            return code if ELEMENT[9] else tl.where(k == 0, 0, code)
+
+
+@triton.jit
+def encode_table(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
+    """Codes of float32 y for a table, and where y lies past its ends.
+
+    table_ptr: first the MAX_CODE thresholds at which the code goes up by one, in 2^WIDTH places; then the values of all codes.
+    """
+    WIDTH: tl.constexpr = ELEMENT[1]
+    MAX_CODE: tl.constexpr = ELEMENT[5]
+    code = tl.zeros_like(as_bits(y))
+    for i in tl.static_range(WIDTH):
+        probe = code + (1 << (WIDTH - 1 - i))
+        threshold = tl.load(table_ptr + tl.minimum(probe, MAX_CODE) - 1)
+        code = tl.where((probe <= MAX_CODE) & (y >= threshold), probe, code)
+    if ROUNDING == STOCHASTIC:
+        code = tl.minimum(code, MAX_CODE - 1)
+        below = tl.load(table_ptr + (1 << WIDTH) + code)
+        above = tl.load(table_ptr + (1 << WIDTH) + code + 1)
+        held = tl.where(y > below, tl.minimum(y, above), below)
+        steps = (tl.div_rn(held - below, above - below) * 2147483648.0).to(tl.uint32)
+        code = tl.where(steps + (random >> 1) >= 2147483648, code + 1, code)
+    past = (y < lowest) | (y > highest)
+    if ELEMENT[6] >= 0:
+        code = tl.where(past, ELEMENT[6], code)
+    if ELEMENT[8] >= 0:
+        code = tl.where(y != y, ELEMENT[8], code)
+    return code, past
+
+
+@triton.jit
+def encode_values(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
+    """Codes (int32) of y, and where y lies past the end."""
+    if ELEMENT[0] == TABLE:
+        return encode_table(y, random, table_ptr, lowest, highest, ELEMENT, ROUNDING)
+    else:
+        return encode_grid(y, random, ELEMENT, ROUNDING)
+
+
+@triton.jit
+def decode_values(code, table_ptr, ELEMENT: tl.constexpr):
+    """The float32 of each int32 code."""
+    KIND: tl.constexpr = ELEMENT[0]
+    SIGN: tl.constexpr = 1 << (ELEMENT[1] - 1)
+    if KIND == TABLE:
+        return tl.load(table_ptr + 2 * SIGN + code)
+    elif KIND == INT:  # 2^23 + n has n as its last bits
+        return as_float((code ^ SIGN) | 0x4B000000) - (8388608.0 + SIGN)
+    elif KIND == UINT:
+        return as_float(code | 0x4B000000) - 8388608.0
+    else:
+        return decode_float(code, ELEMENT)
+
+
+@triton.jit
+def decode_float(code, ELEMENT: tl.constexpr):
+    """`decode_values` for a float."""
+    WIDTH: tl.constexpr = ELEMENT[1]
+    MANTISSA_BITS: tl.constexpr = ELEMENT[2]
+    MIN_EXPONENT: tl.constexpr = ELEMENT[3]
+    INF_CODE: tl.constexpr = ELEMENT[7]
+    NAN_CODE: tl.constexpr = ELEMENT[8]
+    magnitude = code & ((1 << (WIDTH - 1)) - 1)
+    sign = (code << (32 - WIDTH)) & -2147483648
+    value = as_float(magnitude << (23 - MANTISSA_BITS))  # as if the bias were float32's
+    if MIN_EXPONENT != -126:
+        value = power_of_two(value, MIN_EXPONENT + 126)
+    if not ELEMENT[4]:
+        value = tl.where(magnitude < (1 << MANTISSA_BITS), 0.0, value)
+    if INF_CODE >= 0 and MIN_EXPONENT != -126:  # at -126 float32 has inf and NaN in the same places
+        value = tl.where(magnitude >= INF_CODE, as_float(tl.where(magnitude == INF_CODE, INF_BITS, NAN_BITS)), value)
+    value = as_float(as_bits(value) | sign)
+    if INF_CODE < 0 and NAN_CODE >= 0:
+        is_nan = magnitude == NAN_CODE if ELEMENT[9] else code == NAN_CODE
+        value = tl.where(is_nan, as_float(tl.full((), NAN_BITS, tl.int32)), value)
+    return value
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def store_scale(scale, SCALE: tl.constexpr):
+    """A float32 scale >= 0 rounded up to what is stored: float32 bits, bf16 bits, or a code. NaN is dealt with elsewhere."""
+    bits = as_bits(scale)
+    if SCALE == E8M0:
+        return tl.where(bits <= 0x00400000, 0, tl.minimum((bits + 0x7FFFFF) >> 23, 254))
+    elif SCALE == E4M3:
+        normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)
+        small = tl.ceil(tl.minimum(scale, 0.015625) * 512.0).to(tl.int32)
+        return tl.minimum(tl.where(bits < 0x3C800000, small, normal), 126)
+    else:
+        bits = tl.where(bits > 0, tl.maximum(bits, SMALLEST_SCALE_BITS), bits)
+        if SCALE == BF16:
+            return tl.minimum((bits + 0xFFFF) >> 16, 0x7F7F)
+        else:
+            return bits
+
+
+@triton.jit
+def load_scale(stored, SCALE: tl.constexpr):
+    """The float32 of a stored scale."""
+    if SCALE == E8M0:
+        bits = tl.where(stored == 0, 0x00400000, stored << 23)
+        return as_float(tl.where(stored == 255, NAN_BITS, bits))
+    elif SCALE == E4M3:
+        value = power_of_two(as_float(stored << 20), 120)
+        return tl.where(stored == 127, as_float(tl.full((), NAN_BITS, tl.int32)), value)
+    elif SCALE == BF16:
+        return as_float(stored << 16)
+    else:
+        return as_float(stored)
+
+
+@triton.jit
+def nan_scale(SCALE: tl.constexpr):
+    """What is stored for NaN."""
+    if SCALE == E8M0:
+        return 255
+    elif SCALE == E4M3:
+        return 127
+    elif SCALE == BF16:
+        return 0x7FC0
+    else:
+        return 0x7FC00000
+
+
+@triton.jit
+def inverse_scale(scale):
+    """1 / scale where that is finite, 0 elsewhere."""
+    fine = scale > 2.938735877055719e-39  # 2^-128
+    return tl.where(fine, tl.div_rn(tl.zeros_like(scale) + 1.0, tl.where(fine, scale, 1.0)), 0.0)
+
+
+@triton.jit
+def rounded_down_bf16(x):
+    """float32 to the bf16 (as 16 bits) at most that large, the smallest finite one at least."""
+    bits = as_bits(x)
+    return tl.where(bits < 0, tl.minimum(((bits & 0x7FFFFFFF) + 0xFFFF) >> 16, 0x7F7F) | 0x8000, bits >> 16)

@@ -1,0 +1,104 @@
+"""round_trip of floats and integers without a block, for an element that is known only when the kernel runs.
+
+The element is twelve int32 in memory (`describe`), so one compiled kernel, and one captured CUDA graph, serves every format. Per value,
+in float32 bits: normals are rounded by adding below the last kept bit and clearing what is below, subnormals by scaling to
+an integer; what lies past the largest value is replaced.
+
+    x  [ x0 x1 x2 x3 x4 x5 x6 x7 ]  ->  [ r(x0) ... r(x7) ]      8 bytes move for each float32
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paredown.codec.kernels.numbers import INF_BITS, NEAREST_AWAY, NEAREST_EVEN, STOCHASTIC, as_bits, as_float
+from paredown.codec.kernels.pack import load_tile, random_tile, store_values
+from paredown.formats.element import Element, Kind
+from paredown.formats.rounding import Overflow
+
+
+def float_bits(x: float) -> int:
+    """The bits of a float32."""
+    return struct.unpack("i", struct.pack("f", x))[0]
+
+
+def describe(element: Element, overflow: Overflow) -> list[int]:
+    """What the kernel reads of an element (not a table), each an int32."""
+    sub_bits = element.mantissa_bits if element.subnormals else 0
+    smallest = 2.0**element.min_exponent
+    up = 30 - element.min_exponent
+    past_value = float("nan" if element.inf_code is None and element.nan_code is not None else "inf")
+    has_minus_zero = element.kind is Kind.FLOAT and element.value(element.sign_code) == 0
+    return [
+        23 - element.mantissa_bits,
+        float_bits(smallest),
+        30 - sub_bits,
+        float_bits(2.0 ** min(up, 64)),
+        float_bits(2.0 ** (up - min(up, 64))),
+        float_bits(2.0 ** (element.min_exponent - sub_bits)),
+        float_bits(2.0 ** (element.min_exponent + 23 - sub_bits)),
+        float_bits(element.max_value),
+        float_bits(abs(element.min_value)),
+        float_bits(past_value) if overflow is Overflow.NONFINITE else -1,
+        -1 if has_minus_zero else 0,
+        ((126 + element.min_exponent) << element.mantissa_bits) & 1,
+    ]
+
+
+@triton.jit
+def round_bits(a, random, spec_ptr, ROUNDING: tl.constexpr):
+    """Float32 bits `a` >= 0 rounded to the element at `spec_ptr`, not yet limited, as float32 bits."""
+    dropped = tl.load(spec_ptr)
+    smallest = tl.load(spec_ptr + 1)
+    kept = tl.load(spec_ptr + 2)
+    mask = (1 << dropped) - 1
+    small = as_float(tl.minimum(a, smallest))
+    if ROUNDING == NEAREST_EVEN:
+        odd = tl.load(spec_ptr + 11)  # without a mantissa, codes and exponents may differ in parity
+        normal = a + (mask >> 1) + (((a >> dropped) ^ odd) & (mask & 1))
+        c = as_float(tl.load(spec_ptr + 6))
+        small = (small + c) - c
+    else:
+        steps = (small * as_float(tl.load(spec_ptr + 3)) * as_float(tl.load(spec_ptr + 4))).to(tl.int32)
+        if ROUNDING == STOCHASTIC:
+            below = (random >> 2).to(tl.int32)  # 30 bits
+            normal = a + (below >> (30 - dropped))
+            steps += below >> (30 - kept)
+        elif ROUNDING == NEAREST_AWAY:
+            normal = a + ((mask + 1) >> 1)
+            steps += (1 << kept) >> 1
+        else:
+            normal = a
+        small = (steps >> kept).to(tl.float32) * as_float(tl.load(spec_ptr + 5))
+    return tl.where(a < smallest, as_bits(small), normal & ~mask)
+
+
+@triton.jit
+def round_to_spec(x, random, spec_ptr, ROUNDING: tl.constexpr):
+    """Float32 x rounded to the element at `spec_ptr`."""
+    bits = as_bits(x)
+    a = bits & 0x7FFFFFFF
+    rounded = round_bits(a, random, spec_ptr, ROUNDING)
+    limit = tl.where(bits < 0, tl.load(spec_ptr + 8), tl.load(spec_ptr + 7))
+    past_bits = tl.load(spec_ptr + 9)
+    rounded = tl.where(rounded > limit, tl.where(past_bits < 0, limit, past_bits), rounded)
+    sign = tl.where(rounded == 0, bits & tl.load(spec_ptr + 10), bits) & -2147483648
+    return tl.where(a > INF_BITS, x, as_float(rounded | sign))
+
+
+@triton.jit(do_not_specialize=["k0", "k1", "first_index"])
+def round_trip_kernel(
+    x_ptr, out_ptr, spec_ptr, step_ptr, numel, first_tile, first_index, k0, k1,
+    ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Each value of x rounded to the element at `spec_ptr`."""
+    start = (tl.program_id(0).to(tl.int64) + first_tile) * TILE
+    inside = tl.arange(0, TILE) < tl.minimum(numel - start, TILE).to(tl.int32)
+    x = load_tile(x_ptr + start, tl.arange(0, TILE), inside, MASKED).to(tl.float32)
+    random = random_tile(first_index + start, k0, k1, step_ptr, ROUNDING, STEP_IN_MEMORY, WIDE, TILE)
+    store_values(out_ptr + start, round_to_spec(x, random, spec_ptr, ROUNDING), inside, MASKED)

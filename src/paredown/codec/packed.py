@@ -1,0 +1,287 @@
+"""Tensors in a format: `encode` makes a `PackedTensor`, its `decode()` gives the values back, `round_trip` does both.
+
+    x (3, 100) float32, 1200 bytes  --encode("int4/64@bf16")-->  codes (3, 50) uint8 + scales (3, 2) bf16, 162 bytes
+
+A tensor is packed in its own memory order where that is dense (channels_last stays so and is never transposed), and comes back in it;
+`order="logical"` packs along the dimensions as they are numbered, which optimizer state and weights need.
+
+What is not an ordinary number:
+* NaN and inf in a block make the scale of that block NaN: all of it decodes to NaN. Without a block they become the element's
+  NaN and inf; inf saturates if asked. -0.0 stays where the element has one (not in fnuz and integers).
+* An element with neither inf nor NaN and no block (int8, e2m1fn) cannot say either: `encode` refuses values past its end and NaN unless
+  overflow="saturate", and NaN always; `round_trip`, which returns ordinary numbers, gives inf and NaN.
+* A value below zero in uintN without a minimum is past the end, and makes the scale of its block NaN unless overflow="saturate".
+* Empty and 0-d tensors pack like any other. float16 results past 65504 stay at 65504.
+
+>>> p = encode(torch.linspace(-1, 1, 300).view(3, 100), "int4/64@bf16")
+>>> p
+PackedTensor(int4/64@bf16, shape=(3, 100), float32 on cpu, 162 bytes, 7.4x smaller)
+>>> p.decode().shape
+torch.Size([3, 100])
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paredown.codec import backend
+from paredown.codec.reference import COVER, OCP, Encoding, Parts, tensor_scale_of
+from paredown.errors import CodecError
+from paredown.formats.format import Format
+from paredown.formats.rounding import Overflow, Rounding, Seed
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GIVEN = "given"
+PART_NAMES = ("codes", "scales", "minimums", "tensor_scale")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedTensor:
+    """Codes and scales in a format, and what is needed to make the tensor again."""
+
+    format: Format
+    shape: torch.Size
+    dtype: torch.dtype
+    order: tuple[int, ...]  # dimensions from the outermost to the innermost in memory
+    parts: Parts
+
+    @property
+    def codes(self) -> Tensor:
+        """The packed codes, (rows, row_bytes) uint8."""
+        assert self.parts.codes is not None
+        return self.parts.codes
+
+    @property
+    def scales(self) -> Tensor | None:
+        """The scale of each block, (rows, blocks), as stored."""
+        return self.parts.scales
+
+    @property
+    def minimums(self) -> Tensor | None:
+        """The minimum of each block, (rows, blocks)."""
+        return self.parts.minimums
+
+    @property
+    def tensor_scale(self) -> Tensor | None:
+        """The scale of all block scales, where those are e4m3fn."""
+        return self.parts.tensor_scale
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are really held; equal to `format.nbytes(shape)`."""
+        return sum(t.nbytes for t in self.parts.tensors())
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, in the dtype and memory order that were encoded (or in `dtype`)."""
+        out = torch.empty([self.shape[d] for d in self.order], dtype=dtype or self.dtype, device=self.device)
+        encoding = Encoding(self.format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
+        backend.decode_rows(self.parts, encoding, out.view(self.format.rows_and_cols(out.shape)))
+        return out.permute(_inverse(self.order))
+
+    def to(self, device: torch.device | str) -> PackedTensor:
+        """The same packed tensor on `device`."""
+        return replace(self, parts=Parts(*(t if t is None else t.to(device) for t in _all(self.parts))))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors, and the rest as JSON text under "header": for torch.save, or as safetensors and its metadata."""
+        tensors = dict(zip(PART_NAMES, _all(self.parts), strict=True))
+        dtype = str(self.dtype).removeprefix("torch.")
+        header = {"format": self.format.to_json(), "shape": list(self.shape), "dtype": dtype, "order": list(self.order)}
+        return {"header": json.dumps(header), **{name: t for name, t in tensors.items() if t is not None}}
+
+    @staticmethod
+    def from_state_dict(state: Mapping[str, Any]) -> PackedTensor:
+        """The packed tensor whose `state_dict()` is `state`."""
+        if "header" not in state or "codes" not in state:
+            raise CodecError(f"a packed tensor's state has 'header' and 'codes'; found {sorted(state)}.")
+        header = json.loads(state["header"])
+        format, dtype = Format.from_json(header["format"]), getattr(torch, header["dtype"])
+        parts = Parts(*(state.get(name) for name in PART_NAMES))
+        packed = PackedTensor(format, torch.Size(header["shape"]), dtype, tuple(header["order"]), parts)
+        expected = format.nbytes(packed.shape)
+        if packed.nbytes != expected:
+            raise CodecError(
+                f"the tensors hold {packed.nbytes} bytes, but {format} of shape {tuple(packed.shape)} takes {expected}: "
+                "the header and the tensors do not belong together."
+            )
+        return packed
+
+    def __repr__(self) -> str:
+        plain = self.shape.numel() * self.dtype.itemsize
+        ratio = f", {plain / self.nbytes:.1f}x smaller" if 0 < self.nbytes <= plain else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"PackedTensor({self.format}, shape={tuple(self.shape)}, {dtype} on {self.device}, {self.nbytes} bytes{ratio})"
+
+
+def encode(
+    x: Tensor,
+    format: Format | str,
+    *,
+    rounding: Rounding | str = Rounding.NEAREST_EVEN,
+    overflow: Overflow | str | None = None,
+    seed: Seed | int = 0,
+    scales: PackedTensor | Tensor | str = COVER,
+    order: str = "memory",
+) -> PackedTensor:
+    """`x` packed in `format`.
+
+    `overflow` is NONFINITE without a block or for uintN without a minimum, and SATURATE otherwise, unless given. `seed` is used by stochastic rounding alone; give
+    every tensor and step its own (`Seed(value, tensor=, step=)`). `scales`: "cover" (no value is past the end), "ocp" (OCP's
+    rule for e8m0), or a packed tensor or its `.scales` to use again.
+    """
+    _check_tensor(x, "encode")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise CodecError(
+            "encode stores numbers and passes no gradient, but x requires one. Encode x.detach(), or call it under "
+            "torch.no_grad(); round_trip(x, ...) passes gradients straight through."
+        )
+    encoding = _encoding(format, rounding, overflow, seed, scales)
+    dims = scales.order if isinstance(scales, PackedTensor) else memory_order(x, encoding.format, order)
+    rows = _as_rows(x, dims)
+    given = _given(x, rows, encoding, scales)
+    _refuse_unsayable(rows, encoding)
+    return PackedTensor(encoding.format, x.shape, x.dtype, dims, backend.encode_rows(rows, encoding, given))
+
+
+def round_trip(
+    x: Tensor,
+    format: Format | str,
+    *,
+    rounding: Rounding | str = Rounding.NEAREST_EVEN,
+    overflow: Overflow | str | None = None,
+    seed: Seed | int = 0,
+    scales: PackedTensor | Tensor | str = COVER,
+    order: str = "memory",
+) -> Tensor:
+    """`x` with the values of `format`: decode(encode(x)), same shape, dtype and memory order. Gradients pass straight through."""
+    _check_tensor(x, "round_trip")
+    encoding = _encoding(format, rounding, overflow, seed, scales)
+    dims = scales.order if isinstance(scales, PackedTensor) else memory_order(x, encoding.format, order)
+    return _StraightThrough.apply(x, encoding, dims, scales)  # type: ignore[no-any-return]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounding forward, the identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, encoding: Encoding, dims: tuple[int, ...], scales: PackedTensor | Tensor | str) -> Tensor:
+        rows = _as_rows(x, dims)
+        out = torch.empty_like(rows)
+        backend.round_trip_rows(rows, encoding, _given(x, rows, encoding, scales), out)
+        return out.view([x.shape[d] for d in dims]).permute(_inverse(dims))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return grad, None, None, None
+
+
+def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int, ...]:
+    """The dimensions of `x` from the outermost to the innermost, as they are packed.
+
+    It is the order of the strides where `x` is dense and its bytes in the format do not change by it, and 0, 1, 2, ... otherwise.
+    """
+    if order not in ("memory", "logical"):
+        raise CodecError(f"order is 'memory' or 'logical', not {order!r}.")
+    logical = tuple(range(x.ndim))
+    if order == "logical" or x.is_contiguous():
+        return logical
+    dims = tuple(sorted(logical, key=lambda d: -x.stride(d)))
+    same_bytes = format.nbytes([x.shape[d] for d in dims]) == format.nbytes(x.shape)
+    return dims if same_bytes and x.permute(dims).is_contiguous() else logical
+
+
+def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """(rows, cols), contiguous: a view where x is dense in that order, a copy otherwise."""
+    x = x.detach().permute(dims)
+    return x.contiguous().view(Format.rows_and_cols(x.shape))
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
+
+
+def _all(parts: Parts) -> list[Tensor | None]:
+    return [getattr(parts, name) for name in PART_NAMES]
+
+
+def _encoding(format: Format | str, rounding: Rounding | str, overflow: Overflow | str | None, seed: Seed | int, scales: Any) -> Encoding:
+    format = Format.parse(format)
+    try:
+        rounding = Rounding(rounding)
+        overflow = Overflow(overflow or default_overflow(format))
+    except ValueError as error:
+        allowed = f"rounding: {', '.join(r.value for r in Rounding)}; overflow: {', '.join(o.value for o in Overflow)}"
+        raise CodecError(f"{error}. Allowed are {allowed}.") from None
+    rule = scales if isinstance(scales, str) else GIVEN
+    if rule not in (COVER, OCP, GIVEN) or (rule == OCP and (format.scale is None or format.scale.name != "e8m0")):
+        raise CodecError(f"scales={rule!r} with {format}: allowed are 'cover', 'ocp' (for e8m0 scales), a PackedTensor or its scales.")
+    if rule == GIVEN and format.block is None:
+        raise CodecError(f"scales were given, but {format} has no block to scale.")
+    return Encoding(format, rounding, overflow, seed if isinstance(seed, Seed) else Seed(seed), rule)
+
+
+def default_overflow(format: Format) -> Overflow:
+    """SATURATE in blocks, whose scales leave nothing to hold; NONFINITE without one, and where negative values may come to uintN."""
+    return Overflow.SATURATE if format.block and (format.element.signed or format.minimum) else Overflow.NONFINITE
+
+
+def _given(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> Parts | None:
+    """The scales that the caller brought, checked; or the scale of the tensor, where the format has one."""
+    format = encoding.format
+    if isinstance(scales, str):
+        if not format.has_tensor_scale:
+            return None
+        return Parts(tensor_scale=tensor_scale_of(backend.largest_finite(rows), format.element))
+    if isinstance(scales, PackedTensor):
+        if scales.format != format or scales.shape != x.shape:
+            raise CodecError(f"scales come from {scales!r}, which does not fit {format} of shape {tuple(x.shape)}.")
+        return replace(scales.parts, codes=None)
+    if format.minimum or format.has_tensor_scale:
+        raise CodecError(f"{format} has more than block scales: give the PackedTensor itself, scales=p instead of scales=p.scales.")
+    expected = encoding.empty_parts(*rows.shape, device=torch.device("meta"), tensor_scale=None).scales
+    assert expected is not None
+    if scales.shape != expected.shape or scales.dtype != expected.dtype or scales.device != x.device:
+        raise CodecError(
+            f"scales are {tuple(scales.shape)} {scales.dtype} on {scales.device}; {format} of shape {tuple(x.shape)} "
+            f"needs {tuple(expected.shape)} {expected.dtype} on {x.device}."
+        )
+    return Parts(scales=scales)
+
+
+def _check_tensor(x: Tensor, verb: str) -> None:
+    if not isinstance(x, Tensor):
+        raise CodecError(f"{verb} takes a tensor, not {type(x).__name__}.")
+    if x.dtype not in DTYPES:
+        raise CodecError(f"{verb} takes float32, bfloat16 or float16, not {x.dtype}: convert with x.float() if that is meant.")
+
+
+def _refuse_unsayable(rows: Tensor, encoding: Encoding) -> None:
+    """Refuse values for which the format has no code: those without a block whose element has neither inf nor NaN."""
+    element = encoding.format.element
+    if encoding.format.block or element.nan_code is not None or rows.numel() == 0:
+        return
+    low, high = (end.float().item() for end in torch.aminmax(rows))  # NaN if any value is
+    if encoding.rounding is Rounding.STOCHASTIC and encoding.overflow is Overflow.NONFINITE:
+        said = element.min_value <= low and high <= element.max_value  # anything past the last value may go past it
+    else:
+        ends = torch.tensor([[low, high]])
+        said = bool(backend.round_trip_rows(ends, encoding, None, torch.empty_like(ends)).isfinite().all())
+    if said:
+        return
+    what = "NaN" if low != low else f"values from {low:g} to {high:g}"
+    remedy = "" if low != low else " overflow='saturate' holds them at the end, or"
+    raise CodecError(
+        f"x holds {what}, but {element} says {element.min_value:g} to {element.max_value:g} and has no code for inf or NaN:{remedy} "
+        f"use a block, whose scale fits the values and can say NaN: {element if element.width > 1 else 'int2'}/64@bf16."
+    )

@@ -1,0 +1,344 @@
+"""THE definition of encode, decode and round, in plain torch: slow and obvious. Every other path gives the same bits.
+
+A tensor is laid out as (rows, cols); `formats/format.py` draws it. In float32 and correctly rounded, for each block:
+
+    plain     scale = max |x| / max_value, rounded up            y = x * inverse,              value = e(y) * scale
+    affine    minimum = min x, rounded down;
+              scale = (max x - minimum) / max_value, rounded up  y = (x - minimum) * inverse,  value = e(y) * scale + minimum
+
+where `inverse` = 1 / scale and e(y) is y rounded to the element (`codes_of`). Rounding the scale up keeps every y within the
+element, so that stochastic rounding stays unbiased. Scales in fp32 and bf16 are at least 2^-126 (or 0), so that 1 / scale is
+finite. With scale e4m3fn there is one more scale for the tensor: tensor_scale = max |x| / (448 * max_value), block scales
+are taken relative to it, and `scale` above is their product. `scales="ocp"` is OCP's rule for e8m0 instead:
+2^(floor(log2 max |x|) - floor(log2 max_value)); values past the largest then saturate.
+
+A block that holds NaN or inf (or whose range exceeds float32) has scale NaN, and decodes to NaN as a whole.
+
+Rounding a magnitude a to a float or integer element: with 2^E the power of two below a, at least the smallest normal one, steps
+are 2^(E - mantissa_bits). k = floor(a / step) and the fraction f that is left decide:
+
+    toward_zero: k     nearest_*: k + 1 above one half     stochastic: k + 1 if floor(f * 2^R) + floor(bits / 2^(32 - R)) >= 2^R
+
+with R = 30 - mantissa_bits, so that f loses nothing but what lies below 2^-R. toward_zero is the same with bits = 0 and
+nearest_away with bits = 2^31, which is how the fast paths compute them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paredown.codec.bits import pack_bits, unpack_bits
+from paredown.formats.element import Element, Kind
+from paredown.formats.format import Format
+from paredown.formats.rounding import HIGH_INDEX, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed
+
+SMALLEST_SCALE = 2.0**-126
+OCP = "ocp"
+COVER = "cover"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tensors of a packed tensor: codes (rows, row_bytes) uint8, scales and minimums (rows, blocks), tensor_scale ().
+
+    Scales in fp32 and bf16 are tensors of that dtype, those in e8m0 and e4m3fn are uint8 codes.
+    """
+
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+    minimums: Tensor | None = None
+    tensor_scale: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are there, in order."""
+        return [t for t in (self.codes, self.scales, self.minimums, self.tensor_scale) if t is not None]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What to encode to, and how: all of a call but the tensor."""
+
+    format: Format
+    rounding: Rounding
+    overflow: Overflow
+    seed: Seed = Seed()
+    rule: str = COVER
+
+    def empty_parts(self, rows: int, cols: int, *, device: torch.device, tensor_scale: Tensor | None) -> Parts:
+        """Room for (rows, cols) packed."""
+        format, stored = self.format, {"fp32": torch.float32, "bf16": torch.bfloat16}
+        codes = torch.empty((rows, format.row_bytes(cols)), dtype=torch.uint8, device=device)
+        shape = (rows, format.blocks_per_row(cols))
+        scales = torch.empty(shape, dtype=stored.get(format.scale.name, torch.uint8), device=device) if format.scale else None
+        minimums = torch.empty(shape, dtype=stored[format.minimum.name], device=device) if format.minimum else None
+        return Parts(codes, scales, minimums, tensor_scale)
+
+
+# --- random bits ------------------------------------------------------------------------------------------------------
+
+
+def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Tensor:
+    """The 32 random bits of `count` elements from global index `start`, as int64 in 0..2^32-1."""
+    k0, k1 = seed.keys()
+    index = torch.arange(start, start + count, device=device, dtype=torch.int64)
+    x = (index & WORD) ^ k0
+    x = ((x ^ (x >> 16)) * MULTIPLIER_1) & WORD
+    high = ((index >> 32) * HIGH_INDEX) & WORD
+    x = ((x ^ (x >> 15) ^ k1 ^ high) * MULTIPLIER_2) & WORD
+    return x ^ (x >> 16)
+
+
+# --- one element ------------------------------------------------------------------------------------------------------
+
+
+def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The codes (int64) of float32 `y`, and where a value lies past what the element can say, NaN included.
+
+    Such a place gets the code of inf or NaN under NONFINITE where the element has one, and the nearest value otherwise.
+    """
+    codes, past = table_codes(y, element, rounding, bits) if element.kind is Kind.TABLE else grid_codes(y, element, rounding, bits)
+    special = element.nan_code if element.inf_code is None else element.inf_code
+    if overflow is Overflow.NONFINITE and special is not None:
+        codes = torch.where(past, special | _sign_codes(y, element), codes)
+    if element.nan_code is not None:
+        codes = torch.where(y.isnan(), element.nan_code | _sign_codes(y, element), codes)
+    unsaid = y.isnan() if element.nan_code is None else torch.zeros_like(past)
+    return codes, unsaid | (past if overflow is Overflow.NONFINITE and special is None else False)
+
+
+def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes of the nearest values of a float or integer element, and where y lies past them."""
+    k = rounded_magnitude(y.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max), element, rounding, bits)
+    negative = torch.signbit(y)
+    limit = torch.where(negative, element.min_code, element.max_code)
+    past = (k > limit) | y.isinf()
+    k = torch.where(past, limit, k)
+    if element.kind is not Kind.FLOAT:
+        return torch.where(negative, -k, k) & ((1 << element.width) - 1), past
+    keep_sign = negative & ((k != 0) | (element.value(element.sign_code) == 0))  # fnuz has no -0
+    return torch.where(keep_sign, k | element.sign_code, k), past
+
+
+def rounded_magnitude(a: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
+    """Magnitude codes (int64, not yet limited) of finite `a` >= 0: the heart of the codec."""
+    mantissa_bits, min_exponent = element.mantissa_bits, element.min_exponent
+    a = a.double()
+    exponent = torch.where(a > 0, torch.frexp(a).exponent.long() - 1, min_exponent).clamp(min=min_exponent)
+    in_hole = (a < 2.0**min_exponent) & (not element.subnormals)  # between 0 and the smallest value
+    step_exponent = torch.where(in_hole, min_exponent, exponent - mantissa_bits)
+    steps = a * _power_of_two(-step_exponent)
+    floor = steps.floor()
+    code = floor.long() + ((exponent - min_exponent) << mantissa_bits)  # 0 in the hole
+    up = _rounds_up(steps - floor, code, rounding, bits, 30 - torch.where(in_hole, 0, mantissa_bits))
+    return code + torch.where(in_hole, up.long() << mantissa_bits, up.long())
+
+
+def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor | None, num_bits: Tensor) -> Tensor:
+    if rounding is Rounding.TOWARD_ZERO:
+        return torch.zeros_like(fraction, dtype=torch.bool)
+    if rounding is Rounding.NEAREST_AWAY:
+        return fraction >= 0.5
+    if rounding is Rounding.NEAREST_EVEN:
+        return (fraction > 0.5) | ((fraction == 0.5) & (code % 2 == 1))
+    assert bits is not None, "stochastic rounding takes random bits"
+    whole = torch.ones_like(code) << num_bits
+    return (fraction * whole).floor().long() + (bits >> (32 - num_bits)) >= whole
+
+
+def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes of the nearest values of a table, and where y lies past its ends. Half-way, e8m0 takes the larger, as in ml_dtypes."""
+    values = torch.tensor(element.table, dtype=torch.float32, device=y.device)
+    lowest, highest = table_limits(element, rounding)
+    past = (y < lowest) | (y > highest)
+    y = y.nan_to_num(0.0).clamp(values[0], values[-1])
+    low = (torch.searchsorted(values, y.contiguous(), right=True) - 1).clamp(0, len(values) - 2)
+    below, above = values[low], values[low + 1]
+    middle = (below.double() + above.double()) / 2
+    if rounding is Rounding.TOWARD_ZERO:
+        up = torch.where(y < 0, y > below, y >= above)
+    elif rounding is Rounding.STOCHASTIC:
+        assert bits is not None, "stochastic rounding takes random bits"
+        up = ((y - below) / (above - below) * 2.0**31).long() + (bits >> 1) >= 2**31
+    else:
+        away = torch.where(middle > 0, y >= middle, y > middle)
+        even = torch.where(low % 2 == 1, y >= middle, y > middle)
+        up = away if rounding is Rounding.NEAREST_AWAY or element.name == "e8m0" else even
+    return low + up.long(), past
+
+
+def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
+    """The smallest and the largest float32 that a table can say.
+
+    They are its first and last value; but e8m0 goes on like a float: down to any number above 0, and up to where 2^128 is nearer.
+    """
+    if element.name != "e8m0":
+        return element.table[0], element.table[-1]
+    nearest = rounding in (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY)
+    return 2.0**-149, 1.5 * 2.0**127 * (1 - 2.0**-24 if nearest else 4 / 3 * (1 - 2.0**-24))
+
+
+def values_of(codes: Tensor, element: Element) -> Tensor:
+    """The float32 values of int64 `codes`."""
+    if element.width <= 16:
+        return torch.tensor(element.values(), dtype=torch.float32, device=codes.device)[codes]
+    magnitude = codes & (element.sign_code - 1)  # floats alone are wider than 16 bits
+    field, mantissa = magnitude >> element.mantissa_bits, magnitude & ((1 << element.mantissa_bits) - 1)
+    normal = (mantissa + (1 << element.mantissa_bits)) * _power_of_two(field - 1 + element.min_exponent - element.mantissa_bits)
+    subnormal = mantissa * 2.0 ** (element.min_exponent - element.mantissa_bits) * element.subnormals
+    value = torch.where(field > 0, normal, subnormal)
+    if element.inf_code is not None:
+        value = torch.where(magnitude >= element.inf_code, torch.where(magnitude == element.inf_code, torch.inf, torch.nan), value)
+    value = torch.where((codes & element.sign_code) != 0, -value, value)
+    if element.inf_code is None and element.nan_code is not None:
+        either_sign = codes | (element.nan_code & ~element.sign_code and element.sign_code)
+        value = torch.where(either_sign == (element.nan_code | element.sign_code), torch.nan, value)
+    return value.float()
+
+
+def _sign_codes(y: Tensor, element: Element) -> Tensor:
+    return torch.where(torch.signbit(y), element.sign_code, 0)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent as float64, exactly."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+# --- blocks and their scales ------------------------------------------------------------------------------------------
+
+
+def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
+    """(rows, cols) as (rows, blocks, block), short last blocks filled up."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).unflatten(1, (-1, block))
+
+
+def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The stored scales and minimums of float32 `x` (rows, cols), NaN where a block holds NaN or inf."""
+    format = encoding.format
+    assert format.block and format.scale, "scales belong to blocks"
+    low, high = in_blocks(x, format.block, torch.inf).amin(2), in_blocks(x, format.block, -torch.inf).amax(2)
+    largest = torch.maximum(-low, high)
+    minimums = None
+    if format.minimum:
+        minimums = rounded_down(low + 0.0, format.minimum)  # + 0.0: -0.0 and 0.0 are one minimum
+        largest = (high - minimums.float()).clamp(min=0.0)  # at float32's end bf16 cannot round down
+    elif encoding.rule == OCP:
+        return store_scale(torch.where(largest.isfinite(), ocp_scale(largest, format.element), torch.nan), format.scale), None
+    scale = largest / format.element.max_value
+    if tensor_scale is not None:
+        scale = torch.where(tensor_scale > 0, scale / tensor_scale, 0.0)
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    return store_scale(scale, format.scale), minimums
+
+
+def tensor_scale_of(largest: Tensor, element: Element) -> Tensor:
+    """The scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn."""
+    scale = largest / (448.0 * element.max_value)
+    return torch.where(largest > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
+
+
+def store_scale(scale: Tensor, element: Element) -> Tensor:
+    """The smallest value of `element` that is at least `scale` (or its largest), as it is stored. NaN stays NaN."""
+    if element.name in ("fp32", "bf16"):
+        scale = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
+        return scale if element.name == "fp32" else -rounded_down(-scale, element)
+    values = torch.tensor(element.values()[: element.max_code + 1], device=scale.device)  # in increasing order
+    codes = torch.searchsorted(values, scale.contiguous()).clamp(max=element.max_code)
+    return torch.where(scale.isnan(), element.nan_code or 0, codes).to(torch.uint8)
+
+
+def rounded_down(x: Tensor, element: Element) -> Tensor:
+    """The largest value of fp32 or bf16 that is at most `x` (or the smallest finite one). NaN stays NaN."""
+    if element.name == "fp32":
+        return x
+    truncated = (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
+    down = torch.where(truncated > x, (truncated.view(torch.int32) + 65536).view(torch.float32), truncated)
+    down = down.clamp(min=-element.max_value)
+    return torch.where(x.isnan(), x, down).to(torch.bfloat16)
+
+
+def ocp_scale(largest: Tensor, element: Element) -> Tensor:
+    """OCP MX: 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range; blocks of zeros get its smallest."""
+    exponent = torch.frexp(largest.double()).exponent - torch.frexp(torch.tensor(element.max_value)).exponent
+    exponent = torch.where(largest > 0, exponent, -127).clamp(-127, 127)
+    return _power_of_two(exponent).float()
+
+
+def scale_values(parts: Parts, format: Format) -> Tensor:
+    """The scales of every block as float32, (rows, blocks)."""
+    assert parts.scales is not None and format.scale is not None
+    scales = values_of(parts.scales.long(), format.scale) if parts.scales.dtype is torch.uint8 else parts.scales.float()
+    return scales if parts.tensor_scale is None else scales * parts.tensor_scale
+
+
+# --- whole rows -------------------------------------------------------------------------------------------------------
+
+
+def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor | None, to_codes=codes_of) -> Parts:
+    """`x` (rows, cols) packed. `given` brings the scales under rule "given", and the scale of the tensor where there is one.
+
+    Elements without inf and NaN saturate when there is no block to say so: `packed.encode` refuses such values before.
+    """
+    format, x = encoding.format, x.float()
+    if format.block is None:
+        codes, _ = to_codes(x, format.element, encoding.rounding, encoding.overflow, bits)
+        return Parts(pack_bits(codes, format.element.width))
+    tensor_scale = given.tensor_scale if given else None
+    if encoding.rule in (COVER, OCP):
+        parts = Parts(None, *choose_scales(x, encoding, tensor_scale), tensor_scale)
+    else:
+        assert given is not None
+        parts = Parts(None, given.scales, given.minimums, tensor_scale)
+    y = scaled(x, parts, format)
+    codes, unsaid = to_codes(y, format.element, encoding.rounding, encoding.overflow, bits)
+    broken = in_blocks((unsaid | ~x.isfinite()).float(), format.block, 0.0).amax(2) > 0
+    broken = broken | scale_values(parts, format).isnan()
+    assert parts.scales is not None and format.scale is not None
+    nan = torch.full_like(parts.scales, (format.scale.nan_code or 0) if parts.scales.dtype is torch.uint8 else torch.nan)
+    minimums = None if parts.minimums is None else torch.where(broken, 0.0, parts.minimums)
+    codes = torch.where(spread(broken, format.block, x.shape[1]), 0, codes)
+    return Parts(pack_bits(codes, format.element.width), torch.where(broken, nan, parts.scales), minimums, tensor_scale)
+
+
+def scaled(x: Tensor, parts: Parts, format: Format) -> Tensor:
+    """y, what the element has to hold: float32 (rows, cols)."""
+    assert format.block
+    inverse = 1.0 / scale_values(parts, format)
+    inverse = spread(torch.where(inverse.isfinite(), inverse, 0.0), format.block, x.shape[1])
+    if parts.minimums is None:
+        return x * inverse
+    return (x - spread(parts.minimums.float(), format.block, x.shape[1])) * inverse
+
+
+def decode_rows(parts: Parts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:
+    """The values (rows, cols) of packed rows. Finite values past float16's largest stay finite."""
+    assert parts.codes is not None
+    y = values_of(unpack_bits(parts.codes, format.element.width, cols), format.element)
+    if format.block:
+        y = y * spread(scale_values(parts, format), format.block, cols)
+        if parts.minimums is not None:
+            y = y + spread(parts.minimums.float(), format.block, cols)
+    if dtype is torch.float16:
+        y = torch.where(y.isfinite(), y.clamp(-65504.0, 65504.0), y)
+    return y.to(dtype)
+
+
+def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor | None, to_codes=codes_of) -> Tensor:
+    """decode(encode(x)); without a block, values that the element cannot say are NaN or infinite instead."""
+    format = encoding.format
+    if format.block:
+        return decode_rows(encode_rows(x, encoding, given, bits, to_codes), format, x.shape[1], x.dtype)
+    codes, unsaid = to_codes(x.float(), format.element, encoding.rounding, encoding.overflow, bits)
+    y = values_of(codes, format.element)
+    y = torch.where(unsaid, torch.where(x.isnan(), torch.nan, torch.copysign(torch.full_like(y, torch.inf), x.float())), y)
+    if x.dtype is torch.float16:
+        y = torch.where(y.isfinite(), y.clamp(-65504.0, 65504.0), y)
+    return y.to(x.dtype)
+
+
+def spread(per_block: Tensor, block: int, cols: int) -> Tensor:
+    """(rows, blocks) repeated to (rows, cols)."""
+    return per_block.repeat_interleave(block, 1)[:, :cols]

@@ -1,0 +1,262 @@
+"""What one stored number is: an `Element` says how its bits are read.
+
+A float such as `e4m3fn` keeps a sign bit, 4 exponent bits and 3 mantissa bits. Read left to right, 0 1000 101 is
+
+    sign + | exponent 1000 = 8 | mantissa 101 = 5      value = + 2^(8 - bias) * (1 + 5/8) = 2 * 1.625 = 3.25
+
+with bias 7, the middle of the exponent range. When the exponent bits are all zero the number is *subnormal*: its
+leading 1 is gone, value = mantissa/8 * 2^(1 - bias), so that the steps near zero stay even instead of leaving a hole. Each
+power of two holds 8 values, so the error of rounding is at most 1/16 of the value, anywhere between 2^-6 and 448.
+The letters behind say which codes are not numbers, as in ml_dtypes:
+
+    e4m3      IEEE: the largest exponent is kept for inf and NaN; the largest value is 240
+    e4m3fn    finite, one NaN (all ones): the largest value is 448. Below 8 bits `fn` has no NaN: e2m1fn reaches 6
+    e4m3fnuz  finite, NaN in place of -0, and a bias one higher
+    e4m3f     finite: every code is a number (ml_dtypes has no such type); below 8 bits the same as `fn`
+    e4m3b11   a spelled bias; it comes before the letters: e4m3b11fnuz
+    e4m3ns    no subnormals: with exponent bits all zero the value is 0, whatever the mantissa
+
+Integers are floats of another kind: `int8` has equal steps of 1, like a float that is subnormal everywhere. That is how
+they are stored here: mantissa_bits and min_exponent describe both, and one rounding rule serves both. `intN` is
+two's complement and encoding keeps to the symmetric range (int8: -127..127, int2: -1, 0, 1; int1 is -1, 0); `uintN` starts at 0.
+Tables (`nf4`, `e8m0`) list their values from the smallest to the largest; a code is a place in the list.
+
+Every value is a float32 that can be written down exactly. Codes of wide elements whose value float32 cannot hold
+(e8m7fn has one binade past it) are never produced.
+
+>>> e = Element.parse("e4m3fn")
+>>> e.value(0b0_1000_101), e.max_value, e.smallest
+(3.25, 448.0, 0.001953125)
+>>> [Element.parse("int2").value(code) for code in (0, 1, 3)]
+[0.0, 1.0, -1.0]
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from math import inf, ldexp, nan
+
+from paredown.errors import FormatError
+
+FLOAT32_MIN_EXPONENT = -149  # of the smallest subnormal
+FLOAT32_MAX_EXPONENT = 127
+MAX_INT_WIDTH = 16
+ALLOWED = (
+    "eXmY with X in 1..8 and Y in 0..23, then optionally a bias (b11), specials (fn, fnuz, f) and ns; "
+    "intN or uintN with N in 1..16; e8m0, nf4, fp32, bf16, fp16"
+)
+
+
+class Kind(str, Enum):
+    """How a code is laid out."""
+
+    FLOAT = "float"  # sign bit, exponent, mantissa
+    INT = "int"  # two's complement
+    UINT = "uint"
+    TABLE = "table"  # a place in a list of values
+
+
+class Specials(str, Enum):
+    """Which codes of a float are not numbers."""
+
+    IEEE = ""
+    FN = "fn"
+    FNUZ = "fnuz"
+    NONE = "f"
+
+
+@dataclass(frozen=True, repr=False)
+class Element:
+    """How one number's bits are read. Make one with `Element.parse`; two that read alike are equal, however spelled."""
+
+    name: str = field(compare=False)
+    kind: Kind
+    width: int
+    mantissa_bits: int = 0
+    min_exponent: int = 0  # of the smallest normal value, 1 - bias
+    specials: Specials = Specials.NONE
+    subnormals: bool = True
+    table: tuple[float, ...] = ()
+
+    @staticmethod
+    def parse(text: str) -> Element:
+        """The element that `text` spells; FormatError says where it goes wrong."""
+        return _parse(text)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"Element({self.name!r})"
+
+    @property
+    def signed(self) -> bool:
+        """Whether there are values below zero."""
+        return self.min_value < 0
+
+    @property
+    def sign_code(self) -> int:
+        """The sign bit of a float; 0 for the kinds that have none."""
+        return 1 << (self.width - 1) if self.kind is Kind.FLOAT else 0
+
+    @property
+    def max_code(self) -> int:
+        """The code of the largest value."""
+        if self.kind is Kind.TABLE:
+            return len(self.table) - 1
+        if self.kind is not Kind.FLOAT:
+            return (1 << (self.width - (self.kind is Kind.INT))) - 1
+        ones = self.sign_code - 1
+        top = {Specials.IEEE: ones - (1 << self.mantissa_bits), Specials.FN: ones - 1}.get(self.specials, ones)
+        fields = FLOAT32_MAX_EXPONENT - self.min_exponent + 2
+        return min(top, (fields << self.mantissa_bits) - 1)
+
+    @property
+    def min_code(self) -> int:
+        """The magnitude of the smallest value, as a code: max_code for floats and intN, 1 for int1, 0 for uintN."""
+        return 0 if self.kind is Kind.UINT else max(self.max_code, 1)
+
+    @property
+    def inf_code(self) -> int | None:
+        """The code of +infinity, where there is one."""
+        return self.sign_code - (1 << self.mantissa_bits) if self._is(Specials.IEEE) else None
+
+    @property
+    def nan_code(self) -> int | None:
+        """The code that encoding gives to NaN, where there is one."""
+        if self.kind is Kind.TABLE and len(self.table) < 1 << self.width:
+            return len(self.table)
+        if self._is(Specials.IEEE):
+            return self.sign_code - (1 << self.mantissa_bits) // 2
+        if self._is(Specials.FN):
+            return self.sign_code - 1
+        return self.sign_code if self._is(Specials.FNUZ) else None
+
+    @property
+    def max_value(self) -> float:
+        """The largest value."""
+        return self.value(self.max_code)
+
+    @property
+    def min_value(self) -> float:
+        """The smallest value that encoding uses: -max_value for floats and integers (-1 for int1), 0 for uintN."""
+        if self.kind is Kind.TABLE:
+            return self.table[0]
+        if self.kind is Kind.UINT:
+            return 0.0
+        return -self.max_value if self.max_code else -1.0
+
+    @property
+    def smallest(self) -> float:
+        """The smallest magnitude above zero."""
+        if self.kind is Kind.TABLE:
+            return min(v for v in self.table if v > 0)
+        return abs(self.value(1 if self.subnormals else 1 << self.mantissa_bits))
+
+    def value(self, code: int) -> float:
+        """The exact value of `code`; inf and NaN where it is no number."""
+        if not 0 <= code < 1 << self.width:
+            raise FormatError(f"{self.name} has codes 0..{(1 << self.width) - 1}, not {code}.")
+        if self.kind is Kind.TABLE:
+            return self.table[code] if code < len(self.table) else nan
+        if self.kind is Kind.INT:
+            return float(code - (1 << self.width) if code >> (self.width - 1) else code)
+        sign = -1.0 if code & self.sign_code else 1.0
+        return sign * self._magnitude(code & ~self.sign_code, negative=sign < 0)
+
+    def values(self) -> tuple[float, ...]:
+        """The value of every code, in order of the codes; for widths up to 16."""
+        return _values(self)
+
+    def _magnitude(self, code: int, *, negative: bool) -> float:
+        field_, mantissa = code >> self.mantissa_bits, code & ((1 << self.mantissa_bits) - 1)
+        if self.inf_code is not None and code >= self.inf_code:
+            return inf if code == self.inf_code else nan
+        if (self._is(Specials.FN) and code == self.nan_code) or (self._is(Specials.FNUZ) and negative and code == 0):
+            return nan
+        if field_ == 0:
+            return ldexp(mantissa, self.min_exponent - self.mantissa_bits) if self.subnormals else 0.0
+        return ldexp((1 << self.mantissa_bits) + mantissa, field_ - 1 + self.min_exponent - self.mantissa_bits)
+
+    def _is(self, specials: Specials) -> bool:
+        return self.kind is Kind.FLOAT and self.specials is specials
+
+
+@lru_cache(maxsize=None)
+def _values(element: Element) -> tuple[float, ...]:
+    return tuple(element.value(code) for code in range(1 << element.width))
+
+
+NUMBER = "(?:0|[1-9][0-9]*)"
+FLOAT_TEXT = re.compile(f"e(?P<x>{NUMBER})m(?P<y>{NUMBER})(?:b(?P<bias>{NUMBER}))?(?P<specials>fnuz|fn|f)?(?P<ns>ns)?")
+INT_TEXT = re.compile(f"(?P<kind>u?int)(?P<width>{NUMBER})")
+SAME_AS = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10"}
+
+
+# NF4 of QLoRA (Dettmers et al. 2023, appendix E): quantiles of a normal distribution scaled to 1, rounded to float32 there.
+# Derivation and constants differ in the last bits, and files are written with the constants.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+TABLES = {
+    "nf4": (4, NF4),
+    "e8m0": (8, tuple(ldexp(1.0, k - 127) for k in range(255))),  # powers of two; code 255 is NaN
+}
+
+
+@lru_cache(maxsize=None)
+def _parse(text: str) -> Element:
+    if text in TABLES:
+        width, values = TABLES[text]
+        return Element(text, Kind.TABLE, width, table=values)
+    if match := INT_TEXT.fullmatch(text):
+        return _integer(text, Kind(match["kind"]), int(match["width"]))
+    if match := FLOAT_TEXT.fullmatch(SAME_AS.get(text, text)):
+        return _float(text, match)
+    raise FormatError(f"element {text!r} is not known. Allowed: {ALLOWED}.")
+
+
+def _integer(text: str, kind: Kind, width: int) -> Element:
+    if not 1 <= width <= MAX_INT_WIDTH:
+        raise FormatError(f"element {text!r}: {width} bits, but {kind.value}N takes 1..{MAX_INT_WIDTH}.")
+    magnitude_bits = width - (kind is Kind.INT)
+    return Element(text, kind, width, mantissa_bits=magnitude_bits, min_exponent=magnitude_bits)
+
+
+def _float(text: str, match: re.Match[str]) -> Element:
+    exponent_bits, mantissa_bits = int(match["x"]), int(match["y"])
+    if not (1 <= exponent_bits <= 8 and 0 <= mantissa_bits <= 23):
+        raise FormatError(
+            f"element {text!r}: {exponent_bits} exponent and {mantissa_bits} mantissa bits; allowed are 1..8 and 0..23."
+        )
+    width = 1 + exponent_bits + mantissa_bits
+    specials = Specials(match["specials"] or "")
+    if specials is Specials.FN and width < 8:
+        specials = Specials.NONE
+    half = 1 << (exponent_bits - 1)
+    bias = int(match["bias"]) if match["bias"] else half - (specials is not Specials.FNUZ)
+    _check_float(text, specials, bias, exponent_bits, mantissa_bits, subnormals=not match["ns"])
+    subnormals = not match["ns"] or mantissa_bits == 0  # without a mantissa there are none to leave out
+    return Element(text, Kind.FLOAT, width, mantissa_bits, 1 - bias, specials, subnormals)
+
+
+def _check_float(text: str, specials: Specials, bias: int, exponent_bits: int, mantissa_bits: int, *, subnormals: bool) -> None:
+    if specials is Specials.IEEE and mantissa_bits == 0:
+        raise FormatError(f"element {text!r}: IEEE specials need a mantissa bit to tell NaN from inf. Write {text}fn or {text}f.")
+    if specials is Specials.IEEE and exponent_bits == 1 and not subnormals:
+        raise FormatError(
+            f"element {text!r}: its one exponent above zero holds inf and NaN, so no value is left. Drop 'ns' or add 'fn'."
+        )
+    finest = 1 - bias - mantissa_bits  # the exponent of the smallest step, above or below the smallest normal value
+    if finest < FLOAT32_MIN_EXPONENT:
+        most = 1 - FLOAT32_MIN_EXPONENT - mantissa_bits
+        raise FormatError(
+            f"element {text!r}: bias {bias} puts its smallest step at 2^{finest}, below float32's 2^{FLOAT32_MIN_EXPONENT}. "
+            f"Allowed with {mantissa_bits} mantissa bits: a bias of at most {most}."
+        )

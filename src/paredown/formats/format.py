@@ -1,0 +1,171 @@
+"""What a stored tensor is: a `Format` is an element, and optionally a block length, a scale for each block and a minimum.
+
+    e4m3fn               8-bit floats, as they are
+    int4/64@bf16         every 64 values share a bf16 scale; value = code value * scale
+    e2m1fn/32@e8m0       MXFP4: 4-bit floats, a power of two for every 32
+    e2m1fn/16@e4m3fn     NVFP4: 8-bit float scales, themselves scaled by one float32 for the whole tensor
+    uint4/64@bf16+fp32   affine: value = code * scale + minimum, for tensors that lie on one side of zero
+
+The layout on memory: a row is one index of dimension 0 (0-d and 1-d tensors are one row), the rest of the dimensions flattened.
+Blocks run along the row and the last one may be short. Codes are packed without gaps, the first value in the lowest
+bits, and each row starts on a byte. Rows never share a block, so any split of dimension 0 is a split of the bytes.
+
+>>> f = Format.parse("int4/64@bf16")
+>>> f.nbytes((3, 100))  # 3 rows of 50 bytes of codes and 2 scales
+162
+>>> Format.parse("int4/64@fp16")
+Traceback (most recent call last):
+    ...
+paredown.errors.FormatError: format 'int4/64@fp16': 'fp16' is no scale. Allowed: fp32, bf16, e8m0, e4m3fn (fp16 loses small momentum).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from paredown.errors import FormatError
+from paredown.formats.element import Element, Kind
+
+SCALES = ("fp32", "bf16", "e8m0", "e4m3fn")
+MINIMUMS = ("fp32", "bf16")
+MAX_BLOCK_LEN = 65536
+TEXT = re.compile(r"(?P<element>[^/@+]*)(?:/(?P<block>[^/@+]*))?(?:@(?P<scale>[^/@+]*))?(?:\+(?P<minimum>[^/@+]*))?")
+SHAPE_OF_TEXT = "element, or element/block@scale, or element/block@scale+minimum: e4m3fn, int4/64@bf16, uint4/64@bf16+fp32"
+# Names from elsewhere, for the error that they get.
+NICKNAMES = {
+    "fp8": "e4m3fn or e5m2",
+    "fp4": "e2m1fn/32@e8m0",
+    "mxfp4": "e2m1fn/32@e8m0",
+    "mxfp8": "e4m3fn/32@e8m0",
+    "nvfp4": "e2m1fn/16@e4m3fn",
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float8_e4m3fn": "e4m3fn",
+    "float8_e5m2": "e5m2",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Format:
+    """All that decoding needs to know of a packed tensor, but its shape and dtype."""
+
+    element: Element
+    block: int | None = None
+    scale: Element | None = None
+    minimum: Element | None = None
+
+    @staticmethod
+    def parse(text: str | Format) -> Format:
+        """The format that `text` spells; a Format is given back as it is."""
+        return text if isinstance(text, Format) else _parse(text)
+
+    @classmethod
+    def from_json(cls, text: str) -> Format:
+        """The format whose `to_json` is `text`."""
+        return cls.parse(text)
+
+    def to_json(self) -> str:
+        """The JSON value of a format: its text."""
+        return str(self)
+
+    def __repr__(self) -> str:
+        return f"Format({str(self)!r})"
+
+    def __str__(self) -> str:
+        block = f"/{self.block}@{self.scale}" if self.block else ""
+        return f"{self.element}{block}" + (f"+{self.minimum}" if self.minimum else "")
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether block scales are themselves scaled by one float32 per tensor, since e4m3fn spans too little."""
+        return self.scale is not None and self.scale.name == "e4m3fn"
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits per value of a large tensor, scales included.
+
+        >>> Format.parse("int4/64@bf16").bits_per_value
+        4.25
+        """
+        shared = sum(e.width for e in (self.scale, self.minimum) if e)
+        return self.element.width + (shared / self.block if self.block else 0.0)
+
+    @staticmethod
+    def rows_and_cols(shape: Iterable[int]) -> tuple[int, int]:
+        """The (rows, values in a row) that `shape` is laid out as."""
+        shape = tuple(shape)
+        return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+
+    def row_bytes(self, cols: int) -> int:
+        """Bytes of the codes of one row."""
+        return -(-cols * self.element.width // 8)
+
+    def blocks_per_row(self, cols: int) -> int:
+        """Blocks in one row, a short last one included; 0 without a block."""
+        return -(-cols // self.block) if self.block else 0
+
+    def nbytes(self, shape: Iterable[int]) -> int:
+        """Bytes of a tensor of `shape` in this format: codes, padding, scales, minimums, and the scale of the tensor."""
+        rows, cols = self.rows_and_cols(shape)
+        per_block = sum(e.width for e in (self.scale, self.minimum) if e) // 8
+        return rows * (self.row_bytes(cols) + self.blocks_per_row(cols) * per_block) + 4 * self.has_tensor_scale
+
+
+def _parse(text: str) -> Format:
+    if not isinstance(text, str):
+        raise FormatError(f"a format is text such as 'int4/64@bf16' or a Format, not {type(text).__name__}.")
+    match = TEXT.fullmatch(text)
+    if match is None:
+        raise FormatError(f"format {text!r} is not of the form {SHAPE_OF_TEXT}.")
+    element = _element(text, match["element"])
+    if match["block"] is None:
+        return _unblocked(text, element, match)
+    block = _block_len(text, match["block"])
+    if match["scale"] is None:
+        raise FormatError(f"format {text!r}: a block of {block} needs a scale: write {element}/{block}@bf16. Allowed: {', '.join(SCALES)}.")
+    scale = _shared(text, match["scale"], "scale", SCALES)
+    minimum = _shared(text, match["minimum"], "minimum", MINIMUMS) if match["minimum"] is not None else None
+    _check_block(text, element, minimum)
+    return Format(element, block, scale, minimum)
+
+
+def _element(text: str, part: str) -> Element:
+    try:
+        return Element.parse(part)
+    except FormatError as error:
+        nickname = NICKNAMES.get(part.lower()) or (part.lower() if part != part.lower() else None)
+        hint = f" Did you mean {nickname}?" if nickname else ""
+        raise FormatError(f"format {text!r}: {error}{hint}") from None
+
+
+def _unblocked(text: str, element: Element, match: re.Match[str]) -> Format:
+    if match["scale"] is not None or match["minimum"] is not None:
+        raise FormatError(f"format {text!r}: a scale or a minimum belongs to a block: write {element}/64@{match['scale'] or 'bf16'}.")
+    return Format(element)
+
+
+def _block_len(text: str, part: str) -> int:
+    if not re.fullmatch("[1-9][0-9]*", part) or int(part) > MAX_BLOCK_LEN:
+        raise FormatError(f"format {text!r}: block length {part!r} is no whole number from 1 to {MAX_BLOCK_LEN}.")
+    return int(part)
+
+
+def _shared(text: str, part: str, what: str, allowed: tuple[str, ...]) -> Element:
+    if part not in allowed:
+        why = " (fp16 loses small momentum)" if part == "fp16" else ""
+        raise FormatError(f"format {text!r}: {part!r} is no {what}. Allowed: {', '.join(allowed)}{why}.")
+    return Element.parse(part)
+
+
+def _check_block(text: str, element: Element, minimum: Element | None) -> None:
+    if minimum is not None and element.kind is not Kind.UINT:
+        raise FormatError(f"format {text!r}: a minimum needs codes that start at 0: uint{min(element.width, 16)}, not {element}.")
+    if element.name in ("e8m0", "int1"):
+        lacks = {"e8m0": "zero", "int1": "positive value"}[element.name]
+        raise FormatError(f"format {text!r}: {element} has no {lacks}, so a block of it cannot hold a tensor. Use int2 or uint1 with a minimum.")

@@ -1,0 +1,83 @@
+"""How encoding picks a neighbour, what it does past the largest value, and where its random bits come from.
+
+None of this is part of a format: a format says all that *decoding* needs, and these belong to whoever encodes.
+
+Stochastic rounding takes the upper neighbour with a probability equal to the fraction that is left over, so that it is
+right on average. The random bits are a pure function of (seed, tensor, step, element index): there is no generator state to
+save, a resumed run draws the same bits, and so does every shard or replica of a tensor.
+
+    h(i) = m2(m1(i ^ k0) ^ k1),   m1(x) = (x ^ x >> 16) * 0x7FEB352D,  then x ^ x >> 15;   m2(x) = x * 0x846CA68B, then x ^ x >> 16
+
+is the two-round mixer "lowbias32" (C. Wellons, hash-prospector, public domain) with a second key in its middle; all
+arithmetic is modulo 2^32. (k0, k1) are two independent hashes of (seed, tensor, step).
+
+>>> Seed(7).keys() == Seed(7, step=1).keys()
+False
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+MULTIPLIER_1 = 0x7FEB352D
+MULTIPLIER_2 = 0x846CA68B
+KEY_SALTS = (0x9E3779B9, 0x85EBCA6B)  # where the chains of k0 and k1 start
+HIGH_INDEX = 0xC2B2AE35  # k1 is xored with this times the part of an index above 2^32
+WORD = 0xFFFFFFFF
+
+
+class Rounding(str, Enum):
+    """Which of the two neighbours a value becomes. All but the tables round the magnitude, so that -x mirrors x."""
+
+    NEAREST_EVEN = "nearest_even"  # the closer one; half-way, the one whose code is even
+    TOWARD_ZERO = "toward_zero"  # the smaller magnitude
+    NEAREST_AWAY = "nearest_away"  # the closer one; half-way, the larger magnitude
+    STOCHASTIC = "stochastic"  # the larger magnitude with a probability equal to the fraction left over
+
+
+class Overflow(str, Enum):
+    """What a value past the largest one becomes."""
+
+    SATURATE = "saturate"  # the largest value, infinity too; NaN stays NaN
+    NONFINITE = "nonfinite"  # infinity or NaN, whichever the element has
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Where random bits come from: a user's seed, the id of the tensor, the step, and the index of its first element.
+
+    `first_index` lets a shard draw the bits that its elements have in the whole tensor. `step` may be a tensor of one int32
+    on the device, which a kernel reads when it runs: a captured graph then draws new bits at every replay.
+    """
+
+    value: int = 0
+    tensor: int = 0
+    step: Any = 0
+    first_index: int = 0
+
+    def keys(self) -> tuple[int, int]:
+        """The two 32-bit keys of this stream."""
+        k0, k1 = self.base_keys()
+        step = int(self.step)
+        return mix(k0 ^ (step & WORD)), mix(k1 ^ (step & WORD))
+
+    def base_keys(self) -> tuple[int, int]:
+        """The keys before the step is mixed in, for a kernel that reads the step from memory."""
+        k0, k1 = KEY_SALTS
+        for part in (self.value, self.value >> 32, self.tensor, self.tensor >> 32):
+            k0, k1 = mix(k0 ^ (part & WORD)), mix(k1 ^ (part & WORD))
+        return k0, k1
+
+
+def mix(x: int) -> int:
+    """A 32-bit integer, scrambled one to one.
+
+    >>> len({mix(i) for i in range(1000)})
+    1000
+    """
+    x = (x + KEY_SALTS[0]) & WORD
+    x = ((x ^ (x >> 16)) * MULTIPLIER_1) & WORD
+    x = ((x ^ (x >> 15)) * MULTIPLIER_2) & WORD
+    return x ^ (x >> 16)

@@ -1,0 +1,1 @@
+"""Answers that come from the definition alone, with exact fractions; nothing here imports the package."""

@@ -1,0 +1,77 @@
+"""The public surface: these names and no others, loaded when they are used, with or without Triton."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import paredown
+
+EXPORTS = {
+    "CATALOG",
+    "CodecError",
+    "Element",
+    "Format",
+    "FormatError",
+    "Overflow",
+    "PackedTensor",
+    "ParedownError",
+    "Rounding",
+    "Seed",
+    "__version__",
+    "encode",
+    "round_trip",
+}
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_exports_are_pinned() -> None:
+    assert set(paredown.__all__) == EXPORTS
+    assert len(paredown.__all__) == len(EXPORTS)
+    assert set(dir(paredown)) == EXPORTS
+
+
+@pytest.mark.parametrize("name", sorted(EXPORTS))
+def test_every_export_resolves(name: str) -> None:
+    assert getattr(paredown, name) is not None
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="'paredown' has no attribute 'quantize'"):
+        paredown.quantize  # noqa: B018
+
+
+def test_import_is_lazy() -> None:
+    heavy = run("import sys, paredown; print(sorted({'torch', 'triton', 'rich', 'numpy'} & set(sys.modules)))")
+    assert heavy == "[]"
+
+
+def test_formats_need_no_torch() -> None:
+    printed = run("import sys, paredown; print(paredown.CATALOG['nvfp4'].nbytes((16, 16)), 'torch' in sys.modules)")
+    assert printed == "148 False"
+
+
+def test_everything_works_where_triton_is_missing() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+import torch
+import paredown
+from paredown.codec import backend
+assert all(getattr(paredown, name) is not None for name in paredown.__all__)
+assert backend.find_kernels() is None
+print(paredown.encode(torch.full((2, 8), 7.0), "int4/8@bf16").decode().sum().item())
+"""
+    assert run(code) == "112.0"
+
+
+def test_importing_and_encoding_print_nothing() -> None:
+    assert run("import torch, paredown; paredown.round_trip(torch.ones(4), 'e4m3fn')") == ""

@@ -1,0 +1,54 @@
+"""The README's Python runs, in order and in one namespace, and prints what the README says."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(text: str) -> list[tuple[int, str]]:
+    """(line of its first statement, code) of every Python block."""
+    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in BLOCK.finditer(text)]
+
+
+def failures(text: str) -> str:
+    """What goes wrong when the blocks run: doctests where they have prompts, plain code elsewhere."""
+    namespace: dict[str, Any] = {}
+    report: list[str] = []
+    for line, code in python_blocks(text):
+        if ">>>" not in code:
+            exec(compile(code, f"README.md:{line}", "exec"), namespace)
+            continue
+        test = doctest.DocTestParser().get_doctest(code, namespace, "README", "README.md", line - 1)
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+        runner.run(test, out=report.append, clear_globs=False)
+        namespace = test.globs
+    return "".join(report)
+
+
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # examples write files
+    text = README.read_text()
+    assert len(python_blocks(text)) >= 3
+    assert not failures(text)
+
+
+def test_the_readme_says_what_it_is_early() -> None:
+    lines = README.read_text().splitlines()
+    assert re.search(r"\d+(\.\d+)?x", " ".join(lines[:15])), "what it saves, as a number, by line 15"
+    assert "pip install" in " ".join(lines[:40])
+    assert any(line == "```python" for line in lines[:40])
+
+
+def test_a_wrong_readme_is_noticed() -> None:
+    assert "Expected" in failures("```python\n>>> 1 + 1\n3\n```\n")
+    assert not failures("```python\n>>> x = 1\n```\ntext\n```python\n>>> x + 1\n2\n```\n")
+    with pytest.raises(ZeroDivisionError):
+        failures("```python\n1 / 0\n```\n")
