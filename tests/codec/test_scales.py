@@ -22,7 +22,11 @@ PLAIN = [
     for element in ("int8", "int4", "int2", "uint8", "uint1", "int16", "e4m3fn", "e2m1fn", "nf4", "e3m1b4fns", "e4m3fnuz")
     for scale in ("fp32", "bf16", "e8m0", "e4m3fn")
 ]
-AFFINE = [f"{element}/{BLOCK}@{kinds}" for element in ("uint4", "uint2", "uint8") for kinds in ("bf16+fp32", "fp32+fp32", "bf16+bf16", "e8m0+bf16")]
+AFFINE = [
+    f"{element}/{BLOCK}@{kinds}"
+    for element in ("uint4", "uint2", "uint8")
+    for kinds in ("bf16+fp32", "fp32+fp32", "bf16+bf16", "e8m0+bf16")
+]
 
 
 def sizes(text: str) -> Tensor:

@@ -43,7 +43,9 @@ def test_every_code_of_small_elements(text: str) -> None:
         assert same(tested.value(code), value)
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp16", "fp32", "e5m10", "e6m9f", "e8m11fns", "e8m7fn", "e8m7fnuz", "e7m23", "int16", "uint13"])
+@pytest.mark.parametrize(
+    "text", ["bf16", "fp16", "fp32", "e5m10", "e6m9f", "e8m11fns", "e8m7fn", "e8m7fnuz", "e7m23", "int16", "uint13"]
+)
 def test_sampled_codes_of_wide_elements(text: str) -> None:
     tested, exact, rng = Element.parse(text), element(text), random.Random(text)
     edges = {0, 1, 2**exact.width - 1, 2 ** (exact.width - 1), 2 ** (exact.width - 1) - 1, tested.max_code, tested.max_code + 1}
@@ -74,7 +76,9 @@ def lowest(exact: Exact) -> Fraction:
 @pytest.mark.parametrize("text", [*SMALL, *INTEGERS, *BIASED, *SPREAD])
 def test_every_number_that_encoding_gives_is_a_float32(text: str) -> None:
     tested = Element.parse(text)
-    codes = range(tested.max_code + 1) if tested.max_code < 1000 else [0, 1, 2, 3, *range(tested.max_code - 900, tested.max_code + 1)]
+    codes = (
+        range(tested.max_code + 1) if tested.max_code < 1000 else [0, 1, 2, 3, *range(tested.max_code - 900, tested.max_code + 1)]
+    )
     values = [tested.value(code) for code in codes]
     assert [unpack("f", pack("f", value))[0] for value in values] == values
 
@@ -103,7 +107,15 @@ ALIKE = [
     ("e3m0f", "e3m0fns"),  # without a mantissa nothing is subnormal
     ("e3m0fnuz", "e3m0fnuzns"),
 ]
-UNLIKE = [("e4m3", "e4m3fn"), ("e4m3fn", "e4m3f"), ("e4m3fn", "e4m3fns"), ("int8", "uint8"), ("e4m3", "e4m3b8"), ("nf4", "int4"), ("e8m0", "e8m0f")]
+UNLIKE = [
+    ("e4m3", "e4m3fn"),
+    ("e4m3fn", "e4m3f"),
+    ("e4m3fn", "e4m3fns"),
+    ("int8", "uint8"),
+    ("e4m3", "e4m3b8"),
+    ("nf4", "int4"),
+    ("e8m0", "e8m0f"),
+]
 
 
 @pytest.mark.parametrize(("one", "other"), ALIKE)

@@ -87,7 +87,9 @@ def test_elements_alone_say_so_too(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.parametrize(("thing", "name"), [(None, "NoneType"), (8, "int"), (b"int8", "bytes"), (Element.parse("int8"), "Element")])
+@pytest.mark.parametrize(
+    ("thing", "name"), [(None, "NoneType"), (8, "int"), (b"int8", "bytes"), (Element.parse("int8"), "Element")]
+)
 def test_what_is_no_text_is_refused(thing: object, name: str) -> None:
     with pytest.raises(FormatError, match=f"not {name}"):
         Format.parse(thing)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def test_each_part_makes_a_difference() -> None:
     assert len({Format.parse(text) for text in DIFFERENT}) == len(DIFFERENT)
 
 
-@pytest.mark.parametrize(("one", "other"), [("fp32", "e8m23"), ("e2m1fn/32@e8m0", "e2m1f/32@e8m0"), ("int8/064@bf16", "int8/64@bf16")])
+@pytest.mark.parametrize(("one", "other"), [("fp32", "e8m23"), ("e2m1fn/32@e8m0", "e2m1f/32@e8m0")])
 def test_spellings_of_one_format_are_equal(one: str, other: str) -> None:
     assert Format.parse(one) == Format.parse(other)
     assert hash(Format.parse(one)) == hash(Format.parse(other))

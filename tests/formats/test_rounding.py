@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -67,10 +68,9 @@ def test_random_bits_follow_the_written_formula(start: int) -> None:
     k0, k1 = BASE.keys()
     expected = []
     for index in range(start, start + 8):
-        x = index % 2**32 ^ k0
+        x = (index * 0x9E3779B9 + k0) % 2**32
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32
-        x = (x ^ x >> 15 ^ k1 ^ (index >> 32) * 0xC2B2AE35 % 2**32) * 0x846CA68B % 2**32
-        expected.append(x ^ x >> 16)
+        expected.append((x ^ x >> 15 ^ k1 ^ (index >> 32) * 0xC2B2AE35 % 2**32) * 0x846CA68B % 2**32)
     assert random_bits(BASE, start, 8, CPU).tolist() == expected
 
 
@@ -79,7 +79,7 @@ def test_random_bits_follow_the_written_formula(start: int) -> None:
 def test_shards_of_dimension_0_draw_the_bits_of_the_whole(text: str, cuts: tuple[int, ...]) -> None:
     x, seed = normal(9, 21), Seed(1, tensor=2, step=3, first_index=1000)
     whole = encode(x, text, rounding="stochastic", seed=seed)
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in pairwise(cuts):
         shard_seed = replace(seed, first_index=1000 + start * 21)
         shard = encode(x[start:stop], text, rounding="stochastic", seed=shard_seed)
         assert torch.equal(shard.codes, whole.codes[start:stop])

@@ -48,7 +48,9 @@ def largest_at_most(x: Fraction, text: str) -> Fraction:
     return exact.rung(up if up <= exact.last_rung and exact.rung(up) == x else up - 1)
 
 
-def covering_scale(block: Sequence[Fraction], element_text: str, scale_text: str, *, tensor_scale: Fraction | None = None) -> Fraction:
+def covering_scale(
+    block: Sequence[Fraction], element_text: str, scale_text: str, *, tensor_scale: Fraction | None = None
+) -> Fraction:
     """The smallest value of the scale's element that leaves no |x| past the end, in float32; times that of the tensor."""
     scale = float32(max(abs(x) for x in block) / element(element_text).max)
     if tensor_scale is not None:
@@ -79,7 +81,9 @@ def affine_parts(block: Sequence[Fraction], element_text: str, scale_text: str, 
     return Shared(covering_scale([float32(max(block) - minimum)], element_text, scale_text), minimum)
 
 
-def block_values(block: Sequence[Fraction], shared: Shared, element_text: str, rounding: str, bits: Sequence[int] = ()) -> list[Fraction]:
+def block_values(
+    block: Sequence[Fraction], shared: Shared, element_text: str, rounding: str, bits: Sequence[int] = ()
+) -> list[Fraction]:
     """What each number of the block comes back as; those past the end saturate."""
     inverse = float32(1 / shared.scale) if shared.scale else Fraction(0)
     values = []

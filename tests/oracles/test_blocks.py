@@ -86,4 +86,6 @@ def test_scale_of_a_tensor() -> None:
 def test_another_rule_gives_another_answer() -> None:
     block = fractions(7.0, 0.9)
     assert ocp_scale(block, "e2m1fn") != covering_scale(block, "e2m1fn", "e8m0")
-    assert block_values(block, Shared(Fraction(1)), "e2m1fn", "toward_zero") != block_values(block, Shared(Fraction(2)), "e2m1fn", "toward_zero")
+    assert block_values(block, Shared(Fraction(1)), "e2m1fn", "toward_zero") != block_values(
+        block, Shared(Fraction(2)), "e2m1fn", "toward_zero"
+    )

@@ -43,7 +43,14 @@ def test_codes_that_a_pencil_finds(text: str, code: int, value: Fraction) -> Non
 
 @pytest.mark.parametrize(
     ("text", "code", "special"),
-    [("e5m2", 0x7C, inf), ("e5m2", 0xFC, -inf), ("e5m2", 0x7D, nan), ("e4m3fn", 0xFF, nan), ("e4m3fnuz", 0x80, nan), ("e8m0", 255, nan)],
+    [
+        ("e5m2", 0x7C, inf),
+        ("e5m2", 0xFC, -inf),
+        ("e5m2", 0x7D, nan),
+        ("e4m3fn", 0xFF, nan),
+        ("e4m3fnuz", 0x80, nan),
+        ("e8m0", 255, nan),
+    ],
 )
 def test_special_codes(text: str, code: int, special: float) -> None:
     value = element(text).value(code)
@@ -93,11 +100,12 @@ ROUNDED = [
 def test_rounding_that_a_pencil_finds(text: str, y: float, even: float, away: float, zero: float) -> None:
     results = [element(text).rounded(y, rounding) for rounding in ("nearest_even", "nearest_away", "toward_zero")]
     for result, expected in zip(results, (even, away, zero), strict=True):
-        assert result == expected or isnan(result) and isnan(expected)
+        assert result == expected or (isnan(result) and isnan(expected))
 
 
 @pytest.mark.parametrize(
-    ("text", "y", "end"), [("e4m3fn", inf, 448), ("e5m2", -inf, -57344), ("uint3", -9.0, 0), ("int3", -9.0, -3), ("nf4", 2.0, 1), ("int1", 4.0, 0)]
+    ("text", "y", "end"),
+    [("e4m3fn", inf, 448), ("e5m2", -inf, -57344), ("uint3", -9.0, 0), ("int3", -9.0, -3), ("nf4", 2.0, 1), ("int1", 4.0, 0)],
 )
 def test_saturation_ends_at_the_last_number(text: str, y: float, end: float) -> None:
     assert element(text).rounded(y, "nearest_even", "saturate") == end

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,8 +27,37 @@ SPECIAL = (
 # A spread of elements: each kind, each special, biases at both ends, no mantissa, wide ones; small enough to try in every way.
 SPREAD = (
     *("e3m1b4fns", "e5m2f", "e6m9f", "e4m3b11", "e8m7fns", "e8m3fn", "e5m10", "e1m3", "e4m0fn", "e2m1fn", "e4m3fn", "e4m3fnuz"),
-    *("e5m2", "e3m0f", "e1m0f", "e2m5ns", "e5m2b3fnuz", "e8m1b127f", "e6m11b32fns", "bf16", "fp32", "e8m21fn", "e8m22", "e4m19fnuz"),
-    *("int1", "int2", "int3", "int5", "int8", "int12", "int16", "uint1", "uint2", "uint4", "uint7", "uint8", "uint16", "nf4", "e8m0"),
+    *(
+        "e5m2",
+        "e3m0f",
+        "e1m0f",
+        "e2m5ns",
+        "e5m2b3fnuz",
+        "e8m1b127f",
+        "e6m11b32fns",
+        "bf16",
+        "fp32",
+        "e8m21fn",
+        "e8m22",
+        "e4m19fnuz",
+    ),
+    *(
+        "int1",
+        "int2",
+        "int3",
+        "int5",
+        "int8",
+        "int12",
+        "int16",
+        "uint1",
+        "uint2",
+        "uint4",
+        "uint7",
+        "uint8",
+        "uint16",
+        "nf4",
+        "e8m0",
+    ),
 )
 
 
@@ -45,7 +75,7 @@ def gap_probes(text: str, limit: int = 300) -> Tensor:
 def table_pairs(exact: Exact, limit: int) -> list[tuple[float, float]]:
     """Neighbours in a list of values, the first and the last ones among them."""
     values = [float(v) for v in exact.table]
-    return list(zip(values[:-1], values[1:], strict=True))[:limit]
+    return list(pairwise(values))[:limit]
 
 
 def ladder_pairs(exact: Exact, limit: int) -> list[tuple[float, float]]:
@@ -57,7 +87,9 @@ def ladder_pairs(exact: Exact, limit: int) -> list[tuple[float, float]]:
         edges = {0, 1, 2, last - 2, last - 1, last, 2**exact.mantissa_bits - 1, 2**exact.mantissa_bits}
         rungs = sorted({k for k in edges if k <= last} | {rng.randrange(last) for _ in range(limit // 2)})
     pairs = [(float(exact.rung(k)), float(exact.rung(k + 1))) for k in rungs]
-    pairs = [pair for pair in pairs if pair[1] <= FLOAT32_MAX] + [(float(exact.rung(last)), min(float(exact.rung(last)) * 2, FLOAT32_MAX))]
+    pairs = [pair for pair in pairs if pair[1] <= FLOAT32_MAX] + [
+        (float(exact.rung(last)), min(float(exact.rung(last)) * 2, FLOAT32_MAX))
+    ]
     return pairs + [(-b, -a) for a, b in pairs]
 
 

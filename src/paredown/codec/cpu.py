@@ -25,7 +25,7 @@ from torch import Tensor
 from paredown.codec import reference
 from paredown.codec.reference import Encoding, Parts
 from paredown.formats.element import Element, Kind, Specials
-from paredown.formats.rounding import HIGH_INDEX, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed
+from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed
 
 PIECE = 1 << 17  # values; half of it and of 4 temporaries fit the cache of each of 2 cores: 15 ms for 2^22, 20 at 2^16 or 2^18
 EXACT_BITS = {Rounding.TOWARD_ZERO: 0, Rounding.NEAREST_AWAY: 1 << 31}
@@ -104,10 +104,12 @@ class Room:
         self._tensors: dict[str, Tensor] = {}
 
     def like(self, x: Tensor, name: str) -> Tensor:
-        """A contiguous int32 tensor of the shape of `x`; "index" counts up from 0, the others hold anything."""
+        """A contiguous int32 tensor of the shape of `x`; "index" counts up from 0 in INDEX_STEPs, the others hold anything."""
         if name not in self._tensors or self._tensors[name].numel() < x.numel():
             make = torch.arange if name == "index" else torch.empty
             self._tensors[name] = make(x.numel(), dtype=torch.int32, device=x.device)
+            if name == "index":
+                self._tensors[name].mul_(_word(INDEX_STEP))
         return self._tensors[name][: x.numel()].view(x.shape)
 
 
@@ -158,11 +160,10 @@ def random_bits(seed: Seed, start: int, out: Tensor, room: Room) -> Tensor:
         return out.copy_((bits ^ (1 << 31)) - (1 << 31))
     k0, k1 = seed.keys()
     k1 ^= ((start >> 32) * HIGH_INDEX) & WORD
-    torch.add(room.like(out, "index"), _word(start), out=out).bitwise_xor_(_word(k0))
+    torch.add(room.like(out, "index"), _word(start * INDEX_STEP + k0), out=out)
     shifted = room.like(out, "temporary")
     _xor_shifted(out, 16, shifted).mul_(_word(MULTIPLIER_1))
-    _xor_shifted(out, 15, shifted).bitwise_xor_(_word(k1)).mul_(_word(MULTIPLIER_2))
-    return _xor_shifted(out, 16, shifted)
+    return _xor_shifted(out, 15, shifted).bitwise_xor_(_word(k1)).mul_(_word(MULTIPLIER_2))
 
 
 def _xor_shifted(x: Tensor, shift: int, room: Tensor) -> Tensor:

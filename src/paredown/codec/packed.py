@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -203,8 +204,10 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
 
 def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """(rows, cols), contiguous: a view where x is dense in that order, a copy otherwise."""
-    x = x.detach().permute(dims)
-    return x.contiguous().view(Format.rows_and_cols(x.shape))
+    x = x.detach()
+    if not x.is_contiguous() or dims != tuple(range(x.ndim)):
+        x = x.permute(dims).contiguous()
+    return x.view(Format.rows_and_cols(x.shape))
 
 
 def _inverse(order: tuple[int, ...]) -> list[int]:
@@ -216,19 +219,23 @@ def _all(parts: Parts) -> list[Tensor | None]:
 
 
 def _encoding(format: Format | str, rounding: Rounding | str, overflow: Overflow | str | None, seed: Seed | int, scales: Any) -> Encoding:
-    format = Format.parse(format)
+    rule = scales if isinstance(scales, str) else GIVEN
+    return _checked_encoding(Format.parse(format), rounding, overflow, seed if isinstance(seed, Seed) else Seed(seed), rule)
+
+
+@lru_cache(maxsize=1024)
+def _checked_encoding(format: Format, rounding: Rounding | str, overflow: Overflow | str | None, seed: Seed, rule: str) -> Encoding:
     try:
         rounding = Rounding(rounding)
         overflow = Overflow(overflow or default_overflow(format))
     except ValueError as error:
         allowed = f"rounding: {', '.join(r.value for r in Rounding)}; overflow: {', '.join(o.value for o in Overflow)}"
         raise CodecError(f"{error}. Allowed are {allowed}.") from None
-    rule = scales if isinstance(scales, str) else GIVEN
     if rule not in (COVER, OCP, GIVEN) or (rule == OCP and (format.scale is None or format.scale.name != "e8m0")):
         raise CodecError(f"scales={rule!r} with {format}: allowed are 'cover', 'ocp' (for e8m0 scales), a PackedTensor or its scales.")
     if rule == GIVEN and format.block is None:
         raise CodecError(f"scales were given, but {format} has no block to scale.")
-    return Encoding(format, rounding, overflow, seed if isinstance(seed, Seed) else Seed(seed), rule)
+    return Encoding(format, rounding, overflow, seed, rule)
 
 
 def default_overflow(format: Format) -> Overflow:

@@ -12,7 +12,8 @@ finite. With scale e4m3fn there is one more scale for the tensor: tensor_scale =
 are taken relative to it, and `scale` above is their product. `scales="ocp"` is OCP's rule for e8m0 instead:
 2^(floor(log2 max |x|) - floor(log2 max_value)); values past the largest then saturate.
 
-A block that holds NaN or inf (or whose range exceeds float32) has scale NaN, and decodes to NaN as a whole.
+A block that holds NaN or inf, or numbers so large that its range or its scale cannot be stored, has scale NaN, and decodes to NaN
+as a whole.
 
 Rounding a magnitude a to a float or integer element: with 2^E the power of two below a, at least the smallest normal one, steps
 are 2^(E - mantissa_bits). k = floor(a / step) and the fraction f that is left decide:
@@ -33,7 +34,7 @@ from torch import Tensor
 from paredown.codec.bits import pack_bits, unpack_bits
 from paredown.formats.element import Element, Kind
 from paredown.formats.format import Format
-from paredown.formats.rounding import HIGH_INDEX, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed
+from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed
 
 SMALLEST_SCALE = 2.0**-126
 OCP = "ocp"
@@ -84,11 +85,10 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
     """The 32 random bits of `count` elements from global index `start`, as int64 in 0..2^32-1."""
     k0, k1 = seed.keys()
     index = torch.arange(start, start + count, device=device, dtype=torch.int64)
-    x = (index & WORD) ^ k0
+    x = ((index & WORD) * INDEX_STEP + k0) & WORD
     x = ((x ^ (x >> 16)) * MULTIPLIER_1) & WORD
     high = ((index >> 32) * HIGH_INDEX) & WORD
-    x = ((x ^ (x >> 15) ^ k1 ^ high) * MULTIPLIER_2) & WORD
-    return x ^ (x >> 16)
+    return ((x ^ (x >> 15) ^ k1 ^ high) * MULTIPLIER_2) & WORD
 
 
 # --- one element ------------------------------------------------------------------------------------------------------
@@ -220,14 +220,14 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
     format = encoding.format
     assert format.block and format.scale, "scales belong to blocks"
     low, high = in_blocks(x, format.block, torch.inf).amin(2), in_blocks(x, format.block, -torch.inf).amax(2)
-    largest = torch.maximum(-low, high)
+    largest = torch.maximum(low.abs(), high.abs())
     minimums = None
     if format.minimum:
         minimums = rounded_down(low + 0.0, format.minimum)  # + 0.0: -0.0 and 0.0 are one minimum
-        largest = (high - minimums.float()).clamp(min=0.0)  # at float32's end bf16 cannot round down
+        largest = high - minimums.float()
     elif encoding.rule == OCP:
         return store_scale(torch.where(largest.isfinite(), ocp_scale(largest, format.element), torch.nan), format.scale), None
-    scale = largest / format.element.max_value
+    scale = largest / torch.full_like(largest, format.element.max_value)  # CUDA divides by a number through its reciprocal
     if tensor_scale is not None:
         scale = torch.where(tensor_scale > 0, scale / tensor_scale, 0.0)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
@@ -236,27 +236,32 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
 
 def tensor_scale_of(largest: Tensor, element: Element) -> Tensor:
     """The scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn."""
-    scale = largest / (448.0 * element.max_value)
+    scale = largest / torch.full_like(largest, 448.0 * element.max_value)
     return torch.where(largest > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
 
 
 def store_scale(scale: Tensor, element: Element) -> Tensor:
-    """The smallest value of `element` that is at least `scale` (or its largest), as it is stored. NaN stays NaN."""
+    """The smallest value of `element` that is at least `scale`, as it is stored. NaN stays NaN.
+
+    Past the end, e4m3fn gives its largest value, since scales are relative to one that lets them get there by rounding alone; bf16
+    and e8m0 give inf or NaN.
+    """
     if element.name in ("fp32", "bf16"):
         scale = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
         return scale if element.name == "fp32" else -rounded_down(-scale, element)
     values = torch.tensor(element.values()[: element.max_code + 1], device=scale.device)  # in increasing order
-    codes = torch.searchsorted(values, scale.contiguous()).clamp(max=element.max_code)
+    codes = torch.searchsorted(values, scale.contiguous())
+    if element.name == "e4m3fn":
+        codes = codes.clamp(max=element.max_code)
     return torch.where(scale.isnan(), element.nan_code or 0, codes).to(torch.uint8)
 
 
 def rounded_down(x: Tensor, element: Element) -> Tensor:
-    """The largest value of fp32 or bf16 that is at most `x` (or the smallest finite one). NaN stays NaN."""
+    """The largest value of fp32 or bf16 that is at most `x`. NaN stays NaN."""
     if element.name == "fp32":
         return x
     truncated = (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
     down = torch.where(truncated > x, (truncated.view(torch.int32) + 65536).view(torch.float32), truncated)
-    down = down.clamp(min=-element.max_value)
     return torch.where(x.isnan(), x, down).to(torch.bfloat16)
 
 
@@ -295,7 +300,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor
     y = scaled(x, parts, format)
     codes, unsaid = to_codes(y, format.element, encoding.rounding, encoding.overflow, bits)
     broken = in_blocks((unsaid | ~x.isfinite()).float(), format.block, 0.0).amax(2) > 0
-    broken = broken | scale_values(parts, format).isnan()
+    broken = broken | ~scale_values(parts, format).isfinite()
     assert parts.scales is not None and format.scale is not None
     nan = torch.full_like(parts.scales, (format.scale.nan_code or 0) if parts.scales.dtype is torch.uint8 else torch.nan)
     minimums = None if parts.minimums is None else torch.where(broken, 0.0, parts.minimums)

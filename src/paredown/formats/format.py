@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from paredown.errors import FormatError
@@ -63,7 +64,11 @@ class Format:
     @staticmethod
     def parse(text: str | Format) -> Format:
         """The format that `text` spells; a Format is given back as it is."""
-        return text if isinstance(text, Format) else _parse(text)
+        if isinstance(text, Format):
+            return text
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise FormatError(f"a format is text such as 'int4/64@bf16' or a Format, not {type(text).__name__}.")
+        return _parse(text)
 
     @classmethod
     def from_json(cls, text: str) -> Format:
@@ -117,9 +122,8 @@ class Format:
         return rows * (self.row_bytes(cols) + self.blocks_per_row(cols) * per_block) + 4 * self.has_tensor_scale
 
 
+@lru_cache(maxsize=4096)
 def _parse(text: str) -> Format:
-    if not isinstance(text, str):
-        raise FormatError(f"a format is text such as 'int4/64@bf16' or a Format, not {type(text).__name__}.")
     match = TEXT.fullmatch(text)
     if match is None:
         raise FormatError(f"format {text!r} is not of the form {SHAPE_OF_TEXT}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import frexp
@@ -19,6 +18,7 @@ from paredown.formats.element import Element, Kind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
+FP32 = Format.parse("fp32")
 WIDTHS = (1, 2, 4, 6, 8, 16)
 MAX_BLOCK_LEN = 4096
 VALUES_PER_WARP = 256  # 8 per thread: 16 bytes of bf16, and whole bytes of codes
@@ -50,7 +50,9 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
     parts = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     if encoding.rule == "given":
         assert given is not None
-        parts = Parts(parts.codes, *(t if t is None else t.clone() for t in (given.scales, given.minimums)), parts.tensor_scale)
+        for mine, theirs in ((parts.scales, given.scales), (parts.minimums, given.minimums)):
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
     assert parts.codes is not None
     _launch_encode(x, parts.codes, encoding, parts, stores_codes=True)
     return parts
@@ -59,7 +61,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
 def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
     """The values of packed rows into `out` (rows, cols)."""
     format, table = encoding.format, _table(encoding.format.element, Rounding.NEAREST_EVEN, out.device)
-    for launch in _launches(*out.shape, format):
+    for launch in _launches(*out.shape, format, "decode"):
         pack.decode_kernel[launch.grid](
             parts.codes, out, *_shared(parts, out), table, *launch.offsets,
             ELEMENT=element_constants(format.element, Overflow.SATURATE), **_block_constants(format), **launch.constants,
@@ -78,12 +80,12 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Ten
 
 def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Seed, out: Tensor) -> Tensor:
     """`x` rounded to the element that `spec` describes when the kernel runs; see `run_time.describe`."""
-    for launch in _launches(1, x.numel(), Format(Element.parse("fp32"))):
+    for launch in _launches(1, x.numel(), FP32, "round_trip"):
         first_tile, _, numel, _, _ = launch.offsets
         constants = {name: launch.constants[name] for name in ("MASKED", "TILE", "num_warps", "enable_fp_fusion")}
-        random = _random(seed, x.numel())
+        random = _random(seed, x.numel(), rounding)
         run_time.round_trip_kernel[launch.grid](
-            x, out, spec, random.step, numel, first_tile, *random.scalars, ROUNDING=ROUNDINGS[rounding].value, **random.constants, **constants
+            _bf16_as_integers(x), out, spec, random.step, numel, first_tile, *random.scalars, ROUNDING=ROUNDINGS[rounding].value, **random.constants, **constants
         )
     return out
 
@@ -93,18 +95,18 @@ def largest_finite(x: Tensor) -> Tensor:
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     tile = 4096
     if x.numel():
-        pack.largest_finite_kernel[(triton.cdiv(x.numel(), tile),)](x, out, x.numel(), TILE=tile)
+        pack.largest_finite_kernel[(triton.cdiv(x.numel(), tile),)](_bf16_as_integers(x), out, x.numel(), TILE=tile)
     return out.view(torch.float32)
 
 
 def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: Parts, *, stores_codes: bool) -> None:
-    format, random = encoding.format, _random(encoding.seed, x.numel())
+    format, random = encoding.format, _random(encoding.seed, x.numel(), encoding.rounding)
     table = _table(format.element, encoding.rounding, x.device)
     limits = table_limits(format.element, encoding.rounding) if format.element.kind is Kind.TABLE else (0.0, 0.0)
     says_nan = encoding.overflow is Overflow.SATURATE or format.element.nan_code is not None
-    for launch in _launches(*x.shape, format):
+    for launch in _launches(*x.shape, format, "encode"):
         pack.encode_kernel[launch.grid](
-            x, out, *_shared(parts, x), table, random.step, *limits, format.element.max_value, *launch.offsets, *random.scalars,
+            _bf16_as_integers(x), out, *_shared(parts, x), table, random.step, *limits, format.element.max_value, *launch.offsets, *random.scalars,
             ELEMENT=element_constants(format.element, encoding.overflow), ROUNDING=ROUNDINGS[encoding.rounding].value,
             RULE=RULES[encoding.rule].value, SAYS_NAN=says_nan, STORES_CODES=stores_codes,
             **_block_constants(format), **random.constants, **launch.constants,
@@ -124,6 +126,7 @@ def element_constants(element: Element, overflow: Overflow) -> tuple[int, ...]:
     return tuple(int(v) for v in (*fields, special, inf_code, nan_code, has_minus_zero, frexp(element.max_value)[1] - 1))
 
 
+@lru_cache(maxsize=None)
 def _block_constants(format: Format) -> dict[str, int]:
     return {
         "BLOCK_LEN": format.block or 0,
@@ -175,11 +178,20 @@ class Random:
     constants: dict[str, bool]
 
 
-def _random(seed: Seed, numel: int) -> Random:
+NOT_RANDOM = Random(None, (0, 0, 0), {"STEP_IN_MEMORY": False, "WIDE": False})
+
+
+def _random(seed: Seed, numel: int, rounding: Rounding) -> Random:
+    if rounding is not Rounding.STOCHASTIC:
+        return NOT_RANDOM
     in_memory = isinstance(seed.step, Tensor)
     k0, k1 = (k - (1 << 32) if k >> 31 else k for k in (seed.base_keys() if in_memory else seed.keys()))
     wide = seed.first_index + numel > 1 << 32
     return Random(seed.step if in_memory else None, (seed.first_index, k0, k1), {"STEP_IN_MEMORY": in_memory, "WIDE": wide})
+
+
+def _bf16_as_integers(x: Tensor) -> Tensor:
+    return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
 
 
 def _shared(parts: Parts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,26 +209,26 @@ class Launch:
     constants: dict[str, int]
 
 
-def tiling(format: Format, cols: int, one_row: bool) -> tuple[int, int]:
-    """(values of a tile, warps of its program)."""
-    tile = max(format.block or 0, 1024 if one_row else min(1024, max(triton.next_power_of_2(cols), 128)))
+def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
+    """(values of a tile, warps of its program); `cols` is the length of rows that cannot be one, 0 if they can."""
+    tile = max(format.block or 0, min(1024, max(triton.next_power_of_2(cols), 128)) if cols else 1024)
     return tile, min(16, max(1, tile // VALUES_PER_WARP))
 
 
-def _launches(rows: int, cols: int, format: Format) -> Iterator[Launch]:
+@lru_cache(maxsize=1024)
+def _launches(rows: int, cols: int, format: Format, job: str) -> list[Launch]:
     """Full tiles without a mask and what is left with one, where the rows can be one long row; all of it with a mask otherwise."""
     if rows * cols == 0:
-        return
+        return []
     ends_evenly = cols * format.element.width % 8 == 0 and cols % (format.block or 1) == 0
     one_row = rows == 1 or ends_evenly
     if one_row:
         rows, cols = 1, rows * cols
-    tile, num_warps = tiling(format, cols, one_row)
+    tile, num_warps = tiling(format, job, cols if not one_row else 0)
     constants = {"TILE": tile, "num_warps": num_warps, "ONE_ROW": one_row, "enable_fp_fusion": False}
     tiles, full = triton.cdiv(cols, tile), cols // tile
     sizes = (tiles, cols, format.row_bytes(cols), format.blocks_per_row(cols))
-    if one_row and full:
-        yield Launch((full,), (0, *sizes), {**constants, "MASKED": False})
-    if not one_row or tiles > full:
-        first = full if one_row else 0
-        yield Launch((1 if one_row else rows * tiles,), (first, *sizes), {**constants, "MASKED": True})
+    if not one_row:
+        return [Launch((rows * tiles,), (0, *sizes), {**constants, "MASKED": cols % tile != 0})]
+    whole = [Launch((full,), (0, *sizes), {**constants, "MASKED": False})] if full else []
+    return whole + ([Launch((1,), (full, *sizes), {**constants, "MASKED": True})] if tiles > full else [])

@@ -36,6 +36,7 @@ E4M3 = tl.constexpr(3)
 
 MULTIPLIER_1 = tl.constexpr(words.MULTIPLIER_1)
 MULTIPLIER_2 = tl.constexpr(words.MULTIPLIER_2)
+INDEX_STEP = tl.constexpr(words.INDEX_STEP)
 KEY_SALT = tl.constexpr(words.KEY_SALTS[0])
 HIGH_INDEX = tl.constexpr(words.HIGH_INDEX)
 
@@ -62,10 +63,9 @@ def as_float(bits):
 @triton.jit
 def random_bits(index, k0, k1):
     """32 random bits (uint32) of each index; see `formats/rounding.py`."""
-    x = index.to(tl.uint32) ^ k0
+    x = index.to(tl.uint32) * INDEX_STEP + k0
     x = (x ^ (x >> 16)) * MULTIPLIER_1
-    x = (x ^ (x >> 15) ^ k1) * MULTIPLIER_2
-    return x ^ (x >> 16)
+    return (x ^ (x >> 15) ^ k1) * MULTIPLIER_2
 
 
 @triton.jit
@@ -118,21 +118,20 @@ def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """The magnitude code of float32 bits `a` >= 2^MIN_EXPONENT, not yet limited."""
+    """The magnitude code of float32 bits `a` >= 2^MIN_EXPONENT, not yet limited; NaN gives a large one too."""
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
-    ODD: tl.constexpr = ((126 + MIN_EXPONENT) << MANTISSA_BITS) & 1  # without a mantissa, codes and exponents may differ in parity
+    a = a - ((126 + MIN_EXPONENT) << 23)  # the exponent that the code has
     if DROPPED > 0:
         if ROUNDING == NEAREST_EVEN:
-            a = a + ((1 << (DROPPED - 1)) - 1) + (((a >> DROPPED) ^ ODD) & 1)
+            a = a + ((1 << (DROPPED - 1)) - 1) + ((a >> DROPPED) & 1)
         else:
             a = a + top_bits(random, DROPPED, ROUNDING)
-        a = a >> DROPPED
-    return a - ((126 + MIN_EXPONENT) << MANTISSA_BITS)
+    return a >> DROPPED
 
 
 @triton.jit
 def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """The magnitude code of float32 bits `a` <= 2^MIN_EXPONENT: steps of 2^(MIN_EXPONENT - MANTISSA_BITS)."""
+    """The magnitude code of float32 bits `a` <= 2^MIN_EXPONENT: steps of 2^(MIN_EXPONENT - MANTISSA_BITS). Above, anything."""
     KEPT: tl.constexpr = 30 - MANTISSA_BITS
     if ROUNDING == NEAREST_EVEN:
         C: tl.constexpr = (MIN_EXPONENT + 23 - MANTISSA_BITS + 127) << 23
@@ -154,11 +153,10 @@ def round_magnitude(
         return round_normal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
     else:
         normal = round_normal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
-        small = a if ROUNDING == NEAREST_EVEN else tl.minimum(a, SMALLEST)  # a conversion to int32 follows
         if SUBNORMALS:
-            small = round_subnormal(small, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
+            small = round_subnormal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
         else:
-            small = round_subnormal(small, random, 0, MIN_EXPONENT, ROUNDING) << MANTISSA_BITS
+            small = round_subnormal(a, random, 0, MIN_EXPONENT, ROUNDING) << MANTISSA_BITS
         return tl.where(a < SMALLEST, small, normal)
 
 
@@ -166,40 +164,45 @@ def round_magnitude(
 def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
     """Codes (int32) of float32 y for a float or integer, and where y lies past the end (NaN not counted)."""
     KIND: tl.constexpr = ELEMENT[0]
-    WIDTH: tl.constexpr = ELEMENT[1]
     MAX_CODE: tl.constexpr = ELEMENT[5]
     bits = as_bits(y)
     a = bits & 0x7FFFFFFF
     k = round_magnitude(a, random, ELEMENT[2], ELEMENT[3], ELEMENT[4], KIND != FLOAT, ROUNDING)
-    if KIND == UINT:
-        past = k > tl.where(bits < 0, 0, MAX_CODE)
-        k = tl.where(bits < 0, 0, tl.minimum(k, MAX_CODE))
-    else:
-        past = k > MAX_CODE
-        k = tl.minimum(k, MAX_CODE)
+    past = k > (tl.where(bits < 0, 0, MAX_CODE) if KIND == UINT else MAX_CODE)
     if KIND == FLOAT:
-        code = finish_float(k, bits, past, ELEMENT)
+        code = finish_float(k, bits, ELEMENT)
     elif KIND == INT:
-        negative = bits >> 31
-        code = ((k ^ negative) - negative) & ((1 << WIDTH) - 1)
+        code = with_sign(tl.minimum(k, MAX_CODE), bits, ELEMENT)
     else:
-        code = k
+        code = tl.where(bits < 0, 0, tl.minimum(k, MAX_CODE))
     return code, past & (a <= INF_BITS)
 
 
 @triton.jit
-def finish_float(k, bits, past, ELEMENT: tl.constexpr):
-    """The code of a float from its magnitude's: sign, inf and NaN."""
+def with_sign(k, bits, ELEMENT: tl.constexpr):
+    """The code of a magnitude's code and the sign of float32 bits: a sign bit, two's complement, or nothing."""
     WIDTH: tl.constexpr = ELEMENT[1]
+    if ELEMENT[0] == FLOAT:
+        code = k | ((bits >> (32 - WIDTH)) & (1 << (WIDTH - 1)))
+        return code if ELEMENT[9] else tl.where(k == 0, 0, code)
+    elif ELEMENT[0] == INT:
+        return ((k ^ (bits >> 31)) - (bits >> 31)) & ((1 << WIDTH) - 1)
+    else:
+        return k
+
+
+@triton.jit
+def finish_float(k, bits, ELEMENT: tl.constexpr):
+    """The code of a float from its magnitude's, not yet limited: limit, sign, inf and NaN."""
+    MAX_CODE: tl.constexpr = ELEMENT[5]
     SPECIAL: tl.constexpr = ELEMENT[6]
     NAN_CODE: tl.constexpr = ELEMENT[8]
-    sign = (bits >> (32 - WIDTH)) & (1 << (WIDTH - 1))
-    code = k | sign
-    if not ELEMENT[9]:
-        code = tl.where(k == 0, 0, code)
-    if SPECIAL >= 0:
-        code = tl.where(past, SPECIAL | sign, code)
-    if NAN_CODE >= 0:
+    FOLLOWS: tl.constexpr = SPECIAL == MAX_CODE + 1  # inf or NaN is what comes after the largest value
+    code = with_sign(tl.minimum(k, SPECIAL if FOLLOWS else MAX_CODE), bits, ELEMENT)
+    sign = (bits >> (32 - ELEMENT[1])) & (1 << (ELEMENT[1] - 1))
+    if SPECIAL >= 0 and not FOLLOWS:
+        code = tl.where(k > MAX_CODE, SPECIAL | sign, code)
+    if NAN_CODE >= 0 and not (FOLLOWS and NAN_CODE == SPECIAL and ELEMENT[3] > -126):  # else NaN's k is large, and not wrapped
         code = tl.where((bits & 0x7FFFFFFF) > INF_BITS, NAN_CODE | sign, code)
     return code
 
@@ -208,23 +211,26 @@ def finish_float(k, bits, past, ELEMENT: tl.constexpr):
 def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
     """`encode_grid` where no |y| is past the largest value by more than rounding, and what NaN becomes is of no concern."""
     KIND: tl.constexpr = ELEMENT[0]
-    WIDTH: tl.constexpr = ELEMENT[1]
     if KIND == UINT and not HAS_MINIMUM:
         y = tl.maximum(y, 0.0)
+    bits = as_bits(y)
     if KIND != FLOAT and ROUNDING == NEAREST_EVEN:  # the adder rounds, and two's complement is already there
-        return as_bits(y + 12582912.0) & ((1 << WIDTH) - 1)  # 1.5 * 2^23
+        return as_bits(y + 12582912.0) & ((1 << ELEMENT[1]) - 1)  # 1.5 * 2^23
+    elif ROUNDING == NEAREST_EVEN and ELEMENT[4] and ELEMENT[2] >= 1 and ELEMENT[10] + 24 - ELEMENT[2] <= 127:
+        return with_sign(nearest_by_adding(bits, ELEMENT[2], ELEMENT[3]), bits, ELEMENT)
     else:
-        bits = as_bits(y)
         k = round_magnitude(bits & 0x7FFFFFFF, random, ELEMENT[2], ELEMENT[3], ELEMENT[4], KIND != FLOAT, ROUNDING)
-        if ROUNDING == STOCHASTIC:
-            k = tl.minimum(k, ELEMENT[5])
-        if KIND == UINT:
-            return k
-        elif KIND == INT:
-            return ((k ^ (bits >> 31)) - (bits >> 31)) & ((1 << WIDTH) - 1)
-        else:
-            code = k | ((bits >> (32 - WIDTH)) & (1 << (WIDTH - 1)))
-            return code if ELEMENT[9] else tl.where(k == 0, 0, code)
+        return with_sign(tl.minimum(k, ELEMENT[5]) if ROUNDING == STOCHASTIC else k, bits, ELEMENT)
+
+
+@triton.jit
+def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """The magnitude code, nearest_even: |y| + C rounds to the step, with C = 2^(E + 23 - MANTISSA_BITS) as in `cpu.py`."""
+    DROPPED: tl.constexpr = 23 - MANTISSA_BITS
+    SMALLEST: tl.constexpr = (MIN_EXPONENT + 127) << 23
+    c = tl.maximum(bits & INF_BITS, SMALLEST) + (DROPPED << 23)
+    steps = as_bits(tl.abs(as_float(bits)) + as_float(c)) - c
+    return steps + (c >> DROPPED) - (((DROPPED << 23) + SMALLEST) >> DROPPED)
 
 
 @triton.jit
@@ -308,10 +314,10 @@ def decode_float(code, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_scale(scale, SCALE: tl.constexpr):
-    """A float32 scale >= 0 rounded up to what is stored: float32 bits, bf16 bits, or a code. NaN is dealt with elsewhere."""
+    """A float32 scale >= 0 rounded up to what is stored: float32 bits, bf16 bits, or a code; inf or NaN past e8m0's or bf16's end."""
     bits = as_bits(scale)
     if SCALE == E8M0:
-        return tl.where(bits <= 0x00400000, 0, tl.minimum((bits + 0x7FFFFF) >> 23, 254))
+        return tl.where(bits <= 0x00400000, 0, (bits + 0x7FFFFF) >> 23)
     elif SCALE == E4M3:
         normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)
         small = tl.ceil(tl.minimum(scale, 0.015625) * 512.0).to(tl.int32)
@@ -319,7 +325,7 @@ def store_scale(scale, SCALE: tl.constexpr):
     else:
         bits = tl.where(bits > 0, tl.maximum(bits, SMALLEST_SCALE_BITS), bits)
         if SCALE == BF16:
-            return tl.minimum((bits + 0xFFFF) >> 16, 0x7F7F)
+            return (bits + 0xFFFF) >> 16
         else:
             return bits
 
@@ -361,6 +367,6 @@ def inverse_scale(scale):
 
 @triton.jit
 def rounded_down_bf16(x):
-    """float32 to the bf16 (as 16 bits) at most that large, the smallest finite one at least."""
+    """float32 to the bf16 (as 16 bits) at most that large."""
     bits = as_bits(x)
-    return tl.where(bits < 0, tl.minimum(((bits & 0x7FFFFFFF) + 0xFFFF) >> 16, 0x7F7F) | 0x8000, bits >> 16)
+    return tl.where(bits < 0, (((bits & 0x7FFFFFFF) + 0xFFFF) >> 16) | 0x8000, bits >> 16)

@@ -19,6 +19,7 @@ from paredown.codec.kernels.numbers import (
     FP32,
     HIGH_INDEX,
     INF_BITS,
+    NAN_BITS,
     STOCHASTIC,
     as_bits,
     as_float,
@@ -52,6 +53,13 @@ def load_tile(ptr, offsets, inside, MASKED: tl.constexpr):
         return tl.load(ptr + offsets, mask=inside, other=0)
     else:
         return tl.load(ptr + offsets)
+
+
+@triton.jit
+def load_values(ptr, offsets, inside, MASKED: tl.constexpr):
+    """Values as float32. bf16 arrives as int16, which is what the compiler makes of it; the interpreter's cast is wrong below 2^-126."""
+    loaded = load_tile(ptr, offsets, inside, MASKED)
+    return as_float(loaded.to(tl.int32) << 16) if ptr.dtype.element_ty == tl.int16 else loaded.to(tl.float32)
 
 
 @triton.jit
@@ -169,13 +177,25 @@ def store_shared(ptr, offsets, stored, inside, KIND: tl.constexpr):
 
 
 @triton.jit
+def nan_max(a, b):
+    """The larger one, or NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def nan_min(a, b):
+    """The smaller one, or NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
     """The stored minimum of each block of (blocks, BLOCK_LEN), and how far its values reach above it."""
-    low = tl.min(tl.where(inside, x, float("inf")), 1) if MASKED else tl.min(x, 1)
-    high = tl.max(tl.where(inside, x, float("-inf")), 1) if MASKED else tl.max(x, 1)
+    low = tl.reduce(tl.where(inside, x, float("inf")) if MASKED else x, 1, nan_min)
+    high = tl.reduce(tl.where(inside, x, float("-inf")) if MASKED else x, 1, nan_max)
     low = low + 0.0  # -0.0 and 0.0 are one minimum
     stored = rounded_down_bf16(low) if MINIMUM == BF16 else as_bits(low)
-    return stored, tl.maximum(high - load_scale(stored, MINIMUM), 0.0)
+    return stored, high - load_scale(stored, MINIMUM)
 
 
 @triton.jit
@@ -205,22 +225,21 @@ def encode_blocks(
     HAS_TENSOR_SCALE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Codes of (blocks, BLOCK_LEN), stored scale and stored minimum of each block; scale NaN and codes 0 where a block is broken."""
-    largest = tl.max(as_bits(x) & 0x7FFFFFFF, 1)
-    broken = largest >= INF_BITS
-    largest = as_float(tl.where(broken, 0, largest))
-    minimum = tl.zeros_like(as_bits(largest))
+    if MINIMUM == NONE or RULE == GIVEN:
+        largest = tl.reduce(tl.abs(x), 1, nan_max)
+        minimum = tl.zeros_like(as_bits(largest))
+    else:
+        minimum, largest = choose_minimum(x, inside, MINIMUM, MASKED)
+    broken = ~(largest < float("inf"))
     if RULE == GIVEN:
         scale = load_shared(scales_ptr, at, at_inside, SCALE)
         if MINIMUM != NONE:
             minimum = load_shared(minimums_ptr, at, at_inside, MINIMUM)
     else:
-        if MINIMUM != NONE:
-            minimum, largest = choose_minimum(x, inside, MINIMUM, MASKED)
-            broken = broken | (as_bits(largest) >= INF_BITS)
-            largest = tl.where(broken, 0.0, largest)
+        largest = tl.where(broken, 0.0, largest)
         scale = choose_scale(largest, tensor_scale, MAX_VALUE, ELEMENT, SCALE, RULE, HAS_TENSOR_SCALE)
     value = scale_of(scale, tensor_scale, SCALE, HAS_TENSOR_SCALE)
-    broken = broken | (value != value)
+    broken = broken | ~(value < float("inf"))
     y = x if MINIMUM == NONE else x - load_scale(minimum, MINIMUM)[:, None]
     y = y * inverse_scale(value)[:, None]
     if RULE == COVER and SAYS_NAN and ELEMENT[0] != TABLE:
@@ -251,10 +270,12 @@ def store_values(ptr, values, inside, MASKED: tl.constexpr):
     if ptr.dtype.element_ty == tl.float16:
         held = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
         values = tl.where(tl.abs(values) < float("inf"), held, values)
-    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:  # the interpreter's cast truncates; the compiled one rounds to nearest even
-        bits = as_bits(values)
-        values = tl.where(values == values, as_float((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536), values)
-    store_tile(ptr, tl.arange(0, values.shape[0]), values.to(ptr.dtype.element_ty), inside, MASKED)
+    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:  # the interpreter's cast truncates, the compiled one rounds to nearest even
+        bits = tl.where(values == values, as_bits(values), NAN_BITS)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        store_tile(ptr.to(tl.pointer_type(tl.int16)), tl.arange(0, values.shape[0]), rounded, inside, MASKED)
+    else:
+        store_tile(ptr, tl.arange(0, values.shape[0]), values.to(ptr.dtype.element_ty), inside, MASKED)
 
 
 @triton.jit(do_not_specialize=["k0", "k1", "first_index"])
@@ -270,7 +291,7 @@ def encode_kernel(
     start = row * cols + tile * TILE
     left = tl.minimum(cols - tile * TILE, TILE).to(tl.int32)
     inside = tl.arange(0, TILE) < left
-    x = load_tile(x_ptr + start, tl.arange(0, TILE), inside, MASKED).to(tl.float32)
+    x = load_values(x_ptr + start, tl.arange(0, TILE), inside, MASKED)
     random = random_tile(first_index + start, k0, k1, step_ptr, ROUNDING, STEP_IN_MEMORY, WIDE, TILE)
     if BLOCK_LEN > 0:
         BLOCKS: tl.constexpr = TILE // BLOCK_LEN
@@ -335,5 +356,5 @@ def decode_kernel(
 def largest_finite_kernel(x_ptr, out_ptr, numel, TILE: tl.constexpr):
     """out <- max(out, the largest finite |x|), as float32 bits: those of numbers >= 0 are ordered like integers."""
     offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    a = as_bits(tl.load(x_ptr + offsets, mask=offsets < numel, other=0).to(tl.float32)) & 0x7FFFFFFF
+    a = as_bits(load_values(x_ptr, offsets, offsets < numel, True)) & 0x7FFFFFFF
     tl.atomic_max(out_ptr, tl.max(tl.where(a < INF_BITS, a, 0), 0))

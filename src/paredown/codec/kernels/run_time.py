@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paredown.codec.kernels.numbers import INF_BITS, NEAREST_AWAY, NEAREST_EVEN, STOCHASTIC, as_bits, as_float
-from paredown.codec.kernels.pack import load_tile, random_tile, store_values
+from paredown.codec.kernels.pack import load_values, random_tile, store_values
 from paredown.formats.element import Element, Kind
 from paredown.formats.rounding import Overflow
 
@@ -99,6 +99,6 @@ def round_trip_kernel(
     """Each value of x rounded to the element at `spec_ptr`."""
     start = (tl.program_id(0).to(tl.int64) + first_tile) * TILE
     inside = tl.arange(0, TILE) < tl.minimum(numel - start, TILE).to(tl.int32)
-    x = load_tile(x_ptr + start, tl.arange(0, TILE), inside, MASKED).to(tl.float32)
+    x = load_values(x_ptr + start, tl.arange(0, TILE), inside, MASKED)
     random = random_tile(first_index + start, k0, k1, step_ptr, ROUNDING, STEP_IN_MEMORY, WIDE, TILE)
     store_values(out_ptr + start, round_to_spec(x, random, spec_ptr, ROUNDING), inside, MASKED)

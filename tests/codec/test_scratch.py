@@ -1,0 +1,78 @@
+"""The CPU path works in pieces: beside input and output it holds less than 64 MiB, however large the tensor is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paredown.codec.packed import encode, round_trip
+from paredown.formats.format import Format
+from tests.support.memory import MIB, scratch_bytes
+
+LIMIT = 64 * MIB
+LARGE = (64, 1 << 18)  # 64 MiB of float32: a temporary of the whole tensor is already too much
+# each kind of scale, widths that are packed bit by bit, the widest element, and one that goes through the reference
+TEXTS = ["e4m3fn", "int8/64@bf16", "uint4/64@bf16+fp32", "e2m1fn/16@e4m3fn", "e5m3f", "e8m22", "nf4/64@fp32"]
+DIRECT = [
+    ("e4m3fn", "nearest_even"),
+    ("e4m3fn", "stochastic"),
+    ("e3m1b4fns", "nearest_even"),
+    ("e8m7fns", "stochastic"),
+    ("fp16", "toward_zero"),
+]
+
+
+def a_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers in -1..1 with a NaN, so that the way for special values is taken too."""
+    x = torch.linspace(-1, 1, 4096).repeat(-(-torch.Size(shape).numel() // 4096))[: torch.Size(shape).numel()].view(shape).to(dtype)
+    x[0, 0] = float("nan")
+    return x
+
+
+@pytest.mark.parametrize(("text", "rounding"), DIRECT)
+def test_round_trip_of_a_large_tensor(text: str, rounding: str, tmp_path: Path) -> None:
+    x = a_tensor(LARGE)
+    assert scratch_bytes(lambda: round_trip(x, text, rounding=rounding), x.nbytes, tmp_path) < LIMIT
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_encode_and_decode(text: str, rounding: str, tmp_path: Path) -> None:
+    """A few pieces are enough: scratch does not grow with the tensor, which the test below shows."""
+    x = a_tensor((2, 1 << 18))
+    x = x.nan_to_num(0.0) if text == "e5m3f" else x
+    size = Format.parse(text).nbytes(x.shape)
+    assert scratch_bytes(lambda: encode(x, text, rounding=rounding), size, tmp_path) < LIMIT
+    packed = encode(x, text, rounding=rounding)
+    assert scratch_bytes(packed.decode, x.nbytes, tmp_path) < LIMIT
+    assert scratch_bytes(lambda: round_trip(x, text, rounding=rounding), x.nbytes, tmp_path) < LIMIT
+
+
+@pytest.mark.parametrize("text", ["int8/65535@bf16", "int5/65535@e8m0", "uint3/65531@bf16+fp32"])
+def test_blocks_of_odd_length(text: str, tmp_path: Path) -> None:
+    """Eight of these blocks end on a byte, so a piece has to cut between them or hold half a million values."""
+    x = a_tensor((1, 1 << 20))
+    for rounding in ("nearest_even", "stochastic"):
+        used = scratch_bytes(
+            lambda rounding=rounding: encode(x, text, rounding=rounding), Format.parse(text).nbytes(x.shape), tmp_path
+        )
+        assert used < LIMIT, rounding
+
+
+@pytest.mark.parametrize("text", ["int4/64@bf16", "e2m1fn/16@e4m3fn", "e4m3fn"])
+def test_scratch_does_not_grow(text: str, tmp_path: Path) -> None:
+    """Four times the tensor, the same scratch, rows long or short."""
+    for small, large in (((1, 1 << 19), (1, 1 << 21)), ((1 << 12, 128), (1 << 14, 128))):
+        used = []
+        for shape in (small, large):
+            x = a_tensor(shape, torch.bfloat16)
+            size = Format.parse(text).nbytes(shape)
+            used.append(scratch_bytes(lambda x=x: encode(x, text, rounding="stochastic"), size, tmp_path))
+        assert used[1] <= used[0] + MIB / 64
+
+
+def test_a_path_that_is_not_in_pieces_would_be_seen(tmp_path: Path) -> None:
+    x = a_tensor(LARGE)
+    assert scratch_bytes(lambda: x.abs() + 1, x.nbytes, tmp_path) >= LIMIT
