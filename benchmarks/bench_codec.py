@@ -69,7 +69,9 @@ def unblocked_cases(x: torch.Tensor, y: torch.Tensor) -> Iterator[Case]:
         job = f"encode fp32 {text} nearest"
         yield Case(job, OURS, 5 * numel, lambda text=text: pare.encode(x, text))
         yield Case(job, f"torch .to({kind})", 5 * numel, lambda kind=kind: x.to(kind))
-        yield Case(f"encode fp32 {text} stochastic", OURS, 5 * numel, lambda text=text: pare.encode(x, text, rounding="stochastic", seed=7))
+        yield Case(
+            f"encode fp32 {text} stochastic", OURS, 5 * numel, lambda text=text: pare.encode(x, text, rounding="stochastic", seed=7)
+        )
     for rounding in ("nearest", "stochastic"):
         job = f"round_trip fp32 e4m3, format at run time, {rounding}"
         yield Case(job, OURS, 8 * numel, run_time_call(x, y, rounding))
@@ -91,7 +93,12 @@ def block_cases(x: torch.Tensor, text: str) -> Iterator[Case]:
     moved = x.nbytes + pare.Format.parse(text).nbytes(x.shape)
     packed = pare.encode(x, text, overflow="saturate")
     yield Case(f"encode bf16 {text} nearest", OURS, moved, lambda: pare.encode(x, text, overflow="saturate"))
-    yield Case(f"encode bf16 {text} stochastic", OURS, moved, lambda: pare.encode(x, text, overflow="saturate", rounding="stochastic", seed=7))
+    yield Case(
+        f"encode bf16 {text} stochastic",
+        OURS,
+        moved,
+        lambda: pare.encode(x, text, overflow="saturate", rounding="stochastic", seed=7),
+    )
     yield Case(f"decode bf16 {text}", OURS, moved, packed.decode)
 
 
@@ -108,7 +115,12 @@ def bitsandbytes_cases(x: torch.Tensor) -> Iterator[Case]:
     yield Case("decode bf16 8 bits by a table/64", "bitsandbytes", moved, lambda: functional.dequantize_blockwise(codes, state))
     codes4, state4 = functional.quantize_4bit(x, blocksize=64, quant_type="nf4")
     moved = x.nbytes + codes4.nbytes + x.numel() // 16
-    yield Case("encode bf16 nf4/64@fp32 nearest", "bitsandbytes", moved, lambda: functional.quantize_4bit(x, blocksize=64, quant_type="nf4"))
+    yield Case(
+        "encode bf16 nf4/64@fp32 nearest",
+        "bitsandbytes",
+        moved,
+        lambda: functional.quantize_4bit(x, blocksize=64, quant_type="nf4"),
+    )
     yield Case("decode bf16 nf4/64@fp32", "bitsandbytes", moved, lambda: functional.dequantize_4bit(codes4, state4))
 
 
@@ -123,7 +135,9 @@ def cpu_cases(x: torch.Tensor) -> Iterator[Case]:
         yield Case(job, OURS, 2 * x.nbytes, lambda ours=ours: pare.round_trip(x, "e4m3fn", rounding=ours, seed=7))
         if quantize:
             yield Case(job, "qtorch float_quantize", 2 * x.nbytes, lambda rounding=rounding: quantize(x, 4, 3, rounding))
-    yield Case("round_trip fp32 e4m3 nearest, CPU", "torch .to(fp8).to(fp32)", 2 * x.nbytes, lambda: x.to(torch.float8_e4m3fn).float())
+    yield Case(
+        "round_trip fp32 e4m3 nearest, CPU", "torch .to(fp8).to(fp32)", 2 * x.nbytes, lambda: x.to(torch.float8_e4m3fn).float()
+    )
 
 
 def qtorch_quantize() -> Callable[..., torch.Tensor] | None:

@@ -70,7 +70,9 @@ def test_random_bits_follow_the_written_formula(start: int) -> None:
     for index in range(start, start + 8):
         x = (index * 0x9E3779B9 + k0) % 2**32
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32
-        expected.append((x ^ x >> 15 ^ k1 ^ (index >> 32) * 0xC2B2AE35 % 2**32) * 0x846CA68B % 2**32)
+        high = (index >> 32) * 0xC2B2AE35 % 2**32
+        high = (high ^ high >> 15) * 0x846CA68B % 2**32
+        expected.append((x ^ x >> 15 ^ k1 ^ high) * 0x846CA68B % 2**32)
     assert random_bits(BASE, start, 8, CPU).tolist() == expected
 
 

@@ -35,7 +35,7 @@ def tensor_scale(x: Tensor, encoding: Encoding) -> Parts | None:
         return None
     finite = x.float()[x.isfinite()]
     largest = finite.abs().max() if finite.numel() else torch.tensor(0.0)
-    return Parts(tensor_scale=reference.tensor_scale_of(largest, encoding.format.element))
+    return Parts(tensor_scale=reference.tensor_scale_of(largest, encoding.format))
 
 
 def assert_paths_agree(x: Tensor, encoding: Encoding, given: Parts | None = None) -> None:

@@ -6,7 +6,7 @@ Tensors are (rows, cols) and contiguous. Which path serves is said once, through
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -53,7 +53,7 @@ def _kernels(x: Tensor, encoding: Encoding | None, job: str) -> ModuleType | Non
     return kernels
 
 
-@lru_cache(maxsize=None)
+@cache
 def find_kernels() -> ModuleType | None:
     """The Triton kernels, where Triton is installed."""
     if find_spec("triton") is None:
@@ -63,7 +63,7 @@ def find_kernels() -> ModuleType | None:
     return kernels
 
 
-@lru_cache(maxsize=None)
+@cache
 def _say_once(device: str, format: str | None, job: str) -> None:
     if format is not None:
         log.info("There is no kernel to %s %s: plain torch serves, more slowly.", job, format)
@@ -73,7 +73,7 @@ def _say_once(device: str, format: str | None, job: str) -> None:
         _say_cpu_once()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _say_cpu_once() -> None:
     why = "tensors are on the CPU" if torch.cuda.is_available() else "no CUDA device is here"
     log.info("Number formats run in plain torch, since %s.", why)

@@ -25,7 +25,7 @@ from torch import Tensor
 from paredown.codec import reference
 from paredown.codec.reference import Encoding, Parts
 from paredown.formats.element import Element, Kind, Specials
-from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed
+from paredown.formats.rounding import INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed, high_key
 
 PIECE = 1 << 17  # values; half of it and of 4 temporaries fit the cache of each of 2 cores: 15 ms for 2^22, 20 at 2^16 or 2^18
 EXACT_BITS = {Rounding.TOWARD_ZERO: 0, Rounding.NEAREST_AWAY: 1 << 31}
@@ -35,7 +35,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
     """`reference.encode_rows`, piece by piece; `x` is (rows, cols)."""
     out = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     room = Room()
-    for r, c in pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8)):
+    for r, c in _pieces_of(encoding, *x.shape):
         bits = _bits(encoding, x, r, c, room)
         parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, codes_of)
         for to, made in zip(_piece_of(out, encoding, r, c).tensors(), parts.tensors(), strict=True):
@@ -45,7 +45,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
 
 def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
     """`reference.decode_rows` into `out` (rows, cols), piece by piece."""
-    for r, c in pieces(*out.shape, unit=lcm(encoding.format.block or 1, 8)):
+    for r, c in _pieces_of(encoding, *out.shape):
         out[r, c] = reference.decode_rows(_piece_of(parts, encoding, r, c), encoding.format, c.stop - c.start, out.dtype)
     return out
 
@@ -54,7 +54,7 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Ten
     """`reference.round_trip_rows` into `out` (rows, cols), piece by piece; both are contiguous."""
     room = Room()
     direct = encoding.format.block is None and x.dtype is torch.float32 and _fits(x, encoding.format.element, encoding.rounding)
-    for r, c in pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8)):
+    for r, c in _pieces_of(encoding, *x.shape):
         bits = _bits(encoding, x, r, c, room)
         if direct:
             _round_trip_piece(x[r, c], encoding, bits, out[r, c], room)
@@ -113,16 +113,23 @@ class Room:
         return self._tensors[name][: x.numel()].view(x.shape)
 
 
-def pieces(rows: int, cols: int, *, unit: int) -> Iterator[tuple[slice, slice]]:
-    """(row, column) slices that cover rows x cols, about PIECE values each: whole rows, or parts of one row.
+def _pieces_of(encoding: Encoding, rows: int, cols: int) -> Iterator[tuple[slice, slice]]:
+    """`pieces` of whole blocks and bytes; small ones for widths that are packed bit by bit."""
+    width = encoding.format.element.width
+    return pieces(rows, cols, unit=lcm(encoding.format.block or 1, 8), size=PIECE // 8 if width > 8 and width % 8 else None)
+
+
+def pieces(rows: int, cols: int, *, unit: int, size: int | None = None) -> Iterator[tuple[slice, slice]]:
+    """(row, column) slices that cover rows x cols, about `size` (or PIECE) values each: whole rows, or parts of one row.
 
     >>> list(pieces(3, 2, unit=8))
     [(slice(0, 3, None), slice(0, 2, None))]
     """
     if rows * cols == 0:
         return
-    width = min(cols, max(unit, PIECE // unit * unit))
-    height = max(1, PIECE // width) if width == cols else 1
+    size = size or PIECE
+    width = min(cols, max(unit, size // unit * unit))
+    height = max(1, size // width) if width == cols else 1
     for r in range(0, rows, height):
         for c in range(0, cols, width):
             yield slice(r, min(r + height, rows)), slice(c, min(c + width, cols))
@@ -159,7 +166,7 @@ def random_bits(seed: Seed, start: int, out: Tensor, room: Room) -> Tensor:
         bits = reference.random_bits(seed, start, out.numel(), out.device).view(out.shape)
         return out.copy_((bits ^ (1 << 31)) - (1 << 31))
     k0, k1 = seed.keys()
-    k1 ^= ((start >> 32) * HIGH_INDEX) & WORD
+    k1 ^= high_key(start)
     torch.add(room.like(out, "index"), _word(start * INDEX_STEP + k0), out=out)
     shifted = room.like(out, "temporary")
     _xor_shifted(out, 16, shifted).mul_(_word(MULTIPLIER_1))

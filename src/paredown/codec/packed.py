@@ -11,7 +11,8 @@ What is not an ordinary number:
 * An element with neither inf nor NaN and no block (int8, e2m1fn) cannot say either: `encode` refuses values past its end and NaN unless
   overflow="saturate", and NaN always; `round_trip`, which returns ordinary numbers, gives inf and NaN.
 * A value below zero in uintN without a minimum is past the end, and makes the scale of its block NaN unless overflow="saturate".
-* Empty and 0-d tensors pack like any other. float16 results past 65504 stay at 65504.
+* Empty and 0-d tensors pack like any other. float16 results past 65504 stay at 65504; above half of float32's largest value, what
+  rounds up in a block may be inf.
 
 >>> p = encode(torch.linspace(-1, 1, 300).view(3, 100), "int4/64@bf16")
 >>> p
@@ -106,16 +107,8 @@ class PackedTensor:
         """The packed tensor whose `state_dict()` is `state`."""
         if "header" not in state or "codes" not in state:
             raise CodecError(f"a packed tensor's state has 'header' and 'codes'; found {sorted(state)}.")
-        header = json.loads(state["header"])
-        format, dtype = Format.from_json(header["format"]), getattr(torch, header["dtype"])
-        parts = Parts(*(state.get(name) for name in PART_NAMES))
-        packed = PackedTensor(format, torch.Size(header["shape"]), dtype, tuple(header["order"]), parts)
-        expected = format.nbytes(packed.shape)
-        if packed.nbytes != expected:
-            raise CodecError(
-                f"the tensors hold {packed.nbytes} bytes, but {format} of shape {tuple(packed.shape)} takes {expected}: "
-                "the header and the tensors do not belong together."
-            )
+        packed = _from_header(state["header"], Parts(*(state.get(name) for name in PART_NAMES)))
+        _check_parts(packed)
         return packed
 
     def __repr__(self) -> str:
@@ -137,9 +130,9 @@ def encode(
 ) -> PackedTensor:
     """`x` packed in `format`.
 
-    `overflow` is NONFINITE without a block or for uintN without a minimum, and SATURATE otherwise, unless given. `seed` is used by stochastic rounding alone; give
-    every tensor and step its own (`Seed(value, tensor=, step=)`). `scales`: "cover" (no value is past the end), "ocp" (OCP's
-    rule for e8m0), or a packed tensor or its `.scales` to use again.
+    `overflow` is NONFINITE without a block or for uintN without a minimum, and SATURATE otherwise, unless given. `seed` is used by
+    stochastic rounding alone; give every tensor and step its own: Seed(value, tensor=, step=). `scales`: "cover" (no value is past the
+    end), "ocp" (OCP's rule for e8m0), or a packed tensor or its `.scales` to use again. `order`: "memory" or "logical".
     """
     _check_tensor(x, "encode")
     if x.requires_grad and torch.is_grad_enabled():
@@ -148,7 +141,7 @@ def encode(
             "torch.no_grad(); round_trip(x, ...) passes gradients straight through."
         )
     encoding = _encoding(format, rounding, overflow, seed, scales)
-    dims = scales.order if isinstance(scales, PackedTensor) else memory_order(x, encoding.format, order)
+    dims = _dims(x, encoding, scales, order)
     rows = _as_rows(x, dims)
     given = _given(x, rows, encoding, scales)
     _refuse_unsayable(rows, encoding)
@@ -168,7 +161,7 @@ def round_trip(
     """`x` with the values of `format`: decode(encode(x)), same shape, dtype and memory order. Gradients pass straight through."""
     _check_tensor(x, "round_trip")
     encoding = _encoding(format, rounding, overflow, seed, scales)
-    dims = scales.order if isinstance(scales, PackedTensor) else memory_order(x, encoding.format, order)
+    dims = _dims(x, encoding, scales, order)
     return _StraightThrough.apply(x, encoding, dims, scales)  # type: ignore[no-any-return]
 
 
@@ -202,12 +195,56 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
     return dims if same_bytes and x.permute(dims).is_contiguous() else logical
 
 
+def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, order: str) -> tuple[int, ...]:
+    """The order to pack in: that of the scales, where a packed tensor brings them."""
+    if not isinstance(scales, PackedTensor):
+        return memory_order(x, encoding.format, order)
+    if scales.format != encoding.format or scales.shape != x.shape or scales.device != x.device:
+        raise CodecError(
+            f"scales come from {scales!r}, which does not fit {encoding.format} of shape {tuple(x.shape)} on {x.device}."
+        )
+    return scales.order
+
+
 def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """(rows, cols), contiguous: a view where x is dense in that order, a copy otherwise."""
     x = x.detach()
     if not x.is_contiguous() or dims != tuple(range(x.ndim)):
         x = x.permute(dims).contiguous()
     return x.view(Format.rows_and_cols(x.shape))
+
+
+def _from_header(text: Any, parts: Parts) -> PackedTensor:
+    """A packed tensor from the text of its header; the tensors are not checked yet."""
+    try:
+        header = json.loads(text)
+        dtypes = {str(d).removeprefix("torch."): d for d in DTYPES}
+        shape, order = torch.Size(header["shape"]), tuple(header["order"])
+        packed = PackedTensor(Format.from_json(header["format"]), shape, dtypes[header["dtype"]], order, parts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CodecError(f"the header {text!r} does not describe a packed tensor: {type(error).__name__}: {error}.") from None
+    if any(n < 0 for n in shape) or sorted(order) != list(range(len(shape))):
+        raise CodecError(
+            f"the header {text!r} has dimensions {order}, which are no order of the {len(shape)} of shape {tuple(shape)}."
+        )
+    return packed
+
+
+def _check_parts(packed: PackedTensor) -> None:
+    """Refuse tensors that are not what the header says."""
+    format, device = packed.format, torch.device("meta")
+    rows, cols = format.rows_and_cols([packed.shape[d] for d in packed.order])
+    tensor_scale = torch.empty((), device=device) if format.has_tensor_scale else None
+    expected = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE).empty_parts(
+        rows, cols, device=device, tensor_scale=tensor_scale
+    )
+    for name, found, wanted in zip(PART_NAMES, _all(packed.parts), _all(expected), strict=True):
+        described = [None if t is None else (tuple(t.shape), str(t.dtype)) for t in (found, wanted)]
+        if described[0] != described[1]:
+            raise CodecError(
+                f"{name} is {described[0]}, but {format} of shape {tuple(packed.shape)} has {described[1]}: "
+                "the header and the tensors do not belong together."
+            )
 
 
 def _inverse(order: tuple[int, ...]) -> list[int]:
@@ -218,7 +255,11 @@ def _all(parts: Parts) -> list[Tensor | None]:
     return [getattr(parts, name) for name in PART_NAMES]
 
 
-def _encoding(format: Format | str, rounding: Rounding | str, overflow: Overflow | str | None, seed: Seed | int, scales: Any) -> Encoding:
+def _encoding(
+    format: Format | str, rounding: Rounding | str, overflow: Overflow | str | None, seed: Seed | int, scales: Any
+) -> Encoding:
+    if not isinstance(scales, str | Tensor | PackedTensor):
+        raise CodecError(f"scales are 'cover', 'ocp', a PackedTensor or its scales, not {type(scales).__name__}.")
     rule = scales if isinstance(scales, str) else GIVEN
     return _checked_encoding(Format.parse(format), rounding, overflow, seed if isinstance(seed, Seed) else Seed(seed), rule)
 
@@ -231,8 +272,10 @@ def _checked_encoding(format: Format, rounding: Rounding | str, overflow: Overfl
     except ValueError as error:
         allowed = f"rounding: {', '.join(r.value for r in Rounding)}; overflow: {', '.join(o.value for o in Overflow)}"
         raise CodecError(f"{error}. Allowed are {allowed}.") from None
-    if rule not in (COVER, OCP, GIVEN) or (rule == OCP and (format.scale is None or format.scale.name != "e8m0")):
-        raise CodecError(f"scales={rule!r} with {format}: allowed are 'cover', 'ocp' (for e8m0 scales), a PackedTensor or its scales.")
+    ocp_fits = format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
+    if rule not in (COVER, OCP, GIVEN) or (rule == OCP and not ocp_fits):
+        allowed = "'cover', 'ocp' (for e8m0 scales without a minimum), a PackedTensor or its scales"
+        raise CodecError(f"scales={rule!r} with {format}: allowed are {allowed}.")
     if rule == GIVEN and format.block is None:
         raise CodecError(f"scales were given, but {format} has no block to scale.")
     return Encoding(format, rounding, overflow, seed, rule)
@@ -249,10 +292,8 @@ def _given(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | T
     if isinstance(scales, str):
         if not format.has_tensor_scale:
             return None
-        return Parts(tensor_scale=tensor_scale_of(backend.largest_finite(rows), format.element))
+        return Parts(tensor_scale=tensor_scale_of(backend.largest_finite(rows), format))
     if isinstance(scales, PackedTensor):
-        if scales.format != format or scales.shape != x.shape:
-            raise CodecError(f"scales come from {scales!r}, which does not fit {format} of shape {tuple(x.shape)}.")
         return replace(scales.parts, codes=None)
     if format.minimum or format.has_tensor_scale:
         raise CodecError(f"{format} has more than block scales: give the PackedTensor itself, scales=p instead of scales=p.scales.")

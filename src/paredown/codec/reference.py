@@ -7,10 +7,10 @@ A tensor is laid out as (rows, cols); `formats/format.py` draws it. In float32 a
               scale = (max x - minimum) / max_value, rounded up  y = (x - minimum) * inverse,  value = e(y) * scale + minimum
 
 where `inverse` = 1 / scale and e(y) is y rounded to the element (`codes_of`). Rounding the scale up keeps every y within the
-element, so that stochastic rounding stays unbiased. Scales in fp32 and bf16 are at least 2^-126 (or 0), so that 1 / scale is
-finite. With scale e4m3fn there is one more scale for the tensor: tensor_scale = max |x| / (448 * max_value), block scales
-are taken relative to it, and `scale` above is their product. `scales="ocp"` is OCP's rule for e8m0 instead:
-2^(floor(log2 max |x|) - floor(log2 max_value)); values past the largest then saturate.
+element, so that stochastic rounding stays unbiased; where the division or the product rounds past the end all the same, y is held
+there. Scales in fp32 and bf16 are at least 2^-126 (or 0), so that 1 / scale is finite. With scale e4m3fn there is one more scale
+for the tensor: tensor_scale = max |x| / (448 * max_value), block scales are taken relative to it, and `scale` above is their product.
+`scales="ocp"` is OCP's rule for e8m0 instead: 2^(floor(log2 max |x|) - floor(log2 max_value)); values past the largest then saturate.
 
 A block that holds NaN or inf, or numbers so large that its range or its scale cannot be stored, has scale NaN, and decodes to NaN
 as a whole.
@@ -26,6 +26,7 @@ nearest_away with bits = 2^31, which is how the fast paths compute them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULT
 SMALLEST_SCALE = 2.0**-126
 OCP = "ocp"
 COVER = "cover"
+# codes_of, or a faster function of the same arguments and results
+ToCodes = Callable[[Tensor, Element, Rounding, Overflow, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
     x = ((index & WORD) * INDEX_STEP + k0) & WORD
     x = ((x ^ (x >> 16)) * MULTIPLIER_1) & WORD
     high = ((index >> 32) * HIGH_INDEX) & WORD
+    high = ((high ^ (high >> 15)) * MULTIPLIER_2) & WORD
     return ((x ^ (x >> 15) ^ k1 ^ high) * MULTIPLIER_2) & WORD
 
 
@@ -234,10 +238,16 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
     return store_scale(scale, format.scale), minimums
 
 
-def tensor_scale_of(largest: Tensor, element: Element) -> Tensor:
-    """The scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn."""
-    scale = largest / torch.full_like(largest, 448.0 * element.max_value)
-    return torch.where(largest > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
+def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
+    """The scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn.
+
+    It is at least 2^-117, so that the smallest block scale times it has a finite inverse. Above a minimum, which bf16 rounds down,
+    values reach at most this much further.
+    """
+    if format.minimum:
+        largest = largest * (2 + 2.0**-6)
+    divisor = min(448.0 * format.element.max_value, torch.finfo(torch.float32).max)
+    return torch.where(largest > 0, (largest / torch.full_like(largest, divisor)).clamp(min=2.0**-117), 0.0)
 
 
 def store_scale(scale: Tensor, element: Element) -> Tensor:
@@ -282,12 +292,12 @@ def scale_values(parts: Parts, format: Format) -> Tensor:
 # --- whole rows -------------------------------------------------------------------------------------------------------
 
 
-def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor | None, to_codes=codes_of) -> Parts:
+def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor | None, to_codes: ToCodes | None = None) -> Parts:
     """`x` (rows, cols) packed. `given` brings the scales under rule "given", and the scale of the tensor where there is one.
 
     Elements without inf and NaN saturate when there is no block to say so: `packed.encode` refuses such values before.
     """
-    format, x = encoding.format, x.float()
+    format, x, to_codes = encoding.format, x.float(), to_codes or codes_of
     if format.block is None:
         codes, _ = to_codes(x, format.element, encoding.rounding, encoding.overflow, bits)
         return Parts(pack_bits(codes, format.element.width))
@@ -298,6 +308,8 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor
         assert given is not None
         parts = Parts(None, given.scales, given.minimums, tensor_scale)
     y = scaled(x, parts, format)
+    if encoding.rule == COVER:  # rounding alone takes y past the end
+        y = y.clamp(-format.element.max_value if format.element.signed else None, format.element.max_value)
     codes, unsaid = to_codes(y, format.element, encoding.rounding, encoding.overflow, bits)
     broken = in_blocks((unsaid | ~x.isfinite()).float(), format.block, 0.0).amax(2) > 0
     broken = broken | ~scale_values(parts, format).isfinite()
@@ -331,12 +343,14 @@ def decode_rows(parts: Parts, format: Format, cols: int, dtype: torch.dtype) -> 
     return y.to(dtype)
 
 
-def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor | None, to_codes=codes_of) -> Tensor:
+def round_trip_rows(
+    x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor | None, to_codes: ToCodes | None = None
+) -> Tensor:
     """decode(encode(x)); without a block, values that the element cannot say are NaN or infinite instead."""
     format = encoding.format
     if format.block:
         return decode_rows(encode_rows(x, encoding, given, bits, to_codes), format, x.shape[1], x.dtype)
-    codes, unsaid = to_codes(x.float(), format.element, encoding.rounding, encoding.overflow, bits)
+    codes, unsaid = (to_codes or codes_of)(x.float(), format.element, encoding.rounding, encoding.overflow, bits)
     y = values_of(codes, format.element)
     y = torch.where(unsaid, torch.where(x.isnan(), torch.nan, torch.copysign(torch.full_like(y, torch.inf), x.float())), y)
     if x.dtype is torch.float16:

@@ -36,7 +36,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from math import inf, ldexp, nan
 
 from paredown.errors import FormatError
@@ -185,7 +185,7 @@ class Element:
         return self.kind is Kind.FLOAT and self.specials is specials
 
 
-@lru_cache(maxsize=None)
+@cache
 def _values(element: Element) -> tuple[float, ...]:
     return tuple(element.value(code) for code in range(1 << element.width))
 
@@ -210,7 +210,7 @@ TABLES = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(text: str) -> Element:
     if text in TABLES:
         width, values = TABLES[text]

@@ -132,7 +132,9 @@ def _parse(text: str) -> Format:
         return _unblocked(text, element, match)
     block = _block_len(text, match["block"])
     if match["scale"] is None:
-        raise FormatError(f"format {text!r}: a block of {block} needs a scale: write {element}/{block}@bf16. Allowed: {', '.join(SCALES)}.")
+        raise FormatError(
+            f"format {text!r}: a block of {block} needs a scale: write {element}/{block}@bf16. Allowed: {', '.join(SCALES)}."
+        )
     scale = _shared(text, match["scale"], "scale", SCALES)
     minimum = _shared(text, match["minimum"], "minimum", MINIMUMS) if match["minimum"] is not None else None
     _check_block(text, element, minimum)
@@ -150,7 +152,9 @@ def _element(text: str, part: str) -> Element:
 
 def _unblocked(text: str, element: Element, match: re.Match[str]) -> Format:
     if match["scale"] is not None or match["minimum"] is not None:
-        raise FormatError(f"format {text!r}: a scale or a minimum belongs to a block: write {element}/64@{match['scale'] or 'bf16'}.")
+        raise FormatError(
+            f"format {text!r}: a scale or a minimum belongs to a block: write {element}/64@{match['scale'] or 'bf16'}."
+        )
     return Format(element)
 
 
@@ -172,4 +176,6 @@ def _check_block(text: str, element: Element, minimum: Element | None) -> None:
         raise FormatError(f"format {text!r}: a minimum needs codes that start at 0: uint{min(element.width, 16)}, not {element}.")
     if element.name in ("e8m0", "int1"):
         lacks = {"e8m0": "zero", "int1": "positive value"}[element.name]
-        raise FormatError(f"format {text!r}: {element} has no {lacks}, so a block of it cannot hold a tensor. Use int2 or uint1 with a minimum.")
+        raise FormatError(
+            f"format {text!r}: {element} has no {lacks}, so a block of it cannot hold a tensor. Use int2 or uint1 with a minimum."
+        )

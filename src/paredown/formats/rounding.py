@@ -27,7 +27,7 @@ MULTIPLIER_1 = 0x7FEB352D
 MULTIPLIER_2 = 0x846CA68B
 INDEX_STEP = 0x9E3779B9
 KEY_SALTS = (0x9E3779B9, 0x85EBCA6B)  # where the chains of k0 and k1 start
-HIGH_INDEX = 0xC2B2AE35  # k1 is xored with this times the part of an index above 2^32
+HIGH_INDEX = 0xC2B2AE35  # what an index has above 2^32 is multiplied with this, and goes into k1: see `high_key`
 WORD = 0xFFFFFFFF
 
 
@@ -72,6 +72,12 @@ class Seed:
         for part in (self.value, self.value >> 32, self.tensor, self.tensor >> 32):
             k0, k1 = mix(k0 ^ (part & WORD)), mix(k1 ^ (part & WORD))
         return k0, k1
+
+
+def high_key(index: int) -> int:
+    """What k1 is xored with at a global index: 0 below 2^32."""
+    high = ((index >> 32) * HIGH_INDEX) & WORD
+    return ((high ^ (high >> 15)) * MULTIPLIER_2) & WORD
 
 
 def mix(x: int) -> int:

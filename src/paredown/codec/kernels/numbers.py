@@ -143,7 +143,13 @@ def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.con
 
 @triton.jit
 def round_magnitude(
-    a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, SUBNORMALS: tl.constexpr, ALL_SUBNORMAL: tl.constexpr, ROUNDING: tl.constexpr
+    a,
+    random,
+    MANTISSA_BITS: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    SUBNORMALS: tl.constexpr,
+    ALL_SUBNORMAL: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     """The magnitude code of float32 bits `a` (not NaN), not yet limited. Integers are subnormal everywhere."""
     SMALLEST: tl.constexpr = (MIN_EXPONENT + 127) << 23
@@ -321,6 +327,7 @@ def store_scale(scale, SCALE: tl.constexpr):
     elif SCALE == E4M3:
         normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)
         small = tl.ceil(tl.minimum(scale, 0.015625) * 512.0).to(tl.int32)
+        small = tl.where(bits > 0, tl.maximum(small, 1), 0)  # a GPU's ceil takes a subnormal for 0
         return tl.minimum(tl.where(bits < 0x3C800000, small, normal), 126)
     else:
         bits = tl.where(bits > 0, tl.maximum(bits, SMALLEST_SCALE_BITS), bits)

@@ -19,11 +19,13 @@ from paredown.codec.kernels.numbers import (
     FP32,
     HIGH_INDEX,
     INF_BITS,
+    MULTIPLIER_2,
     NAN_BITS,
     STOCHASTIC,
+    TABLE,
+    UINT,
     as_bits,
     as_float,
-    TABLE,
     decode_values,
     encode_covered,
     encode_values,
@@ -72,13 +74,16 @@ def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def random_tile(start, k0, k1, step_ptr, ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
+def random_tile(
+    start, k0, k1, step_ptr, ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr
+):
     """The random bits of TILE elements from global index `start`; zeros where the rounding takes none. WIDE: past 2^32."""
     if ROUNDING == STOCHASTIC:
         k0, k1 = stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY)
         if WIDE:
             index = start + tl.arange(0, TILE)
-            k1 = k1 ^ ((index >> 32).to(tl.uint32) * HIGH_INDEX)
+            high = (index >> 32).to(tl.uint32) * HIGH_INDEX
+            k1 = k1 ^ ((high ^ (high >> 15)) * MULTIPLIER_2)
         else:
             index = start.to(tl.uint32) + tl.arange(0, TILE).to(tl.uint32)
         return random_bits(index.to(tl.uint32), k0, k1)
@@ -199,7 +204,9 @@ def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def choose_scale(largest, tensor_scale, MAX_VALUE, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr):
+def choose_scale(
+    largest, tensor_scale, MAX_VALUE, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr
+):
     """The stored scale of blocks whose largest magnitude is `largest`, finite."""
     if RULE == OCP:
         return tl.maximum((as_bits(largest) >> 23) - ELEMENT[10], 0)
@@ -245,6 +252,8 @@ def encode_blocks(
     if RULE == COVER and SAYS_NAN and ELEMENT[0] != TABLE:
         codes = encode_covered(y, random, MINIMUM != NONE, ELEMENT, ROUNDING)
     else:
+        if RULE == COVER:  # rounding alone takes y past the end; below 0 uintN is another matter
+            y = tl.minimum(y if ELEMENT[0] == UINT else tl.maximum(y, -MAX_VALUE), MAX_VALUE)
         codes, past = encode_values(tl.where(broken[:, None], 0.0, y), random, table_ptr, lowest, highest, ELEMENT, ROUNDING)
         if not SAYS_NAN:
             broken = broken | (tl.max(past.to(tl.int32), 1) > 0)
@@ -255,7 +264,17 @@ def encode_blocks(
 
 
 @triton.jit
-def decode_blocks(codes, scale, minimum, tensor_scale, table_ptr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr):
+def decode_blocks(
+    codes,
+    scale,
+    minimum,
+    tensor_scale,
+    table_ptr,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    HAS_TENSOR_SCALE: tl.constexpr,
+):
     """The float32 of (blocks, BLOCK_LEN) codes."""
     values = decode_values(codes, table_ptr, ELEMENT) * scale_of(scale, tensor_scale, SCALE, HAS_TENSOR_SCALE)[:, None]
     return values if MINIMUM == NONE else values + load_scale(minimum, MINIMUM)[:, None]
@@ -270,7 +289,9 @@ def store_values(ptr, values, inside, MASKED: tl.constexpr):
     if ptr.dtype.element_ty == tl.float16:
         held = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
         values = tl.where(tl.abs(values) < float("inf"), held, values)
-    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:  # the interpreter's cast truncates, the compiled one rounds to nearest even
+    if (
+        INTERPRETED and ptr.dtype.element_ty == tl.bfloat16
+    ):  # the interpreter's cast truncates, the compiled one rounds to nearest even
         bits = tl.where(values == values, as_bits(values), NAN_BITS)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
         store_tile(ptr.to(tl.pointer_type(tl.int16)), tl.arange(0, values.shape[0]), rounded, inside, MASKED)
@@ -309,7 +330,9 @@ def encode_kernel(
                 store_shared(minimums_ptr, at, minimum, at_inside, MINIMUM)
             codes = codes.reshape(TILE)
         else:
-            values = decode_blocks(codes, scale, minimum, tensor_scale, table_ptr, ELEMENT, SCALE, MINIMUM, HAS_TENSOR_SCALE).reshape(TILE)
+            values = decode_blocks(
+                codes, scale, minimum, tensor_scale, table_ptr, ELEMENT, SCALE, MINIMUM, HAS_TENSOR_SCALE
+            ).reshape(TILE)
     else:
         codes, past = encode_values(x, random, table_ptr, lowest, highest, ELEMENT, ROUNDING)
         if not STORES_CODES:
@@ -345,7 +368,9 @@ def decode_kernel(
         minimum = load_shared(minimums_ptr, at, at_inside, MINIMUM) if MINIMUM != NONE else scale
         tensor_scale = tl.load(tensor_scale_ptr) if HAS_TENSOR_SCALE else 1.0
         codes = codes.reshape(BLOCKS, BLOCK_LEN)
-        values = decode_blocks(codes, scale, minimum, tensor_scale, table_ptr, ELEMENT, SCALE, MINIMUM, HAS_TENSOR_SCALE).reshape(TILE)
+        values = decode_blocks(codes, scale, minimum, tensor_scale, table_ptr, ELEMENT, SCALE, MINIMUM, HAS_TENSOR_SCALE).reshape(
+            TILE
+        )
     else:
         values = decode_values(codes, table_ptr, ELEMENT)
     left = tl.minimum(cols - tile * TILE, TILE).to(tl.int32)

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import struct
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from paredown.codec.kernels.numbers import INF_BITS, NEAREST_AWAY, NEAREST_EVEN, STOCHASTIC, as_bits, as_float
 from paredown.codec.kernels.pack import load_values, random_tile, store_values
