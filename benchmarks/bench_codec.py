@@ -177,6 +177,7 @@ def main() -> None:
     """Time all of it, print the table and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log2-numel", type=int, default=28, help="values of the GPU's tensor, as a power of two")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     if "PEERS" in os.environ:
@@ -186,12 +187,12 @@ def main() -> None:
         x = torch.randn(1 << options.log2_numel, device="cuda")
         rows = run(gpu_cases(x), tuple(x.shape), "cuda")
         if not options.no_save:
-            append("codec.json", machine("cuda", PACKAGES), rows)
+            append("codec.json", machine("cuda", PACKAGES, options.commit), rows)
     torch.set_num_threads(2)
     x = torch.randn(1 << 22)
     rows = run(cpu_cases(x), tuple(x.shape), "cpu")
     if not options.no_save:
-        append("codec.json", machine("cpu", PACKAGES), rows)
+        append("codec.json", machine("cpu", PACKAGES, options.commit), rows)
 
 
 if __name__ == "__main__":

@@ -76,10 +76,15 @@ def _cpu_seconds(call: Callable[[], object], repeats: int) -> list[float]:
     return seconds
 
 
-def machine(device: str, packages: tuple[str, ...]) -> dict[str, object]:
-    """Where a run was made: commit, device, threads and versions."""
+def machine(device: str, packages: tuple[str, ...], commit: str | None = None) -> dict[str, object]:
+    """Where a run was made: commit (asked from git unless given), device, threads and versions."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
-    return {"commit": _commit(), "device": name, "threads": torch.get_num_threads(), "versions": {p: _version(p) for p in packages}}
+    return {
+        "commit": commit or _commit(),
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "versions": {p: _version(p) for p in packages},
+    }
 
 
 def append(file: str, where: dict[str, object], rows: list[Row]) -> None:

@@ -131,39 +131,37 @@ def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 
 @triton.jit
 def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """The magnitude code of float32 bits `a` <= 2^MIN_EXPONENT: steps of 2^(MIN_EXPONENT - MANTISSA_BITS). Above, anything."""
+    """The magnitude code of a float32 0 <= a <= 2^MIN_EXPONENT: steps of 2^(MIN_EXPONENT - MANTISSA_BITS). Above, anything."""
     KEPT: tl.constexpr = 30 - MANTISSA_BITS
     if ROUNDING == NEAREST_EVEN:
         C: tl.constexpr = (MIN_EXPONENT + 23 - MANTISSA_BITS + 127) << 23
-        return as_bits(as_float(a) + as_float(tl.full((), C, tl.int32))) - C
+        return as_bits(a + as_float(tl.full((), C, tl.int32))) - C
     else:
-        steps = power_of_two(as_float(a), 30 - MIN_EXPONENT).to(tl.int32)
+        steps = power_of_two(a, 30 - MIN_EXPONENT).to(tl.int32)
         return (steps + top_bits(random, KEPT, ROUNDING)) >> KEPT
 
 
 @triton.jit
-def round_magnitude(
-    a,
-    random,
-    MANTISSA_BITS: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    SUBNORMALS: tl.constexpr,
-    ALL_SUBNORMAL: tl.constexpr,
-    ROUNDING: tl.constexpr,
-):
-    """The magnitude code of float32 bits `a` (not NaN), not yet limited. Integers are subnormal everywhere."""
+def round_magnitude(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, COVERED: tl.constexpr):
+    """The magnitude code of float32 y, not yet limited; NaN gives a large one too. COVERED: |y| exceeds max_value by rounding alone."""
+    MANTISSA_BITS: tl.constexpr = ELEMENT[2]
+    MIN_EXPONENT: tl.constexpr = ELEMENT[3]
     SMALLEST: tl.constexpr = (MIN_EXPONENT + 127) << 23
-    if ALL_SUBNORMAL:
-        return round_subnormal(tl.minimum(a, SMALLEST), random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
-    elif MIN_EXPONENT == -126 and SUBNORMALS:  # the steps of float32's own subnormals
-        return round_normal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
+    if ELEMENT[0] != FLOAT:  # integers are subnormal everywhere
+        a = tl.abs(y)
+        if not COVERED:
+            a = as_float(tl.minimum(as_bits(a), SMALLEST))
+        return round_subnormal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
     else:
-        normal = round_normal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
-        if SUBNORMALS:
-            small = round_subnormal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
-        else:
-            small = round_subnormal(a, random, 0, MIN_EXPONENT, ROUNDING) << MANTISSA_BITS
-        return tl.where(a < SMALLEST, small, normal)
+        a = as_bits(y) & 0x7FFFFFFF
+        k = round_normal(a, random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
+        if MIN_EXPONENT != -126 or not ELEMENT[4]:  # else the steps are those of float32's own subnormals
+            if ELEMENT[4]:
+                small = round_subnormal(tl.abs(y), random, MANTISSA_BITS, MIN_EXPONENT, ROUNDING)
+            else:
+                small = round_subnormal(tl.abs(y), random, 0, MIN_EXPONENT, ROUNDING) << MANTISSA_BITS
+            k = tl.where(a < SMALLEST, small, k)
+        return k
 
 
 @triton.jit
@@ -173,7 +171,7 @@ def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
     MAX_CODE: tl.constexpr = ELEMENT[5]
     bits = as_bits(y)
     a = bits & 0x7FFFFFFF
-    k = round_magnitude(a, random, ELEMENT[2], ELEMENT[3], ELEMENT[4], KIND != FLOAT, ROUNDING)
+    k = round_magnitude(y, random, ELEMENT, ROUNDING, False)
     past = k > (tl.where(bits < 0, 0, MAX_CODE) if KIND == UINT else MAX_CODE)
     if KIND == FLOAT:
         code = finish_float(k, bits, ELEMENT)
@@ -225,7 +223,7 @@ def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, 
     elif ROUNDING == NEAREST_EVEN and ELEMENT[4] and ELEMENT[2] >= 1 and ELEMENT[10] + 24 - ELEMENT[2] <= 127:
         return with_sign(nearest_by_adding(bits, ELEMENT[2], ELEMENT[3]), bits, ELEMENT)
     else:
-        k = round_magnitude(bits & 0x7FFFFFFF, random, ELEMENT[2], ELEMENT[3], ELEMENT[4], KIND != FLOAT, ROUNDING)
+        k = round_magnitude(y, random, ELEMENT, ROUNDING, True)
         return with_sign(tl.minimum(k, ELEMENT[5]) if ROUNDING == STOCHASTIC else k, bits, ELEMENT)
 
 
