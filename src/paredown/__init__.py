@@ -47,7 +47,8 @@ _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'paredown' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    globals()[name] = value = getattr(import_module(_HOME[name]), name)  # the next look-up finds it
+    return value
 
 
 def __dir__() -> list[str]:
