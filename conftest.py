@@ -15,6 +15,8 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
+torch.set_num_threads(1)  # tests run side by side, and tensors are small
+
 collect_ignore = [] if find_spec("triton") else ["src/paredown/codec/kernels"]
 
 

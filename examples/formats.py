@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 import paredown as pare
 
 SHOWN = (
-    *("fp32", "bf16", "fp16", "int8", "mxfp8_e4m3", "e5m2", "e4m3fn", "mxfp6_e2m3"),
-    *("uint4_affine", "nf4", "nvfp4", "mxfp4", "int4", "uint2_affine", "int2"),
+    *("fp32", "bf16", "fp16", "int8_block", "mxfp8_e4m3", "e5m2", "e4m3fn", "mxfp6_e2m3"),
+    *("uint4_affine", "nf4_block", "nvfp4", "mxfp4", "int4_block", "uint2_affine", "int2_block"),
 )
 OUTPUT = Path("demo/formats.svg")
 STEPS = 400
@@ -54,7 +54,7 @@ def main() -> None:
         f"{gradient.nbytes} bytes as float32, half of them below {gradient.abs().median():.1g} in magnitude.\n"
     )
     rows = [measure(name, gradient) for name in SHOWN]
-    console.print(table(rows, gradient, wide=console.width >= 100))
+    console.print(table(rows, gradient, wide=console.width >= 110))
     OUTPUT.parent.mkdir(exist_ok=True)
     OUTPUT.write_text(drawing(rows, gradient))
     console.print(lesson({row.name: row for row in rows}, gradient))
@@ -145,7 +145,7 @@ def drawing(rows: list[Measured], x: Tensor) -> str:
 
 def lesson(by_name: dict[str, Measured], x: Tensor) -> str:
     """What these numbers teach, in two sentences."""
-    plain, scaled = by_name["e4m3fn"], by_name["int8"]
+    plain, scaled = by_name["e4m3fn"], by_name["int8_block"]
     lost = (x.abs() <= plain.format.element.smallest / 2).float().mean().item()
     draws = [pare.round_trip(x, plain.format, rounding="stochastic", seed=seed) for seed in range(NUM_DRAWS)]
     average_error = error(torch.stack(draws).mean(0), x)

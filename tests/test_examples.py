@@ -25,7 +25,7 @@ def test_the_demo_prints_a_table_and_draws_it(tmp_path: Path) -> None:
         assert text in done.stdout
     chart = ElementTree.parse(tmp_path / "demo" / "formats.svg").getroot()
     drawn = {node.text for node in chart.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"bf16", "e4m3fn", "mxfp4", "nvfp4", "int2"} <= drawn
+    assert {"bf16", "e4m3fn", "mxfp4", "nvfp4", "int2_block"} <= drawn
 
 
 def test_the_frontier_is_what_no_other_point_beats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from paredown.codec.packed import encode, round_trip
+from paredown.codec.packed import PackedTensor, encode, round_trip
 from paredown.errors import CodecError, FormatError, ParedownError
+from paredown.formats.element import Element
+from paredown.formats.format import Format
+from paredown.formats.rounding import Seed
 from tests.support.values import normal
 
 BOTH = pytest.mark.parametrize("verb", [encode, round_trip])
@@ -154,3 +158,45 @@ def test_encode_says_what_to_do_with_gradients() -> None:
 
 def test_errors_are_of_one_tree() -> None:
     assert issubclass(CodecError, ParedownError) and issubclass(CodecError, ValueError)
+
+
+WRONG_CALLS: dict[str, Callable[[], Any]] = {
+    "a seed that is no whole number": lambda: encode(X, "int8/64@bf16", rounding="stochastic", seed=1.5),  # type: ignore[arg-type]
+    "a seed that is text": lambda: round_trip(X, "int8/64@bf16", rounding="stochastic", seed="7"),  # type: ignore[arg-type]
+    "no seed": lambda: encode(X, "int8/64@bf16", seed=None),  # type: ignore[arg-type]
+    "an index below 0": lambda: Seed(1, first_index=-5),
+    "two steps": lambda: Seed(1, step=torch.tensor([1, 2])),
+    "a rounding in a list": lambda: encode(X, "int8/64@bf16", rounding=[1]),  # type: ignore[arg-type]
+    "an empty overflow": lambda: encode(X, "int8/64@bf16", overflow=""),
+    "a sparse tensor": lambda: encode(X.to_sparse(), "int8/64@bf16"),
+    "a tensor without data": lambda: encode(X.to("meta"), "int8"),
+    "a packed tensor to a dtype": lambda: encode(X, "int8/64@bf16").to(torch.float16),  # type: ignore[arg-type]
+    "integers from decode": lambda: encode(X, "int8/64@bf16").decode(torch.int32),
+    "an element that is no text": lambda: Element.parse(3),  # type: ignore[arg-type]
+    "a width of thousands of digits": lambda: Format.parse("int" + "9" * 5000),
+    "a negative shape": lambda: Format.parse("int8").nbytes((-1, 3)),
+    "a broken shape": lambda: Format.parse("int8").nbytes((2.5,)),  # type: ignore[arg-type]
+    "a block without a scale": lambda: Format(Element.parse("int4"), 64),
+    "a block of 0": lambda: dataclasses.replace(Format.parse("int4/64@bf16"), block=0),
+    "codes in a list": lambda: PackedTensor.from_state_dict({**encode(X, "int8/64@bf16").state_dict(), "codes": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_wrong_calls_get_a_sentence(what: str) -> None:
+    with pytest.raises(ParedownError, match=r"\w+ .*\."):
+        WRONG_CALLS[what]()
+
+
+def test_scales_that_are_not_contiguous_are_read_as_they_are() -> None:
+    p = encode(normal(4, 64), "int8/16@fp32")
+    assert p.scales is not None
+    turned = p.scales.t().contiguous().t()
+    assert torch.equal(encode(normal(4, 64), "int8/16@fp32", scales=turned).codes, p.codes)
+    state = {**p.state_dict(), "codes": p.codes.t().contiguous().t()}
+    assert PackedTensor.from_state_dict(state).codes.is_contiguous()
+
+
+def test_each_spelling_comes_back() -> None:
+    for text in ("fp16", "e5m10", "fp16"):
+        assert str(encode(torch.ones(3), text).format) == text

@@ -147,6 +147,37 @@ def test_given_scales_and_ocp(text: str, device: str) -> None:
 
 
 @every_device
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_short_blocks_away_from_zero(sign: float, device: str) -> None:
+    """What lies beyond the end of a row is no value: it has no part in minimums, nor in what is past the end."""
+    x = sign * torch.linspace(5, 6, 40)[None]
+    for text in ("uint4/64@bf16+fp32", "uint8/16@e8m0+bf16", "int4/64@bf16"):
+        for overflow in OVERFLOWS:
+            assert_kernels_agree(x, make_encoding(text, "nearest_even", overflow), device)
+
+
+@every_device
+@pytest.mark.parametrize("text", ["e2m1fn/2@e8m0", "e2m1b5fn/2@e8m0", "e2m1b40fn/2@e8m0", "int8/2@e8m0"])
+def test_ocp_at_the_ends_of_float32(text: str, device: str) -> None:
+    x = torch.tensor([[0.0, -0.0, 3e38, 1.0, 1e-40, 3e-42, 1e-38, 1e-39, 2e-38, 1.0]])
+    assert_kernels_agree(x, replace(make_encoding(text, "nearest_even", "saturate"), rule="ocp"), device)
+
+
+@every_device
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-39, -1.0, float("nan"), float("inf")])
+def test_given_scales_without_an_inverse(scale: float, device: str) -> None:
+    x = normal(4, 64)
+    x[1] = 0.0
+    for text in ("int8/64@fp32", "e4m3fn/64@fp32", "uint4/64@fp32+fp32", "nf4/64@fp32"):
+        given = Parts(None, torch.full((4, 1), scale), torch.full((4, 1), -2.0) if "+" in text else None)
+        for overflow in OVERFLOWS:
+            encoding = replace(make_encoding(text, "nearest_even", overflow), rule="given")
+            assert_kernels_agree(x, encoding, device, given)
+            if scale == 0.0 and overflow == "nonfinite" and "+" not in text:
+                assert reference.round_trip_rows(x, encoding, given, None)[[0, 2, 3]].isnan().any(1).all()
+
+
+@every_device
 @pytest.mark.parametrize("first_index", [2**32 - 500, 2**33 + 7])
 def test_indices_past_32_bits(first_index: int, device: str) -> None:
     seed = replace(SEED, first_index=first_index)
@@ -186,7 +217,8 @@ def test_largest_finite(device: str) -> None:
 
 
 def test_what_the_kernels_cover() -> None:
-    """Every element in round_trip; packed, the widths 1, 2, 4, 6, 8 and 16 with every kind of scale."""
+    """Every element from float32's smallest normal value up in round_trip; packed, six widths with every kind of scale."""
+    assert not kernels.covers(make_encoding("e8m3fnuz", "nearest_even", "saturate"), "round_trip")
     for text in ELEMENTS:
         assert kernels.covers(make_encoding(text, "stochastic", "saturate"), "round_trip"), text
     for element in ("uint1", "int2", "int4", "e2m1fn", "nf4", "e3m2fn", "int6", "int8", "e4m3fn", "int16", "bf16", "fp16"):

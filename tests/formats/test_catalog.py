@@ -102,4 +102,4 @@ def test_names_are_told_once_and_the_table_cannot_be_changed() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS) == len(CATALOG)
     assert all(row.note for row in ROWS)
     with pytest.raises(TypeError):
-        CATALOG["mine"] = CATALOG["int8"]  # type: ignore[index]
+        CATALOG["mine"] = CATALOG["int8_block"]  # type: ignore[index]

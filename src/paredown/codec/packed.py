@@ -2,7 +2,8 @@
 
     x (3, 100) float32, 1200 bytes  --encode("int4/64@bf16")-->  codes (3, 50) uint8 + scales (3, 2) bf16, 162 bytes
 
-A tensor is packed in its own memory order where that is dense (channels_last stays so and is never transposed), and comes back in it;
+A tensor is packed in its own memory order where that is dense and takes the same bytes (channels_last stays so and is never transposed),
+and comes back in it; one with gaps, or transposed so that its rows would be others, is copied first and comes back contiguous.
 `order="logical"` packs along the dimensions as they are numbered, which optimizer state and weights need.
 
 What is not an ordinary number:
@@ -39,6 +40,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", "cuda")
 GIVEN = "given"
 PART_NAMES = ("codes", "scales", "minimums", "tensor_scale")
 
@@ -86,13 +88,17 @@ class PackedTensor:
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, in the dtype and memory order that were encoded (or in `dtype`)."""
+        if dtype is not None and dtype not in DTYPES:
+            raise CodecError(f"decode gives float32, bfloat16 or float16, not {dtype}.")
         out = torch.empty([self.shape[d] for d in self.order], dtype=dtype or self.dtype, device=self.device)
         encoding = Encoding(self.format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
         backend.decode_rows(self.parts, encoding, out.view(self.format.rows_and_cols(out.shape)))
         return out.permute(_inverse(self.order))
 
-    def to(self, device: torch.device | str) -> PackedTensor:
+    def to(self, device: torch.device | str | int) -> PackedTensor:
         """The same packed tensor on `device`."""
+        if isinstance(device, torch.dtype):
+            raise CodecError(f"a packed tensor moves between devices; for values in {device}, call p.decode({device}).")
         return replace(self, parts=Parts(*(t if t is None else t.to(device) for t in _all(self.parts))))
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +113,10 @@ class PackedTensor:
         """The packed tensor whose `state_dict()` is `state`."""
         if "header" not in state or "codes" not in state:
             raise CodecError(f"a packed tensor's state has 'header' and 'codes'; found {sorted(state)}.")
-        packed = _from_header(state["header"], Parts(*(state.get(name) for name in PART_NAMES)))
+        tensors = [state.get(name) for name in PART_NAMES]
+        if any(t is not None and not isinstance(t, Tensor) for t in tensors):
+            raise CodecError(f"{', '.join(PART_NAMES)} are tensors; found {[type(t).__name__ for t in tensors]}.")
+        packed = _from_header(state["header"], Parts(*(t if t is None else t.contiguous() for t in tensors)))
         _check_parts(packed)
         return packed
 
@@ -169,11 +178,15 @@ class _StraightThrough(torch.autograd.Function):
     """Rounding forward, the identity backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, encoding: Encoding, dims: tuple[int, ...], scales: PackedTensor | Tensor | str) -> Tensor:
+    def forward(x: Tensor, encoding: Encoding, dims: tuple[int, ...], scales: PackedTensor | Tensor | str) -> Tensor:
         rows = _as_rows(x, dims)
         out = torch.empty_like(rows)
         backend.round_trip_rows(rows, encoding, _given(x, rows, encoding, scales), out)
         return out.view([x.shape[d] for d in dims]).permute(_inverse(dims))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
@@ -219,9 +232,9 @@ def _from_header(text: Any, parts: Parts) -> PackedTensor:
     try:
         header = json.loads(text)
         dtypes = {str(d).removeprefix("torch."): d for d in DTYPES}
-        shape, order = torch.Size(header["shape"]), tuple(header["order"])
+        shape, order = torch.Size(header["shape"]), tuple(int(d) for d in header["order"])
         packed = PackedTensor(Format.from_json(header["format"]), shape, dtypes[header["dtype"]], order, parts)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CodecError(f"the header {text!r} does not describe a packed tensor: {type(error).__name__}: {error}.") from None
     if any(n < 0 for n in shape) or sorted(order) != list(range(len(shape))):
         raise CodecError(
@@ -238,6 +251,8 @@ def _check_parts(packed: PackedTensor) -> None:
     expected = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE).empty_parts(
         rows, cols, device=device, tensor_scale=tensor_scale
     )
+    if len({t.device for t in packed.parts.tensors()}) > 1:
+        raise CodecError(f"the tensors are on {[str(t.device) for t in packed.parts.tensors()]}: they belong on one device.")
     for name, found, wanted in zip(PART_NAMES, _all(packed.parts), _all(expected), strict=True):
         described = [None if t is None else (tuple(t.shape), str(t.dtype)) for t in (found, wanted)]
         if described[0] != described[1]:
@@ -260,18 +275,19 @@ def _encoding(
 ) -> Encoding:
     if not isinstance(scales, str | Tensor | PackedTensor):
         raise CodecError(f"scales are 'cover', 'ocp', a PackedTensor or its scales, not {type(scales).__name__}.")
-    rule = scales if isinstance(scales, str) else GIVEN
-    return _checked_encoding(Format.parse(format), rounding, overflow, seed if isinstance(seed, Seed) else Seed(seed), rule)
-
-
-@lru_cache(maxsize=1024)
-def _checked_encoding(format: Format, rounding: Rounding | str, overflow: Overflow | str | None, seed: Seed, rule: str) -> Encoding:
+    format = Format.parse(format)
     try:
-        rounding = Rounding(rounding)
-        overflow = Overflow(overflow or default_overflow(format))
+        rounding, overflow = Rounding(rounding), default_overflow(format) if overflow is None else Overflow(overflow)
     except ValueError as error:
         allowed = f"rounding: {', '.join(r.value for r in Rounding)}; overflow: {', '.join(o.value for o in Overflow)}"
         raise CodecError(f"{error}. Allowed are {allowed}.") from None
+    rule = scales if isinstance(scales, str) else GIVEN
+    return _checked_encoding(str(format), rounding, overflow, seed if isinstance(seed, Seed) else Seed(seed), rule)
+
+
+@lru_cache(maxsize=1024)
+def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, seed: Seed, rule: str) -> Encoding:
+    format = Format.parse(text)  # by its text, since equal formats may be spelled in two ways
     ocp_fits = format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
     if rule not in (COVER, OCP, GIVEN) or (rule == OCP and not ocp_fits):
         allowed = "'cover', 'ocp' (for e8m0 scales without a minimum), a PackedTensor or its scales"
@@ -294,7 +310,7 @@ def _given(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | T
             return None
         return Parts(tensor_scale=tensor_scale_of(backend.largest_finite(rows), format))
     if isinstance(scales, PackedTensor):
-        return replace(scales.parts, codes=None)
+        return Parts(None, *(t if t is None else t.contiguous() for t in _all(scales.parts)[1:]))
     if format.minimum or format.has_tensor_scale:
         raise CodecError(f"{format} has more than block scales: give the PackedTensor itself, scales=p instead of scales=p.scales.")
     expected = encoding.empty_parts(*rows.shape, device=torch.device("meta"), tensor_scale=None).scales
@@ -304,12 +320,16 @@ def _given(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | T
             f"scales are {tuple(scales.shape)} {scales.dtype} on {scales.device}; {format} of shape {tuple(x.shape)} "
             f"needs {tuple(expected.shape)} {expected.dtype} on {x.device}."
         )
-    return Parts(scales=scales)
+    return Parts(scales=scales.contiguous())
 
 
 def _check_tensor(x: Tensor, verb: str) -> None:
     if not isinstance(x, Tensor):
         raise CodecError(f"{verb} takes a tensor, not {type(x).__name__}.")
+    if x.layout is not torch.strided or x.is_nested or x.device.type not in DEVICES:
+        raise CodecError(
+            f"{verb} takes dense tensors on {' or '.join(DEVICES)}, not {x.layout} on {x.device}: move with x.cpu() or x.to_dense()."
+        )
     if x.dtype not in DTYPES:
         raise CodecError(f"{verb} takes float32, bfloat16 or float16, not {x.dtype}: convert with x.float() if that is meant.")
 

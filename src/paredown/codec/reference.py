@@ -228,7 +228,7 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
     minimums = None
     if format.minimum:
         minimums = rounded_down(low + 0.0, format.minimum)  # + 0.0: -0.0 and 0.0 are one minimum
-        largest = high - minimums.float()
+        largest = high - minimums.float() + 0.0
     elif encoding.rule == OCP:
         return store_scale(torch.where(largest.isfinite(), ocp_scale(largest, format.element), torch.nan), format.scale), None
     scale = largest / torch.full_like(largest, format.element.max_value)  # CUDA divides by a number through its reciprocal
@@ -307,12 +307,13 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor
     else:
         assert given is not None
         parts = Parts(None, given.scales, given.minimums, tensor_scale)
-    y = scaled(x, parts, format)
+    y = scaled(x, parts, encoding)
     if encoding.rule == COVER:  # rounding alone takes y past the end
         y = y.clamp(-format.element.max_value if format.element.signed else None, format.element.max_value)
     codes, unsaid = to_codes(y, format.element, encoding.rounding, encoding.overflow, bits)
     broken = in_blocks((unsaid | ~x.isfinite()).float(), format.block, 0.0).amax(2) > 0
-    broken = broken | ~scale_values(parts, format).isfinite()
+    scale = scale_values(parts, format)
+    broken = broken | ~scale.isfinite() | (scale < 0)
     assert parts.scales is not None and format.scale is not None
     nan = torch.full_like(parts.scales, (format.scale.nan_code or 0) if parts.scales.dtype is torch.uint8 else torch.nan)
     minimums = None if parts.minimums is None else torch.where(broken, 0.0, parts.minimums)
@@ -320,14 +321,16 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor
     return Parts(pack_bits(codes, format.element.width), torch.where(broken, nan, parts.scales), minimums, tensor_scale)
 
 
-def scaled(x: Tensor, parts: Parts, format: Format) -> Tensor:
-    """y, what the element has to hold: float32 (rows, cols)."""
-    assert format.block
-    inverse = 1.0 / scale_values(parts, format)
-    inverse = spread(torch.where(inverse.isfinite(), inverse, 0.0), format.block, x.shape[1])
-    if parts.minimums is None:
-        return x * inverse
-    return (x - spread(parts.minimums.float(), format.block, x.shape[1])) * inverse
+def scaled(x: Tensor, parts: Parts, encoding: Encoding) -> Tensor:
+    """y, what the element has to hold: float32 (rows, cols). A chosen scale is 0 where all is 0 or next to it, and y then is 0."""
+    block = encoding.format.block
+    assert block
+    if parts.minimums is not None:
+        x = x - spread(parts.minimums.float(), block, x.shape[1])
+    inverse = 1.0 / scale_values(parts, encoding.format)
+    if encoding.rule in (COVER, OCP):
+        return x * spread(torch.where(inverse.isfinite(), inverse, 0.0), block, x.shape[1])
+    return torch.where(x == 0, x, x * spread(inverse, block, x.shape[1]))  # a given scale of 0 puts all but 0 past the end
 
 
 def decode_rows(parts: Parts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,8 @@
 
 The rows named peppp_* are the formats of the 99 configurations of PEPPP (Yang et al., ICLR 2022): 11 low ones for activations,
 weights and gradients, 9 high ones for the optimizer. They follow QPyTorch 0.2.0, on which its measurements rest: no subnormals, no
-specials, exponents from -(2^(X-1)-1) to 2^(X-1)-1; encode with overflow="saturate". With 8 exponent bits QPyTorch's smallest
+specials, exponents from -(2^(X-1)-1) to 2^(X-1)-1; encode with overflow="saturate". (QPyTorch 0.2.0 rounds to nearest below the
+smallest value even when it rounds stochastically; ours stays unbiased there.) With 8 exponent bits QPyTorch's smallest
 exponent is -127, where float32 is already subnormal; ours is -126. The rows named mpfa_* are those of "Training with
 Mixed-Precision Floating-Point Assignments" (Lee et al., TMLR 2023): every code a number.
 
@@ -53,13 +54,13 @@ ROWS = (
     Row("mxfp6_e2m3", "e2m3fn/32@e8m0", "OCP microscaling, 6 bits"),
     Row("mxfp4", "e2m1fn/32@e8m0", "OCP microscaling, 4 bits"),
     Row("nvfp4", "e2m1fn/16@e4m3fn", "NVIDIA's 4 bits, with a float32 for the tensor"),
-    Row("nf4", "nf4/64@fp32", "QLoRA's table for normally distributed weights"),
-    Row("int8", "int8/64@bf16", "8 bits for momentum, gradients and activations"),
+    Row("nf4_block", "nf4/64@fp32", "QLoRA's table for normally distributed weights"),
+    Row("int8_block", "int8/64@bf16", "8 bits for momentum, gradients and activations"),
     Row("int8_pow2", "int8/64@e8m0", "8 bits for weights whose scale should stay"),
-    Row("uint8", "uint8/64@bf16", "8 bits for second moments, which are never negative"),
-    Row("int4", "int4/64@bf16", "4 bits for activations and moments"),
+    Row("uint8_block", "uint8/64@bf16", "8 bits for second moments, which are never negative"),
+    Row("int4_block", "int4/64@bf16", "4 bits for activations and moments"),
     Row("uint4_affine", "uint4/64@bf16+fp32", "4 bits for activations on one side of zero"),
-    Row("int2", "int2/64@bf16", "-1, 0, 1 for activations under pressure"),
+    Row("int2_block", "int2/64@bf16", "-1, 0, 1 for activations under pressure"),
     Row("uint2_affine", "uint2/64@bf16+bf16", "2 bits for activations on one side of zero"),
     *(_peppp(x, y, "PEPPP: activations, weights, gradients") for x, y in PEPPP_LOW),
     *(_peppp(x, y, "PEPPP: input, logits, optimizer") for x, y in PEPPP_HIGH),

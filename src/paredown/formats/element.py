@@ -84,6 +84,8 @@ class Element:
     @staticmethod
     def parse(text: str) -> Element:
         """The element that `text` spells; FormatError says where it goes wrong."""
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise FormatError(f"an element is text such as 'e4m3fn', not {type(text).__name__}.")
         return _parse(text)
 
     def __str__(self) -> str:
@@ -190,7 +192,7 @@ def _values(element: Element) -> tuple[float, ...]:
     return tuple(element.value(code) for code in range(1 << element.width))
 
 
-NUMBER = "(?:0|[1-9][0-9]*)"
+NUMBER = "(?:0|[1-9][0-9]{0,5})"
 FLOAT_TEXT = re.compile(f"e(?P<x>{NUMBER})m(?P<y>{NUMBER})(?:b(?P<bias>{NUMBER}))?(?P<specials>fnuz|fn|f)?(?P<ns>ns)?")
 INT_TEXT = re.compile(f"(?P<kind>u?int)(?P<width>{NUMBER})")
 SAME_AS = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10"}
@@ -248,7 +250,9 @@ def _float(text: str, match: re.Match[str]) -> Element:
 
 def _check_float(text: str, specials: Specials, bias: int, exponent_bits: int, mantissa_bits: int, *, subnormals: bool) -> None:
     if specials is Specials.IEEE and mantissa_bits == 0:
-        raise FormatError(f"element {text!r}: IEEE specials need a mantissa bit to tell NaN from inf. Write {text}fn or {text}f.")
+        raise FormatError(
+            f"element {text!r}: IEEE specials need a mantissa bit to tell NaN from inf. Write {text.removesuffix('ns')}fn, or f."
+        )
     if specials is Specials.IEEE and exponent_bits == 1 and not subnormals:
         raise FormatError(
             f"element {text!r}: its one exponent above zero holds inf and NaN, so no value is left. Drop 'ns' or add 'fn'."

@@ -61,6 +61,14 @@ class Format:
     scale: Element | None = None
     minimum: Element | None = None
 
+    def __post_init__(self) -> None:
+        if (self.block is None) != (self.scale is None) or (self.minimum is not None and self.block is None):
+            raise FormatError(f"format {str(self)!r}: block and scale go together, and a minimum goes with them.")
+        if self.block is not None and self.scale is not None:
+            _block_len(str(self), str(self.block))
+            _shared(str(self), str(self.scale), "scale", SCALES)
+            _check_block(str(self), self.element, self.minimum)
+
     @staticmethod
     def parse(text: str | Format) -> Format:
         """The format that `text` spells; a Format is given back as it is."""
@@ -83,7 +91,7 @@ class Format:
         return f"Format({str(self)!r})"
 
     def __str__(self) -> str:
-        block = f"/{self.block}@{self.scale}" if self.block else ""
+        block = f"/{self.block}@{self.scale}" if self.block is not None or self.scale is not None else ""
         return f"{self.element}{block}" + (f"+{self.minimum}" if self.minimum else "")
 
     @property
@@ -105,6 +113,8 @@ class Format:
     def rows_and_cols(shape: Iterable[int]) -> tuple[int, int]:
         """The (rows, values in a row) that `shape` is laid out as."""
         shape = tuple(shape)
+        if any(not isinstance(n, int) or n < 0 for n in shape):
+            raise FormatError(f"a shape is whole numbers from 0 up, not {shape}.")
         return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 
     def row_bytes(self, cols: int) -> int:
@@ -159,7 +169,7 @@ def _unblocked(text: str, element: Element, match: re.Match[str]) -> Format:
 
 
 def _block_len(text: str, part: str) -> int:
-    if not re.fullmatch("[1-9][0-9]*", part) or int(part) > MAX_BLOCK_LEN:
+    if not re.fullmatch("[1-9][0-9]{0,5}", part) or int(part) > MAX_BLOCK_LEN:
         raise FormatError(f"format {text!r}: block length {part!r} is no whole number from 1 to {MAX_BLOCK_LEN}.")
     return int(part)
 

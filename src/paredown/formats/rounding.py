@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from paredown.errors import CodecError
+
 MULTIPLIER_1 = 0x7FEB352D
 MULTIPLIER_2 = 0x846CA68B
 INDEX_STEP = 0x9E3779B9
@@ -34,7 +36,7 @@ WORD = 0xFFFFFFFF
 class Rounding(str, Enum):
     """Which of the two neighbours a value becomes. All but the tables round the magnitude, so that -x mirrors x."""
 
-    NEAREST_EVEN = "nearest_even"  # the closer one; half-way, the one whose code is even
+    NEAREST_EVEN = "nearest_even"  # the closer one; half-way, the one whose code is even (in e8m0 the larger, as in ml_dtypes)
     TOWARD_ZERO = "toward_zero"  # the smaller magnitude
     NEAREST_AWAY = "nearest_away"  # the closer one; half-way, the larger magnitude
     STOCHASTIC = "stochastic"  # the larger magnitude with a probability equal to the fraction left over
@@ -59,6 +61,18 @@ class Seed:
     tensor: int = 0
     step: Any = 0
     first_index: int = 0
+
+    def __post_init__(self) -> None:
+        whole = {name: getattr(self, name) for name in ("value", "tensor", "first_index")}
+        if hasattr(self.step, "numel"):
+            whole["size of step"] = self.step.numel() - 1  # one number in memory
+        else:
+            whole["step"] = self.step
+        for name, number in whole.items():
+            if not isinstance(number, int) or (number != 0 and name == "size of step") or (number < 0 and name == "first_index"):
+                raise CodecError(
+                    f"a seed is made of whole numbers, first_index at least 0, and step a number or a tensor of one; {name} is {number!r}."
+                )
 
     def keys(self) -> tuple[int, int]:
         """The two 32-bit keys of this stream."""

@@ -34,7 +34,10 @@ AS_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.ui
 
 
 def covers(encoding: Encoding, job: str) -> bool:
-    """Whether there is a kernel to "encode" or "decode" (packed widths), or to "round_trip" (any width without a block)."""
+    """Whether there is a kernel to "encode" or "decode" (packed widths), or to "round_trip" (any width without a block).
+
+    Elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130) go through plain torch.
+    """
     element, block = encoding.format.element, encoding.format.block
     if element.min_exponent < -126:
         return False

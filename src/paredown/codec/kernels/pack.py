@@ -200,7 +200,7 @@ def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
     high = tl.reduce(tl.where(inside, x, float("-inf")) if MASKED else x, 1, nan_max)
     low = low + 0.0  # -0.0 and 0.0 are one minimum
     stored = rounded_down_bf16(low) if MINIMUM == BF16 else as_bits(low)
-    return stored, high - load_scale(stored, MINIMUM)
+    return stored, high - load_scale(stored, MINIMUM) + 0.0
 
 
 @triton.jit
@@ -209,7 +209,9 @@ def choose_scale(
 ):
     """The stored scale of blocks whose largest magnitude is `largest`, finite."""
     if RULE == OCP:
-        return tl.maximum((as_bits(largest) >> 23) - ELEMENT[10], 0)
+        exponent = as_bits(largest) >> 23
+        exponent = tl.where(exponent == 0, (as_bits(largest * 16777216.0) >> 23) - 24, exponent)  # subnormal: by 2^24 first
+        return tl.where(largest > 0, tl.minimum(tl.maximum(exponent - ELEMENT[10], 0), 254), 0)
     else:
         scale = tl.div_rn(largest, tl.zeros_like(largest) + MAX_VALUE)
         if HAS_TENSOR_SCALE:
@@ -247,8 +249,11 @@ def encode_blocks(
         scale = choose_scale(largest, tensor_scale, MAX_VALUE, ELEMENT, SCALE, RULE, HAS_TENSOR_SCALE)
     value = scale_of(scale, tensor_scale, SCALE, HAS_TENSOR_SCALE)
     broken = broken | ~(value < float("inf"))
-    y = x if MINIMUM == NONE else x - load_scale(minimum, MINIMUM)[:, None]
-    y = y * inverse_scale(value)[:, None]
+    above = x if MINIMUM == NONE else x - load_scale(minimum, MINIMUM)[:, None]
+    y = above * inverse_scale(value)[:, None]
+    if RULE == GIVEN:  # a given scale may be 0, and then all but 0 lies past the end
+        y = tl.where((inverse_scale(value) == 0.0)[:, None] & (above != 0.0), above * float("inf"), y)
+        broken = broken | (value < 0.0)
     if RULE == COVER and SAYS_NAN and ELEMENT[0] != TABLE:
         codes = encode_covered(y, random, MINIMUM != NONE, ELEMENT, ROUNDING)
     else:
@@ -256,7 +261,7 @@ def encode_blocks(
             y = tl.minimum(y if ELEMENT[0] == UINT else tl.maximum(y, -MAX_VALUE), MAX_VALUE)
         codes, past = encode_values(tl.where(broken[:, None], 0.0, y), random, table_ptr, lowest, highest, ELEMENT, ROUNDING)
         if not SAYS_NAN:
-            broken = broken | (tl.max(past.to(tl.int32), 1) > 0)
+            broken = broken | (tl.max((past & inside if MASKED else past).to(tl.int32), 1) > 0)
     codes = tl.where(broken[:, None], 0, codes)
     if MINIMUM != NONE:
         minimum = tl.where(broken, 0, minimum)
@@ -289,9 +294,7 @@ def store_values(ptr, values, inside, MASKED: tl.constexpr):
     if ptr.dtype.element_ty == tl.float16:
         held = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
         values = tl.where(tl.abs(values) < float("inf"), held, values)
-    if (
-        INTERPRETED and ptr.dtype.element_ty == tl.bfloat16
-    ):  # the interpreter's cast truncates, the compiled one rounds to nearest even
+    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:  # the interpreter's cast truncates, compiled it rounds to nearest
         bits = tl.where(values == values, as_bits(values), NAN_BITS)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
         store_tile(ptr.to(tl.pointer_type(tl.int16)), tl.arange(0, values.shape[0]), rounded, inside, MASKED)
