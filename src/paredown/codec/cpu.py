@@ -27,7 +27,7 @@ from paredown.codec.reference import Encoding, Parts
 from paredown.formats.element import Element, Kind, Specials
 from paredown.formats.rounding import INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed, high_key
 
-PIECE = 1 << 17  # values; half of it and of its temporaries fit the 2 MiB cache of each of 2 cores
+PIECE = 1 << 17  # values; a core's share of a piece and of its temporaries stays in its cache, and round_trip, with fewer, takes two at once
 EXACT_BITS = {Rounding.TOWARD_ZERO: 0, Rounding.NEAREST_AWAY: 1 << 31}
 
 
@@ -54,7 +54,7 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Ten
     """`reference.round_trip_rows` into `out` (rows, cols), piece by piece; both are contiguous."""
     room = Room()
     direct = encoding.format.block is None and x.dtype is torch.float32 and _fits(x, encoding.format.element, encoding.rounding)
-    for r, c in _pieces_of(encoding, *x.shape):
+    for r, c in pieces(*x.shape, unit=8, size=2 * PIECE) if direct else _pieces_of(encoding, *x.shape):
         bits = _bits(encoding, x, r, c, room)
         if direct:
             _round_trip_piece(x[r, c], encoding, bits, out[r, c], room)
