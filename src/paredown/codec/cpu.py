@@ -27,7 +27,7 @@ from paredown.codec.reference import Encoding, Parts
 from paredown.formats.element import Element, Kind, Specials
 from paredown.formats.rounding import INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed, high_key
 
-PIECE = 1 << 17  # values; a core's share of a piece and of its temporaries stays in its cache, and round_trip, with fewer, takes two at once
+PIECE = 1 << 17  # values; each core keeps its share of a piece and its temporaries in cache; round_trip has fewer and takes two
 EXACT_BITS = {Rounding.TOWARD_ZERO: 0, Rounding.NEAREST_AWAY: 1 << 31}
 
 
