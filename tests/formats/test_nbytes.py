@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
 from paredown.codec.packed import encode
 from paredown.formats.format import Format
+from paredown.formats.rounding import Seed
 from tests.oracles.exact import element
 from tests.support.strategies import examples, formats, shapes
 
@@ -87,3 +89,8 @@ def test_rows_and_columns(shape: tuple[int, ...]) -> None:
     rows, cols = Format.rows_and_cols(shape)
     assert rows * cols == prod(shape)
     assert rows == (shape[0] if len(shape) > 1 else 1)
+
+
+def test_numbers_of_numpy_are_whole_numbers_too() -> None:
+    assert Format.parse("int4").nbytes((np.int64(3), np.int32(5))) == Format.parse("int4").nbytes((3, 5))
+    assert Seed(int(np.int64(7)), step=np.int64(2)).keys() == Seed(7, step=2).keys()

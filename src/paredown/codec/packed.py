@@ -167,7 +167,7 @@ def round_trip(
     scales: PackedTensor | Tensor | str = COVER,
     order: str = "memory",
 ) -> Tensor:
-    """`x` with the values of `format`: decode(encode(x)), same shape, dtype and memory order. Gradients pass straight through."""
+    """`x` with the values of `format`: decode(encode(x)), of the same shape and dtype. Gradients pass straight through."""
     _check_tensor(x, "round_trip")
     encoding = _encoding(format, rounding, overflow, seed, scales)
     dims = _dims(x, encoding, scales, order)

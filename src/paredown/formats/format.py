@@ -113,7 +113,7 @@ class Format:
     def rows_and_cols(shape: Iterable[int]) -> tuple[int, int]:
         """The (rows, values in a row) that `shape` is laid out as."""
         shape = tuple(shape)
-        if any(not isinstance(n, int) or n < 0 for n in shape):
+        if any(not hasattr(n, "__index__") or n < 0 for n in shape):
             raise FormatError(f"a shape is whole numbers from 0 up, not {shape}.")
         return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 

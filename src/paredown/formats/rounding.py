@@ -63,16 +63,14 @@ class Seed:
     first_index: int = 0
 
     def __post_init__(self) -> None:
-        whole = {name: getattr(self, name) for name in ("value", "tensor", "first_index")}
-        if hasattr(self.step, "numel"):
-            whole["size of step"] = self.step.numel() - 1  # one number in memory
-        else:
-            whole["step"] = self.step
-        for name, number in whole.items():
-            if not isinstance(number, int) or (number != 0 and name == "size of step") or (number < 0 and name == "first_index"):
-                raise CodecError(
-                    f"a seed is made of whole numbers, first_index at least 0, and step a number or a tensor of one; {name} is {number!r}."
-                )
+        numbers = {"value": self.value, "tensor": self.tensor, "first_index": self.first_index, "step": self.step}
+        wrong = {name: n for name, n in numbers.items() if not hasattr(n, "__index__")}
+        if hasattr(self.step, "numel") and self.step.numel() != 1:
+            wrong["step"] = self.step
+        if not wrong and self.first_index < 0:
+            wrong["first_index"] = self.first_index
+        if wrong:
+            raise CodecError(f"a seed is whole numbers, first_index at least 0, step one number or a tensor of one; found {wrong}.")
 
     def keys(self) -> tuple[int, int]:
         """The two 32-bit keys of this stream."""
