@@ -42,6 +42,7 @@ from paredown.formats.rounding import Overflow, Rounding, Seed
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda")
 GIVEN = "given"
+FLAT = (0,)
 PART_NAMES = ("codes", "scales", "minimums", "tensor_scale")
 
 
@@ -93,7 +94,7 @@ class PackedTensor:
         out = torch.empty([self.shape[d] for d in self.order], dtype=dtype or self.dtype, device=self.device)
         encoding = Encoding(self.format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
         backend.decode_rows(self.parts, encoding, out.view(self.format.rows_and_cols(out.shape)))
-        return out.permute(_inverse(self.order))
+        return out if self.order == FLAT else out.permute(_inverse(self.order))
 
     def to(self, device: torch.device | str | int) -> PackedTensor:
         """The same packed tensor on `device`."""
@@ -155,6 +156,19 @@ def encode(
     given = _given(x, rows, encoding, scales)
     _refuse_unsayable(rows, encoding)
     return PackedTensor(encoding.format, x.shape, x.dtype, dims, backend.encode_rows(rows, encoding, given))
+
+
+def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> PackedTensor:
+    """`encode` for a flat, contiguous tensor without a gradient: the same, without the checks, for many tensors in a step."""
+    if format.block is None or format.has_tensor_scale:
+        return encode(x, format, rounding=rounding, overflow=overflow, seed=seed)
+    overflow = overflow or default_overflow(format)
+    kernels = backend.find_kernels() if x.is_cuda else None
+    if kernels is not None and kernels.covers_recompute(format) and not isinstance(seed.step, Tensor):
+        return PackedTensor(format, x.shape, x.dtype, FLAT, kernels.encode_flat(x, (format, rounding, overflow, COVER), seed))
+    return PackedTensor(
+        format, x.shape, x.dtype, FLAT, backend.encode_rows(x.view(1, -1), Encoding(format, rounding, overflow, seed), None)
+    )
 
 
 def round_trip(
@@ -282,11 +296,12 @@ def _encoding(
         allowed = f"rounding: {', '.join(r.value for r in Rounding)}; overflow: {', '.join(o.value for o in Overflow)}"
         raise CodecError(f"{error}. Allowed are {allowed}.") from None
     rule = scales if isinstance(scales, str) else GIVEN
-    return _checked_encoding(str(format), rounding, overflow, seed if isinstance(seed, Seed) else Seed(seed), rule)
+    encoding = _checked_encoding(str(format), rounding, overflow, rule)
+    return replace(encoding, seed=seed if isinstance(seed, Seed) else Seed(seed))
 
 
 @lru_cache(maxsize=1024)
-def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, seed: Seed, rule: str) -> Encoding:
+def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, rule: str) -> Encoding:
     format = Format.parse(text)  # by its text, since equal formats may be spelled in two ways
     ocp_fits = format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
     if rule not in (COVER, OCP, GIVEN) or (rule == OCP and not ocp_fits):
@@ -294,7 +309,7 @@ def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, seed: S
         raise CodecError(f"scales={rule!r} with {format}: allowed are {allowed}.")
     if rule == GIVEN and format.block is None:
         raise CodecError(f"scales were given, but {format} has no block to scale.")
-    return Encoding(format, rounding, overflow, seed, rule)
+    return Encoding(format, rounding, overflow, rule=rule)
 
 
 def default_overflow(format: Format) -> Overflow:

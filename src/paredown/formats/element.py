@@ -36,8 +36,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from math import inf, ldexp, nan
+from typing import Any
 
 from paredown.errors import FormatError
 
@@ -88,13 +89,24 @@ class Element:
             raise FormatError(f"an element is text such as 'e4m3fn', not {type(text).__name__}.")
         return _parse(text)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Element.parse, (self.name,)
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, since formats are looked up for every tensor of a step."""
+        return hash((self.kind, self.width, self.mantissa_bits, self.min_exponent, self.specials, self.subnormals, self.table))
+
     def __str__(self) -> str:
         return self.name
 
     def __repr__(self) -> str:
         return f"Element({self.name!r})"
 
-    @property
+    @cached_property
     def signed(self) -> bool:
         """Whether there are values below zero."""
         return self.min_value < 0
@@ -104,7 +116,7 @@ class Element:
         """The sign bit of a float; 0 for the kinds that have none."""
         return 1 << (self.width - 1) if self.kind is Kind.FLOAT else 0
 
-    @property
+    @cached_property
     def max_code(self) -> int:
         """The code of the largest value."""
         if self.kind is Kind.TABLE:
@@ -116,17 +128,17 @@ class Element:
         fields = FLOAT32_MAX_EXPONENT - self.min_exponent + 2
         return min(top, (fields << self.mantissa_bits) - 1)
 
-    @property
+    @cached_property
     def min_code(self) -> int:
         """The magnitude of the smallest value, as a code: max_code for floats and intN, 1 for int1, 0 for uintN."""
         return 0 if self.kind is Kind.UINT else max(self.max_code, 1)
 
-    @property
+    @cached_property
     def inf_code(self) -> int | None:
         """The code of +infinity, where there is one."""
         return self.sign_code - (1 << self.mantissa_bits) if self._is(Specials.IEEE) else None
 
-    @property
+    @cached_property
     def nan_code(self) -> int | None:
         """The code that encoding gives to NaN, where there is one."""
         if self.kind is Kind.TABLE and len(self.table) < 1 << self.width:
@@ -137,12 +149,12 @@ class Element:
             return self.sign_code - 1
         return self.sign_code if self._is(Specials.FNUZ) else None
 
-    @property
+    @cached_property
     def max_value(self) -> float:
         """The largest value."""
         return self.value(self.max_code)
 
-    @property
+    @cached_property
     def min_value(self) -> float:
         """The smallest value that encoding uses: -max_value for floats and integers (-1 for int1), 0 for uintN."""
         if self.kind is Kind.TABLE:
@@ -151,7 +163,7 @@ class Element:
             return 0.0
         return -self.max_value if self.max_code else -1.0
 
-    @property
+    @cached_property
     def smallest(self) -> float:
         """The smallest magnitude above zero."""
         if self.kind is Kind.TABLE:

@@ -24,8 +24,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 from paredown.errors import FormatError
 from paredown.formats.element import Element, Kind
@@ -87,6 +88,16 @@ class Format:
         """The JSON value of a format: its text."""
         return str(self)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Format.parse, (str(self),)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.element, self.block, self.scale, self.minimum))
+
     def __repr__(self) -> str:
         return f"Format({str(self)!r})"
 
@@ -94,7 +105,7 @@ class Format:
         block = f"/{self.block}@{self.scale}" if self.block is not None or self.scale is not None else ""
         return f"{self.element}{block}" + (f"+{self.minimum}" if self.minimum else "")
 
-    @property
+    @cached_property
     def has_tensor_scale(self) -> bool:
         """Whether block scales are themselves scaled by one float32 per tensor, since e4m3fn spans too little."""
         return self.scale is not None and self.scale.name == "e4m3fn"

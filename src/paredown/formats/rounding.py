@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from paredown.errors import CodecError
@@ -63,6 +64,8 @@ class Seed:
     first_index: int = 0
 
     def __post_init__(self) -> None:
+        if {type(self.value), type(self.tensor), type(self.step)} == {int} and self.first_index == 0:
+            return  # the usual case, quickly
         numbers = {"value": self.value, "tensor": self.tensor, "first_index": self.first_index, "step": self.step}
         wrong = {name: n for name, n in numbers.items() if not hasattr(n, "__index__")}
         if hasattr(self.step, "numel") and self.step.numel() != 1:
@@ -80,10 +83,15 @@ class Seed:
 
     def base_keys(self) -> tuple[int, int]:
         """The keys before the step is mixed in, for a kernel that reads the step from memory."""
-        k0, k1 = KEY_SALTS
-        for part in (self.value, self.value >> 32, self.tensor, self.tensor >> 32):
-            k0, k1 = mix(k0 ^ (part & WORD)), mix(k1 ^ (part & WORD))
-        return k0, k1
+        return _base_keys(int(self.value), int(self.tensor))
+
+
+@lru_cache(maxsize=4096)
+def _base_keys(value: int, tensor: int) -> tuple[int, int]:
+    k0, k1 = KEY_SALTS
+    for part in (value, value >> 32, tensor, tensor >> 32):
+        k0, k1 = mix(k0 ^ (part & WORD)), mix(k1 ^ (part & WORD))
+    return k0, k1
 
 
 def high_key(index: int) -> int:

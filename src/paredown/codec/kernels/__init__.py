@@ -1,5 +1,6 @@
 """The codec as Triton kernels: the same bits as `reference.py`. Importing this needs Triton; `backend.py` decides whether to."""
 
+from paredown.codec.kernels.flat import covers_recompute, encode_flat, pack_mask, recompute, unpack_mask
 from paredown.codec.kernels.launch import (
     covers,
     decode_rows,
@@ -10,4 +11,17 @@ from paredown.codec.kernels.launch import (
     round_trip_rows,
 )
 
-__all__ = ["covers", "decode_rows", "device_spec", "encode_rows", "largest_finite", "round_trip_at_run_time", "round_trip_rows"]
+__all__ = [
+    "covers",
+    "covers_recompute",
+    "decode_rows",
+    "device_spec",
+    "encode_flat",
+    "encode_rows",
+    "largest_finite",
+    "pack_mask",
+    "recompute",
+    "round_trip_at_run_time",
+    "round_trip_rows",
+    "unpack_mask",
+]

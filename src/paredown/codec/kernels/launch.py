@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import frexp
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from paredown.codec.kernels import numbers, pack, run_time
+from paredown.codec.kernels import numbers, pack, quick, run_time
 from paredown.codec.reference import Encoding, Parts, table_limits
 from paredown.formats.element import Element, Kind
 from paredown.formats.format import Format
@@ -62,12 +61,10 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
 
 def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
     """The values of packed rows into `out` (rows, cols)."""
-    format, table = encoding.format, _table(encoding.format.element, Rounding.NEAREST_EVEN, out.device)
-    for launch in _launches(*out.shape, format, "decode"):
-        pack.decode_kernel[launch.grid](
-            parts.codes, out, *_shared(parts, out), table, *launch.offsets,
-            ELEMENT=element_constants(format.element, Overflow.SATURATE), **_block_constants(format), **launch.constants,
-        )  # fmt: skip
+    element = encoding.format.element
+    pointers = (parts.codes, out, *shared_of(parts, out), _table(element, Rounding.NEAREST_EVEN, out.device))
+    for launch in _decodes(*out.shape, encoding.format):
+        launch(pointers)
     return out
 
 
@@ -82,12 +79,12 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Ten
 
 def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Seed, out: Tensor) -> Tensor:
     """`x` rounded to the element that `spec` describes when the kernel runs; see `run_time.describe`."""
-    for launch in _launches(1, x.numel(), FP32, "round_trip"):
-        first_tile, _, numel, _, _ = launch.offsets
-        constants = {name: launch.constants[name] for name in ("MASKED", "TILE", "num_warps", "enable_fp_fusion")}
-        random = _random(seed, x.numel(), rounding)
-        run_time.round_trip_kernel[launch.grid](
-            _bf16_as_integers(x),
+    random = random_of(seed, x.numel(), rounding)
+    for tiles in _tiles(1, x.numel(), FP32, "round_trip"):
+        first_tile, _, numel, _, _ = tiles.offsets
+        constants = {name: tiles.constants[name] for name in ("MASKED", "TILE", "num_warps", "enable_fp_fusion")}
+        run_time.round_trip_kernel[(tiles.count,)](
+            bf16_as_integers(x),
             out,
             spec,
             random.step,
@@ -106,23 +103,44 @@ def largest_finite(x: Tensor) -> Tensor:
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     tile = 4096
     if x.numel():
-        pack.largest_finite_kernel[(triton.cdiv(x.numel(), tile),)](_bf16_as_integers(x), out, x.numel(), TILE=tile)
+        pack.largest_finite_kernel[(triton.cdiv(x.numel(), tile),)](bf16_as_integers(x), out, x.numel(), TILE=tile)
     return out.view(torch.float32)
 
 
 def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: Parts, *, stores_codes: bool) -> None:
-    format, random = encoding.format, _random(encoding.seed, x.numel(), encoding.rounding)
-    table = _table(format.element, encoding.rounding, x.device)
-    limits = table_limits(format.element, encoding.rounding) if format.element.kind is Kind.TABLE else (0.0, 0.0)
-    says_nan = encoding.overflow is Overflow.SATURATE or format.element.nan_code is not None
-    for launch in _launches(*x.shape, format, "encode"):
-        pack.encode_kernel[launch.grid](
-            _bf16_as_integers(x), out, *_shared(parts, x), table, random.step, *limits, format.element.max_value,
-            *launch.offsets, *random.scalars,
-            ELEMENT=element_constants(format.element, encoding.overflow), ROUNDING=ROUNDINGS[encoding.rounding].value,
-            RULE=RULES[encoding.rule].value, SAYS_NAN=says_nan, STORES_CODES=stores_codes,
-            **_block_constants(format), **random.constants, **launch.constants,
-        )  # fmt: skip
+    element, random = encoding.format.element, random_of(encoding.seed, x.numel(), encoding.rounding)
+    pointers = (bf16_as_integers(x), out, *shared_of(parts, x), _table(element, encoding.rounding, x.device), random.step)
+    how = (encoding.format, encoding.rounding, encoding.overflow, encoding.rule)
+    for launch in encodes(*x.shape, how, stores_codes, random.step_in_memory, random.wide):
+        launch(pointers, random.scalars)
+
+
+@lru_cache(maxsize=4096)
+def encodes(rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: bool, wide: bool) -> list[quick.Launch]:
+    """Launches for (rows, cols); `how`: format, rounding, overflow and the rule of scales."""
+    format, rounding, overflow, rule = how
+    lowest, highest = table_limits(format.element, rounding) if format.element.kind is Kind.TABLE else (0.0, 0.0)
+    limits = (lowest, highest, format.element.max_value)
+    constants = {
+        "ELEMENT": element_constants(format.element, overflow),
+        "ROUNDING": ROUNDINGS[rounding].value,
+        "RULE": RULES[rule].value,
+        "SAYS_NAN": overflow is Overflow.SATURATE or format.element.nan_code is not None,
+        "STORES_CODES": stores_codes,
+        "STEP_IN_MEMORY": step_in_memory,
+        "WIDE": wide,
+        **block_constants(format),
+    }
+    tiles = _tiles(rows, cols, format, "encode")
+    return [quick.Launch(pack.encode_kernel, t.count, (*limits, *t.offsets), {**constants, **t.constants}) for t in tiles]
+
+
+@lru_cache(maxsize=4096)
+def _decodes(rows: int, cols: int, format: Format) -> list[quick.Launch]:
+    """Launches for (rows, cols)."""
+    constants = {"ELEMENT": element_constants(format.element, Overflow.SATURATE), **block_constants(format)}
+    tiles = _tiles(rows, cols, format, "decode")
+    return [quick.Launch(pack.decode_kernel, t.count, t.offsets, {**constants, **t.constants}) for t in tiles]
 
 
 # --- what the kernels are compiled with -------------------------------------------------------------------------------
@@ -146,7 +164,7 @@ def element_constants(element: Element, overflow: Overflow) -> tuple[int, ...]:
 
 
 @cache
-def _block_constants(format: Format) -> dict[str, int]:
+def block_constants(format: Format) -> dict[str, int]:
     return {
         "BLOCK_LEN": format.block or 0,
         "SCALE": SCALES[format.scale.name].value if format.scale else 0,
@@ -188,42 +206,46 @@ def _threshold(code: int, low: float, high: float, element: Element, rounding: R
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Random:
+class Random(NamedTuple):
     """Arguments of a kernel that draws random bits."""
 
     step: Any
     scalars: tuple[int, int, int]  # first_index, k0, k1
-    constants: dict[str, bool]
+    step_in_memory: bool
+    wide: bool
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """As the kernels name them."""
+        return {"STEP_IN_MEMORY": self.step_in_memory, "WIDE": self.wide}
 
 
-NOT_RANDOM = Random(None, (0, 0, 0), {"STEP_IN_MEMORY": False, "WIDE": False})
+NOT_RANDOM = Random(None, (0, 0, 0), False, False)
 
 
-def _random(seed: Seed, numel: int, rounding: Rounding) -> Random:
+def random_of(seed: Seed, numel: int, rounding: Rounding) -> Random:
     if rounding is not Rounding.STOCHASTIC:
         return NOT_RANDOM
     in_memory = isinstance(seed.step, Tensor)
     k0, k1 = (k - (1 << 32) if k >> 31 else k for k in (seed.base_keys() if in_memory else seed.keys()))
     wide = seed.first_index + numel > 1 << 32
-    return Random(seed.step if in_memory else None, (seed.first_index, k0, k1), {"STEP_IN_MEMORY": in_memory, "WIDE": wide})
+    return Random(seed.step if in_memory else None, (seed.first_index, k0, k1), in_memory, wide)
 
 
-def _bf16_as_integers(x: Tensor) -> Tensor:
+def bf16_as_integers(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
 
 
-def _shared(parts: Parts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def shared_of(parts: Parts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales and minimums as integers, and the scale of the tensor; `like` in place of what is not there."""
     scales, minimums = (like if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
     return scales, minimums, like if parts.tensor_scale is None else parts.tensor_scale
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One launch over a part of the tiles."""
+class Tiles(NamedTuple):
+    """Tiles that one launch covers."""
 
-    grid: tuple[int]
+    count: int
     offsets: tuple[int, int, int, int, int]  # first_tile, tiles_per_row, cols, row_bytes, blocks_per_row
     constants: dict[str, int]
 
@@ -241,8 +263,7 @@ def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
     return tile, max(1, tile // per_warp)
 
 
-@lru_cache(maxsize=1024)
-def _launches(rows: int, cols: int, format: Format, job: str) -> list[Launch]:
+def _tiles(rows: int, cols: int, format: Format, job: str) -> list[Tiles]:
     """Full tiles without a mask and what is left with one, where the rows can be one long row; all of it with a mask otherwise."""
     if rows * cols == 0:
         return []
@@ -255,6 +276,6 @@ def _launches(rows: int, cols: int, format: Format, job: str) -> list[Launch]:
     tiles, full = triton.cdiv(cols, tile), cols // tile
     sizes = (tiles, cols, format.row_bytes(cols), format.blocks_per_row(cols))
     if not one_row:
-        return [Launch((rows * tiles,), (0, *sizes), {**constants, "MASKED": cols % tile != 0})]
-    whole = [Launch((full,), (0, *sizes), {**constants, "MASKED": False})] if full else []
-    return whole + ([Launch((1,), (full, *sizes), {**constants, "MASKED": True})] if tiles > full else [])
+        return [Tiles(rows * tiles, (0, *sizes), {**constants, "MASKED": cols % tile != 0})]
+    whole = [Tiles(full, (0, *sizes), {**constants, "MASKED": False})] if full else []
+    return whole + ([Tiles(1, (full, *sizes), {**constants, "MASKED": True})] if tiles > full else [])
