@@ -11,3 +11,19 @@ class FormatError(ParedownError, ValueError):
 
 class CodecError(ParedownError, ValueError):
     """A tensor that cannot be stored the way it was asked for."""
+
+
+class PlanError(ParedownError, ValueError):
+    """A plan that says something impossible, or that nothing in the model answers to."""
+
+
+class TraceError(ParedownError, RuntimeError):
+    """A step that cannot be followed without running it."""
+
+
+class ApplyError(ParedownError, RuntimeError):
+    """A plan that cannot be put onto this model, here and now."""
+
+
+class BudgetError(ParedownError, ValueError):
+    """A size that is misspelled, or a budget that nothing fits."""

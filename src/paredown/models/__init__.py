@@ -1,0 +1,68 @@
+"""Small reference networks in plain torch.nn, for tests, tasks and benchmarks.
+
+MODELS has a row for each: a constructor whose defaults make a small one, and that takes the keywords of the full one.
+
+>>> sum(p.numel() for p in MODELS["resnet18"]().parameters())
+176402
+>>> [tuple(x.shape) for x in random_batch("gpt", 2)]
+[(2, 64), (2, 64)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paredown.models.convnext import ConvNeXt
+from paredown.models.lstm import LSTMModel
+from paredown.models.mlp import MLP
+from paredown.models.resnet import resnet18, resnet50
+from paredown.models.transformer import GPT, GPTConfig, ViT, ViTConfig
+from paredown.models.unet import UNet
+
+PICTURE = 32  # height and width that the small ones of MODELS take
+LENGTH = 64  # tokens of a text, likewise
+VOCABULARY = 256
+NUM_CLASSES = 10
+
+SMALL_VIT = ViTConfig(dim=64, num_layers=2, num_heads=4, picture=PICTURE, patch=4, num_classes=NUM_CLASSES)
+SMALL_GPT = GPTConfig(dim=64, num_layers=2, num_heads=4, vocabulary=VOCABULARY, context=LENGTH)
+
+
+def small_vit(**changes: Any) -> ViT:
+    """A small ViT, with `changes` to its ViTConfig."""
+    return ViT(replace(SMALL_VIT, **changes))
+
+
+def small_gpt(**changes: Any) -> GPT:
+    """A small GPT, with `changes` to its GPTConfig."""
+    return GPT(replace(SMALL_GPT, **changes))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": partial(MLP, sizes=(3 * PICTURE * PICTURE, 256, 256, NUM_CLASSES)),
+    "resnet18": partial(resnet18, num_classes=NUM_CLASSES, width=8, small_input=True),
+    "resnet50": partial(resnet50, num_classes=NUM_CLASSES, width=8, small_input=True),
+    "convnext": partial(ConvNeXt, depths=(1, 1, 2, 1), dims=(16, 32, 64, 128), num_classes=NUM_CLASSES),
+    "unet": partial(UNet, num_classes=NUM_CLASSES, width=8, depth=3),
+    "vit": small_vit,
+    "gpt": small_gpt,
+    "lstm": partial(LSTMModel, vocabulary=VOCABULARY, dim=64),
+}
+OF_TEXT = frozenset({"gpt", "lstm"})
+OF_PIXELS = frozenset({"unet"})  # a class for each pixel instead of one for the picture
+
+
+def random_batch(name: str, num: int, *, picture: int = PICTURE, length: int = LENGTH, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """An input and a target of `num` examples that MODELS[name]() takes; larger models take larger pictures and longer texts."""
+    source = torch.Generator().manual_seed(seed)
+    if name in OF_TEXT:
+        tokens = torch.randint(VOCABULARY, (num, length + 1), generator=source)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    target = torch.randint(NUM_CLASSES, (num, picture, picture) if name in OF_PIXELS else (num,), generator=source)
+    return torch.randn(num, 3, picture, picture, generator=source), target

@@ -1,0 +1,123 @@
+"""ResNet: convolutions in residual layers, with torchvision's names and arithmetic, so that its weights load here.
+
+    x -> conv1 -> bn1 -> relu -> maxpool -> layer1 -> layer2 -> layer3 -> layer4 -> avgpool -> fc
+
+`width` scales every channel count (64 is the published one). `small_input` is the form for pictures of 32 x 32: a first convolution of
+3 x 3 without stride, and no pooling after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor, nn
+
+
+def conv3x3(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution of 3 x 3 that keeps height and width unless it strides."""
+    return nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
+
+
+def conv1x1(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
+    """A linear map of the channels at each place."""
+    return nn.Conv2d(num_in, num_out, 1, stride, bias=False)
+
+
+def shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
+    """The way around a residual layer: none is needed where shapes agree."""
+    if stride == 1 and num_in == num_out:
+        return None
+    return nn.Sequential(conv1x1(num_in, num_out, stride), nn.BatchNorm2d(num_out))
+
+
+@final
+class Basic(nn.Module):
+    """Two convolutions of 3 x 3 around a sum: the residual layer of ResNet-18 and -34."""
+
+    expansion = 1
+
+    def __init__(self, num_in: int, planes: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv3x3(num_in, planes, stride), nn.BatchNorm2d(planes)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2, self.bn2 = conv3x3(planes, planes), nn.BatchNorm2d(planes)
+        self.downsample = shortcut(num_in, planes, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """relu(x + f(x)), x through `downsample` where shapes differ."""
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+@final
+class Bottleneck(nn.Module):
+    """1 x 1 down, 3 x 3, 1 x 1 up around a sum; the stride sits on the 3 x 3: the residual layer of ResNet-50 and larger."""
+
+    expansion = 4
+
+    def __init__(self, num_in: int, planes: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv1x1(num_in, planes), nn.BatchNorm2d(planes)
+        self.conv2, self.bn2 = conv3x3(planes, planes, stride), nn.BatchNorm2d(planes)
+        self.conv3, self.bn3 = conv1x1(planes, planes * self.expansion), nn.BatchNorm2d(planes * self.expansion)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = shortcut(num_in, planes * self.expansion, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """relu(x + f(x)), x through `downsample` where shapes differ."""
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+@final
+class ResNet(nn.Module):
+    """Four groups of residual layers; the last three halve height and width and double the channels."""
+
+    def __init__(
+        self, layer: type[Basic | Bottleneck], depths: Sequence[int], *, num_classes: int, width: int, small_input: bool
+    ) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(3, width) if small_input else nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.Identity() if small_input else nn.MaxPool2d(3, stride=2, padding=1)
+        self.layer1 = _group(layer, width, width, depths[0], stride=1)
+        self.layer2 = _group(layer, width * layer.expansion, 2 * width, depths[1], stride=2)
+        self.layer3 = _group(layer, 2 * width * layer.expansion, 4 * width, depths[2], stride=2)
+        self.layer4 = _group(layer, 4 * width * layer.expansion, 8 * width, depths[3], stride=2)
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(8 * width * layer.expansion, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer1(x)  # one at a time: an argument is alive as long as its call runs
+        x = self.layer2(x)
+        x = self.layer3(x)
+        x = self.layer4(x)
+        return self.fc(self.avgpool(x).flatten(1))
+
+
+def _group(layer: type[Basic | Bottleneck], num_in: int, planes: int, depth: int, *, stride: int) -> nn.Sequential:
+    """`depth` residual layers, the first of which strides."""
+    rest = (layer(planes * layer.expansion, planes, 1) for _ in range(depth - 1))
+    return nn.Sequential(layer(num_in, planes, stride), *rest)
+
+
+def resnet18(*, num_classes: int = 1000, width: int = 64, small_input: bool = False) -> ResNet:
+    """ResNet-18: 11,689,512 parameters as published."""
+    return ResNet(Basic, (2, 2, 2, 2), num_classes=num_classes, width=width, small_input=small_input)
+
+
+def resnet50(*, num_classes: int = 1000, width: int = 64, small_input: bool = False) -> ResNet:
+    """ResNet-50: 25,557,032 parameters as published."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes=num_classes, width=width, small_input=small_input)

@@ -1,0 +1,150 @@
+"""One Transformer layer, and the two networks made of it: ViT for pictures and GPT for text.
+
+    x <- x + project(attention(norm1(x)));   x <- x + mlp(norm2(x))
+
+Attention is torch's scaled_dot_product_attention. The shapes of GPT-2 and ViT-B/16 are the published ones, the names are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from paredown.models.tokens import Scored, scored
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The shape of one layer. `gelu`: "none" is the exact function, "tanh" its approximation in GPT-2."""
+
+    dim: int
+    num_heads: int
+    dropout: float
+    gelu: str
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """ViT-B/16 unless told otherwise: 86,567,656 parameters."""
+
+    dim: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    dropout: float = 0.0
+    picture: int = 224
+    patch: int = 16
+    num_classes: int = 1000
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """GPT-2 124M unless told otherwise: 124,439,808 parameters. `tied`: the head is the token embedding."""
+
+    dim: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    dropout: float = 0.0
+    vocabulary: int = 50257
+    context: int = 1024
+    tied: bool = True
+
+
+@final
+class Attention(nn.Module):
+    """Scaled dot-product attention over several heads, each place seeing all of them or, if `causal`, none that follow."""
+
+    def __init__(self, config: LayerConfig, *, causal: bool) -> None:
+        super().__init__()
+        self.num_heads, self.causal, self.dropout = config.num_heads, causal, config.dropout
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.project = nn.Linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(num, length, dim) to the same."""
+        num, length, dim = x.shape
+        heads = self.qkv(x).view(num, length, 3, self.num_heads, dim // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (num, num_heads, length, dim / num_heads)
+        dropped = self.dropout if self.training else 0.0
+        out = scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=self.causal)
+        return self.project(out.transpose(1, 2).reshape(num, length, dim))
+
+
+@final
+class TransformerLayer(nn.Module):
+    """Attention and a two-layer network, each behind a norm and added to what came in."""
+
+    def __init__(self, config: LayerConfig, *, causal: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(config.dim, eps=config.epsilon) for _ in range(2))
+        self.attention = Attention(config, causal=causal)
+        expand, shrink = nn.Linear(config.dim, 4 * config.dim), nn.Linear(4 * config.dim, config.dim)
+        self.mlp = nn.Sequential(expand, nn.GELU(config.gelu), shrink)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(num, length, dim) to the same."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+@final
+class ViT(nn.Module):
+    """Pictures cut into patches, a class token before them, layers that see all of it, a head on the class token."""
+
+    def __init__(self, config: ViTConfig | None = None) -> None:
+        super().__init__()
+        config = config or ViTConfig()
+        dim, patch = config.dim, config.patch
+        layer = LayerConfig(dim, config.num_heads, config.dropout, gelu="none", epsilon=1e-6)
+        self.patches = nn.Conv2d(3, dim, patch, stride=patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + (config.picture // patch) ** 2, dim))
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.Sequential(*(TransformerLayer(layer, causal=False) for _ in range(config.num_layers)))
+        self.norm = nn.LayerNorm(dim, eps=layer.epsilon)
+        self.head = nn.Linear(dim, config.num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
+        x = self.patches(x).flatten(2).transpose(1, 2)  # (num_pictures, num_patches, dim)
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)
+        x = self.layers(self.dropout(x + self.positions))
+        return self.head(self.norm(x)[:, 0])
+
+
+@final
+class GPT(nn.Module):
+    """Tokens to the logits of the next one, each place seeing itself and what came before."""
+
+    def __init__(self, config: GPTConfig | None = None) -> None:
+        super().__init__()
+        config = config or GPTConfig()
+        layer = LayerConfig(config.dim, config.num_heads, config.dropout, gelu="tanh", epsilon=1e-5)
+        self.tokens = nn.Embedding(config.vocabulary, config.dim)
+        self.positions = nn.Embedding(config.context, config.dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.Sequential(*(TransformerLayer(layer, causal=True) for _ in range(config.num_layers)))
+        self.norm = nn.LayerNorm(config.dim, eps=layer.epsilon)
+        self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
+        self.apply(_normal_weights)
+        if config.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor | Scored:
+        """Logits (num_texts, length, vocabulary) of tokens (num_texts, length); with `targets` the loss too, as `.loss`."""
+        places = torch.arange(ids.shape[1], device=ids.device)
+        x = self.layers(self.dropout(self.tokens(ids) + self.positions(places)))
+        return scored(self.head(self.norm(x)), targets)
+
+
+def _normal_weights(module: nn.Module) -> None:
+    """GPT-2's start: weights of standard deviation 0.02, biases 0."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and isinstance(module.bias, nn.Parameter):
+        nn.init.zeros_(module.bias)

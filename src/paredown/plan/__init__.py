@@ -1,0 +1,1 @@
+"""What a training step keeps, and what a plan makes of it."""

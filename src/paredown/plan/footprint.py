@@ -1,0 +1,226 @@
+"""Bytes of a training step under a plan, by arithmetic on its trace: `footprint(trace, plan)`.
+
+The step is replayed tick by tick; the peak is the tick at which most is held. On CUDA the allocator rounds every size up, and
+libraries keep memory of their own, whose size is known only roughly: DEVICES has these numbers, and makes the difference between low,
+expected and high.
+
+    low         the tensors of the step, to the byte, and nothing else
+    expected    each rounded up as the allocator does, and the matrix library's workspace
+    high        with workspaces of convolutions, and free memory that the allocator cannot split off (its share for each large tensor),
+                and the model's output, should the caller hold it while backward runs
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from html import escape
+from itertools import accumulate
+
+from paredown.plan.plan import Plan
+from paredown.plan.presets import PRESETS
+from paredown.plan.record import Trace
+from paredown.plan.replay import AS_WRITTEN, Choice, Interval, choices, intervals, part_bytes
+from paredown.plan.sizes import parse_bytes, say_bytes
+from paredown.plan.slots import Slot
+from paredown.roles import Role
+
+MIB = 1 << 20
+MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "linear"})
+CONVOLUTIONS = frozenset({"convolution"})
+SHOWN_PRESETS = ("activations8", "activations4", "activations2")
+LEFT_OUT = {
+    "cuda": "the CUDA context (about 0.5 GiB), fragmentation, and what other processes hold",
+    "cpu": "the interpreter, libraries, fragmentation, and what other processes hold",
+}
+LATER = "formats of weights, gradients and optimizer state take effect with the optimizers of paredown.optim"
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """How a device hands out memory, in bytes."""
+
+    rounding: int  # every size is rounded up to a multiple of this
+    matmul_workspace: int  # kept by the library of matrix products once it has run
+    conv_workspace: int  # what convolutions may take beside that, at most
+    unsplit: int  # a free piece that leaves less than this is given whole: at most this for each large tensor
+
+
+DEVICES = {
+    "cuda": Allocator(rounding=512, matmul_workspace=32 * MIB, conv_workspace=256 * MIB, unsplit=MIB),  # 32 MiB: cuBLAS on Hopper
+    "cpu": Allocator(rounding=1, matmul_workspace=0, conv_workspace=8 * MIB, unsplit=0),  # oneDNN took 6 MB for depthwise 7 x 7
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a footprint fits a budget: true or false, and a sentence when printed."""
+
+    fits: bool
+    needs: tuple[int, int, int]
+    budget_bytes: int
+    left_out: str
+
+    def __bool__(self) -> bool:
+        return self.fits
+
+    def __repr__(self) -> str:
+        low, expected, high = self.needs
+        verdict = "fits" if self.fits else "does not fit"
+        tight = ", tightly" if self.fits and high > self.budget_bytes else ""
+        span = f"{say_bytes(low)} to {say_bytes(high)}" if low < high else "exactly"
+        return f"{verdict}{tight}: {say_bytes(expected)} expected ({span}) of {say_bytes(self.budget_bytes)}. Not counted: {self.left_out}."
+
+
+@dataclass(frozen=True, repr=False)
+class Footprint:
+    """The bytes of a step: expected `peak_bytes`, and bounds; `by_role`: what it keeps; `at_peak`: what it holds when it holds most.
+
+    Kept are weights, gradients and optimizer state in full, activations and temporaries as they wait between forward and backward.
+    """
+
+    trace: Trace
+    plan: Plan
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    workspace_bytes: int
+    peak_tick: int
+    by_role: dict[Role, int]
+    at_peak: dict[Role, int]
+    notes: tuple[str, ...] = ()
+    _kept: tuple[Interval, ...] = field(default=(), compare=False)
+
+    def by_module(self, depth: int | None = None) -> dict[str, int]:
+        """Bytes kept, by module, the largest first; `depth` cuts paths to so many parts."""
+        sums: Counter[str] = Counter()
+        for held in self._kept:
+            parts = held.module.split(".")
+            sums[".".join(parts[:depth]) if depth is not None else held.module] += held.nbytes
+        return dict(sums.most_common())
+
+    def fits(self, budget: int | str) -> Fit:
+        """Whether the expected peak is within `budget`: bytes, "8GiB", or "60%" of the step as it is written."""
+        whole = self.as_written.peak_bytes if isinstance(budget, str) and "%" in budget else None
+        needs = (self.low_bytes, self.peak_bytes, self.high_bytes)
+        allowed = parse_bytes(budget, whole=whole)
+        return Fit(self.peak_bytes <= allowed, needs, allowed, LEFT_OUT[self.trace.device])
+
+    @cached_property
+    def as_written(self) -> Footprint:
+        """The footprint of the step without a plan."""
+        return self if not self.plan.rules else footprint(self.trace)
+
+    def __repr__(self) -> str:
+        head, rows = self._table()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))
+            for r in rows
+        ]
+        return "\n".join([*head, *(f"  {line}".rstrip() for line in lines), *(f"  note: {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        head, rows = self._table()
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<p>{'<br>'.join(escape(line) for line in head)}</p><table>{body}</table>{notes}"
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        trace = self.trace
+        phase = (
+            "forward"
+            if self.peak_tick < trace.backward_at
+            else "backward"
+            if self.peak_tick < trace.length
+            else "the optimizer's step"
+        )
+        peak = f"peak {say_bytes(self.peak_bytes)} ({say_bytes(self.low_bytes)} to {say_bytes(self.high_bytes)}), in {phase}"
+        roles = [f"{role.value} {say_bytes(n)}" for role, n in self.by_role.items() if n]
+        head = [f"Footprint of {trace.model} on {trace.device}, {trace.dtype}: {peak}", f"  kept: {', '.join(roles)}"]
+        plans = {"as written": AS_WRITTEN, **({"this plan": self.plan} if self.plan.rules else {})}
+        plans |= {name: Plan.preset(name) for name in SHOWN_PRESETS if name in PRESETS}
+        rows = [["largest slots", *plans]]
+        chosen = [choices(trace, plan) for plan in plans.values()]
+        rows += [[slot.name, *(say_bytes(slot_bytes(slot, of[slot.name])) for of in chosen)] for slot in trace.largest]
+        peaks = (self.peak_bytes if plan == self.plan else peak_of(trace, plan) for plan in plans.values())
+        return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
+
+
+def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
+    """The bytes of the traced step under `plan`; without one, or with a plan without rules, as the user wrote it."""
+    plan = plan or AS_WRITTEN
+    allocator = DEVICES[trace.device]
+    held = intervals(trace, plan)
+    rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
+    tick, peak = peak_tick(rounded, trace.length)
+    exact = peak_tick(held, trace.length)[1]
+    ops = {made.op for made in trace.outputs}
+    workspace = allocator.matmul_workspace if ops & MATMULS else 0
+    at_peak = [i for i in rounded if i.birth <= tick <= i.death]
+    large = sum(i.nbytes >= MIB for i in at_peak)
+    slack = large * allocator.unsplit + (allocator.conv_workspace if ops & CONVOLUTIONS else 0) + workspace + trace.returned_bytes
+    kept = tuple(i for i in held if _is_kept(i, trace.backward_at))
+    return Footprint(
+        trace=trace,
+        plan=plan,
+        peak_bytes=peak + workspace,
+        low_bytes=exact,
+        high_bytes=peak + workspace + slack,
+        workspace_bytes=workspace,
+        peak_tick=tick,
+        by_role=_sums(kept),
+        at_peak=_sums(at_peak),
+        notes=(*trace.notes, *_notes(trace, plan)),
+        _kept=kept,
+    )
+
+
+def peak_of(trace: Trace, plan: Plan) -> int:
+    """The expected peak alone."""
+    return footprint(trace, plan).peak_bytes
+
+
+def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
+    """The tick at which most bytes are held, and how many.
+
+    >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
+    (2, 15)
+    """
+    change = [0] * (length + 3)
+    for interval in held:
+        change[interval.birth] += interval.nbytes
+        change[interval.death + 1] -= interval.nbytes
+    totals = list(accumulate(change))
+    peak = max(totals)
+    return totals.index(peak), peak
+
+
+def slot_bytes(slot: Slot, chosen: Choice) -> int:
+    """Bytes of a slot that waits as was chosen."""
+    return sum(part_bytes(slot, part, chosen) for part in slot.parts) if chosen.packs else slot.nbytes
+
+
+def _is_kept(interval: Interval, backward_at: int) -> bool:
+    if interval.role in (Role.ACTIVATION, Role.TEMPORARY):
+        return interval.birth <= backward_at <= interval.death
+    return interval.role is not Role.GRADIENT or interval.death > interval.birth
+
+
+def _sums(held: Iterable[Interval]) -> dict[Role, int]:
+    sums: Counter[Role] = Counter()
+    for interval in held:
+        sums[interval.role] += interval.nbytes
+    return {role: sums[role] for role in Role if sums[role]}
+
+
+def _notes(trace: Trace, plan: Plan) -> list[str]:
+    others = {
+        role
+        for role in (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
+        for slot in trace.of(role)
+        if plan.find((slot.name,), role).format
+    }
+    return [LATER] if others else []

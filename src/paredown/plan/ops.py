@@ -1,0 +1,273 @@
+"""What backward needs of the tensors that autograd saves: one row for each kind of node that is known.
+
+Autograd's nodes tell what they saved by name: a `ConvolutionBackward0` has `_saved_input` and `_saved_weight`. A row gives the operation
+one name on every device, its operands names that a person would use, and says what backward does with each of them:
+
+    ReluBackward0.result is compared with 0 and nothing else        -> one exact bit
+    MaxPool2DWithIndicesBackward0.self is asked for its shape       -> nothing
+    ConvolutionBackward0.input is multiplied with the gradient      -> may be rounded
+    ScaledDotProduct...query stands in an exponent beside an exact logsumexp -> may be rounded, to no less than 7 bits
+
+What no row knows (other nodes, custom functions) may be rounded to no less than 7 significant bits, if it is a float.
+
+>>> row_of("ReluBackward0").operands["result"].use
+<Use.SIGN: 'sign'>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cache
+from math import prod
+from typing import Any
+
+
+class Use(str, Enum):
+    """What backward needs of a saved tensor."""
+
+    VALUE = "value"  # its numbers, which may be rounded: it gets a format
+    SIGN = "sign"  # whether it is above 0: one exact bit
+    INSIDE = "inside"  # whether it lies strictly between two bounds: one exact bit
+    MASK = "mask"  # a boolean, or a float of 0 and one other value: one exact bit
+    INDEX = "index"  # integers, exact in the smallest width that their bound allows
+    SHAPE = "shape"  # nothing but its shape: dropped
+    EXACT = "exact"  # kept as it is
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The least precision that may hold an operand: significant bits of the element (int8 has 7, e4m3 4, bf16 8)."""
+
+    significant_bits: int
+    reason: str
+
+
+EXPONENT = Pin(7, "backward takes exp(q k - logsumexp) with the exact logsumexp, so what q and k lose is exponentiated")
+UNKNOWN = Pin(7, "nothing is known of how backward uses it")
+COMPUTED_WEIGHT = Pin(7, "it stands where a weight stands")
+NONLINEAR = Pin(7, "backward uses it other than linearly")
+
+STATISTIC, STATE, PARAMETER = "it is a statistic", "it is a state of the library", "it is a parameter"
+SCALE = "it scales others, who may save it too"
+
+Bound = Callable[[Any], int]
+Condition = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The name of a saved tensor, what backward needs of it, and the limits to that."""
+
+    name: str
+    use: Use = Use.VALUE
+    pin: Pin | None = None
+    bound: Bound | None = None  # INDEX: from the node, what all values are below
+    reason: str = ""  # EXACT: why
+    exact_if: Condition | None = None  # from the node, whether it is EXACT after all
+
+    def at(self, node: Any) -> Operand:
+        """What holds for one node."""
+        return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
+
+    @property
+    def is_minor(self) -> bool:
+        """Whether it is of no interest to packing: statistics, states of a library, parameters."""
+        return self.reason in (STATISTIC, STATE, PARAMETER)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of node: the name of the operation, and its operands by the name that autograd gives them."""
+
+    op: str
+    operands: dict[str, Operand] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    others: Operand | None = None  # all that are not named there
+
+
+def _exact(name: str, reason: str) -> Operand:
+    return Operand(name, Use.EXACT, reason=reason)
+
+
+def _plane_of_input(node: Any) -> int:
+    return prod(node._saved_self.shape[-3 if "3D" in node.name() else -2 :])
+
+
+def _classes(node: Any) -> int:
+    """Targets are below the number of classes, or the one that is ignored, which may be negative (-100): then a byte cannot say it."""
+    classes, ignored = node._saved_self.shape[1 if node._saved_self.dim() > 1 else 0], int(node._saved_ignore_index)
+    return max(classes, ignored + 1) if ignored >= 0 else max(classes, (1 << 8) + 1, 1 - ignored)
+
+
+def _has_low_exponent(node: Any) -> bool:
+    exponent = node._saved_exponent
+    return not isinstance(exponent, int | float) or exponent < 1
+
+
+def _divides(name: str, *, exact_if: Condition | None = None) -> Operand:
+    return Operand(
+        name, Use.VALUE if exact_if else Use.EXACT, reason="backward divides by it, and rounding may make it 0", exact_if=exact_if
+    )
+
+
+def _compared(name: str, *, exact_if: Condition | None = None) -> Operand:
+    return Operand(
+        name,
+        Use.VALUE if exact_if else Use.EXACT,
+        reason="backward compares it, and rounding may change the answer",
+        exact_if=exact_if,
+    )
+
+
+NORM = {
+    "weight": _exact("weight", PARAMETER),
+    "bias": _exact("bias", PARAMETER),
+    "input": Operand("input"),
+    "running_mean": _exact("running_mean", STATISTIC),
+    "running_var": _exact("running_var", STATISTIC),
+    "result1": _exact("mean", STATISTIC),
+    "result2": _exact("inverse_deviation", STATISTIC),
+    "result3": _exact("reserve", STATE),
+}
+ATTENTION = {
+    "query": Operand("query", pin=EXPONENT),
+    "key": Operand("key", pin=EXPONENT),
+    "value": Operand("value"),
+    "output": Operand("output"),
+    "logsumexp": _exact("logsumexp", STATISTIC),
+    "log_sumexp": _exact("logsumexp", STATISTIC),
+    "attn_bias": _exact("bias", "it stands in an exponent"),
+    "attn_mask": _exact("bias", "it stands in an exponent"),
+}
+WEIGHT = Operand("weight", pin=COMPUTED_WEIGHT)
+CONV = {"input": Operand("input"), "weight": WEIGHT}
+SHAPE_ONLY = {"self": Operand("input", Use.SHAPE)}
+POOL = {"self": Operand("input", Use.SHAPE), "result1": Operand("indices", Use.INDEX, bound=_plane_of_input)}
+INSIDE = Operand("input", Use.INSIDE)
+LOSS = {
+    "self": Operand("input", Use.SHAPE),
+    "target": Operand("target", Use.INDEX, bound=_classes),
+    "total_weight": _exact("total_weight", STATISTIC),
+}
+LOG_PROBABILITY = _exact("output", "backward takes exp of log-probabilities, and takes them first: packing would save nothing")
+RNN = {
+    "input": Operand("input"),
+    "result0": Operand("output", pin=UNKNOWN),
+    "result3": _exact("reserve", STATE),
+    "result4": _exact("weight", STATE),
+    "weight_buf": _exact("weight", STATE),
+}
+
+ROWS: dict[str, Row] = {
+    **dict.fromkeys(
+        ("Convolution", "ConvolutionOverrideable", "CudnnConvolution", "CudnnConvolutionTranspose", "MkldnnConvolution"),
+        Row("conv", CONV),
+    ),
+    "Addmm": Row("linear", {"mat1": Operand("input"), "mat2": WEIGHT}),
+    "Mm": Row("linear", {"self": Operand("input"), "mat2": WEIGHT}),
+    "Linear": Row("linear", {"input": Operand("input"), "weight": WEIGHT}),
+    "MkldnnLinear": Row("linear", {"input": Operand("input"), "weight": WEIGHT}),
+    "Bmm": Row("matmul", {"self": Operand("input"), "mat2": Operand("other")}),
+    "Baddbmm": Row("matmul", {"batch1": Operand("input"), "batch2": Operand("other")}),
+    "Mul": Row("mul", {"self": Operand("input"), "other": Operand("other")}),
+    **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "BatchNormWithUpdate"), Row("batch_norm", NORM)),
+    "NativeLayerNorm": Row("layer_norm", NORM),
+    "NativeGroupNorm": Row("group_norm", NORM),
+    "FusedRmsNorm": Row("rms_norm", {"input": Operand("input"), "result1": _exact("inverse_deviation", STATISTIC)}),
+    "Relu": Row("relu", {"result": Operand("output", Use.SIGN)}),
+    "LeakyRelu": Row("leaky_relu", {"self": Operand("input", Use.SIGN), "result": Operand("output", Use.SIGN)}),
+    "Hardtanh": Row("hardtanh", {"self": INSIDE, "result": INSIDE}),
+    "Gelu": Row("gelu", {"self": Operand("input")}),
+    "Silu": Row("silu", {"self": Operand("input")}),
+    "NativeDropout": Row("dropout", {"result1": Operand("mask", Use.MASK)}),
+    "FusedDropout": Row("dropout", {"result1": Operand("mask", Use.MASK)}),
+    "MaskedFill": Row("masked_fill", {"mask": Operand("mask", Use.MASK)}),
+    "Where": Row("where", {"condition": Operand("mask", Use.MASK)}),
+    **dict.fromkeys(
+        ("MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"), Row("max_pool", POOL)
+    ),
+    **dict.fromkeys(("AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D"), Row("avg_pool", SHAPE_ONLY)),
+    **dict.fromkeys(
+        (
+            "ScaledDotProductFlashAttention",
+            "ScaledDotProductEfficientAttention",
+            "ScaledDotProductCudnnAttention",
+            "ScaledDotProductFlashAttentionForCpu",
+            "ScaledDotProductFusedAttentionOverrideable",
+        ),
+        Row("scaled_dot_product_attention", ATTENTION),
+    ),
+    "Pow": Row("pow", {"self": _divides("input", exact_if=_has_low_exponent)}),
+    "Softmax": Row("softmax", {"result": Operand("output", pin=NONLINEAR)}),
+    "LogSoftmax": Row("log_softmax", {"result": LOG_PROBABILITY}),
+    "Logsumexp": Row("logsumexp", {"self": _exact("input", "it stands in an exponent"), "result": _exact("output", STATISTIC)}),
+    "NllLoss": Row("nll_loss", LOSS),
+    "NllLoss2D": Row("nll_loss", LOSS),
+    "Embedding": Row(
+        "embedding",
+        {"indices": Operand("indices", Use.INDEX, bound=lambda node: int(node._saved_weight_sym_argsize_0))},
+    ),
+    "CudnnRnn": Row("rnn", RNN),
+    "CheckpointFunction": Row(
+        "checkpoint", others=_exact("input", "a part of the model is computed again from it: signs would change")
+    ),
+    "CompiledFunction": Row("compiled", others=_exact("saved", "torch.compile chose it: what backward does with it is not known")),
+    "Div": Row("div", {"self": Operand("input"), "other": _divides("other")}),
+    "Sqrt": Row("sqrt", {"result": _divides("output")}),
+    "Hypot": Row("hypot", {"result": _divides("output")}),
+    "Atan2": Row("atan2", {"self": _divides("input"), "other": _divides("other")}),
+    "Prod": Row("prod", {"self": _divides("input"), "result": _divides("output")}),
+    "Cumprod": Row("cumprod", {"self": _divides("input"), "result": _divides("output")}),
+    **{
+        name: Row(name.lower(), {"self": _divides("input")})
+        for name in ("Log", "Log2", "Log10", "Log1P", "Logit", "Asin", "Acos", "Atanh", "Acosh", "BinaryCrossEntropy")
+    },
+    "Rsqrt": Row("rsqrt", {"result": _exact("output", SCALE)}),
+    "Reciprocal": Row("reciprocal", {"result": _exact("output", SCALE)}),
+    "Std": Row("std", {"self": Operand("input"), "result": _exact("output", SCALE)}),
+    "LinalgVectorNorm": Row(
+        "norm", {"self": _compared("input", exact_if=lambda node: node._saved_ord != 2), "result": _exact("output", SCALE)}
+    ),
+    **{
+        name: Row(name.lower(), {"self": _compared("input"), "other": _compared("other"), "result": _compared("output")})
+        for name in (
+            "Threshold",
+            "Clamp",
+            "ClampMin",
+            "ClampMax",
+            "Maximum",
+            "Minimum",
+            "Max",
+            "Min",
+            "Amax",
+            "Amin",
+            "Median",
+            "Abs",
+        )
+    },
+    **{
+        name: Row(op, {"self": _compared("input"), "result": _compared("output")})
+        for name, op in (
+            ("PreluKernel", "prelu"),
+            ("RreluWithNoise", "rrelu"),
+            ("Hardsigmoid", "hardsigmoid"),
+            ("Hardshrink", "hardshrink"),
+            ("Softshrink", "softshrink"),
+        )
+    },
+}
+
+
+@cache
+def row_of(node_name: str) -> Row:
+    """The row of a node by what `node.name()` says; an empty one, named after the node, where nothing is known."""
+    plain = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
+    return ROWS.get(plain) or Row(plain)
+
+
+def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool) -> Operand:
+    """What may be done with a saved tensor that no row names."""
+    if is_float:
+        return Operand(attribute, pin=UNKNOWN)
+    return Operand(attribute, Use.MASK if is_bool else Use.INDEX)

@@ -1,0 +1,289 @@
+"""A plan says how each tensor of a training step waits: rules, each a key and an `Assignment`, with a reason.
+
+A key is a role, a pattern or the name of a slot (see keys.py). A name beats a pattern, a pattern beats a role, among
+equals the one written last wins, and what no rule speaks of stays as it is. Rules are kept in that order, weakest first, so that
+plans are equal when they say the same. A plan never changes: `set` and `without` make the next one.
+
+>>> plan = Plan.uniform(activation="int4/64@bf16", weight="int8/64@e8m0").set("layer3.*:input", "e4m3fn/64@bf16")
+>>> plan = plan.set("layer3.0.conv1:input", None)
+>>> for name in ("layer1.0.conv1:input", "layer3.0.conv2:input", "layer3.0.conv1:input"):
+...     print(name, "->", plan.find((name,), Role.ACTIVATION))
+layer1.0.conv1:input -> int4/64@bf16
+layer3.0.conv2:input -> e4m3fn/64@bf16
+layer3.0.conv1:input -> as it is
+>>> print(plan.explain())
+weight: int8/64@e8m0, 8.125 bits a value, rounding to nearest
+activation: int4/64@bf16, 4.25 bits a value, stochastic rounding
+slots like 'layer3.*:input': e4m3fn/64@bf16, 8.25 bits a value, rounding to nearest
+slot 'layer3.0.conv1:input': as it is
+Everything else stays as it is.
+>>> plan.check([(("layer1.0.conv1:input",), Role.ACTIVATION), (("layer2.0.conv1:input",), Role.ACTIVATION)])
+Traceback (most recent call last):
+    ...
+paredown.errors.PlanError: pattern 'layer3.*:input' matches no slot. Closest of 2 slot names: 'layer2.0.conv1:input', \
+'layer1.0.conv1:input'. Correct it, or leave it out with plan.without('layer3.*:input').
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack, cast
+
+from paredown.errors import PlanError
+from paredown.formats.rounding import Overflow, Rounding
+from paredown.plan.assignment import AS_IS, Assignment, FormatLike
+from paredown.plan.keys import ROLE_NAMES, Index, Key, Slot, bare_names, closest, closest_role, say_closest
+from paredown.plan.presets import PRESETS, ByRole
+from paredown.roles import FORMATTED, Role
+
+VERSION = 1  # of the JSON
+FIELDS = ("version", "reason", "made_for", "rules")
+SHOWN = 20  # rules that repr prints
+
+
+class Difference(NamedTuple):
+    """A rule that two plans do not share; None: this one has no such rule. Equal sides: it is written in another place."""
+
+    key: str
+    mine: Assignment | None
+    theirs: Assignment | None
+
+    def __str__(self) -> str:
+        if self.mine == self.theirs:
+            return f"{self.key}: {self.mine}, in another order"
+        mine, theirs = (side or "no rule" for side in (self.mine, self.theirs))
+        return f"{self.key}: {mine} -> {theirs}"
+
+
+class Differences(tuple[Difference, ...]):
+    """The rows of `Plan.diff`, one a line when printed."""
+
+    def __repr__(self) -> str:
+        return "\n".join(str(row) for row in self) or "no difference"
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """Which format, rounding and overflow each slot gets, and why. `made_for` says for what: model, batch, device, as JSON values."""
+
+    rules: tuple[tuple[str, Assignment], ...] = ()
+    reason: str = field(default="", hash=False)
+    made_for: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    _index: Index = field(default=Index(()), init=False, compare=False)
+    _found: dict[tuple[tuple[str, ...], Role], Assignment] = field(default_factory=dict, init=False, compare=False)  # by `find`
+
+    def __post_init__(self) -> None:
+        pairs = [(Key.parse(key), assignment) for key, assignment in _checked(self.rules)]
+        pairs.sort(key=lambda pair: pair[0].place)  # stable: what was written later stays later
+        object.__setattr__(self, "rules", tuple((str(key), assignment) for key, assignment in pairs))
+        object.__setattr__(self, "made_for", _json_values(self.made_for))
+        object.__setattr__(self, "_index", Index(key for key, _ in pairs))
+        if not isinstance(self.reason, str):
+            raise PlanError(f"the reason of a plan is text, not {type(self.reason).__name__}.")
+        for key, again in pairwise(sorted(key for key, _ in self.rules)):
+            if key == again:
+                raise PlanError(f"key {key!r} has two rules; a key has one. Leave one of them out.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.rules, self.reason, dict(self.made_for))  # a copy looks things up itself
+
+    @staticmethod
+    def uniform(
+        *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None, **formats: Unpack[ByRole]
+    ) -> Plan:
+        """One format for each role that is named, alike in every slot; without any, the step as the user wrote it."""
+        rules: list[tuple[str, Assignment]] = []
+        for role, format in cast("dict[str, FormatLike]", formats).items():
+            if role not in tuple(Role):
+                hint = f" Did you mean {likely!r}?" if (likely := closest_role(role)) else ""
+                raise PlanError(f"Plan.uniform: {role!r} is no role.{hint} Allowed: {ROLE_NAMES}, rounding, overflow.")
+            Key.parse(role)
+            if format is not None:
+                rules.append((role, _assignment(role, format, rounding, overflow)))
+        return Plan(tuple(rules))
+
+    @staticmethod
+    def preset(name: str) -> Plan:
+        """The plan that PRESETS has under this name."""
+        if name not in PRESETS:
+            rows = "; ".join(f"{row.name} ({row.note})" for row in PRESETS.values())
+            raise PlanError(f"preset {name!r} is unknown. Allowed: {rows}. Plan.uniform(activation=...) takes any format.")
+        row = PRESETS[name]
+        return replace(Plan.uniform(**row.formats), reason=f"preset {name}: {row.note}")
+
+    def set(
+        self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
+    ) -> Plan:
+        """This plan with a rule more, or with this key's rule replaced; the new rule is the one written last."""
+        key = str(Key.parse(key))
+        kept = tuple(rule for rule in self.rules if rule[0] != key)
+        return replace(self, rules=(*kept, (key, _assignment(key, format, rounding, overflow))))
+
+    def without(self, key: str) -> Plan:
+        """This plan without the rule of this key."""
+        key = str(Key.parse(key))
+        keys = [rule[0] for rule in self.rules]
+        if key not in keys:
+            has = f"Closest of {len(keys)}: {closest(key, keys)}." if keys else "The plan has none."
+            raise PlanError(f"there is no rule {key!r} to leave out. {has}")
+        return replace(self, rules=tuple(rule for rule in self.rules if rule[0] != key))
+
+    def find(self, names: Sequence[str], role: Role) -> Assignment:
+        """What the slot of this role gets whose savers have these names; a second look-up is one of a dict."""
+        place = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
+        found = self._found.get(place)
+        if found is None:
+            self._found[place] = found = self._search(*place)
+        return found
+
+    def _search(self, names: tuple[str, ...], role: Role) -> Assignment:
+        role = Role(role)
+        best = self._index.best(bare_names(names, role), role) if role in FORMATTED else None
+        return AS_IS if best is None else self.rules[best][1]
+
+    def check(self, slots: Iterable[Slot]) -> list[str]:
+        """The keys of single slots that are not among `slots`: differences, which a plan made for a like model may have.
+
+        Each slot is the names of its savers and its role. A pattern that matches none is an error, and so is a plan that names
+        slots and has none in common with these. A role without slots is neither.
+        """
+        there = [(bare_names(names, Role(role)), Role(role)) for names, role in slots if role in FORMATTED]
+        missing = self._index.unanswered(there)
+        for key in missing:
+            if key.is_pattern:
+                advice = f"Correct it, or leave it out with plan.without({str(key)!r})."
+                raise PlanError(f"pattern {str(key)!r} matches no slot. {say_closest(key, there)} {advice}")
+        if missing and len(missing) == sum(key.name is not None for key in self._index.keys):
+            made_for = f" The plan was made for {json.dumps(self.made_for, sort_keys=True)}." if self.made_for else ""
+            which = f"slot {str(missing[0])!r}" if len(missing) == 1 else f"{len(missing)} slots, {str(missing[0])!r} the first,"
+            raise PlanError(
+                f"the plan names {which} and the model has no such slot. {say_closest(missing[0], there)}{made_for} "
+                "Correct the names, take a plan of this model, or leave those rules out with plan.without(key)."
+            )
+        return [str(key) for key in missing]
+
+    def diff(self, other: Plan) -> Differences:
+        """The rules that differ, this plan's side first; empty when both say the same, whatever their reasons."""
+        mine, theirs = dict(self.rules), dict(other.rules)
+        shared = [key for key in mine if key in theirs]
+        moved = {a for a, b in zip(shared, (key for key in theirs if key in mine), strict=True) if a != b}
+        keys = [key for key in {**mine, **theirs} if key in moved or mine.get(key) != theirs.get(key)]
+        return Differences(Difference(key, mine.get(key), theirs.get(key)) for key in keys)
+
+    def explain(self) -> str:
+        """The plan in words, a line for each rule; a later line beats an earlier one."""
+        lines = [self.reason] if self.reason else []
+        lines += [f"{key.say()}: {assignment.say()}" for key, (_, assignment) in zip(self._index.keys, self.rules, strict=True)]
+        return "\n".join([*lines, "Everything else stays as it is." if self.rules else "Everything stays as it is."])
+
+    def __repr__(self) -> str:
+        if not self.rules:
+            return "Plan(): everything as it is"
+        width = max(len(key) for key, _ in self.rules[:SHOWN])
+        lines = [f"  {key:{width}}  {assignment}" for key, assignment in self.rules[:SHOWN]]
+        more = [f"  ... {len(self.rules) - SHOWN} more"] if len(self.rules) > SHOWN else []
+        return "\n".join([f"Plan({len(self.rules)} rule{'s' * (len(self.rules) > 1)})", *lines, *more])
+
+    def _repr_html_(self) -> str:
+        rows = [f"<tr><td>{escape(key)}</td><td>{escape(a.say())}</td></tr>" for key, a in self.rules[:SHOWN]]
+        more = [f"<tr><td colspan=2>{len(self.rules) - SHOWN} more</td></tr>"] if len(self.rules) > SHOWN else []
+        head = f"<caption>{escape(self.reason)}</caption>" if self.reason else ""
+        return "".join([f"<table>{head}<tr><th>slots</th><th>format</th></tr>", *rows, *more, "</table>"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: version, reason, made_for and the rules, [key, {format, rounding, overflow}] each."""
+        rules = [[key, assignment.to_json()] for key, assignment in self.rules]
+        return {"version": VERSION, "reason": self.reason, "made_for": dict(self.made_for), "rules": rules}
+
+    @staticmethod
+    def from_json(value: Any) -> Plan:
+        """The plan whose `to_json` is `value`; PlanError says why it is none."""
+        if isinstance(value, dict) and "version" in value:
+            _check_version(value["version"])
+        if not isinstance(value, dict) or not {"version", "rules"} <= value.keys():
+            raise PlanError(f"the JSON of a plan is an object with version and rules; this is {_brief(value)}.")
+        unknown = sorted(set(value) - set(FIELDS))
+        if unknown:
+            raise PlanError(f"field {unknown[0]!r} is unknown in a plan of version {VERSION}. Allowed: {', '.join(FIELDS)}.")
+        rules = value["rules"]
+        if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
+            raise PlanError(f"the rules of a plan are a list of [key, {{format, rounding, overflow}}]; this is {_brief(rules)}.")
+        parsed = tuple((key, _from_json(key, assignment)) for key, assignment in rules)
+        return Plan(parsed, value.get("reason", ""), value.get("made_for", {}))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the JSON, a line for each rule; equal plans are equal files."""
+        value = self.to_json()
+        rules = ",\n".join(f"    {json.dumps(rule)}" for rule in value.pop("rules"))
+        head = "".join(f"  {json.dumps(name)}: {json.dumps(part, sort_keys=True)},\n" for name, part in value.items())
+        tail = f"[\n{rules}\n  ]" if rules else "[]"
+        Path(path).write_text(f'{{\n{head}  "rules": {tail}\n}}\n', encoding="utf-8", newline="\n")
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Plan:
+        """The plan that `save` wrote."""
+        data = Path(path).read_bytes()
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{path} is no plan: it is not JSON ({error}). Plans are written by plan.save(path).") from None
+        try:
+            return Plan.from_json(value)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+
+
+def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
+    """The rules, after a look at their types."""
+    pairs: tuple[Any, ...] = tuple(rules) if isinstance(rules, Iterable) else (rules,)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Assignment)):
+            raise PlanError(
+                f"a rule is a pair (key, Assignment), not {_brief(pair)}; Plan.uniform(...).set(key, format) takes text."
+            )
+    return pairs
+
+
+def _assignment(key: str, *parts: Any) -> Assignment:
+    """The assignment that format, rounding and overflow spell; an error names the rule."""
+    try:
+        return Assignment.parse(*parts)
+    except PlanError as error:
+        raise PlanError(f"rule {key!r}: {error}") from None
+
+
+def _from_json(key: str, value: Any) -> Assignment:
+    if not isinstance(value, dict) or "format" not in value or not value.keys() <= {"format", "rounding", "overflow"}:
+        raise PlanError(f"rule {key!r}: expected format, and optionally rounding and overflow; found {_brief(value)}.")
+    return _assignment(key, value["format"], value.get("rounding"), value.get("overflow"))
+
+
+def _json_values(made_for: Any) -> dict[str, Any]:
+    """`made_for` as it comes back from a file: a copy of plain values."""
+    try:
+        value = json.loads(json.dumps(made_for, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"made_for is kept as JSON, and this is none: {error}. Use texts, finite numbers, lists and dicts."
+        ) from None
+    if not isinstance(value, dict):
+        raise PlanError(f"made_for is a dict, such as {{'model': 'resnet50', 'batch': 256}}, not {_brief(made_for)}.")
+    return value
+
+
+def _check_version(version: Any) -> None:
+    if type(version) is not int or version < 1:
+        raise PlanError(f"version {_brief(version)} is none; this paredown reads version {VERSION}.")
+    if version > VERSION:
+        raise PlanError(f"the plan is of version {version}; this paredown reads up to {VERSION}. Update paredown to read it.")
+
+
+def _brief(value: object) -> str:
+    """A value in a message, cut to one short line."""
+    return text if len(text := repr(value)) <= 80 else text[:77] + "..."

@@ -1,0 +1,44 @@
+"""Plans with a name: one row each. `Plan.preset("activations4")` is a Plan like any other.
+
+Bits a value, scales and minimums included: activations8 and activations8f 8.25, activations4 4.25, activations4a 4.5, activations2 2.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple, TypedDict
+
+from paredown.plan.assignment import FormatLike
+
+
+class ByRole(TypedDict, total=False):
+    """The roles that may have a format."""
+
+    weight: FormatLike
+    gradient: FormatLike
+    moment1: FormatLike
+    moment2: FormatLike
+    master: FormatLike
+    residue: FormatLike
+    activation: FormatLike
+    error: FormatLike
+
+
+class Preset(NamedTuple):
+    """A name, the formats of the roles that it sets, and what it is for."""
+
+    name: str
+    formats: ByRole
+    note: str
+
+
+ROWS = (
+    Preset("activations8", {"activation": "int8/64@bf16"}, "activations in 8 bits, symmetric: the first to try"),
+    Preset("activations8f", {"activation": "e4m3fn/64@bf16"}, "activations in 8-bit floats: keeps small values beside large ones"),
+    Preset("activations4", {"activation": "int4/64@bf16"}, "activations in 4 bits, symmetric"),
+    Preset("activations4a", {"activation": "uint4/64@bf16+bf16"}, "activations in 4 bits, affine: finer, a quarter bit more"),
+    Preset("activations2", {"activation": "uint2/64@bf16+bf16"}, "activations in 2 bits, affine: when nothing else fits"),
+)
+
+PRESETS: Mapping[str, Preset] = MappingProxyType({row.name: row for row in ROWS})

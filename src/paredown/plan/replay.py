@@ -1,0 +1,170 @@
+"""A traced step under a plan, as intervals: who holds how many bytes from which tick to which.
+
+An activation that stays as it is lives from its birth to its death. One that is packed is three things: the original, until nobody
+but autograd would hold it; what waits, from then until backward is done with it; and a decoded copy each time that backward asks:
+
+    original   |#####|
+    packed         |..............................|
+    decoded                               |##| |##|
+
+Everything else that the step allocates is an interval as it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from paredown.formats.format import Format
+from paredown.plan.given import given, significant_bits
+from paredown.plan.ops import Use
+from paredown.plan.plan import Plan
+from paredown.plan.record import Trace
+from paredown.plan.slots import Part, Slot, index_bytes
+from paredown.roles import FORMATTED, Role
+
+AS_WRITTEN = Plan()
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "complex64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+}  # 1 for others
+
+
+class Interval(NamedTuple):
+    """`nbytes` of a role, held from `birth` to `death`, both included, for a module."""
+
+    role: Role
+    module: str
+    birth: int
+    death: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a slot gets under a plan. `packs` False: it stays as it is, and `reason` says why if the plan asked for more.
+
+    `recomputed`: its values follow from another slot that waits, and are computed again from that.
+    """
+
+    packs: bool
+    format: Format | None = None
+    reason: str = ""
+    recomputed: bool = False
+
+
+def choice(slot: Slot, plan: Plan) -> Choice:
+    """What `plan` makes of an activation: the format of the first saver that needs values, or a later saver's if that is pinned."""
+    if not plan.rules:
+        return Choice(False)
+    if slot.stays:
+        return Choice(False, None, slot.stays)
+    format: Format | None = None
+    reason = ""
+    for saver in slot.savers:
+        if saver.use is not Use.VALUE:
+            continue
+        asked = plan.find((saver.name,), Role.ACTIVATION)
+        found, why = given(asked, use=saver.use, pin=saver.pin, dtype=slot.dtype, numel=slot.numel)
+        if format is None:
+            if found is None:
+                return Choice(False, None, why)
+            format, reason = found, why
+        elif found is not None and saver.pin is not None and significant_bits(format.element) < saver.pin.significant_bits:
+            format, reason = found, why
+    return Choice(True, format, reason)
+
+
+def can_recompute(slot: Slot, source: Choice) -> bool:
+    """Whether what waits of `source` is precise enough for the first saver of `slot` that needs values."""
+    if source.format is None or source.recomputed:
+        return False
+    pin = next((saver.pin for saver in slot.savers if saver.use is Use.VALUE), None)
+    return pin is None or significant_bits(source.format.element) >= pin.significant_bits
+
+
+def choices(trace: Trace, plan: Plan) -> dict[str, Choice]:
+    """What `plan` makes of every activation, by the name of its slot."""
+    chosen = {slot.name: choice(slot, plan) for slot in trace.activations}
+    for slot in trace.activations:
+        source = chosen.get(slot.recomputed_from)
+        if source is not None and chosen[slot.name].packs and can_recompute(slot, source):
+            chosen[slot.name] = replace(chosen[slot.name], recomputed=True)
+    return chosen
+
+
+def part_bytes(slot: Slot, part: Part, chosen: Choice) -> int:
+    """Bytes of what waits for one use of a slot."""
+    if part.use is Use.VALUE:
+        assert chosen.format is not None
+        return 0 if chosen.recomputed else chosen.format.nbytes((slot.numel,))
+    if part.use in (Use.SIGN, Use.INSIDE, Use.MASK):
+        return -(-slot.numel // 8)
+    if part.use is Use.INDEX:
+        return slot.numel * index_bytes(part.bound, ITEM_BYTES.get(slot.dtype, 1))
+    return 0
+
+
+def intervals(trace: Trace, plan: Plan) -> list[Interval]:
+    """All that the step holds under `plan`."""
+    return [*fixed(trace), *_by_role(trace, plan), *_activations(trace, plan)]
+
+
+def fixed(trace: Trace) -> list[Interval]:
+    """What no plan changes: buffers, inputs, casts of weights, and whatever operations make for themselves."""
+    found: list[Interval] | None = vars(trace).get("_fixed")
+    if found is None:
+        kept = (slot for slot in trace.slots if slot.role not in FORMATTED)
+        found = [Interval(s.role, s.module, s.birth, s.death, s.nbytes) for s in kept]
+        rest = (made for made in trace.outputs if not made.slot)
+        found += [Interval(Role.TEMPORARY, made.module, made.birth, made.death, made.nbytes) for made in rest]
+        vars(trace)["_fixed"] = found
+    return found
+
+
+def _by_role(trace: Trace, plan: Plan) -> Iterator[Interval]:
+    """Weights, gradients and optimizer state; a gradient is there in full at the tick that makes it."""
+    for slot in trace.slots:
+        if slot.role is Role.ACTIVATION or slot.role not in FORMATTED:
+            continue
+        format = plan.find((slot.name,), slot.role).format
+        nbytes, birth = slot.nbytes, slot.birth
+        if format is not None:
+            nbytes = format.nbytes(slot.shape)
+            if slot.role is Role.GRADIENT:
+                yield Interval(slot.role, slot.module, birth, birth, slot.nbytes)
+                birth += 1
+        yield Interval(slot.role, slot.module, birth, slot.death, nbytes)
+
+
+def _activations(trace: Trace, plan: Plan) -> Iterator[Interval]:
+    storages: dict[int, list[Slot]] = defaultdict(list)
+    for slot in trace.activations:
+        storages[slot.storage].append(slot)
+    chosen = choices(trace, plan)
+    for slots in storages.values():
+        ends = 0
+        for slot in slots:
+            choose = chosen[slot.name]
+            ends = max(ends, slot.dropped if choose.packs else slot.death)
+            if choose.packs:
+                yield from _packed(slot, choose)
+        yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, ends, slots[0].nbytes)
+
+
+def _packed(slot: Slot, chosen: Choice) -> Iterator[Interval]:
+    decoded_bytes = slot.numel * ITEM_BYTES.get(slot.dtype, 1)
+    for part in slot.parts:
+        waits = part_bytes(slot, part, chosen)
+        if waits:
+            yield Interval(Role.ACTIVATION, slot.module, part.packed, part.released, waits)
+        for start, end in part.decoded:
+            yield Interval(Role.TEMPORARY, slot.module, start, end, decoded_bytes)

@@ -1,0 +1,305 @@
+"""Follows a model's forward pass and reports every tensor that autograd saves, with its name, at the end of the module that saved it.
+
+At the exit of each module the graph is read from the tensors that come out (graph.py), over the nodes that are new since the last time, in
+the order in which they were made: autograd numbers its nodes, and so a node belongs to the innermost module that was running when its
+number was given out. A module without children that makes as many nodes as in its last call is taken to have saved the same, and is not
+read again. Nothing is intercepted: the model runs as it would, and saved tensors that somebody else holds through hooks of their own (as
+checkpointing does) are left alone.
+
+    layer3.0.conv1:input     the input that `layer3.0.conv1`, a module of torch.nn without children, saved
+    encoder.3:mul.other      what a multiplication written in the forward of `encoder.3` saved; a second one is `encoder.3:mul#2.other`
+    relu@2:output            the second call of `relu` in one forward pass
+
+It leaves out: nodes that no output of a module reaches, until one does; tensors that custom functions keep other than by
+`save_for_backward`.
+"""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+# What autograd saved is told by attributes whose names begin with an underscore, in torch 2.11 as in 2.13; there are no others.
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paredown.plan.graph import SAVES_NOTHING, Call, Pass, Saved, attributes, describe, new_nodes, next_number, saved_of, tensors_in
+from paredown.plan.ops import row_of
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One saved tensor of a call that is repeated: how to get to its node from that of the output, and what it was last time."""
+
+    hops: tuple[int, ...]
+    node_name: str
+    raw: str
+    tensor: str
+    saved: Saved
+
+
+@dataclass(eq=False, slots=True)
+class Memory:
+    """What the last call of a module without children saved: as long as it makes as many nodes, the graph need not be read again."""
+
+    num_nodes: int
+    node_name: str
+    size: torch.Size
+    dtype: torch.dtype
+    steps: list[Step]
+
+
+class Watch:
+    """Hooks on every module of `model`; `attach()` begins, `detach()` ends."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        on_saved: Callable[[Saved], None],
+        *,
+        on_begin: Callable[[], bool] = lambda: True,
+        on_end: Callable[[Any], None] = lambda output: None,
+        min_numel: int = 0,
+    ) -> None:
+        self.model, self._min_numel = model, min_numel  # tensors of fewer values are not reported
+        self._on_saved, self._on_begin, self._on_end = on_saved, on_begin, on_end
+        self._running = threading.local()
+        self._paths = {module: (name, _is_plain_leaf(module)) for name, module in model.named_modules()}
+        self._leaves = {
+            name for name, module in model.named_modules() if next(module.children(), None) is None and module is not model
+        }
+        self._memories: dict[str, Memory] = {}
+        self._handles: list[Any] = []
+        self._root_hook = Hook()
+
+    @property
+    def was_compiled(self) -> bool:
+        """Whether torch.compile ran the whole model, which is then not followed."""
+        return self._root_hook.was_compiled
+
+    def attach(self) -> None:
+        """Register the hooks."""
+        for module in self._paths:
+            is_root = module is self.model
+            enter, leave = (self._begin, self._end) if is_root else (self._enter, self._leave)
+            hooks = Hook(enter), Hook(leave)
+            self._root_hook = hooks[0] if is_root else self._root_hook
+            self._handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=is_root, prepend=is_root))
+            self._handles.append(module.register_forward_hook(hooks[1], always_call=is_root))
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._running = threading.local()
+
+    def where(self) -> str:
+        """The path of the module whose forward is running in this thread, "" in the model itself and between forward passes."""
+        now = self._current()
+        return now.calls[-1].path if now is not None else ""
+
+    # --- hooks ----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or self._current() is not None or not self._on_begin():
+            return
+        path, is_plain_leaf = self._paths[module]
+        held = frozenset(t.untyped_storage()._cdata for t in tensors_in((args, kwargs)))
+        self._running.now = Pass(held, self._paths, [Call(module, path, is_plain_leaf, next_number())])
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        now = self._current()
+        if now is None or now.calls[0].module is not module:
+            return
+        if len(now.calls) > 1 and any(call.module is module for call in now.calls[1:]):
+            self._leave(module, args, output)
+            return
+        try:
+            if output is not None:  # None: the forward pass raised
+                del now.calls[1:]
+                self._report(now, output)
+        finally:
+            self._running.now = None
+            self._on_end(output)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        now = self._current()
+        if now is None:
+            return
+        path, is_plain_leaf = self._paths.get(module) or ("", False)
+        now.times[path] = times = now.times.get(path, 0) + 1
+        now.calls.append(Call(module, path if times == 1 else f"{path}@{times}", is_plain_leaf, next_number()))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        now = self._current()
+        if now is None:
+            return
+        calls = now.calls
+        while len(calls) > 1 and calls[-1].module is not module:  # calls that ended by an exception which the model caught
+            calls.pop()
+        if len(calls) > 1:
+            call = calls[-1]
+            memory = self._memories.get(call.path)
+            if memory is None or not self._repeat(now, call, memory, output):
+                self._report(now, output)
+            calls.pop()
+
+    def _current(self) -> Pass | None:
+        return getattr(self._running, "now", None)
+
+    # --- the graph ------------------------------------------------------------------------------------------------------
+
+    def _report(self, now: Pass, values: Any) -> None:
+        """Report what is new behind `values`, each node under the innermost running call that made it."""
+        nodes = new_nodes(values, now)
+        now.unreached = next_number() - now.calls[0].first - len(now.seen)
+        if not nodes:
+            return
+        innermost, reported = now.calls[-1], list[tuple[int, Saved]]()
+        is_enabled = torch.is_grad_enabled()  # the model may have called this in a part without gradients
+        torch._C._set_grad_enabled(False)
+        try:
+            for number, node in nodes:
+                call = next(call for call in reversed(now.calls) if call.first <= number)
+                reported += [(number, saved) for saved in self._report_node(node, now, call)]
+        finally:
+            torch._C._set_grad_enabled(is_enabled)
+        if self._min_numel and innermost.path.partition("@")[0] in self._leaves and isinstance(values, Tensor):
+            self._remember(innermost, nodes, reported, values)
+
+    def _report_node(self, node: Any, now: Pass, call: Call) -> Iterator[Saved]:
+        name = node.name()
+        if name in SAVES_NOTHING:
+            return
+        name = getattr(node, "stands_for", (name,))[0]
+        is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if not (node._raw_saved_tensors if is_custom else attributes(name, type(node), False)):
+            return
+        row = row_of(name)
+        call.counts[row.op] = call.counts.get(row.op, 0) + 1
+        for named in saved_of(node, name, self._min_numel > 0):
+            if named[2] is None or named[2].numel() >= self._min_numel:
+                saved = describe(node, row, named, now, call)
+                self._on_saved(saved)
+                yield saved
+
+    # --- calls that are like the last -----------------------------------------------------------------------------------
+
+    def _remember(self, call: Call, nodes: list[tuple[int, Any]], reported: list[tuple[int, Saved]], output: Tensor) -> None:
+        """Keep what this call of a module without children saved, if all of its nodes were found and all are autograd's own."""
+        made = {number: node for number, node in nodes if number >= call.first}
+        is_plain = all(not isinstance(node, torch.autograd.function.BackwardCFunction) for node in made.values())
+        saved_here = [(number, saved) for number, saved in reported if number >= call.first]
+        is_plain = is_plain and all(_is_like_the_last(made[number], saved) for number, saved in saved_here)
+        if len(made) != next_number() - call.first or not is_plain:
+            self._memories.pop(call.path, None)
+            return
+        hops = _hops(output.grad_fn, made)
+        steps: list[Step] = []
+        for number, saved in saved_here:
+            if saved.kind == "activation" and number in hops:
+                template = replace(saved, node=None, raw=None, tensor=None)
+                attribute = saved.attribute
+                steps.append(Step(hops[number], made[number].name(), f"_raw_saved_{attribute}", f"_saved_{attribute}", template))
+        self._memories[call.path] = Memory(
+            len(made), output.grad_fn.name() if output.grad_fn else "", output.size(), output.dtype, steps
+        )
+
+    def _repeat(self, now: Pass, call: Call, memory: Memory, output: Any) -> bool:
+        """Report what this call saved by what the last one did; False if it is not like it, and nothing was reported."""
+        end, last = next_number(), output.grad_fn if isinstance(output, Tensor) else None
+        if last is None or end - call.first != memory.num_nodes or call.first - now.calls[0].first - len(now.seen) != now.unreached:
+            return False
+        if last.name() != memory.node_name or output.dtype != memory.dtype or output.size() != memory.size:
+            return False
+        found = _found(last, memory.steps)
+        if found is None:
+            return False
+        now.seen.update(range(call.first, end))
+        is_enabled = torch.is_grad_enabled()  # the model may have called this in a part without gradients
+        torch._C._set_grad_enabled(False)
+        try:
+            for saved, node, raw, tensor in found:
+                saved.node, saved.raw, saved.tensor = node, raw, tensor
+                saved.kind = "input" if tensor.untyped_storage()._cdata in now.inputs else "activation"
+                self._on_saved(saved)
+                saved.node = saved.raw = saved.tensor = None
+        finally:
+            torch._C._set_grad_enabled(is_enabled)
+        return True
+
+
+def _is_like_the_last(node: Any, saved: Saved) -> bool:
+    """Whether what backward needs of a saved tensor is known from the kind of its node: no bound, no exponent, no place in a list."""
+    operand = row_of(node.name()).operands.get(saved.attribute)
+    from_node = saved.bound is not None or (operand is not None and operand.exact_if is not None)
+    return saved.kind != "hooked" and not from_node and hasattr(node, f"_raw_saved_{saved.attribute}")
+
+
+def _hops(start: Any, made: Mapping[int, Any]) -> dict[int, tuple[int, ...]]:
+    """For nodes that are `made` in one call, the edges to follow from `start`."""
+    found: dict[int, tuple[int, ...]] = {}
+    waiting: list[tuple[Any, tuple[int, ...]]] = [(start, ())]
+    while waiting:
+        node, path = waiting.pop()
+        if node is None:
+            continue
+        number = node._sequence_nr()
+        if number in made and number not in found:
+            found[number] = path
+            waiting.extend((before, (*path, i)) for i, (before, _) in enumerate(node.next_functions))
+    return found
+
+
+def _found(last: Any, steps: list[Step]) -> list[tuple[Saved, Any, Any, Tensor]] | None:
+    """What the steps lead to from the node of an output; None if one leads to something else, or to what somebody hooked."""
+    found: list[tuple[Saved, Any, Any, Tensor]] = []
+    for step in steps:
+        node = last
+        for hop in step.hops:
+            edges = node.next_functions
+            node = edges[hop][0] if hop < len(edges) else None
+            if node is None:
+                return None
+        if step.hops and node.name() != step.node_name:
+            return None
+        raw = getattr(node, step.raw)
+        if raw.unpack_hook is not None:
+            return None
+        try:
+            tensor = getattr(node, step.tensor)
+        except RuntimeError:  # modified in place since it was saved: backward will say so itself
+            return None
+        if tensor is None:
+            return None
+        found.append((step.saved, node, raw, tensor))
+    return found
+
+
+class Hook:
+    """A hook that a copy of the model does not take along: copied or pickled, it does nothing."""
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+        self.was_compiled = False
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.was_compiled = True
+        elif self._call is not None:
+            self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+def _is_plain_leaf(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None

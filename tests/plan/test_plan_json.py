@@ -1,0 +1,94 @@
+"""Plans as JSON: there and back, how the file reads, and what a wrong file gets to hear."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from paredown.errors import PlanError
+from paredown.plan.plan import Plan
+from tests.plan.plans import plans
+from tests.support.strategies import examples
+
+
+@given(plan=plans())
+@examples(200)
+def test_plan_equals_its_json(plan: Plan) -> None:
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan and hash(again) == hash(plan)
+    assert [(key, str(rule.format)) for key, rule in again.rules] == [(key, str(rule.format)) for key, rule in plan.rules]
+
+
+@given(plan=plans())
+@examples(100)
+def test_plan_equals_its_file_and_equal_plans_are_equal_files(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    plan.save(folder / "one.json")
+    again = Plan.load(str(folder / "one.json"))
+    again.save(folder / "two.json")
+    assert again == plan
+    assert (folder / "one.json").read_bytes() == (folder / "two.json").read_bytes()
+    assert json.loads((folder / "one.json").read_text(encoding="utf-8")) == plan.to_json()
+
+
+def test_the_file_reads_well(tmp_path: Path) -> None:
+    plan = Plan.uniform(activation="int4/64@bf16").set("a.*", None)
+    replace(plan, reason="why", made_for={"model": "net", "batch": 8}).save(tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").read_text() == (
+        "{\n"
+        '  "version": 1,\n'
+        '  "reason": "why",\n'
+        '  "made_for": {"batch": 8, "model": "net"},\n'
+        '  "rules": [\n'
+        '    ["activation", {"format": "int4/64@bf16", "rounding": null, "overflow": null}],\n'
+        '    ["a.*", {"format": null, "rounding": null, "overflow": null}]\n'
+        "  ]\n"
+        "}\n"
+    )
+
+
+# text of a file -> what the message has to say
+WRONG_FILES = {
+    "": "not JSON",
+    "\x00\xff": "not JSON",
+    "[" * 100_000: "not JSON",
+    "[]": "an object with version and rules; this is []",
+    "{}": "an object with version and rules",
+    '{"version": 1}': "an object with version and rules",
+    '{"version": 2, "slots": []}': "of version 2; this paredown reads up to 1. Update paredown",
+    '{"version": "1", "rules": []}': "version '1' is none",
+    '{"version": true, "rules": []}': "version True is none",
+    '{"version": 0, "rules": []}': "version 0 is none",
+    '{"version": 1, "rules": [], "rule": 1}': "field 'rule' is unknown in a plan of version 1. Allowed: version, reason",
+    '{"version": 1, "rules": {}}': "list of [key, {format, rounding, overflow}]",
+    '{"version": 1, "rules": [["activation"]]}': "list of [key, {format, rounding, overflow}]",
+    '{"version": 1, "rules": [["activation", "int4"]]}': "rule 'activation': expected format",
+    '{"version": 1, "rules": [["activation", {"rounding": null}]]}': "rule 'activation': expected format",
+    '{"version": 1, "rules": [["activation", {"format": null, "fmt": 1}]]}': "rule 'activation': expected format",
+    '{"version": 1, "rules": [["activation", {"format": "int99"}]]}': "rule 'activation': format 'int99'",
+    '{"version": 1, "rules": [["activation", {"format": 4}]]}': "rule 'activation': a format is text",
+    '{"version": 1, "rules": [["activation", {"format": "int4", "rounding": "up"}]]}': "rounding 'up' is unknown",
+    '{"version": 1, "rules": [[3, {"format": "int4"}]]}': "key 3 is none",
+    '{"version": 1, "rules": [["buffer", {"format": "int4"}]]}': "never given a format",
+    '{"version": 1, "rules": [["a.b", {"format": null}], ["a.b", {"format": null}]]}': "key 'a.b' has two rules",
+    '{"version": 1, "rules": [], "reason": null}': "reason of a plan is text",
+    '{"version": 1, "rules": [], "made_for": 3}': "made_for is a dict",
+    '{"version": 1, "rules": [], "made_for": {"a": NaN}}': "made_for is kept as JSON",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG_FILES.items(), ids=range(len(WRONG_FILES)))
+def test_wrong_files_get_a_sentence_with_their_path(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert str(path) in str(caught.value) and said in str(caught.value)
+
+
+def test_rounding_and_overflow_may_be_left_out_of_a_file() -> None:
+    assert Plan.from_json({"version": 1, "rules": [["activation", {"format": "int4"}]]}) == Plan.uniform(activation="int4")
