@@ -11,18 +11,30 @@ import paredown
 
 EXPORTS = {
     "CATALOG",
+    "ApplyError",
+    "BudgetError",
     "CodecError",
     "Element",
+    "Footprint",
     "Format",
     "FormatError",
     "Overflow",
     "PackedTensor",
     "ParedownError",
+    "Plan",
+    "PlanError",
+    "Role",
     "Rounding",
     "Seed",
+    "Session",
+    "Trace",
+    "TraceError",
     "__version__",
+    "apply",
     "encode",
+    "footprint",
     "round_trip",
+    "trace_step",
 }
 
 

@@ -1,4 +1,7 @@
-"""Imports point one way: errors <- formats <- codec. What a layer may import is a row of ALLOWED; a new folder needs a new row."""
+"""Imports point one way: errors, roles <- formats <- codec, plan <- session.
+
+What a layer may import is a row of ALLOWED; a new folder needs a new row.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,13 @@ TORCH = frozenset({"torch", "numpy", "triton"})
 # layer: (layers of paredown, packages from elsewhere beside the standard library)
 ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": (frozenset(), frozenset()),
+    "roles": (frozenset(), frozenset()),
     "formats": (frozenset({"errors"}), frozenset()),
     "codec": (frozenset({"errors", "formats"}), TORCH),
-    "__init__": (frozenset({"errors", "formats", "codec"}), frozenset()),
+    "plan": (frozenset({"errors", "roles", "formats"}), TORCH - {"triton"}),
+    "models": (frozenset(), frozenset({"torch"})),
+    "session": (frozenset({"errors", "roles", "formats", "codec", "plan"}), frozenset({"torch"})),
+    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "session"}), frozenset()),
 }
 
 
@@ -75,6 +82,7 @@ def test_the_checker_sees_planted_violations() -> None:
     assert violations("def late():\n    import numpy.linalg\n", at)
     assert violations("from scipy import linalg\n", ("codec", "packed"))
     assert violations("import math\n", ("unheard_of", "module"))
+    assert violations("from paredown.codec.packed import encode\n", ("plan", "plan")), "codec and plan meet in session"
 
 
 def test_the_checker_lets_the_rest_pass() -> None:

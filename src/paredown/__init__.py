@@ -10,36 +10,58 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paredown.codec.packed import PackedTensor, encode, round_trip
-    from paredown.errors import CodecError, FormatError, ParedownError
+    from paredown.errors import ApplyError, BudgetError, CodecError, FormatError, ParedownError, PlanError, TraceError
     from paredown.formats.catalog import CATALOG
     from paredown.formats.element import Element
     from paredown.formats.format import Format
     from paredown.formats.rounding import Overflow, Rounding, Seed
+    from paredown.plan.footprint import Footprint, footprint
+    from paredown.plan.plan import Plan
+    from paredown.plan.trace import Trace, trace_step
+    from paredown.roles import Role
+    from paredown.session.session import Session, apply
 
 __version__ = "0.1.0"
 __all__ = [
     "CATALOG",
+    "ApplyError",
+    "BudgetError",
     "CodecError",
     "Element",
+    "Footprint",
     "Format",
     "FormatError",
     "Overflow",
     "PackedTensor",
     "ParedownError",
+    "Plan",
+    "PlanError",
+    "Role",
     "Rounding",
     "Seed",
+    "Session",
+    "Trace",
+    "TraceError",
     "__version__",
+    "apply",
     "encode",
+    "footprint",
     "round_trip",
+    "trace_step",
 ]
 
 _NAMES_OF = {
     "paredown.codec.packed": ("PackedTensor", "encode", "round_trip"),
-    "paredown.errors": ("CodecError", "FormatError", "ParedownError"),
+    "paredown.errors": ("ApplyError", "BudgetError", "CodecError", "FormatError", "ParedownError", "PlanError", "TraceError"),
     "paredown.formats.catalog": ("CATALOG",),
     "paredown.formats.element": ("Element",),
     "paredown.formats.format": ("Format",),
     "paredown.formats.rounding": ("Overflow", "Rounding", "Seed"),
+    "paredown.plan.footprint": ("Footprint", "footprint"),
+    "paredown.plan.plan": ("Plan",),
+    "paredown.plan.trace": ("Trace", "trace_step"),
+    "paredown.roles": ("Role",),
+    "paredown.session.session": ("Session", "apply"),
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}
 

@@ -1,0 +1,1 @@
+"""A plan put onto an unmodified model."""

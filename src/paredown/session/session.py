@@ -1,0 +1,176 @@
+"""`apply` puts a plan onto an unmodified model: from then on its saved activations wait packed, in the user's own loop.
+
+    session = apply(plan, model)
+    loss = criterion(model(x), y); loss.backward(); optimizer.step()     # nothing changes here
+    session.changes                                                      # what was asked for and what was given, slot by slot
+    session.close()                                                      # the plain model again
+
+The model keeps its class, parameters, state_dict and keys; a copy of it is a plain model. Nothing is packed without gradients (eval under
+no_grad), inside checkpointed parts (which are not kept at all), and in what torch.compile compiles as a whole.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from paredown.errors import ApplyError
+from paredown.plan.graph import MIN_NUMEL
+from paredown.plan.plan import Plan
+from paredown.plan.watch import Watch
+from paredown.roles import FORMATTED, Role
+from paredown.session.changes import Change, Changes
+from paredown.session.stored import Activations
+
+VERSION = 1
+# Both weak, as a session knows its model; the hooks on the model keep the session.
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+COMPILED = "torch.compile runs the model: packing does not reach what it saves"
+LATER = "weights, gradients and optimizer state in formats are not part of this version"
+
+
+class Session:
+    """A plan at work on a model."""
+
+    def __init__(self, plan: Plan, model: nn.Module, seed: int) -> None:
+        self.plan = plan
+        self._model = weakref.ref(model)
+        self._activations = Activations(plan, seed)
+        self._is_checked = False
+        self._modules = list(model.modules())
+        self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_NUMEL)
+        self._watch.attach()
+        self._is_open = True
+
+    @property
+    def seed(self) -> int:
+        """The seed of stochastic rounding."""
+        return self._activations.seed
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes with gradients so far: the step of stochastic rounding."""
+        return self._activations.forwards
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the activations that wait packed at this moment."""
+        return self._activations.stored_bytes
+
+    @property
+    def changes(self) -> Changes:
+        """What is not as it was asked for, slot by slot; complete after the first forward pass."""
+        rows = [Change(role.value, str(a.format), "as it is", LATER) for role, a in self._asked_later()]
+        asked = self.plan.find
+        for name, decision in self._activations.decisions.items():
+            if decision.format != decision.asked:
+                rows.append(Change(name, str(decision.asked), str(decision.format or "as it is"), decision.reason))
+        for name, reason in self._activations.left.items():
+            wanted = asked((name,), Role.ACTIVATION).format
+            if wanted is not None and reason not in ("it is a weight", "it is a buffer"):
+                rows.append(Change(name, str(wanted), "as it is", reason))
+        rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
+        if self._watch.was_compiled:
+            rows.append(Change("the model", "packed activations", "as they are", COMPILED))
+        return Changes(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, the seed and the count of forward passes: with these, stochastic rounding goes on with the same bits."""
+        return {"version": VERSION, "plan": self.plan.to_json(), "seed": self.seed, "forwards": self.forwards}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a session with the same plan was."""
+        if state.get("version") != VERSION or not {"plan", "seed", "forwards"} <= set(state):
+            raise ApplyError(f"this is not the state of a session, version {VERSION}: it has {sorted(state)}.")
+        other = Plan.from_json(state["plan"])
+        if other != self.plan:
+            raise ApplyError(
+                f"the state belongs to another plan; they differ in:\n{self.plan.diff(other)}\nApply that plan, then load."
+            )
+        self._activations.seed, self._activations.forwards = int(state["seed"]), int(state["forwards"])
+
+    def close(self) -> None:
+        """Give the plain model back. Graphs that are waiting for their backward still work."""
+        self._watch.detach()
+        model = self._model()
+        current = _SESSIONS.get(model) if model is not None else None
+        if model is not None and current is not None and current() is self:
+            del _SESSIONS[model]
+        self._is_open = False
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        model = self._model()
+        what = type(model).__name__ if model is not None else "a model that is gone"
+        state = f"{self.forwards} forward passes, {self.stored_bytes:,} bytes waiting" if self._is_open else "closed"
+        return f"Session({what}, {state})"
+
+    # --- inside -----------------------------------------------------------------------------------------------------------
+
+    _missing: tuple[str, ...] = ()
+
+    def _begin(self) -> bool:
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+            raise ApplyError(
+                "a model with a paredown session was called inside torch.func (vmap, grad, jacrev ...), which forbids packing what it "
+                "saves. Call session.close() first, or use a copy: copy.deepcopy(model) is a plain model."
+            )
+        self._activations.begin(is_sharded=any(hasattr(type(module), "reshard") for module in self._modules))
+        return True
+
+    def _end(self, output: Any) -> None:
+        self._activations.end(output)
+        if output is not None and not self._is_checked:
+            seen = [*self._activations.decisions, *self._activations.left]
+            self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
+            self._is_checked = True
+
+    def _parameter_slots(self) -> list[tuple[tuple[str, ...], Role]]:
+        model = self._model()
+        names = [name for name, _ in model.named_parameters()] if model is not None else []
+        return [((name,), role) for role in FORMATTED if role is not Role.ACTIVATION for name in names]
+
+    def _asked_later(self) -> list[tuple[Role, Any]]:
+        pairs = [(role, self.plan.find(("",), role)) for role in FORMATTED if role is not Role.ACTIVATION]
+        return [(role, a) for role, a in pairs if a.format is not None]
+
+
+def apply(plan: Plan, model: nn.Module, *, seed: int = 0) -> Session:
+    """Put `plan` onto `model`, in place. `seed` is that of stochastic rounding."""
+    if isinstance(plan, nn.Module) or isinstance(model, Plan):
+        raise ApplyError("apply takes the plan first, then the model: paredown.apply(plan, model).")
+    if not isinstance(plan, Plan) or not isinstance(model, nn.Module):
+        raise ApplyError(f"apply takes a Plan and a torch.nn.Module, not {type(plan).__name__} and {type(model).__name__}.")
+    model = unwrapped(model)
+    for other, session in [(other, ref()) for other, ref in list(_SESSIONS.items())]:
+        inside = "this model" if other is model else "a part of this model" if _is_part(other, model) else None
+        inside = inside or ("a model that this is a part of" if _is_part(model, other) else None)
+        if inside:
+            raise ApplyError(f"{inside} has a session already: call its close() before applying another plan. It is {session!r}.")
+    session = Session(plan, model, seed)
+    _SESSIONS[model] = weakref.ref(session)
+    return session
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, wrappers) else model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def _is_part(part: nn.Module, whole: nn.Module) -> bool:
+    return any(module is part for module in whole.modules())

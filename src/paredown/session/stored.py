@@ -1,0 +1,259 @@
+"""Activations that wait packed: what `Watch` reports is put away at once, and made again when backward asks for it.
+
+    backward needs          it waits as                               and comes back as
+    value                   codes and scales in the plan's format     decoded, of the same size and strides
+                            or nothing, if it follows from another    computed again (`plan/recipes.py`)
+    sign, inside, mask      one exact bit a value                     two values that backward takes for the same
+    index                   integers of the smallest width            the same integers
+    shape                   nothing                                   memory of that shape, not filled
+    exact                   itself                                    itself
+
+Parameters, their views and casts, buffers and what the caller brought are never touched. One storage waits once, however many operations
+saved it. A cache by address would give another tensor's bytes back once the first is freed and its address used again: the key is the
+storage object, which a weak reference keeps from being used again, and the version of its contents.
+
+What the model returns is held by the caller, and goes back to being plain when the forward pass ends: packed it would be there twice.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf, isfinite, nan
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from paredown.codec.masks import pack_mask
+from paredown.codec.packed import encode_flat
+from paredown.formats.format import Format
+from paredown.formats.rounding import Overflow, Rounding, Seed
+from paredown.plan.given import given, significant_bits
+from paredown.plan.graph import MIN_NUMEL, Saved, tensors_in
+from paredown.plan.ops import Use
+from paredown.plan.plan import Plan
+from paredown.plan.recipes import SOURCE_OPS, recipe_of
+from paredown.roles import Role
+from paredown.session.steps import steps_of
+from paredown.session.waiting import Bits, Integers, Nothing, Piece, Recomputed, Values, View, Waiting
+
+WIDTHS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
+HELD = "somebody else holds it through hooks of their own, such as checkpointing"
+REASONS = {"hooked": HELD, "weight": "it is a weight", "buffer": "it is a buffer", "input": "the caller holds it"}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a slot: `format` None leaves it as it is; `reason` says why that is not what was asked for."""
+
+    asked: Format | None
+    format: Format | None
+    rounding: Rounding
+    overflow: Overflow | None
+    reason: str
+    tensor_id: int
+
+
+@dataclass
+class Pass:
+    """A forward pass that is running: what waits already, and which storages stay as they are."""
+
+    waiting: dict[Any, Waiting] = field(default_factory=dict)
+    plain: dict[int, Tensor] = field(default_factory=dict)  # storage -> what keeps it
+    sources: dict[int, View] = field(default_factory=dict)  # number of a node -> what others may be computed from
+
+
+class Activations:
+    """Packs what one model saves for backward."""
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        self.plan, self.seed, self.forwards = plan, seed, 0
+        self.is_sharded = False  # whether parameters are freed between forward and backward
+        self.decisions: dict[str, Decision] = {}
+        self.left: dict[str, str] = {}  # name -> why it was left alone
+        self._decided: dict[tuple[str, int], Decision] = {}
+        self._waiting: list[weakref.ref[Waiting]] = []  # of all forward passes whose backward may come
+        self._running = threading.local()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of everything that waits packed now."""
+        return sum(waiting.nbytes for waiting in self.waiting())
+
+    def waiting(self) -> list[Waiting]:
+        """Everything that waits now."""
+        alive = [waiting for ref in self._waiting if (waiting := ref()) is not None]
+        self._waiting = [weakref.ref(waiting) for waiting in alive]
+        return alive
+
+    def begin(self, *, is_sharded: bool) -> None:
+        """A forward pass begins."""
+        self.forwards += 1
+        self.is_sharded = is_sharded
+        self.waiting()  # forgets what is gone
+        self._running.now = Pass()
+
+    def end(self, output: Any) -> None:
+        """It ended: what the caller or the model keeps, or a saved tensor that stays plain holds, goes back to being plain."""
+        now: Pass = self._running.now
+        self._running.now = None
+        held = now.plain
+        held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
+        for key, waiting in now.waiting.items():
+            original = waiting.original()
+            if original is not None:
+                held.setdefault(key[0], original)
+        for key, waiting in now.waiting.items():
+            if key[0] in held:
+                waiting.goes_back(held[key[0]])
+
+    def save(self, saved: Saved) -> None:
+        """Replace one saved tensor by what waits for it."""
+        tensor = saved.tensor
+        if saved.kind != "activation" or tensor is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            if saved.name not in self.left:
+                self.left[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
+            return
+        piece = Piece(tensor)
+        now: Pass = self._running.now
+        if piece.numel < MIN_NUMEL or piece.address in now.plain:
+            return
+        use = Use.MASK if saved.use is Use.VALUE and _is_float_mask(saved, tensor) else saved.use
+        key = (*piece.key, use, _width(saved, tensor) if use is Use.INDEX else None)
+        waiting = now.waiting.get(key)
+        if waiting is None or use is Use.VALUE:
+            there, waiting = waiting, MAKERS[use](self, saved, piece, waiting)
+            if waiting is None:
+                now.plain[piece.address] = tensor.detach()
+                return
+            if waiting is not there:
+                now.waiting[key] = waiting
+                self._waiting.append(weakref.ref(waiting))
+        if tensor.grad_fn is not saved.node:  # an operation's own output is told as a tensor that nobody else has
+            waiting.original = weakref.ref(tensor if tensor._base is None else tensor._base)
+        view = View(waiting, *piece.layout())
+        if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
+            now.sources[saved.node._sequence_nr()] = view
+        saved.raw.register_hooks(lambda _: view, View.tensor)
+
+    # --- one function for each use ----------------------------------------------------------------------------------------
+
+    def _values(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
+        decision = self.decide(saved, piece)
+        if decision.format is None:
+            return there
+        if there is not None and (saved.pin is None or _significant_bits(there) >= saved.pin.significant_bits):
+            return there
+        recomputed = self._recomputed(saved, piece) if there is None else None
+        if recomputed is not None:
+            return recomputed
+        seed = Seed(self.seed, decision.tensor_id, self.forwards)
+        packed = encode_flat(piece.flat(), decision.format, decision.rounding, decision.overflow, seed)
+        if type(there) is Values:
+            there.packed = packed  # an operation after the first needs more of it
+            return there
+        return Values(piece, packed)
+
+    def _recomputed(self, saved: Saved, piece: Piece) -> Waiting | None:
+        """What follows from a tensor that waits already, if this one does and that is precise enough."""
+        recipe = recipe_of(piece.tensor)
+        sources = self._running.now.sources
+        view = sources.get(recipe.source_number) if recipe is not None else None
+        if recipe is None or view is None or type(view.waiting) is not Values or view.waiting.packed is None or not piece.is_whole:
+            return None
+        if saved.pin is not None and _significant_bits(view.waiting) < saved.pin.significant_bits:
+            return None
+        signs = sources.get(recipe.sign._sequence_nr()) if recipe.sign is not None else None
+        if piece.tensor._version != (signs.waiting.version if signs is not None and signs.waiting.is_of(piece) else 0):
+            return None  # modified since, without autograd's knowing
+        steps = steps_of(recipe, view, signs, piece, keeps_parameters=not self.is_sharded)
+        return Recomputed(piece, view.waiting, steps) if steps is not None else None
+
+    def _bits(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
+        low, high, values = _bounds(saved, piece.tensor)
+        return Bits(piece, pack_mask(piece.flat(), low, high), values) if values is not None else None
+
+    def _integers(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
+        width = _width(saved, piece.tensor)
+        return None if width.itemsize >= piece.tensor.itemsize or piece.tensor.is_floating_point() else Integers(piece, width)
+
+    def _nothing(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
+        return Nothing(piece)
+
+    def _exact(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
+        self.left.setdefault(saved.name, saved.reason)
+        return None
+
+    def decide(self, saved: Saved, piece: Piece) -> Decision:
+        """The format of a slot, by the plan and what limits it."""
+        numel = piece.numel
+        decision = self._decided.get((saved.name, numel))
+        if decision is None:
+            asked = self.plan.find((saved.name,), Role.ACTIVATION)
+            dtype = str(piece.tensor.dtype).removeprefix("torch.")
+            format, reason = given(asked, use=saved.use, pin=saved.pin, dtype=dtype, numel=numel)
+            rounding = asked.resolved_rounding if format is asked.format else Rounding.NEAREST_EVEN
+            overflow = asked.overflow if format is asked.format else None
+            decision = Decision(asked.format, format, rounding, overflow, reason, crc32(saved.name.encode()))
+            self._decided[saved.name, numel] = self.decisions[saved.name] = decision
+        return decision
+
+
+Maker = Callable[[Activations, Saved, Piece, Waiting | None], Waiting | None]
+MAKERS: dict[Use, Maker] = {
+    Use.VALUE: Activations._values,
+    Use.SIGN: Activations._bits,
+    Use.INSIDE: Activations._bits,
+    Use.MASK: Activations._bits,
+    Use.INDEX: Activations._integers,
+    Use.SHAPE: Activations._nothing,
+    Use.EXACT: Activations._exact,
+}
+
+
+def _bounds(saved: Saved, tensor: Tensor) -> tuple[float, float, tuple[float, float] | None]:
+    """(low, high) of the bit, and the values for inside and outside; no values where bits cannot say it."""
+    if saved.use is Use.INSIDE:
+        low, high = float(saved.node._saved_min_val), float(saved.node._saved_max_val)
+        return low, high, _inside_and_outside(low, high, tensor.dtype)
+    if tensor.is_floating_point() and saved.use is not Use.SIGN:
+        one = _one_beside_zero(tensor)
+        return 0.0, nan, (one, 0.0) if one is not None else None
+    return 0.0, nan, (1.0, 0.0)
+
+
+def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:
+    """A value between two bounds, of which one may be infinite, and one that is not."""
+    middle = (
+        0.0 if low < 0 < high else (low + high) / 2 if isfinite(low + high) else 2 * high - 1 if isfinite(high) else 2 * low + 1
+    )
+    rounded = torch.tensor([low, middle, high], dtype=dtype)
+    return (middle, high if isfinite(high) else low) if rounded[0] < rounded[1] < rounded[2] else None
+
+
+def _is_float_mask(saved: Saved, tensor: Tensor) -> bool:
+    """Whether this is the mask of a dropout on the CPU: a float of two values, 0 and 1 / (1 - p), that no gradient flows to."""
+    return saved.op == "mul" and not tensor.requires_grad and _one_beside_zero(tensor) is not None
+
+
+def _one_beside_zero(tensor: Tensor) -> float | None:
+    """The positive value that a tensor of no others but 0 has; None for all other tensors, and on a GPU, which has bits for masks."""
+    largest = float(tensor.max()) if tensor.device.type == "cpu" else 0.0
+    return largest if largest > 0 and bool(((tensor == 0) | (tensor == largest)).all()) else None
+
+
+def _width(saved: Saved, tensor: Tensor) -> torch.dtype:
+    """The smallest integers that hold an index."""
+    return next((dtype for bound, dtype in WIDTHS if saved.bound is not None and saved.bound <= bound), tensor.dtype)
+
+
+def _significant_bits(waiting: Waiting) -> float:
+    """Those of the values that come back."""
+    packed = waiting.packed if isinstance(waiting, Values) else waiting.source.packed if isinstance(waiting, Recomputed) else None
+    return inf if packed is None else significant_bits(packed.format.element)

@@ -1,0 +1,237 @@
+"""The forms in which a saved tensor waits for backward, each of which can make its values again.
+
+What waits covers a flat piece of memory: all of a storage in the order of its memory, or the copy of a small view of it. `View` says where
+the saved tensor lies in it. Where the original storage turns out to live on anyway, `goes_back` makes that what waits.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from paredown.codec.masks import unpack_mask
+from paredown.codec.packed import PackedTensor
+from paredown.codec.recompute import Steps, recompute
+from paredown.plan.graph import is_packed_whole
+
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "it was saved at version {}, and is at version {} now."
+)
+
+
+class Piece:
+    """The flat piece of memory that a saved tensor is packed with: all of its storage, or a copy of a view that is a small part of it.
+
+    `key` is the same for the same memory with the same contents, as long as somebody keeps a weak reference to the storage.
+    """
+
+    __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.storage = tensor.untyped_storage()
+        self.address = self.storage._cdata
+        held = self.storage.nbytes()
+        self.is_whole = is_packed_whole(tensor, held)
+        self.numel = held // tensor.itemsize if self.is_whole else tensor.numel()
+        key = (self.address, tensor._version, tensor.dtype)
+        self.key: tuple[Any, ...] = key if self.is_whole else (*key, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def flat(self) -> Tensor:
+        """Its values, one after the other in memory."""
+        source = self.tensor if self.is_whole else self.tensor.clone()
+        return source.as_strided((self.numel,), (1,), 0)
+
+    def layout(self) -> tuple[torch.Size, tuple[int, ...], int]:
+        """Size, strides and offset of the tensor in it."""
+        tensor = self.tensor
+        if self.is_whole:
+            return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0
+
+
+class Waiting(ABC):
+    """Something that waits in place of a flat piece of memory."""
+
+    __slots__ = ("__weakref__", "dtype", "is_whole", "numel", "original", "plain", "storage", "version")
+
+    def __init__(self, piece: Piece) -> None:
+        self.storage = StorageWeakRef(piece.storage)  # the original's; while this is kept its address is not used again
+        self.numel, self.dtype, self.is_whole = piece.numel, piece.tensor.dtype, piece.is_whole
+        self.original, self.version = weakref.ref(piece.tensor), piece.tensor._version
+        self.plain: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that wait here; 0 once the original took the place."""
+        return self._packed_bytes() if self.plain is None else 0
+
+    def values(self) -> Tensor:
+        """The flat values."""
+        if self.plain is None:
+            return self._unpacked()
+        if self.plain._version != self.version:
+            raise RuntimeError(MODIFIED.format(self.version, self.plain._version))
+        return self.plain
+
+    def is_of(self, piece: Piece) -> bool:
+        """Whether this waits for the same memory."""
+        return self.storage.cdata == piece.address
+
+    def goes_back(self, holder: Tensor) -> None:
+        """The original, which `holder` keeps alive, waits itself, if it is what it was."""
+        if self.is_whole and holder.dtype is self.dtype and holder._version == self.version:
+            self.plain = holder.detach().as_strided((self.numel,), (1,), 0)  # it shares the count of modifications
+            self._drop()
+
+    @abstractmethod
+    def _packed_bytes(self) -> int: ...
+
+    @abstractmethod
+    def _unpacked(self) -> Tensor: ...
+
+    @abstractmethod
+    def _drop(self) -> None: ...
+
+
+@final
+class Values(Waiting):
+    """Numbers in a format."""
+
+    __slots__ = ("_decoded", "packed")
+
+    def __init__(self, piece: Piece, packed: PackedTensor) -> None:
+        super().__init__(piece)
+        self.packed: PackedTensor | None = packed
+        self._decoded: StorageWeakRef | None = None
+
+    def _packed_bytes(self) -> int:
+        return self.packed.nbytes if self.packed is not None else 0
+
+    def _unpacked(self) -> Tensor:
+        """Decoded; the same tensor again as long as somebody holds what was decoded last: q, k and v are decoded once."""
+        if self._decoded is not None:
+            alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._decoded.cdata)
+            if alive is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                return as_flat(alive, self.dtype)
+        assert self.packed is not None
+        decoded = self.packed.decode()
+        self._decoded = StorageWeakRef(decoded.untyped_storage())
+        return decoded
+
+    def _drop(self) -> None:
+        self.packed = None
+
+
+@final
+class Recomputed(Waiting):
+    """Numbers that follow from others which wait: nothing of their own but what a norm is made of."""
+
+    __slots__ = ("source", "steps")
+
+    def __init__(self, piece: Piece, source: Values, steps: Steps) -> None:
+        super().__init__(piece)
+        self.source, self.steps = source, steps
+
+    def _packed_bytes(self) -> int:
+        return 0
+
+    def _unpacked(self) -> Tensor:
+        start = self.source.packed if self.source.packed is not None else self.source.values()
+        return recompute(start, self.steps, self.dtype)
+
+    def _drop(self) -> None:
+        pass
+
+
+@final
+class Bits(Waiting):
+    """One exact bit for each value, which stands for one of two values."""
+
+    __slots__ = ("bits", "inside", "outside")
+
+    def __init__(self, piece: Piece, bits: Tensor, values: tuple[float, float]) -> None:
+        super().__init__(piece)
+        self.bits: Tensor | None = bits
+        self.inside, self.outside = values
+
+    def _packed_bytes(self) -> int:
+        return self.bits.nbytes if self.bits is not None else 0
+
+    def _unpacked(self) -> Tensor:
+        assert self.bits is not None
+        out = torch.empty(self.numel, dtype=self.dtype, device=self.bits.device)
+        return unpack_mask(self.bits, out, inside=self.inside, outside=self.outside)
+
+    def _drop(self) -> None:
+        self.bits = None
+
+
+@final
+class Integers(Waiting):
+    """Integers in a smaller width."""
+
+    __slots__ = ("small",)
+
+    def __init__(self, piece: Piece, width: torch.dtype) -> None:
+        super().__init__(piece)
+        self.small: Tensor | None = piece.flat().to(width)
+
+    def _packed_bytes(self) -> int:
+        return self.small.nbytes if self.small is not None else 0
+
+    def _unpacked(self) -> Tensor:
+        assert self.small is not None
+        return self.small.to(self.dtype)
+
+    def _drop(self) -> None:
+        self.small = None
+
+
+@final
+class Nothing(Waiting):
+    """A tensor of which backward asks the shape alone: its values are memory that is not filled."""
+
+    __slots__ = ("device",)
+
+    def __init__(self, piece: Piece) -> None:
+        super().__init__(piece)
+        self.device = piece.tensor.device
+
+    def _packed_bytes(self) -> int:
+        return 0
+
+    def _unpacked(self) -> Tensor:
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    def _drop(self) -> None:
+        pass
+
+
+@dataclass(eq=False, slots=True)
+class View:
+    """What replaces a saved tensor in autograd's graph."""
+
+    waiting: Waiting
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The saved tensor again."""
+        return self.waiting.values().as_strided(self.size, self.stride, self.offset)
+
+
+def as_flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """All of a storage as a flat tensor."""
+    numel = storage.nbytes() // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]

@@ -1,0 +1,231 @@
+"""One storage waits once and is never taken for another: addresses that are used again, views, aliases, layouts."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paredown import apply
+from paredown.session import waiting
+from tests.session.nets import INT4, INT8, Net, activations, assert_exact, error_of, pictures, rows, step
+
+EIGHT = 8192 + 256  # bytes of 8192 values in INT8
+
+
+class Wave(nn.Module):
+    """A module, at whose end what it saved is packed and freed."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return torch.sin(3 * torch.sigmoid(number * x))
+
+
+def many_of_one_size(net: Any, x: Tensor) -> Tensor:
+    """The allocator uses the memory of what was freed again in the same forward pass."""
+    total = h = net.a(x)
+    for number in range(1, 9):
+        total = total + net.more[0](h, number)
+    return total
+
+
+def worst_error() -> float:
+    """Over several sizes, since it is up to the allocator which addresses it uses again."""
+    return max(error_of(Net(many_of_one_size, Wave()), rows(num)) for num in (128, 512, 1024, 2048, 4096))
+
+
+def test_addresses_that_are_used_again() -> None:
+    assert_exact(Net(many_of_one_size, Wave()), rows(1024))
+    assert worst_error() < 0.03
+
+
+def test_a_cache_by_address_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The naive variant, so that the test above is known to be able to fail: the key is where the data lies."""
+    piece = waiting.Piece.__init__
+
+    def naive(self: waiting.Piece, tensor: Tensor) -> None:
+        piece(self, tensor)
+        self.key = (tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    monkeypatch.setattr(waiting.Piece, "__init__", naive)
+    assert worst_error() > 0.2
+
+
+def test_one_storage_waits_once() -> None:
+    """A sigmoid's output: saved by the sigmoid, by two linear layers, by a product, and as a view by another."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = torch.sigmoid(net.a(x))
+        return net.a(h) + net.b(h) + h * net.a.weight.sum() + net.b(h.view(2, 64, 64)).view(128, 64)
+
+    net = Net(forward)
+    session = apply(activations(INT8), net)
+    kept = net(rows())
+    assert session.stored_bytes == EIGHT
+    assert kept.grad_fn is not None
+
+
+VIEWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {  # what is done with net.a(x), which is (128, 64); bytes that wait
+    "chunks": (lambda net, h: torch.cat([p * q for p, q in zip(h.chunk(2, 1), h.flip(0).chunk(2, 1), strict=True)], 1), 2 * EIGHT),
+    "slice of a half": (lambda net, h: h[:, :32].sin(), EIGHT),
+    "strided slice": (lambda net, h: h[::2, ::2].repeat(2, 2).sin() + h[::3].sin().sum(), EIGHT),
+    "expanded": (lambda net, h: h[:, :1].expand(128, 64) * h, EIGHT),
+    "transposed": (lambda net, h: h.T.sin().T.cos(), 2 * EIGHT),
+    "as_strided": (lambda net, h: h.as_strided((64, 100), (64, 1), 5).sin(), EIGHT),
+    "unfold": (lambda net, h: h.unfold(1, 8, 4).sin(), EIGHT),
+    "unbind": (lambda net, h: torch.stack([t.sin() for t in h.view(2, 64, 64).unbind(0)]), EIGHT),
+    "small slice of a large one": (lambda net, h: h.repeat(10, 1)[128:256].sin(), EIGHT),
+    "small transposed slice": (lambda net, h: h.repeat(10, 1)[128:256].T.sin(), EIGHT),
+    "small strided slice": (lambda net, h: h.repeat(10, 1)[::10, 1::1].repeat(1, 2)[:, :64].sin(), EIGHT * 63 // 32),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_wait_with_their_base_and_come_back_in_place(name: str) -> None:
+    use, _ = VIEWS[name]
+    net = Net(lambda net, x: use(net, net.a(x)))
+    assert_exact(net, rows())
+    assert error_of(net, rows()) < 0.02
+
+
+@pytest.mark.parametrize("name", [name for name in VIEWS if name != "small strided slice"])
+def test_bytes_of_views(name: str) -> None:
+    use, expected = VIEWS[name]
+    net = Net(lambda net, x: use(net, net.a(x)))
+    session = apply(activations(INT8), net)
+    kept = net(rows())
+    assert session.stored_bytes == expected
+    assert kept.grad_fn is not None
+
+
+def test_three_heads_of_one_projection_are_one_unit() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        query, key, value = net.more[0](x).view(2, 64, 3, 1, 64).permute(2, 0, 3, 1, 4)
+        return functional.scaled_dot_product_attention(query, key, value).sum(1)
+
+    net = Net(forward, nn.Linear(64, 192))
+    session = apply(activations(INT8), net)
+    kept = net(rows())
+    assert session.stored_bytes == 3 * EIGHT + EIGHT  # all three in one; the output
+    assert kept.grad_fn is not None
+
+
+@pytest.mark.parametrize("format", [INT8, INT4])
+def test_channels_last(format: str) -> None:
+    torch.manual_seed(0)
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3),
+        nn.GELU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 4, 1),
+    )
+    net = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    x = pictures().to(memory_format=torch.channels_last)
+    assert_exact(net, x)
+    contiguous = error_of(nn.Sequential(*layers).to(memory_format=torch.contiguous_format), pictures(), format=format)
+    assert error_of(net, x, format=format) < 1.5 * contiguous
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda h: h,
+    ".to(channels_last)": lambda h: h.to(memory_format=torch.channels_last),
+    ".contiguous(channels_last)": lambda h: h.contiguous(memory_format=torch.channels_last),
+    ".to(contiguous)": lambda h: h.to(memory_format=torch.contiguous_format),
+    "turned and copied": lambda h: h.transpose(2, 3).to(memory_format=torch.contiguous_format, copy=True),
+    "turned": lambda h: h.transpose(2, 3),
+    "cast": lambda h: h.bfloat16().float(),
+    "channels last in front": lambda h: h.to(memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(h.shape),
+}
+BEFORE: dict[str, nn.Module] = {
+    "gelu": nn.GELU(),
+    "gelu tanh": nn.GELU("tanh"),
+    "silu": nn.SiLU(),
+    "silu in place": nn.SiLU(inplace=True),
+    "layer norm": nn.LayerNorm([16, 16]),
+    "norm and relu": nn.Sequential(nn.BatchNorm2d(8), nn.ReLU()),
+    "norm and relu in place": nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
+    "norm without parameters": nn.Sequential(nn.BatchNorm2d(8, affine=False), nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("first", [torch.contiguous_format, torch.channels_last])
+def test_what_is_computed_again_lies_as_it_lay(before: str, first: torch.memory_format) -> None:
+    """A convolution after a norm or an activation: its input need not wait, but must come back with each value in its place."""
+    for name, layout in LAYOUTS.items():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), BEFORE[before], Then(layout), nn.Conv2d(8, 8, 3)).to(memory_format=first)
+        x = pictures(side=16).to(memory_format=first)
+        assert error_of(net, x) < 0.03, name
+
+
+class Then(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_norm_and_relu_are_computed_again() -> None:
+    """Of convolution, norm, ReLU, convolution the norm's input waits, and a bit for each sign."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3))
+    session = apply(activations(INT8), net)
+    kept = net(pictures(side=16))
+    assert session.stored_bytes == EIGHT + 8192 // 8
+    assert kept.grad_fn is not None
+
+
+def live_bytes() -> int:
+    """Of every storage that a tensor in this process refers to."""
+    found = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)
+    }
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("num_steps", [10_000, 300])
+def test_ten_thousand_steps_at_constant_bytes(num_steps: int) -> None:
+    """Ten thousand of a net with one unit to pack, and a few hundred of one with all kinds."""
+    more = (nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.GELU()) if num_steps < 1000 else ()
+    net = nn.Sequential(nn.Linear(32, 32), *more, nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    x = rows(128, 32)
+    session = apply(activations(INT8), net)
+    seen: set[tuple[int, int, int]] = set()
+    sizes: set[int] = set()
+    for number in range(num_steps):
+        loss = net(x).square().mean()
+        sizes.add(session.stored_bytes)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+        if number % (num_steps // 3) == num_steps // 3 - 1:
+            gc.collect()
+            seen.add((live_bytes(), session.stored_bytes, len(session._activations._decided)))
+    assert len(seen) == 1
+    assert len(sizes) == 1
+    assert sizes.pop() > 0
+    assert session.forwards == num_steps
+
+
+def test_a_model_and_its_session_are_freed() -> None:
+    net = Net(lambda net, x: net.b(net.a(x)))
+    gone = weakref.ref(net)
+    session = apply(activations(INT8), net)
+    step(net, rows())
+    del net, session
+    gc.collect()
+    assert gone() is None

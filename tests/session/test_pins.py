@@ -1,0 +1,153 @@
+"""Slots that may not be rounded as far as a plan asks: attention, log-probabilities, what backward divides by, what nothing is known of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paredown import Plan, apply
+from paredown.plan import ops
+from tests.session.nets import INT4, INT8, Net, activations, both, error_of, relative_error, rows, step
+
+ATTENTION = ":scaled_dot_product_attention."
+
+
+def attention(net: Any, x: Tensor) -> Tensor:
+    """Heads of one projection, with logits of a spread of about 6: large, as late in training."""
+    query, key, value = net.more[0](x).view(4, 64, 3, 2, 32).permute(2, 0, 3, 1, 4)
+    return functional.scaled_dot_product_attention(2.5 * query, key, value).transpose(1, 2).reshape(256, 64)
+
+
+def large_projection() -> nn.Linear:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 192)
+    nn.init.normal_(linear.weight, std=0.2)
+    return linear
+
+
+def test_attention_with_large_logits_is_pinned() -> None:
+    plain, found, session = both(Net(attention, large_projection()), rows(256), plan=activations(INT4))
+    assert relative_error(found, plain) < 0.25
+    rows_of = {change.slot: change for change in session.changes}
+    for operand in ("query", "key"):
+        assert (rows_of[ATTENTION + operand].asked, rows_of[ATTENTION + operand].given) == (INT4, INT8)
+        assert "logsumexp" in rows_of[ATTENTION + operand].reason
+
+
+def test_without_the_pin_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Naive 4 bits: what q and k lose is exponentiated beside an exact logsumexp."""
+    net = Net(attention, large_projection())
+    pinned = error_of(net, rows(256), format=INT4)
+    unpinned = {name: replace(operand, pin=None) for name, operand in ops.ATTENTION.items()}
+    monkeypatch.setitem(ops.ROWS, "ScaledDotProductFlashAttentionForCpu", ops.Row("scaled_dot_product_attention", unpinned))
+    ops.row_of.cache_clear()
+    try:
+        assert error_of(net, rows(256), format=INT4) > 5 * pinned
+    finally:
+        ops.row_of.cache_clear()
+
+
+def test_what_is_computed_again_from_few_bits_does_not_pass_a_pin() -> None:
+    """A norm's output saved by a linear layer first, which may follow from 4 bits, then as query and key, which may not."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = functional.layer_norm(net.a(x), (64,))
+        value, heads = net.b(h), (2, 1, 64, 64)
+        return functional.scaled_dot_product_attention(h.view(heads), h.view(heads), value.view(heads)).view(128, 64)
+
+    _, _, session = both(Net(forward), rows(), plan=activations(INT4))
+    given = {change.slot: change.given for change in session.changes}
+    assert given[ATTENTION + "query"] == INT8
+    kept = session._model()(rows())  # type: ignore[misc]  # the norm's input and `value` in 4 bits, its output in 8
+    assert session.stored_bytes == 2 * (4096 + 256) + 8192 + 256
+    assert kept.grad_fn is not None
+
+
+def test_log_probabilities_are_left_alone() -> None:
+    net = Net(lambda net, x: functional.log_softmax(5 * net.a(x), -1) @ net.b.weight.detach())
+    plain, found, session = both(net, rows(), plan=activations(INT4))
+    assert torch.equal(found[0], plain[0])
+    (row,) = [change for change in session.changes if change.slot == ":log_softmax.output"]
+    assert (row.given, "log-probabilities" in row.reason) == ("as it is", True)
+
+
+WIDE = torch.logspace(-6, 1, 64)  # in one block: small ones would be rounded to 0
+DIVIDING: dict[str, Callable[[Tensor], Tensor]] = {
+    "div": lambda x: 1e-6 / x,
+    "log": torch.log,
+    "log1p": lambda x: torch.log1p(x - 1),
+    "sqrt": torch.sqrt,
+    "pow(0.5)": lambda x: x.pow(0.5),
+    "pow(-1)": lambda x: 1e-6 * x.pow(-1),
+    "pow(tensor)": lambda x: x ** torch.full((), 0.5),
+    "rsqrt": lambda x: 1e-3 * x.rsqrt(),
+    "reciprocal": lambda x: 1e-6 * x.reciprocal(),
+    "atan2": lambda x: torch.atan2(x, x.flip(0)),
+    "prod": lambda x: (100 * x).view(-1, 2).prod(1),
+    "logit": lambda x: torch.logit(0.01 * x),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDING)
+def test_what_backward_divides_by_is_exact(name: str) -> None:
+    """sigmoid(x) * wide lies above 0; rounded, it would not. A sigmoid itself may be rounded to 8 bits."""
+    net = Net(lambda net, x: DIVIDING[name](torch.sigmoid(net.a(x)) * WIDE))
+    plain, found, session = both(net, rows(), plan=activations(INT4))
+    assert all(g.isfinite().all() for g in found)
+    assert relative_error(found, plain) < 0.05
+    assert any("backward divides" in row.reason or "scales others" in row.reason for row in session.changes)
+
+
+def test_powers_that_do_not_divide_may_be_rounded() -> None:
+    net = Net(lambda net, x: net.a(x).pow(3))
+    session = apply(activations(INT4), net)
+    kept = net(rows())
+    assert session.stored_bytes == 4096 + 256
+    assert kept.grad_fn is not None
+
+
+class Squared(torch.autograd.Function):
+    """x^2, with x saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x > 0)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        x, is_positive = ctx.saved_tensors
+        assert torch.equal(is_positive, (x > 0) | (is_positive & (x == 0)))  # the booleans are exact
+        return 2 * x * grad
+
+
+def test_custom_functions_are_held_at_seven_bits() -> None:
+    net = Net(lambda net, x: Squared.apply(net.a(x)))
+    plain, found, session = both(net, rows(), plan=activations(INT4))
+    assert 0 < relative_error(found, plain) < 0.01
+    (row,) = [change for change in session.changes if change.slot.startswith(":Squared")]
+    assert (row.slot, row.given) == (":Squared.saved1", INT8)
+    kept = net(rows())
+    apply(activations(INT4), other := Net(lambda net, x: Squared.apply(net.a(x)))).close()
+    assert step(other, rows())
+    assert kept.grad_fn is not None
+
+
+def test_float64_stays() -> None:
+    net = Net(lambda net, x: net.b(net.a(x))).double()
+    plain, found, session = both(net, rows().double(), plan=activations(INT8))
+    assert torch.equal(found[2], plain[2])
+    assert any("float64" in row.reason for row in session.changes)
+
+
+def test_a_format_that_saves_nothing_is_not_given() -> None:
+    net = Net(lambda net, x: net.b(net.a(x)))
+    plain, found, session = both(net, rows(), plan=Plan.uniform(activation="fp32"))
+    assert torch.equal(found[2], plain[2])
+    assert any("instead of" in row.reason for row in session.changes)
