@@ -1,0 +1,179 @@
+"""What the benchmarks of training loops share: jobs, the ways to run them, one step, and a file of results that grows row by row."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import RESULTS, machine
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import paredown as pare
+
+PACKAGES = ("torch", "triton", "numpy", "torchvision", "transformers")
+GIB = 2**30
+
+Batch = tuple[Tensor, Tensor] | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a loop: as written, checkpointed, or with activations in a format."""
+
+    name: str
+    activation: str | None = None
+    checkpointing: bool = False
+
+    @property
+    def rounding(self) -> str | None:
+        """Stochastic under 8 bits."""
+        if self.activation is None:
+            return None
+        return "stochastic" if pare.Format.parse(self.activation).element.width < 8 else "nearest_even"
+
+    @property
+    def kind(self) -> str | None:
+        """Whether a block has a minimum beside its scale."""
+        return None if self.activation is None else "affine" if "+" in self.activation else "symmetric"
+
+    def plan(self) -> pare.Plan:
+        """The plan that this way applies."""
+        return pare.Plan.uniform(activation=self.activation, rounding=self.rounding) if self.activation else pare.Plan.uniform()
+
+
+AS_WRITTEN = Way("as written")
+
+
+def chosen(ways: Sequence[Way], texts: Sequence[str]) -> list[Way]:
+    """The ways whose names contain one of `texts`; as written is always among them."""
+    return [way for way in ways if way is AS_WRITTEN or any(text in way.name for text in texts)]
+
+
+def failure(error: Exception) -> str:
+    """An error as the text of a row."""
+    return f"{type(error).__name__}: {error}"[:600]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training loop. A batch that is a mapping holds keywords, and the model then answers its own loss."""
+
+    name: str
+    size: int  # examples in a batch
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, str], Batch]
+    optimizer: str  # "sgdm" or "adamw"
+    channels_last: bool = False
+    has_checkpointing: bool = False
+
+
+def pictures(size: int, device: str, *, side: int = 224, num_classes: int = 1000, channels_last: bool = False) -> Batch:
+    """Noise and labels."""
+    x = torch.randn(size, 3, side, side, device=device)
+    return x.to(memory_format=torch.channels_last) if channels_last else x, torch.randint(num_classes, (size,), device=device)
+
+
+def build(job: Job, device: str, *, checkpointing: bool = False) -> nn.Module:
+    """The job's model on `device`, made there."""
+    with torch.device(device):
+        model = job.build().train()
+    if job.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's own, fused."""
+    if name == "sgdm":
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """The loss, and the output that a loop holds until its step ends; of a model that answers its own loss, the loss alone."""
+    if isinstance(batch, Mapping):
+        return model(**batch).loss, None
+    output = model(batch[0])
+    return cross_entropy(output, batch[1]), output
+
+
+def make_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, device: str) -> Callable[[], Tensor]:
+    """One training step as a call that returns the loss."""
+
+    def step() -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            loss, _output = forward(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+@contextmanager
+def applied(way: Way, model: nn.Module, seed: int = 0) -> Iterator[Any]:
+    """The session of a way that has a plan, else None."""
+    if way.activation is None:
+        yield None
+        return
+    session = pare.apply(way.plan(), model, seed=seed)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def release(device: str) -> None:
+    """Give back what the last case left."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """A run in a file of results, printed as it goes: rewritten after each row, so that what comes later cannot lose it."""
+
+    def __init__(self, file: str, device: str, options: argparse.Namespace) -> None:
+        folder = options.out or RESULTS
+        self.path = folder / file if options.out or not options.quick else None
+        self.rows: list[dict[str, Any]] = []
+        self.runs = json.loads(self.path.read_text()) if self.path and self.path.exists() else []
+        self.runs.append({**machine(device, PACKAGES, options.commit), "rows": self.rows})
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, row: Any) -> None:
+        """Write one more row, a dataclass."""
+        self.rows.append(asdict(row))
+        if self.path:
+            self.path.write_text(json.dumps(self.runs, indent=1) + "\n")
+
+
+def gib(count: int | None) -> str:
+    """Bytes for a table."""
+    return "      -" if count is None else f"{count / GIB:7.3f}"
+
+
+def common_options(doc: str | None) -> argparse.ArgumentParser:
+    """The options that benchmarks of training loops share."""
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual machines name AMX and then refuse it
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", help="only these")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--out", type=Path, help="folder of the JSON file: benchmarks/results, or with --quick none")
+    return parser
