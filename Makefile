@@ -1,16 +1,20 @@
-# make demo    what formats do to a real tensor: a table, and demo/formats.svg
-# make test    set up .venv and run every check; this is all of CI
-# make check   the checks alone
-# make clean   remove what the other targets made
+# make demo     a training step as written and in 8, 4 and 2 bits: what it keeps, and what that costs
+# make formats  what formats do to a real tensor: a table, and demo/formats.svg
+# make test     set up .venv and run every check; this is all of CI
+# make check    the checks alone
+# make clean    remove what the other targets made
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test check setup clean
+.PHONY: demo formats test check setup clean
 
 demo: $(READY)
+	$(BIN)/python examples/activations.py
+
+formats: $(READY)
 	$(BIN)/python examples/formats.py
 
 test: $(READY)

@@ -1,4 +1,4 @@
-"""What number formats do to a real tensor: `make demo` runs this.
+"""What number formats do to a real tensor: `make formats` runs this.
 
 A small network learns handwritten digits; the gradient of its first layer is then stored in a dozen formats. The table says what
 each one costs and loses, and demo/formats.svg draws it. Errors are |stored - exact| / |exact| over the whole tensor.

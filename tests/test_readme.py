@@ -1,4 +1,4 @@
-"""The README's Python runs, in order and in one namespace, and prints what the README says."""
+"""The Python of the README and of docs/formats.md runs, in order and in one namespace each, and prints what the text says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -33,9 +34,10 @@ def failures(text: str) -> str:
     return "".join(report)
 
 
-def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["README.md", "docs/formats.md"])
+def test_what_is_written_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples write files
-    text = README.read_text()
+    text = (ROOT / name).read_text(encoding="utf-8")
     assert len(python_blocks(text)) >= 3
     assert not failures(text)
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from time import perf_counter
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from paredown.errors import BudgetError
+from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
 from paredown.models import MODELS
 from paredown.models.tokens import token_loss
 from paredown.models.transformer import GPT
+from paredown.plan.assignment import Assignment
 from paredown.plan.footprint import DEVICES, Footprint, footprint
+from paredown.plan.given import given
+from paredown.plan.ops import Use
 from paredown.plan.plan import Plan
 from paredown.plan.replay import choices
 from paredown.plan.trace import trace_step
@@ -53,18 +54,18 @@ def test_activations_by_role_are_those_of_a_real_step(name: str) -> None:
     assert footprint(traced(name)).by_role[Role.ACTIVATION] == pytest.approx(saved_bytes(*step_of(name)), rel=0.03)
 
 
-def test_a_large_model_takes_seconds() -> None:
+def test_a_large_model_by_hand() -> None:
     with torch.device("meta"):
         model, ids = GPT(), torch.zeros(16, 1024, dtype=torch.int64)
-    began = perf_counter()
     found = trace_step(model, (ids, ids), loss=token_loss, optimizer="adamw", device="cuda", autocast=torch.bfloat16)
     foot = footprint(found, Plan.preset("activations8"))
-    assert perf_counter() - began < 10
     assert foot.peak_bytes < 0.8 * foot.as_written.peak_bytes  # the loss, outside of the model, is most of the rest
     # By hand, for each layer and token: two norms' inputs in float32, and in 16 bits what the products, the attention and GELU save.
     tokens, dim = 16 * 1024, 768
     layer = tokens * (2 * 4 * dim + 2 * (dim + 3 * dim + dim + dim + 4 * dim + 4 * dim) + 4 * 12 + 4 * 4)
-    ends = tokens * (4 * dim + 2 * 4 + 2 * dim + 4 * 50257 + 8)  # last norm, head, log-probabilities, positions aside
+    ends = tokens * (
+        4 * dim + 2 * 4 + 2 * dim + (2 + 4) * 50257 + 8
+    )  # last norm, head, log-probabilities and their cast, positions aside
     assert foot.as_written.by_role[Role.ACTIVATION] == pytest.approx(12 * layer + ends, rel=0.001)
 
 
@@ -113,7 +114,7 @@ def test_other_roles_take_their_formats_in_logical_order() -> None:
     for role, text in ((Role.WEIGHT, "int8/64@e8m0"), (Role.GRADIENT, INT8), (Role.MOMENT1, INT8), (Role.MOMENT2, "uint8/64@bf16")):
         assert foot.by_role[role] == 3 * Format.parse(text).nbytes((WIDE, WIDE))
     assert foot.peak_bytes < footprint(MLP).peak_bytes
-    assert any("paredown.optim" in note for note in foot.notes)
+    assert any("not part of this version" in note for note in foot.notes)
 
 
 def test_a_plan_without_rules_is_the_step_as_written() -> None:
@@ -205,3 +206,27 @@ def test_tensors_held_beside_autograd_are_not_packed_twice() -> None:
     held = next(slot for slot in found.activations if slot.name == "one:addmm.held")
     assert "something other than autograd" in held.stays and not hasattr(model, "seen")
     assert footprint(found).by_role[Role.ACTIVATION] == 3 * 2 * WIDE * 4
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_anything_runs() -> None:
+    with pytest.raises(PlanError, match=r"pattern 'twoo\*' matches no slot"):
+        footprint(MLP, Plan().set("twoo*", INT8))
+
+
+def test_a_name_that_is_not_there_is_a_note() -> None:
+    foot = footprint(MLP, Plan().set("two:input", INT8).set("nine:input", INT8))
+    assert any("nine:input" in note for note in foot.notes)
+
+
+def test_the_arguments_the_wrong_way_round_get_a_sentence() -> None:
+    with pytest.raises(PlanError, match="in this order"):
+        footprint(Plan(), MLP)  # type: ignore[arg-type]
+
+
+def test_integers_without_a_block_stay_as_they_are_and_say_why() -> None:
+    format, reason = given(Assignment.parse("int4"), use=Use.VALUE, pin=None, dtype="float32", numel=1 << 20)
+    assert format is None
+    assert "holds -7 to 7 as they are" in reason and "write int4/64@bf16" in reason

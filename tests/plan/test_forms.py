@@ -205,13 +205,15 @@ def test_a_weight_is_cast_once_a_step_and_its_cast_is_no_activation() -> None:
     assert bias.death < trace.backward_at <= casts[0].death  # the cast of the bias goes with autocast
 
 
-def test_cross_entropy_of_16_bits_makes_float32_in_one_go() -> None:
+def test_cross_entropy_of_16_bits_casts_between_its_two_operations() -> None:
+    """As measured on a GPU: log-probabilities in 16 bits, and their cast, of which nll_loss asks the shape."""
     model = nn.Linear(64, 1000)
     batch = (torch.ones(32, 64), torch.zeros(32, dtype=torch.int64))
     trace = trace_step(model, batch, loss=F.cross_entropy, device="cuda", autocast=BF16)
     large = [(made.op, made.dtype) for made in trace.outputs if made.shape == (32, 1000) and made.phase == "loss"]
-    assert large == [("empty_like", "float32")]
-    assert trace.slot("loss:log_softmax.output").dtype == "float32"
+    assert large == [("_log_softmax", "bfloat16"), ("_to_copy", "float32")]
+    assert trace.slot("loss:log_softmax.output").dtype == "bfloat16"
+    assert trace.slot("loss:nll_loss.input").dtype == "float32"
 
 
 # --- devices -------------------------------------------------------------------------------------------------------------------

@@ -231,7 +231,8 @@ def _cross_entropy(input: Tensor, target: Tensor, weight: Any = None, reduction:
     smoothing = named.get("label_smoothing", 0.0) or sum(rest[1:])
     if not (torch.is_autocast_enabled("cuda") and input.dtype in HALVES) or target.is_floating_point() or smoothing:
         return NotImplemented
-    logs = device_ops.Softmax.apply(input, "LogSoftmax")
+    # log_softmax is told the input's dtype, which autocast leaves alone; nll_loss then casts what comes out of it
+    logs = torch.ops.aten._log_softmax(input, 1 if input.dim() > 1 else 0, False).float()
     return torch._C._nn.nll_loss_nd(logs, target, weight, reduction, *rest[:1], **named)
 
 

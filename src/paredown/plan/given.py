@@ -33,6 +33,9 @@ def given(assignment: Assignment, *, use: Use, pin: Pin | None, dtype: str, nume
         return None, ""
     if dtype not in ITEM_BYTES:
         return None, f"it is {dtype}, which formats do not hold"
+    if asked.block is None and asked.element.nan_code is None:
+        ends = f"{asked.element.min_value:g} to {asked.element.max_value:g}"
+        return None, f"{asked} without a block holds {ends} as they are, and nothing else: write {asked}/64@bf16"
     format, reason = asked, ""
     if pin is not None and significant_bits(asked.element) < pin.significant_bits:
         format, reason = PINNED, f"pinned at {pin.significant_bits} significant bits or more: {pin.reason}"

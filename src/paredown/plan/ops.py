@@ -44,7 +44,7 @@ class Pin:
     reason: str
 
 
-EXPONENT = Pin(7, "backward takes exp(q k - logsumexp) with the exact logsumexp, so what q and k lose is exponentiated")
+EXPONENT = Pin(7, "backward exponentiates its errors")
 UNKNOWN = Pin(7, "nothing is known of how backward uses it")
 COMPUTED_WEIGHT = Pin(7, "it stands where a weight stands")
 NONLINEAR = Pin(7, "backward uses it other than linearly")
@@ -199,6 +199,7 @@ ROWS: dict[str, Row] = {
         Row("scaled_dot_product_attention", ATTENTION),
     ),
     "Pow": Row("pow", {"self": _divides("input", exact_if=_has_low_exponent)}),
+    "SafeSoftmax": Row("softmax", {"result": Operand("output", pin=NONLINEAR)}),
     "Softmax": Row("softmax", {"result": Operand("output", pin=NONLINEAR)}),
     "LogSoftmax": Row("log_softmax", {"result": LOG_PROBABILITY}),
     "Logsumexp": Row("logsumexp", {"self": _exact("input", "it stands in an exponent"), "result": _exact("output", STATISTIC)}),

@@ -232,6 +232,10 @@ class Step:
         except Exception as error:
             if "tensor subclasses" in str(error):  # what .numpy() says
                 raise TraceError(f"{phase} of {self._place()} takes a tensor out of torch (.numpy()). {ADVICE}") from error
+            if isinstance(error, TypeError) and "positional argument" in str(error):
+                error.add_note(
+                    "paredown: if the last part of the batch is the target, give the loss that takes it: trace_step(..., loss=...)."
+                )
             error.add_note(f"paredown: in the traced {phase} of {self._place()}, last operation {self.timeline.last_op!r}.")
             raise
 

@@ -114,7 +114,8 @@ class Session:
     def __repr__(self) -> str:
         model = self._model()
         what = type(model).__name__ if model is not None else "a model that is gone"
-        state = f"{self.forwards} forward passes, {self.stored_bytes:,} bytes waiting" if self._is_open else "closed"
+        passes = "1 forward pass" if self.forwards == 1 else f"{self.forwards} forward passes"
+        state = f"{passes}, {self.stored_bytes:,} bytes waiting" if self._is_open else "closed"
         return f"Session({what}, {state})"
 
     # --- inside -----------------------------------------------------------------------------------------------------------
