@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from paredown.plan.graph import SAVES_NOTHING, Call, Pass, Saved, attributes, describe, new_nodes, next_number, saved_of, tensors_in
-from paredown.plan.ops import row_of
+from paredown.plan.ops import Operand, row_of
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +40,7 @@ class Step:
     raw: str
     tensor: str
     saved: Saved
+    operand: Operand | None  # where what backward needs depends on the node
 
 
 @dataclass(eq=False, slots=True)
@@ -145,6 +146,8 @@ class Watch:
         if len(calls) > 1:
             call = calls[-1]
             memory = self._memories.get(call.path)
+            if memory is not None and call.first - calls[0].first - len(now.seen) != now.unreached:
+                self._report(now, args, before=call.first)  # what the parents made before this call
             if memory is None or not self._repeat(now, call, memory, output):
                 self._report(now, output)
             calls.pop()
@@ -154,10 +157,10 @@ class Watch:
 
     # --- the graph ------------------------------------------------------------------------------------------------------
 
-    def _report(self, now: Pass, values: Any) -> None:
-        """Report what is new behind `values`, each node under the innermost running call that made it."""
+    def _report(self, now: Pass, values: Any, before: int | None = None) -> None:
+        """Report what is new behind `values`, each node under the innermost running call that made it; all were made `before` a number."""
         nodes = new_nodes(values, now)
-        now.unreached = next_number() - now.calls[0].first - len(now.seen)
+        now.unreached = (next_number() if before is None else before) - now.calls[0].first - len(now.seen)
         if not nodes:
             return
         innermost, reported = now.calls[-1], list[tuple[int, Saved]]()
@@ -165,11 +168,11 @@ class Watch:
         torch._C._set_grad_enabled(False)
         try:
             for number, node in nodes:
-                call = next(call for call in reversed(now.calls) if call.first <= number)
+                call = innermost if innermost.first <= number else next(c for c in reversed(now.calls) if c.first <= number)
                 reported += [(number, saved) for saved in self._report_node(node, now, call)]
         finally:
             torch._C._set_grad_enabled(is_enabled)
-        if self._min_numel and innermost.path.partition("@")[0] in self._leaves and isinstance(values, Tensor):
+        if before is None and self._min_numel and innermost.path.partition("@")[0] in self._leaves and isinstance(values, Tensor):
             self._remember(innermost, nodes, reported, values)
 
     def _report_node(self, node: Any, now: Pass, call: Call) -> Iterator[Saved]:
@@ -204,8 +207,10 @@ class Watch:
         for number, saved in saved_here:
             if saved.kind == "activation" and number in hops:
                 template = replace(saved, node=None, raw=None, tensor=None)
-                attribute = saved.attribute
-                steps.append(Step(hops[number], made[number].name(), f"_raw_saved_{attribute}", f"_saved_{attribute}", template))
+                attribute, name = saved.attribute, made[number].name()
+                operand = row_of(name).operands.get(attribute)
+                changes = operand if operand is not None and operand.exact_if is not None else None
+                steps.append(Step(hops[number], name, f"_raw_saved_{attribute}", f"_saved_{attribute}", template, changes))
         self._memories[call.path] = Memory(
             len(made), output.grad_fn.name() if output.grad_fn else "", output.size(), output.dtype, steps
         )
@@ -235,10 +240,8 @@ class Watch:
 
 
 def _is_like_the_last(node: Any, saved: Saved) -> bool:
-    """Whether what backward needs of a saved tensor is known from the kind of its node: no bound, no exponent, no place in a list."""
-    operand = row_of(node.name()).operands.get(saved.attribute)
-    from_node = saved.bound is not None or (operand is not None and operand.exact_if is not None)
-    return saved.kind != "hooked" and not from_node and hasattr(node, f"_raw_saved_{saved.attribute}")
+    """Whether a saved tensor can be found again by what is known of its node: it has no bound and no place in a list."""
+    return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
 
 
 def _hops(start: Any, made: Mapping[int, Any]) -> dict[int, tuple[int, ...]]:
@@ -269,7 +272,7 @@ def _found(last: Any, steps: list[Step]) -> list[tuple[Saved, Any, Any, Tensor]]
         if step.hops and node.name() != step.node_name:
             return None
         raw = getattr(node, step.raw)
-        if raw.unpack_hook is not None:
+        if raw.unpack_hook is not None or (step.operand is not None and step.operand.at(node).use is not step.saved.use):
             return None
         try:
             tensor = getattr(node, step.tensor)

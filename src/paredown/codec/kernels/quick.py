@@ -33,6 +33,12 @@ class Launch:
 
     def __call__(self, pointers: tuple[Tensor | None, ...], scalars: tuple[int | float, ...] = ()) -> None:
         global _is_quick
+        assert pointers[0] is not None and pointers[1] is not None
+        index = pointers[0].get_device()
+        if index >= 0 and index != torch.cuda.current_device():  # a model that lies on several GPUs
+            with torch.cuda.device(index):
+                self(pointers, scalars)
+            return
         address = 0
         for pointer in pointers:
             if pointer is not None:
@@ -40,8 +46,7 @@ class Launch:
         if address & 15 or not _is_quick or _has_hooks() or any(s >= BIG for s in scalars):
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
             return
-        device = torch.cuda.current_device()
-        key = (device, pointers[0].dtype, pointers[1].dtype)  # type: ignore[union-attr]
+        key = (index, pointers[0].dtype, pointers[1].dtype)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
@@ -49,7 +54,7 @@ class Launch:
             names = self.kernel.arg_names[len(pointers) + len(self.fixed) + len(scalars) :]
             self._rest = tuple(self.constants[name] for name in names)
             return
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(index)
         try:
             compiled.run(
                 self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
