@@ -266,12 +266,14 @@ def largest(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def fits_in_limit(job: Job, way: Way, size: int) -> bool:
-    """Whether a few steps pass; errors that are not about memory are raised."""
+    """Whether a few steps pass, and the allocator never had to give memory back and ask again, which takes long; other errors are raised."""
+    before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     row = attempt(replace(job, size=size), way, "cuda", 2)
     if row.error and not any(text.lower() in row.error.lower() for text in OUT_OF_MEMORY):
         raise RuntimeError(row.error)
-    print(f"  {job.name} {way.name}: {size} {'does not fit' if row.error else 'fits'}", flush=True)
-    return row.error is None
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) - before
+    print(f"  {job.name} {way.name}: {size} {'does not fit' if row.error else f'fits, {retries} retries'}", flush=True)
+    return row.error is None and retries == 0
 
 
 def guessed_size(job: Job, way: Way) -> int:

@@ -29,6 +29,15 @@ def test_the_kernel_gives_the_bits_of_encode(text: str, dtype: torch.dtype, roun
         assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("text", FORMATS)
+def test_the_kernel_decodes_as_decode_does(text: str, dtype: torch.dtype) -> None:
+    packed = encode(torch.randn(2500, generator=torch.Generator().manual_seed(3)).to(dtype), text)
+    there = packed.to("cuda") if torch.cuda.is_available() else packed
+    out = torch.empty(2500, dtype=dtype, device=there.device)
+    assert torch.equal(flat.decode_flat(there.parts, packed.format, out).cpu(), packed.decode())
+
+
 @pytest.mark.parametrize("text", [*FORMATS, "bf16", "e4m3fn", "e2m1fn/16@e4m3fn"])
 def test_encode_flat_is_encode(text: str) -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(2))

@@ -91,6 +91,10 @@ class PackedTensor:
         """The values, in the dtype and memory order that were encoded (or in `dtype`)."""
         if dtype is not None and dtype not in DTYPES:
             raise CodecError(f"decode gives float32, bfloat16 or float16, not {dtype}.")
+        kernels = backend.find_kernels() if self.order == FLAT and self.codes.is_cuda else None
+        if kernels is not None and kernels.covers_recompute(self.format):  # many of them in a step
+            out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.codes.device)
+            return kernels.decode_flat(self.parts, self.format, out)
         out = torch.empty([self.shape[d] for d in self.order], dtype=dtype or self.dtype, device=self.device)
         encoding = Encoding(self.format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
         backend.decode_rows(self.parts, encoding, out.view(self.format.rows_and_cols(out.shape)))

@@ -1,6 +1,6 @@
 """The codec as Triton kernels: the same bits as `reference.py`. Importing this needs Triton; `backend.py` decides whether to."""
 
-from paredown.codec.kernels.flat import covers_recompute, encode_flat, pack_mask, recompute, unpack_mask
+from paredown.codec.kernels.flat import covers_recompute, decode_flat, encode_flat, pack_mask, recompute, unpack_mask
 from paredown.codec.kernels.launch import (
     covers,
     decode_rows,
@@ -14,6 +14,7 @@ from paredown.codec.kernels.launch import (
 __all__ = [
     "covers",
     "covers_recompute",
+    "decode_flat",
     "decode_rows",
     "device_spec",
     "encode_flat",

@@ -19,6 +19,7 @@ from paredown.codec.kernels.launch import (
     bf16_as_integers,
     block_constants,
     covers,
+    decodes,
     element_constants,
     encodes,
     random_of,
@@ -72,6 +73,16 @@ def encode_flat(x: Tensor, how: Any, seed: Seed) -> Parts:
     for launch in flat.launches:
         launch(pointers, random.scalars)
     return Parts(codes, scales, minimums)
+
+
+def decode_flat(parts: Parts, format: Format, out: Tensor) -> Tensor:
+    """The values of a flat packed tensor into flat `out`; the format has blocks, and no scale of the tensor."""
+    assert parts.codes is not None and parts.scales is not None
+    scales = parts.scales.view(AS_INTEGERS[parts.scales.dtype])
+    minimums = scales if parts.minimums is None else parts.minimums.view(AS_INTEGERS[parts.minimums.dtype])
+    for launch in decodes(1, out.numel(), format):
+        launch((parts.codes, out, scales, minimums, out, out))
+    return out
 
 
 @lru_cache(maxsize=4096)

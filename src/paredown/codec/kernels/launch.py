@@ -63,7 +63,7 @@ def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
     """The values of packed rows into `out` (rows, cols)."""
     element = encoding.format.element
     pointers = (parts.codes, out, *shared_of(parts, out), _table(element, Rounding.NEAREST_EVEN, out.device))
-    for launch in _decodes(*out.shape, encoding.format):
+    for launch in decodes(*out.shape, encoding.format):
         launch(pointers)
     return out
 
@@ -136,7 +136,7 @@ def encodes(rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: 
 
 
 @lru_cache(maxsize=4096)
-def _decodes(rows: int, cols: int, format: Format) -> list[quick.Launch]:
+def decodes(rows: int, cols: int, format: Format) -> list[quick.Launch]:
     """Launches for (rows, cols)."""
     constants = {"ELEMENT": element_constants(format.element, Overflow.SATURATE), **block_constants(format)}
     tiles = _tiles(rows, cols, format, "decode")
