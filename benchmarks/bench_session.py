@@ -266,7 +266,7 @@ def largest(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def fits_in_limit(job: Job, way: Way, size: int) -> bool:
-    """Whether a few steps pass, and the allocator never had to give memory back and ask again, which takes long; other errors are raised."""
+    """Whether a few steps pass, and the allocator never gave memory back to ask again, which takes long; other errors are raised."""
     before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     row = attempt(replace(job, size=size), way, "cuda", 2)
     if row.error and not any(text.lower() in row.error.lower() for text in OUT_OF_MEMORY):
