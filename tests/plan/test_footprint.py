@@ -104,7 +104,7 @@ def test_packed_bytes_by_hand() -> None:
     sigmoid = Format.parse(INT8).nbytes((HIDDEN,))  # its output is pinned
     assert roles[Role.ACTIVATION] == nbytes((HIDDEN,)) + HIDDEN // 8 + sigmoid + HIDDEN * 4  # values and signs; sigmoid; output
     chosen = choices(MLP, Plan.uniform(activation=INT4))
-    assert str(chosen[":Sigmoid.result"].format) == INT8 and "pinned" in chosen[":Sigmoid.result"].reason
+    assert str(chosen[":sigmoid.output"].format) == INT8 and "pinned" in chosen[":sigmoid.output"].reason
     assert str(chosen["two:input"].format) == INT4
 
 

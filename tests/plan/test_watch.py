@@ -88,14 +88,14 @@ def test_names() -> None:
     found = watched(Named(), torch.randn(2, 3, 8, 8))
     names = [s.name for s in found if s.kind == "activation" and s.use is not Use.EXACT and s.tensor is not None and s.tensor.dim()]
     assert names == [
-        *("relu:output", ":Exp.result", ":mul.other", ":mul.input", "norm:input", "relu@2:output"),
+        *("relu:output", ":exp.output", ":mul.other", ":mul.input", "norm:input", "relu@2:output"),
         *(
-            ":Tanh.result",
+            ":tanh.output",
             ":mul#2.other",
             ":mul#2.input",
             ":gelu.input",
             "inner.0:input",
-            "inner.1:result",
+            "inner.1:output",
             ":mul#4.other",
             ":mul#4.input",
         ),
@@ -123,7 +123,7 @@ def test_a_second_forward_pass_does_not_report_the_first() -> None:
     watch = Watch(model, found.append)
     watch.attach()
     model(model(torch.randn(2, 4)))
-    assert [saved.name for saved in found if saved.kind != "weight"] == ["0:input", "1:result", "0:input", "1:result"]
+    assert [saved.name for saved in found if saved.kind != "weight"] == ["0:input", "1:output", "0:input", "1:output"]
 
 
 def test_grad_mode_is_what_it_was() -> None:

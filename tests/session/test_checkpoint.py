@@ -71,7 +71,7 @@ def kept_bytes(y: Tensor) -> int:
 def test_inside_the_model(reentrant: bool) -> None:
     net = Net(inside(reentrant), Counted())
     plain, _, held, calls = run(net, None)
-    exact = run(net, Plan.uniform())
+    exact = run(net, Plan.uniform(activation="fp32"))
     assert_same(exact[0], plain)
     assert exact[3] == calls == 2
     found, waiting, still_held, calls = run(net, activations(INT8))
@@ -93,7 +93,7 @@ def test_without_checkpointing_the_part_waits() -> None:
 def test_around_the_model(reentrant: bool) -> None:
     net = Net(lambda net, x: net.b(net.more[0](net.a(x))), Counted())
     plain = run(net, None, around=True, reentrant=reentrant)
-    exact = run(net, Plan.uniform(), around=True, reentrant=reentrant)
+    exact = run(net, Plan.uniform(activation="fp32"), around=True, reentrant=reentrant)
     assert_same(exact[0], plain[0])
     found = run(net, activations(INT8), around=True, reentrant=reentrant)
     assert relative_error(found[0], plain[0]) < 0.02
@@ -112,7 +112,7 @@ def test_a_function_that_calls_modules(reentrant: bool) -> None:
 
     net = Net(forward, Counted(), nn.Dropout(0.3))
     results = []
-    for plan in (None, Plan.uniform(), activations(INT8)):
+    for plan in (None, Plan.uniform(activation="fp32"), activations(INT8)):
         torch.manual_seed(5)
         results.append(run(net, plan))
     assert_same(results[1][0], results[0][0])
@@ -125,7 +125,7 @@ def test_sequential() -> None:
     body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     net = Net(lambda net, x: net.b(checkpoint_sequential(net.more[1], 2, net.a(x), use_reentrant=False)), Counted(), body)
     plain = run(net, None)[0]
-    assert_same(run(net, Plan.uniform())[0], plain)
+    assert_same(run(net, Plan.uniform(activation="fp32"))[0], plain)
     assert relative_error(run(net, activations(INT8))[0], plain) < 0.03
 
 

@@ -19,7 +19,7 @@ from paredown import Plan, apply
 from tests.session.nets import INT8, activations, assert_same, relative_error, rows, weighted
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
-PLANS = {"none": None, "exact": Plan.uniform(), "int8": activations(INT8)}
+PLANS = {"none": None, "exact": Plan.uniform(activation="fp32"), "int8": activations(INT8)}
 
 
 def small() -> nn.Sequential:

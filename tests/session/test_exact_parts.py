@@ -157,7 +157,7 @@ def test_pools_are_exact(name: str) -> None:
 
 def test_indices_take_the_smallest_width_and_inputs_of_pools_nothing() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2, return_indices=False))
-    session = apply(activations(None), net)
+    session = apply(activations("fp32"), net)
     small = net(pictures(8, side=16))  # planes of 256 places: a byte each
     assert session.stored_bytes == 8 * 8 * 8 * 8
     del small

@@ -38,7 +38,7 @@ def run(plan: Plan | None, *, checkpointed: bool = False, **options: Any) -> tup
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gpt2(attention: str) -> None:
     plain = run(None, attn_implementation=attention)[0]
-    assert_same(run(Plan.uniform(), attn_implementation=attention)[0], plain)
+    assert_same(run(Plan.uniform(activation="fp32"), attn_implementation=attention)[0], plain)
     found, waiting, session = run(activations(INT8), attn_implementation=attention)
     assert relative_error(found, plain) < 0.03
     assert waiting > 0
@@ -48,7 +48,7 @@ def test_gpt2(attention: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_gpt2_checkpointed() -> None:
     plain = run(None, checkpointed=True)[0]
-    assert_same(run(Plan.uniform(), checkpointed=True)[0], plain)
+    assert_same(run(Plan.uniform(activation="fp32"), checkpointed=True)[0], plain)
     found, waiting, _ = run(activations(INT8), checkpointed=True)
     assert relative_error(found, plain) < 0.03
     assert waiting < run(activations(INT8))[1] / 2

@@ -123,7 +123,7 @@ def test_what_the_model_returns_is_not_there_twice(name: str) -> None:
     net = Net(forward)
     waiting, session, output = waits(net, rows())
     assert waiting == 0
-    assert decided(session) == {":Sigmoid.result", "b:input"}
+    assert decided(session) == {":sigmoid.output", "b:input"}
     first = step(net, rows(), loss=lambda output: next(tensors_in(output)).square().sum())
     session.close()
     assert_same(step(net, rows(), loss=lambda output: next(tensors_in(output)).square().sum()), first)  # from the values themselves

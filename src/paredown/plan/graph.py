@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from paredown.plan.ops import Operand, Pin, Row, Use, row_of, unknown_operand
 
 MIN_NUMEL = 4096  # smaller tensors stay as they are
+BLOCK = 64  # the usual length of a block
 WHOLE_SHARE = 0.3  # a view of at least this share of its storage is packed with all of it: q, k and v are thirds
 NO_SEQUENCE = 1 << 62  # nodes that accumulate gradients have no place in the sequence
 PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
@@ -121,9 +122,26 @@ def covers_storage(tensor: Tensor) -> bool:
 
 
 def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
-    """`covers_storage`, where the size of the storage is known."""
+    """`covers_storage`, where the size of the storage is known.
+
+    A view that is a good part of its storage (q, k or v of one product) is packed with all of it if no block of its values holds others
+    too: those may be of another size, or nothing at all.
+    """
     own = tensor.numel() * tensor.itemsize
-    return own == storage_bytes or (storage_bytes % tensor.itemsize == 0 and own >= WHOLE_SHARE * storage_bytes)
+    if storage_bytes % tensor.itemsize or own >= storage_bytes:
+        return storage_bytes % tensor.itemsize == 0
+    return own >= WHOLE_SHARE * storage_bytes and _lies_in_blocks(tensor)
+
+
+def _lies_in_blocks(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` lie in memory in runs that begin and end at multiples of a block."""
+    run, later = 1, list[int]()
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if stride == run and not later:
+            run *= size
+        elif size > 1:
+            later.append(stride)
+    return all(number % BLOCK == 0 for number in (run, tensor.storage_offset(), *later))
 
 
 def new_nodes(values: Any, now: Pass) -> list[tuple[int, Any]]:
@@ -195,7 +213,9 @@ def describe(node: Any, row: Row, named: tuple[str, Any, Tensor | None], now: Pa
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
     if operand is None:
         is_float = tensor is None or tensor.is_floating_point()
-        operand = unknown_operand(attribute, is_float=is_float, is_bool=tensor is not None and tensor.dtype is torch.bool)
+        is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        is_bool = tensor is not None and tensor.dtype is torch.bool
+        operand = unknown_operand(attribute, is_float=is_float, is_bool=is_bool, is_custom=is_custom)
     kind = "hooked" if tensor is None else kind_of(tensor, operand.name, now)
     if kind == "activation" and row.op == "mul" and isinstance(call.module, nn.modules.dropout._DropoutNd):
         row, operand = Row("dropout"), Operand("mask", Use.MASK)  # on a CPU dropout multiplies by a float mask

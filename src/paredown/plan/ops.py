@@ -8,7 +8,8 @@ one name on every device, its operands names that a person would use, and says w
     ConvolutionBackward0.input is multiplied with the gradient      -> may be rounded
     ScaledDotProduct...query stands in an exponent beside an exact logsumexp -> may be rounded, to no less than 7 bits
 
-What no row knows (other nodes, custom functions) may be rounded to no less than 7 significant bits, if it is a float.
+What no row knows stays as it is: backward may compare it, divide by it or take its logarithm. Floats that custom functions of the user save
+may be rounded, to no less than 7 significant bits.
 
 >>> row_of("ReluBackward0").operands["result"].use
 <Use.SIGN: 'sign'>
@@ -225,6 +226,15 @@ ROWS: dict[str, Row] = {
         name: Row(name.lower(), {"self": _divides("input")})
         for name in ("Log", "Log2", "Log10", "Log1P", "Logit", "Asin", "Acos", "Atanh", "Acosh", "BinaryCrossEntropy")
     },
+    **{
+        name: Row(name.lower(), {"self": Operand("input", pin=NONLINEAR), "result": Operand("output", pin=NONLINEAR)})
+        for name in ("Tanh", "Sigmoid", "Exp", "Elu", "Mish", "Hardswish", "Glu", "Erf", "Sin", "Cos", "Var")
+    },
+    "Addcmul": Row("addcmul", {"tensor1": Operand("input", pin=NONLINEAR), "tensor2": Operand("other", pin=NONLINEAR)}),
+    "Dot": Row("matmul", {"self": Operand("input", pin=NONLINEAR), "tensor": Operand("other", pin=NONLINEAR)}),
+    "Mv": Row("matmul", {"self": Operand("input", pin=NONLINEAR), "vec": Operand("other", pin=NONLINEAR)}),
+    "Addmv": Row("matmul", {"mat": Operand("input", pin=NONLINEAR), "vec": Operand("other", pin=NONLINEAR)}),
+    "Addbmm": Row("matmul", {"batch1": Operand("input", pin=NONLINEAR), "batch2": Operand("other", pin=NONLINEAR)}),
     "Rsqrt": Row("rsqrt", {"result": _exact("output", SCALE)}),
     "Reciprocal": Row("reciprocal", {"result": _exact("output", SCALE)}),
     "Std": Row("std", {"self": Operand("input"), "result": _exact("output", SCALE)}),
@@ -268,8 +278,8 @@ def row_of(node_name: str) -> Row:
     return ROWS.get(plain) or Row(plain)
 
 
-def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool) -> Operand:
-    """What may be done with a saved tensor that no row names."""
+def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom: bool) -> Operand:
+    """What may be done with a saved tensor that no row names; `is_custom`: by a function of the user."""
     if is_float:
-        return Operand(attribute, pin=UNKNOWN)
+        return Operand(attribute, pin=UNKNOWN) if is_custom else _exact(attribute, UNKNOWN.reason)
     return Operand(attribute, Use.MASK if is_bool else Use.INDEX)

@@ -13,6 +13,7 @@ everything that can be packed is taken out of autograd's hands on the way (units
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -101,13 +102,25 @@ class Arguments:
         if isinstance(batch, dict):
             return Arguments((), batch, ())
         if not isinstance(batch, tuple | list):
-            return Arguments((batch,), {}, ())
+            batch = (batch,)
         if has_loss and len(batch) < 2:
             raise TraceError(
                 f"with a loss the batch is (inputs..., target); it has {len(batch)} part. Add the target, or leave out the loss."
             )
         parts = tuple(batch)
         return Arguments(parts[:-1], {}, parts[-1:]) if has_loss else Arguments(parts, {}, ())
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without what torch logs of an error in a fake operation: the error itself is raised, and says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @final
@@ -150,7 +163,7 @@ class Step:
         """Forward, loss and backward."""
         self._hold(given)
         with ExitStack() as stack:
-            for context in (torch.enable_grad(), self.fakes.mode, torch.device("cpu"), self.elsewhere, self.timeline):
+            for context in (_quiet(), torch.enable_grad(), self.fakes.mode, torch.device("cpu"), self.elsewhere, self.timeline):
                 stack.enter_context(context)
             output: Any = None
             with self.elsewhere.autocast(autocast):

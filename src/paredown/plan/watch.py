@@ -27,7 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paredown.plan.graph import SAVES_NOTHING, Call, Pass, Saved, attributes, describe, new_nodes, next_number, saved_of, tensors_in
+from paredown.plan.graph import (
+    SAVES_NOTHING,
+    Call,
+    Pass,
+    Saved,
+    attributes,
+    describe,
+    kind_of,
+    new_nodes,
+    next_number,
+    saved_of,
+    tensors_in,
+)
 from paredown.plan.ops import Operand, row_of
 
 
@@ -76,6 +88,7 @@ class Watch:
         self._memories: dict[str, Memory] = {}
         self._handles: list[Any] = []
         self._root_hook = Hook()
+        self.has_small = False  # whether activations were left out for being small
 
     @property
     def was_compiled(self) -> bool:
@@ -190,6 +203,8 @@ class Watch:
                 saved = describe(node, row, named, now, call)
                 self._on_saved(saved)
                 yield saved
+            elif not self.has_small:
+                self.has_small = named[2].is_floating_point() and kind_of(named[2], row.op, now) == "activation"
 
     # --- calls that are like the last -----------------------------------------------------------------------------------
 
@@ -229,11 +244,11 @@ class Watch:
         is_enabled = torch.is_grad_enabled()  # the model may have called this in a part without gradients
         torch._C._set_grad_enabled(False)
         try:
-            for saved, node, raw, tensor in found:
-                saved.node, saved.raw, saved.tensor = node, raw, tensor
-                saved.kind = "input" if tensor.untyped_storage()._cdata in now.inputs else "activation"
-                self._on_saved(saved)
-                saved.node = saved.raw = saved.tensor = None
+            for t, node, raw, tensor in found:
+                kind = "input" if tensor.untyped_storage()._cdata in now.inputs else "activation"
+                self._on_saved(
+                    Saved(t.name, t.module, t.op, t.operand, t.use, kind, t.pin, None, t.reason, t.attribute, node, raw, tensor)
+                )
         finally:
             torch._C._set_grad_enabled(is_enabled)
         return True

@@ -33,6 +33,7 @@ VERSION = 1
 # Both weak, as a session knows its model; the hooks on the model keep the session.
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 COMPILED = "torch.compile runs the model: packing does not reach what it saves"
+HELD = "the caller or the model holds it when the forward pass ends"
 LATER = "weights, gradients and optimizer state in formats are not part of this version"
 
 
@@ -70,12 +71,19 @@ class Session:
         rows = [Change(role.value, str(a.format), "as it is", LATER) for role, a in self._asked_later()]
         asked = self.plan.find
         for name, decision in self._activations.decisions.items():
-            if decision.format != decision.asked:
+            if decision.format != decision.asked and name not in self._activations.returned:
                 rows.append(Change(name, str(decision.asked), str(decision.format or "as it is"), decision.reason))
         for name, reason in self._activations.left.items():
             wanted = asked((name,), Role.ACTIVATION).format
             if wanted is not None and reason not in ("it is a weight", "it is a buffer"):
                 rows.append(Change(name, str(wanted), "as it is", reason))
+        for name in sorted(self._activations.returned):
+            wanted = asked((name,), Role.ACTIVATION).format
+            if wanted is not None:
+                rows.append(Change(name, str(wanted), "as it is", HELD))
+        rest = asked(("",), Role.ACTIVATION).format
+        if rest is not None and self._watch.has_small:
+            rows.append(Change(f"fewer than {MIN_NUMEL} values", str(rest), "as they are", "packing them would save little"))
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         if self._watch.was_compiled:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
@@ -128,6 +136,9 @@ class Session:
                 "a model with a paredown session was called inside torch.func (vmap, grad, jacrev ...), which forbids packing what it "
                 "saves. Call session.close() first, or use a copy: copy.deepcopy(model) is a plain model."
             )
+        if not self.plan.rules:  # the step as the user wrote it
+            self._activations.forwards += 1
+            return False
         self._activations.begin(is_sharded=any(hasattr(type(module), "reshard") for module in self._modules))
         return True
 

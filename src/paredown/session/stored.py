@@ -66,6 +66,7 @@ class Pass:
 
     waiting: dict[Any, Waiting] = field(default_factory=dict)
     plain: dict[int, Tensor] = field(default_factory=dict)  # storage -> what keeps it
+    names: dict[Any, str] = field(default_factory=dict)  # of what waits: that of its first saver
     sources: dict[int, View] = field(default_factory=dict)  # number of a node -> what others may be computed from
 
 
@@ -77,7 +78,8 @@ class Activations:
         self.is_sharded = False  # whether parameters are freed between forward and backward
         self.decisions: dict[str, Decision] = {}
         self.left: dict[str, str] = {}  # name -> why it was left alone
-        self._decided: dict[tuple[str, int], Decision] = {}
+        self.returned: frozenset[str] = frozenset()  # what went back to being plain in the last forward pass
+        self._decided: dict[tuple[Any, ...], Decision] = {}
         self._waiting: list[weakref.ref[Waiting]] = []  # of all forward passes whose backward may come
         self._running = threading.local()
 
@@ -109,15 +111,16 @@ class Activations:
             original = waiting.original()
             if original is not None:
                 held.setdefault(key[0], original)
-        for key, waiting in now.waiting.items():
-            if key[0] in held:
-                waiting.goes_back(held[key[0]])
+        returned = [key for key in now.waiting if key[0] in held]
+        for key in returned:
+            now.waiting[key].goes_back(held[key[0]])
+        self.returned = frozenset(now.names[key] for key in returned)
 
     def save(self, saved: Saved) -> None:
         """Replace one saved tensor by what waits for it."""
         tensor = saved.tensor
         if saved.kind != "activation" or tensor is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
-            if saved.name not in self.left:
+            if saved.name not in self.left and saved.operand != "weight":
                 self.left[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
             return
         piece = Piece(tensor)
@@ -125,7 +128,7 @@ class Activations:
         if piece.numel < MIN_NUMEL or piece.address in now.plain:
             return
         use = Use.MASK if saved.use is Use.VALUE and _is_float_mask(saved, tensor) else saved.use
-        key = (*piece.key, use, _width(saved, tensor) if use is Use.INDEX else None)
+        key = (*piece.key, use, _detail(saved, tensor))
         waiting = now.waiting.get(key)
         if waiting is None or use is Use.VALUE:
             there, waiting = waiting, MAKERS[use](self, saved, piece, waiting)
@@ -134,6 +137,7 @@ class Activations:
                 return
             if waiting is not there:
                 now.waiting[key] = waiting
+                now.names[key] = saved.name
                 self._waiting.append(weakref.ref(waiting))
         if tensor.grad_fn is not saved.node:  # an operation's own output is told as a tensor that nobody else has
             waiting.original = weakref.ref(tensor if tensor._base is None else tensor._base)
@@ -141,6 +145,8 @@ class Activations:
         if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
             now.sources[saved.node._sequence_nr()] = view
         saved.raw.register_hooks(lambda _: view, View.tensor)
+        if self.left:
+            self.left.pop(saved.name, None)
 
     # --- one function for each use ----------------------------------------------------------------------------------------
 
@@ -193,7 +199,8 @@ class Activations:
     def decide(self, saved: Saved, piece: Piece) -> Decision:
         """The format of a slot, by the plan and what limits it."""
         numel = piece.numel
-        decision = self._decided.get((saved.name, numel))
+        key = (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin)
+        decision = self._decided.get(key)
         if decision is None:
             asked = self.plan.find((saved.name,), Role.ACTIVATION)
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
@@ -201,7 +208,8 @@ class Activations:
             rounding = asked.resolved_rounding if format is asked.format else Rounding.NEAREST_EVEN
             overflow = asked.overflow if format is asked.format else None
             decision = Decision(asked.format, format, rounding, overflow, reason, crc32(saved.name.encode()))
-            self._decided[saved.name, numel] = self.decisions[saved.name] = decision
+            self._decided[key] = decision
+        self.decisions[saved.name] = decision
         return decision
 
 
@@ -246,6 +254,13 @@ def _one_beside_zero(tensor: Tensor) -> float | None:
     """The positive value that a tensor of no others but 0 has; None for all other tensors, and on a GPU, which has bits for masks."""
     largest = float(tensor.max()) if tensor.device.type == "cpu" else 0.0
     return largest if largest > 0 and bool(((tensor == 0) | (tensor == largest)).all()) else None
+
+
+def _detail(saved: Saved, tensor: Tensor) -> Any:
+    """What must be equal, beside the memory and the use, for two saved tensors to wait as one."""
+    if saved.use is Use.INSIDE:
+        return saved.node._saved_min_val, saved.node._saved_max_val
+    return _width(saved, tensor) if saved.use is Use.INDEX else None
 
 
 def _width(saved: Saved, tensor: Tensor) -> torch.dtype:
