@@ -388,3 +388,26 @@ def test_a_trace_prints_its_largest_slots() -> None:
     assert text.count("\n") == 12 and "layers.1.mlp.1:input" in text
     with pytest.raises(TraceError, match="no slot 'nowhere'"):
         traced("mlp").slot("nowhere")
+
+
+class Translator(nn.Module):
+    """nn.Transformer, which looks into its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Transformer(32, 4, 1, 1, 64, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.inner(source, target, tgt_mask=mask)
+
+
+def test_a_transformer_that_looks_into_its_mask() -> None:
+    found = trace_step(
+        Translator(), (torch.ones(2, 8, 32), torch.ones(2, 8, 32), torch.ones(2, 8, 32)), loss=nn.functional.mse_loss, device="cuda"
+    )
+    assert any("taken for the causal one" in note for note in found.notes)
+    assert any("self_attn" in slot.name for slot in found.activations)
+    from torch.nn.modules import transformer
+
+    assert transformer._detect_is_causal_mask.__module__ == transformer.__name__, "torch's own is back"

@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch.nn.modules import transformer
 from torch.utils._pytree import tree_leaves
 
 from paredown.errors import TraceError
@@ -149,6 +150,7 @@ class Step:
         )  # from now on: tensors that the model has, and no module registers
         self.watches: list[Watch] = []
         self.backward_at = self.returned_bytes = 0
+        self.has_assumed_mask = False
         self.held: list[Allocation] = []
         self._kept: list[tuple[str, Role, Tensor]] = []
 
@@ -163,7 +165,15 @@ class Step:
         """Forward, loss and backward."""
         self._hold(given)
         with ExitStack() as stack:
-            for context in (_quiet(), torch.enable_grad(), self.fakes.mode, torch.device("cpu"), self.elsewhere, self.timeline):
+            for context in (
+                _quiet(),
+                self._masks_by_shape(),
+                torch.enable_grad(),
+                self.fakes.mode,
+                torch.device("cpu"),
+                self.elsewhere,
+                self.timeline,
+            ):
                 stack.enter_context(context)
             output: Any = None
             with self.elsewhere.autocast(autocast):
@@ -180,6 +190,23 @@ class Step:
             with self._explained("backward"):
                 value.backward()
             self._take_gradients()
+
+    @contextmanager
+    def _masks_by_shape(self) -> Generator[None]:
+        """nn.Transformer looks whether a mask is the causal one. Here it has no numbers: a square one is taken for it."""
+        before = transformer._detect_is_causal_mask
+
+        def is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+            if is_causal is not None or mask is None:
+                return bool(is_causal)
+            self.has_assumed_mask |= mask.dim() == 2 and mask.shape[0] == mask.shape[1]
+            return mask.dim() == 2 and mask.shape[0] == mask.shape[1]
+
+        transformer._detect_is_causal_mask = is_causal_mask
+        try:
+            yield
+        finally:
+            transformer._detect_is_causal_mask = before
 
     def _note_held(self, returned: tuple[Any, ...]) -> None:
         """What waits for backward without that autograd's graph says so: a checkpoint's inputs, tensors that the model put aside."""
@@ -316,6 +343,8 @@ class Step:
         return outputs
 
     def _notes(self) -> Iterator[str]:
+        if self.has_assumed_mask:
+            yield "a square attention mask of nn.Transformer is taken for the causal one, since its numbers are not known"
         if self.returned_bytes:
             more = say_bytes(self.returned_bytes)
             yield f"the model's output is let go once its loss is read (loss = model(**batch).loss); held, it takes {more} more"
