@@ -121,6 +121,40 @@ def test_threads_do_not_mix() -> None:
     assert len(found) == 40 and max(found) < 1e-6
 
 
+class Gate(nn.Module):
+    """A module without children that saves one factor or both."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+
+class Gated(nn.Module):
+    """Two layers and their product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.gate = nn.Linear(64, 64), nn.Linear(64, 64), Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.a(x), self.b(x))
+
+
+def test_a_part_that_is_trained_later_is_packed_then() -> None:
+    def waiting(*, is_frozen_first: bool) -> int:
+        net = Gated()
+        session = apply(activations(INT8), net)
+        net.a.requires_grad_(not is_frozen_first)
+        for _ in range(2):
+            net(rows(256)).sum().backward()
+        net.a.requires_grad_(True)
+        kept = net(rows(256))
+        assert kept.grad_fn is not None
+        return session.stored_bytes
+
+    assert waiting(is_frozen_first=True) == waiting(is_frozen_first=False) > 0
+
+
 # --- what changes says -------------------------------------------------------------------------------------------------------------
 
 

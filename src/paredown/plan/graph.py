@@ -79,6 +79,7 @@ class Call:
     is_plain_leaf: bool
     first: int  # nodes from this sequence number on were made in it
     counts: dict[str, int] = field(default_factory=dict)  # of nodes that save something, by operation
+    needs: tuple[bool, ...] = ()  # which of its arguments need a gradient
 
 
 @dataclass(eq=False, slots=True)

@@ -63,6 +63,7 @@ class Memory:
     node_name: str
     size: torch.Size
     dtype: torch.dtype
+    needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
     steps: list[Step]
 
 
@@ -158,6 +159,7 @@ class Watch:
             calls.pop()
         if len(calls) > 1:
             call = calls[-1]
+            call.needs = tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
             memory = self._memories.get(call.path)
             if memory is not None and call.first - calls[0].first - len(now.seen) != now.unreached:
                 self._report(now, args, before=call.first)  # what the parents made before this call
@@ -227,7 +229,7 @@ class Watch:
                 changes = operand if operand is not None and operand.exact_if is not None else None
                 steps.append(Step(hops[number], name, f"_raw_saved_{attribute}", f"_saved_{attribute}", template, changes))
         self._memories[call.path] = Memory(
-            len(made), output.grad_fn.name() if output.grad_fn else "", output.size(), output.dtype, steps
+            len(made), output.grad_fn.name() if output.grad_fn else "", output.size(), output.dtype, call.needs, steps
         )
 
     def _repeat(self, now: Pass, call: Call, memory: Memory, output: Any) -> bool:
@@ -235,7 +237,12 @@ class Watch:
         end, last = next_number(), output.grad_fn if isinstance(output, Tensor) else None
         if last is None or end - call.first != memory.num_nodes or call.first - now.calls[0].first - len(now.seen) != now.unreached:
             return False
-        if last.name() != memory.node_name or output.dtype != memory.dtype or output.size() != memory.size:
+        if (
+            last.name() != memory.node_name
+            or output.dtype != memory.dtype
+            or output.size() != memory.size
+            or call.needs != memory.needs
+        ):
             return False
         found = _found(last, memory.steps)
         if found is None:
