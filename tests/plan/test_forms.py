@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paredown.errors import TraceError
 from paredown.plan.forms import BANNED, CAST, FORMS, LOWER, PROMOTE, SET_DTYPE
 from paredown.plan.ops import Use
 from paredown.plan.trace import Trace, trace_step
@@ -225,3 +226,10 @@ def test_devices_that_the_model_names_are_the_cpu() -> None:
         return x.cuda() * steps.to(device="cuda", dtype=x.dtype).to(x)
 
     assert on_cuda(forward, torch.ones(64, 64)).device == "cuda"
+
+
+def test_what_autocast_refuses_on_cuda_is_refused() -> None:
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()), (torch.ones(32, 64), torch.ones(32, 64))
+    with pytest.raises(TraceError, match="take binary_cross_entropy_with_logits"):
+        trace_step(model, batch, loss=F.binary_cross_entropy, device="cuda", autocast=BF16)
+    assert trace_step(model, batch, loss=F.binary_cross_entropy, device="cuda").activations

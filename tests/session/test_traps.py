@@ -199,3 +199,36 @@ def test_a_plan_without_rules_does_nothing() -> None:
     assert session.stored_bytes == 0 and session.forwards == 1
     assert not session.changes
     assert kept.grad_fn is not None
+
+
+@pytest.mark.parametrize("pattern", ["2:*", "1:*"])
+@pytest.mark.parametrize("num", [256, 8])
+def test_patterns_on_what_is_small_or_a_mask_are_answered(pattern: str, num: int) -> None:
+    """A plan still applies at a batch so small that its slots stay as they are."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    session = apply(Plan().set(pattern, INT8), net)
+    net(rows(256)[:num]).sum().backward()
+    assert session.forwards == 1
+
+
+def test_what_is_asked_for_single_weights_is_a_row() -> None:
+    net = Net(torch.tanh)
+    plan = activations(INT8).set("weight=a.weight", INT8).set("moment1=b.*", INT8)
+    found = {row.slot for row in apply(plan, net).changes}
+    assert found == {"weight=a.weight", "moment1=b.weight", "moment1=b.bias"}
+
+
+def test_what_the_caller_holds_but_changed_is_no_row() -> None:
+    class Changed(Net):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            hidden = self.between(self.a(x))
+            result = self.b(hidden)
+            with torch.no_grad():
+                hidden.mul_(2)
+            return result, hidden
+
+    net = Changed(lambda y: y * 2)
+    session = apply(activations(INT8), net)
+    outputs = net(rows(256))
+    assert session.stored_bytes > 0 and "b:input" not in reasons(session)
+    assert outputs

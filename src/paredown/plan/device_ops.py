@@ -96,7 +96,7 @@ class Efficient(Function):
 
 
 class Softmax(Function):
-    """softmax and log_softmax of a 16-bit tensor into float32, in one kernel."""
+    """softmax and log_softmax of float16 into float32, in one kernel; bfloat16 is cast before."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
+from paredown.errors import TraceError
 from paredown.plan import device_ops
 from paredown.plan.fakes import Fakes
 
@@ -122,6 +123,10 @@ class Elsewhere(TorchFunctionMode):
     def _autocast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not torch.is_autocast_enabled("cuda"):
             return args, kwargs
+        if name in BANNED:
+            raise TraceError(
+                f"{name} under autocast is refused by torch on CUDA: take {name}_with_logits, or disable autocast around it."
+            )
         if name in LOWER:
             lower = torch.get_autocast_dtype("cuda")
             return self._cast(args, kwargs, (torch.float32, *HALVES), lower)
@@ -222,7 +227,7 @@ def _dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Any:
 
 def _softmax(node: str) -> Callable[..., Any]:
     def form(input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **names: Any) -> Any:
-        return device_ops.Softmax.apply(input, node) if dtype is torch.float32 and input.dtype in HALVES else NotImplemented
+        return device_ops.Softmax.apply(input, node) if dtype is torch.float32 and input.dtype is torch.float16 else NotImplemented
 
     return form
 

@@ -28,27 +28,12 @@ WHOLE_SHARE = 0.3  # a view of at least this share of its storage is packed with
 NO_SEQUENCE = 1 << 62  # nodes that accumulate gradients have no place in the sequence
 PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-SAVES_NOTHING = frozenset(
-    f"{name}Backward0"
-    for name in ("ToCopy", "T", "View", "UnsafeView", "Transpose", "Permute", "Unsqueeze", "Squeeze", "Expand", "Split")
-)
+VIEWS = tuple(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Alias"))
+CAST_NODE = "ToCopyBackward0"
+SAVES_NOTHING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "SplitBackward0"))
 PASSING = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "ToCopy",
-        "T",
-        "Transpose",
-        "View",
-        "Permute",
-        "Unsqueeze",
-        "Squeeze",
-        "Expand",
-        "Reshape",
-        "UnsafeView",
-        "Clone",
-        "Alias",
-    )
-)
+    (*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBackward0", "CloneBackward0")
+)  # what a weight stays a weight through
 
 
 @dataclass(eq=False, slots=True)
@@ -209,7 +194,8 @@ def _read(found: list[Named], names: Sequence[str], raws: Sequence[Any], node: A
     found.extend(named for named in zip(names, raws, tensors, strict=False) if isinstance(named[2], Tensor))
 
 
-def describe(node: Any, row: Row, named: tuple[str, Any, Tensor | None], now: Pass, call: Call) -> Saved:
+def describe(node: Any, row: Row, named: Named, now: Pass, call: Call) -> Saved:
+    """What one tensor is that `node` saved, in the words of its row, and its name."""
     attribute, raw, tensor = named
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
     if operand is None:

@@ -17,15 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
+from paredown.plan.graph import CAST_NODE, VIEWS
 from paredown.plan.ops import row_of
 
-SAME_MEMORY_ORDER = frozenset(
-    f"{name}Backward0" for name in ("View", "UnsafeView", "Alias", "Squeeze", "Unsqueeze", "Transpose", "Permute", "T", "ToCopy")
-)
-SOURCE_OPS = frozenset(
-    ("batch_norm", "layer_norm", "gelu", "silu", "relu")
-)  # whose "input", or "output" of a ReLU, others follow from
-COPY = "ToCopyBackward0"
+SAME_MEMORY_ORDER = frozenset((*VIEWS, CAST_NODE))
+# those whose "input", or "output" of a ReLU, others follow from
+SOURCE_OPS = frozenset(("batch_norm", "layer_norm", "gelu", "silu", "relu"))
 REORDERED = frozenset(f"{name}Backward0" for name in ("Transpose", "Permute", "T"))
 ACTIVATIONS = frozenset(("gelu", "silu"))
 
@@ -52,7 +49,7 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
     while node is not None and node.name() in SAME_MEMORY_ORDER:
         passed.add(node.name())
         node = node.next_functions[0][0]
-    is_copy = COPY in passed  # which may be of another memory order
+    is_copy = CAST_NODE in passed  # which may be of another memory order
     if node is None or (is_copy and passed & REORDERED):
         return None
     op = _op(node)

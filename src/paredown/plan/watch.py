@@ -34,7 +34,6 @@ from paredown.plan.graph import (
     Saved,
     attributes,
     describe,
-    kind_of,
     new_nodes,
     next_number,
     saved_of,
@@ -44,7 +43,7 @@ from paredown.plan.ops import Operand, row_of
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class Trail:
     """One saved tensor of a call that is repeated: how to get to its node from that of the output, and what it was last time."""
 
     hops: tuple[int, ...]
@@ -64,7 +63,7 @@ class Memory:
     size: torch.Size
     dtype: torch.dtype
     needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
-    steps: list[Step]
+    trails: list[Trail]
 
 
 class Watch:
@@ -89,7 +88,8 @@ class Watch:
         self._memories: dict[str, Memory] = {}
         self._handles: list[Any] = []
         self._root_hook = Hook()
-        self.has_small = False  # whether activations were left out for being small
+        self.small: set[str] = set()  # names of activations that were left out for being small, as long as they are collected
+        self.collects_small = True
 
     @property
     def was_compiled(self) -> bool:
@@ -205,8 +205,9 @@ class Watch:
                 saved = describe(node, row, named, now, call)
                 self._on_saved(saved)
                 yield saved
-            elif not self.has_small:
-                self.has_small = named[2].is_floating_point() and kind_of(named[2], row.op, now) == "activation"
+            elif self.collects_small:
+                saved = describe(node, row, named, now, call)
+                self.small |= {saved.name} if saved.kind == "activation" else set()
 
     # --- calls that are like the last -----------------------------------------------------------------------------------
 
@@ -220,16 +221,16 @@ class Watch:
             self._memories.pop(call.path, None)
             return
         hops = _hops(output.grad_fn, made)
-        steps: list[Step] = []
+        trails: list[Trail] = []
         for number, saved in saved_here:
             if saved.kind == "activation" and number in hops:
                 template = replace(saved, node=None, raw=None, tensor=None)
                 attribute, name = saved.attribute, made[number].name()
                 operand = row_of(name).operands.get(attribute)
                 changes = operand if operand is not None and operand.exact_if is not None else None
-                steps.append(Step(hops[number], name, f"_raw_saved_{attribute}", f"_saved_{attribute}", template, changes))
+                trails.append(Trail(hops[number], name, f"_raw_saved_{attribute}", f"_saved_{attribute}", template, changes))
         self._memories[call.path] = Memory(
-            len(made), output.grad_fn.name() if output.grad_fn else "", output.size(), output.dtype, call.needs, steps
+            len(made), output.grad_fn.name() if output.grad_fn else "", output.size(), output.dtype, call.needs, trails
         )
 
     def _repeat(self, now: Pass, call: Call, memory: Memory, output: Any) -> bool:
@@ -244,7 +245,7 @@ class Watch:
             or call.needs != memory.needs
         ):
             return False
-        found = _found(last, memory.steps)
+        found = _found(last, memory.trails)
         if found is None:
             return False
         now.seen.update(range(call.first, end))
@@ -281,28 +282,28 @@ def _hops(start: Any, made: Mapping[int, Any]) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _found(last: Any, steps: list[Step]) -> list[tuple[Saved, Any, Any, Tensor]] | None:
-    """What the steps lead to from the node of an output; None if one leads to something else, or to what somebody hooked."""
+def _found(last: Any, trails: list[Trail]) -> list[tuple[Saved, Any, Any, Tensor]] | None:
+    """What the trails lead to from the node of an output; None if one leads to something else, or to what somebody hooked."""
     found: list[tuple[Saved, Any, Any, Tensor]] = []
-    for step in steps:
+    for trail in trails:
         node = last
-        for hop in step.hops:
+        for hop in trail.hops:
             edges = node.next_functions
             node = edges[hop][0] if hop < len(edges) else None
             if node is None:
                 return None
-        if step.hops and node.name() != step.node_name:
+        if trail.hops and node.name() != trail.node_name:
             return None
-        raw = getattr(node, step.raw)
-        if raw.unpack_hook is not None or (step.operand is not None and step.operand.at(node).use is not step.saved.use):
+        raw = getattr(node, trail.raw)
+        if raw.unpack_hook is not None or (trail.operand is not None and trail.operand.at(node).use is not trail.saved.use):
             return None
         try:
-            tensor = getattr(node, step.tensor)
+            tensor = getattr(node, trail.tensor)
         except RuntimeError:  # modified in place since it was saved: backward will say so itself
             return None
         if tensor is None:
             return None
-        found.append((step.saved, node, raw, tensor))
+        found.append((trail.saved, node, raw, tensor))
     return found
 
 

@@ -68,7 +68,7 @@ class Session:
     @property
     def changes(self) -> Changes:
         """What is not as it was asked for, slot by slot; complete after the first forward pass."""
-        rows = [Change(role.value, str(a.format), "as it is", LATER) for role, a in self._asked_later()]
+        rows = [Change(name, text, "as it is", LATER) for name, text in self._asked_later()]
         asked = self.plan.find
         for name, decision in self._activations.decisions.items():
             if decision.format != decision.asked and name not in self._activations.returned:
@@ -82,8 +82,9 @@ class Session:
             if wanted is not None:
                 rows.append(Change(name, str(wanted), "as it is", HELD))
         rest = asked(("",), Role.ACTIVATION).format
-        if rest is not None and self._watch.has_small:
-            rows.append(Change(f"fewer than {MIN_NUMEL} values", str(rest), "as they are", "packing them would save little"))
+        if rest is not None and self._watch.small:
+            small = f"{len(self._watch.small)} of fewer than {MIN_NUMEL} values"
+            rows.append(Change(small, str(rest), "as they are", "packing them would save little"))
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         if self._watch.was_compiled:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
@@ -96,7 +97,9 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a session with the same plan was."""
         if state.get("version") != VERSION or not {"plan", "seed", "forwards"} <= set(state):
-            raise ApplyError(f"this is not the state of a session, version {VERSION}: it has {sorted(state)}.")
+            raise ApplyError(
+                f"this is not the state of a session, version {VERSION}: it has {sorted(state)}. Give what session.state_dict() returned."
+            )
         other = Plan.from_json(state["plan"])
         if other != self.plan:
             raise ApplyError(
@@ -145,18 +148,25 @@ class Session:
     def _end(self, output: Any) -> None:
         self._activations.end(output)
         if output is not None and not self._is_checked:
-            seen = [*self._activations.decisions, *self._activations.left]
+            seen = self._activations.names | self._watch.small
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
-            self._is_checked = True
+            self._is_checked, self._watch.collects_small = True, False
 
     def _parameter_slots(self) -> list[tuple[tuple[str, ...], Role]]:
         model = self._model()
         names = [name for name, _ in model.named_parameters()] if model is not None else []
         return [((name,), role) for role in FORMATTED if role is not Role.ACTIVATION for name in names]
 
-    def _asked_later(self) -> list[tuple[Role, Any]]:
-        pairs = [(role, self.plan.find(("",), role)) for role in FORMATTED if role is not Role.ACTIVATION]
-        return [(role, a) for role, a in pairs if a.format is not None]
+    def _asked_later(self) -> list[tuple[str, str]]:
+        """What a plan asks for parameters and their state: a role where that is all alike, single slots otherwise."""
+        rows: list[tuple[str, str]] = []
+        for role in (role for role in FORMATTED if role is not Role.ACTIVATION):
+            whole = self.plan.find(("",), role).format
+            rows += [(role.value, str(whole))] if whole is not None else []
+            for (name,) in [names for names, of in self._parameter_slots() if of is role]:
+                own = self.plan.find((name,), role).format
+                rows += [(f"{role.value}={name}", str(own))] if own is not None and own != whole else []
+        return rows
 
 
 def apply(plan: Plan, model: nn.Module, *, seed: int = 0) -> Session:
@@ -164,7 +174,8 @@ def apply(plan: Plan, model: nn.Module, *, seed: int = 0) -> Session:
     if isinstance(plan, nn.Module) or isinstance(model, Plan):
         raise ApplyError("apply takes the plan first, then the model: paredown.apply(plan, model).")
     if not isinstance(plan, Plan) or not isinstance(model, nn.Module):
-        raise ApplyError(f"apply takes a Plan and a torch.nn.Module, not {type(plan).__name__} and {type(model).__name__}.")
+        given = f"{type(plan).__name__} and {type(model).__name__}"
+        raise ApplyError(f"apply takes a Plan and a torch.nn.Module, not {given}: apply(Plan.preset('activations8'), model).")
     model = unwrapped(model)
     for other, session in [(other, ref()) for other, ref in list(_SESSIONS.items())]:
         inside = "this model" if other is model else "a part of this model" if _is_part(other, model) else None

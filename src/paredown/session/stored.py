@@ -23,14 +23,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf, isfinite, nan
+from math import inf, isfinite
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from paredown.codec.masks import pack_mask
+from paredown.codec.masks import NO_BOUND, pack_mask
 from paredown.codec.packed import encode_flat
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
@@ -44,8 +44,8 @@ from paredown.session.steps import steps_of
 from paredown.session.waiting import Bits, Integers, Nothing, Piece, Recomputed, Values, View, Waiting
 
 WIDTHS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
-HELD = "somebody else holds it through hooks of their own, such as checkpointing"
-REASONS = {"hooked": HELD, "weight": "it is a weight", "buffer": "it is a buffer", "input": "the caller holds it"}
+HOOKED = "somebody else holds it through hooks of their own, such as checkpointing"
+REASONS = {"hooked": HOOKED, "weight": "it is a weight", "buffer": "it is a buffer", "input": "the caller holds it"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Decision:
 
 
 @dataclass
-class Pass:
-    """A forward pass that is running: what waits already, and which storages stay as they are."""
+class Shelf:
+    """Of the forward pass that is running: what waits already, and which storages stay as they are."""
 
     waiting: dict[Any, Waiting] = field(default_factory=dict)
     plain: dict[int, Tensor] = field(default_factory=dict)  # storage -> what keeps it
@@ -76,6 +76,7 @@ class Activations:
     def __init__(self, plan: Plan, seed: int) -> None:
         self.plan, self.seed, self.forwards = plan, seed, 0
         self.is_sharded = False  # whether parameters are freed between forward and backward
+        self.names: set[str] = set()  # of all that was reported
         self.decisions: dict[str, Decision] = {}
         self.left: dict[str, str] = {}  # name -> why it was left alone
         self.returned: frozenset[str] = frozenset()  # what went back to being plain in the last forward pass
@@ -99,11 +100,11 @@ class Activations:
         self.forwards += 1
         self.is_sharded = is_sharded
         self.waiting()  # forgets what is gone
-        self._running.now = Pass()
+        self._running.now = Shelf()
 
     def end(self, output: Any) -> None:
         """It ended: what the caller or the model keeps, or a saved tensor that stays plain holds, goes back to being plain."""
-        now: Pass = self._running.now
+        now: Shelf = self._running.now
         self._running.now = None
         held = now.plain
         held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
@@ -111,20 +112,19 @@ class Activations:
             original = waiting.original()
             if original is not None:
                 held.setdefault(key[0], original)
-        returned = [key for key in now.waiting if key[0] in held]
-        for key in returned:
-            now.waiting[key].goes_back(held[key[0]])
+        returned = [key for key, waiting in now.waiting.items() if key[0] in held and waiting.goes_back(held[key[0]])]
         self.returned = frozenset(now.names[key] for key in returned)
 
     def save(self, saved: Saved) -> None:
         """Replace one saved tensor by what waits for it."""
         tensor = saved.tensor
+        self.names.add(saved.name)
         if saved.kind != "activation" or tensor is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
             if saved.name not in self.left and saved.operand != "weight":
                 self.left[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
             return
         piece = Piece(tensor)
-        now: Pass = self._running.now
+        now: Shelf = self._running.now
         if piece.numel < MIN_NUMEL or piece.address in now.plain:
             return
         use = Use.MASK if saved.use is Use.VALUE and _is_float_mask(saved, tensor) else saved.use
@@ -232,8 +232,8 @@ def _bounds(saved: Saved, tensor: Tensor) -> tuple[float, float, tuple[float, fl
         return low, high, _inside_and_outside(low, high, tensor.dtype)
     if tensor.is_floating_point() and saved.use is not Use.SIGN:
         one = _one_beside_zero(tensor)
-        return 0.0, nan, (one, 0.0) if one is not None else None
-    return 0.0, nan, (1.0, 0.0)
+        return 0.0, NO_BOUND, (one, 0.0) if one is not None else None
+    return 0.0, NO_BOUND, (1.0, 0.0)
 
 
 def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:

@@ -87,11 +87,13 @@ class Waiting(ABC):
         """Whether this waits for the same memory."""
         return self.storage.cdata == piece.address
 
-    def goes_back(self, holder: Tensor) -> None:
-        """The original, which `holder` keeps alive, waits itself, if it is what it was."""
-        if self.is_whole and holder.dtype is self.dtype and holder._version == self.version:
-            self.plain = holder.detach().as_strided((self.numel,), (1,), 0)  # it shares the count of modifications
-            self._drop()
+    def goes_back(self, holder: Tensor) -> bool:
+        """Whether the original, which `holder` keeps alive, is what it was; it then waits itself."""
+        if not self.is_whole or holder.dtype is not self.dtype or holder._version != self.version:
+            return False
+        self.plain = holder.detach().as_strided((self.numel,), (1,), 0)  # it shares the count of modifications
+        self._drop()
+        return True
 
     @abstractmethod
     def _packed_bytes(self) -> int: ...

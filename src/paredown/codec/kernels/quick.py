@@ -8,12 +8,14 @@ interpreted, has launch hooks (a profiler), or its launcher takes other argument
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+log = logging.getLogger("paredown")
 _is_quick = not triton.knobs.runtime.interpret
 BIG = 1 << 31
 
@@ -61,6 +63,7 @@ class Launch:
                 *pointers, *self.fixed, *scalars, *self._rest,
             )  # fmt: skip
         except TypeError:
+            log.info("This Triton launches kernels otherwise than 3.6 to 3.9: every launch is bound by Triton, more slowly.")
             _is_quick = False
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
 

@@ -1,0 +1,60 @@
+"""What a footprint says of activations, against the bytes that are really held after a forward pass on the CPU.
+
+The oracle walks autograd's graph itself: storages that saved tensors keep as they are, beside what the session holds packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paredown.models import MODELS, OF_TEXT, random_batch
+from paredown.models.tokens import token_loss
+from paredown.plan.footprint import footprint
+from paredown.plan.plan import Plan
+from paredown.plan.trace import trace_step
+from paredown.roles import Role
+from paredown.session.session import apply
+
+PLANS = ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")
+
+
+def plainly_held(loss: Tensor, known: set[int]) -> int:
+    """Bytes of unique storages that nodes behind `loss` hold without hooks, but for the `known` ones."""
+    waiting, seen, storages = [loss.grad_fn], set[Any](), dict[int, int]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+        for name in (name for name in dir(node) if name.startswith("_raw_saved_")):
+            raw = getattr(node, name)
+            for one in raw if isinstance(raw, tuple | list) else (raw,):
+                if one.unpack_hook is None and isinstance(one.data, Tensor):
+                    storage = one.data.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(nbytes for address, nbytes in storages.items() if address not in known)
+
+
+@pytest.mark.parametrize("num", [4, 16])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit", "gpt", "lstm", "unet", "convnext"])
+def test_activations_under_plans_within_3_percent(name: str, num: int) -> None:
+    torch.manual_seed(0)
+    model, batch = MODELS[name](), random_batch(name, num)
+    loss_fn = token_loss if name in OF_TEXT else nn.functional.cross_entropy
+    trace = trace_step(model, batch, loss=loss_fn, optimizer="sgdm", device="cpu")
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *batch)}
+    for text in PLANS:
+        plan = Plan.uniform(activation=text)
+        with apply(plan, model) as session:
+            output = model(batch[0])
+            held = {*known, output.untyped_storage().data_ptr()}
+            loss = loss_fn(output, batch[1])
+            measured = session.stored_bytes + plainly_held(loss, held)
+            predicted = footprint(trace, plan).by_role[Role.ACTIVATION]
+            assert predicted == pytest.approx(measured, rel=0.03), text
+            loss.backward()
