@@ -27,3 +27,7 @@ class ApplyError(ParedownError, RuntimeError):
 
 class BudgetError(ParedownError, ValueError):
     """A size that is misspelled, or a budget that nothing fits."""
+
+
+class OptimError(ParedownError, RuntimeError):
+    """An optimizer that is asked for what it cannot do, or a state that does not belong to it."""

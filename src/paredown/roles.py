@@ -22,3 +22,4 @@ class Role(str, Enum):
 FORMATTED = tuple(
     role for role in Role if role not in (Role.BUFFER, Role.INPUT, Role.TEMPORARY)
 )  # those that a plan may give a format
+ACCUMULATED = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT2)  # sums of many small changes, which rounding to nearest would lose

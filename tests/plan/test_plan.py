@@ -194,15 +194,25 @@ def test_edits_make_the_next_plan() -> None:
 
 
 BITS = {"activations8": 8.25, "activations8f": 8.25, "activations4": 4.25, "activations4a": 4.5, "activations2": 2.5}
+BYTES = {"safe": 6.09, "half": 5.09, "lpmm": 4.11, "lpmm4": 3.11}  # a parameter, with AdamW
 
 
 def test_presets() -> None:
-    assert BITS.keys() == PRESETS.keys()
-    for name, bits in BITS.items():
+    assert {*BITS, *BYTES} == PRESETS.keys()
+    for name in PRESETS:
         plan = Plan.preset(name)
         format = plan.find(("x:input",), A).format
-        assert format is not None and format.bits_per_value == bits
+        assert (format and format.bits_per_value) == BITS.get(name)
         assert name in plan.reason and plan.diff(Plan.uniform(**PRESETS[name].formats)) == ()
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_tiers_take_the_bytes_that_they_say(name: str) -> None:
+    plan = Plan.preset(name)
+    formats = [a.format for _, a in plan.rules if a.format is not None]
+    assert sum(format.bits_per_value for format in formats) / 8 == pytest.approx(BYTES[name], abs=0.006)
+    roundings = {key: a.rounding_in(Role(key)).value for key, a in plan.rules}
+    assert roundings["gradient"] == roundings["weight"] == roundings["moment2"] == "stochastic"
 
 
 # --- printing
@@ -247,7 +257,7 @@ def test_explain_is_a_line_for_each_rule() -> None:
         "Smallest that fits.",
         "weight: uint1, 1 bit a value, stochastic rounding",
         "activation: int4/64@bf16, 4.25 bits a value, stochastic rounding",
-        "gradient slots like 'fc.*': e4m3fn, 8 bits a value, rounding to nearest, larger values become the largest",
+        "gradient slots like 'fc.*': e4m3fn, 8 bits a value, stochastic rounding, larger values become the largest",
         "slot 'a.b:input': as it is",
         "Everything else stays as it is.",
     ]

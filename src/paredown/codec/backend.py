@@ -6,6 +6,7 @@ Tensors are (rows, cols) and contiguous. Which path serves is said once, through
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -29,6 +30,15 @@ def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
     """The values of `parts`, into `out`."""
     kernels = _kernels(out, encoding, "decode")
     return (kernels or cpu).decode_rows(parts, encoding, out)
+
+
+def decoder(parts: Parts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
+    """`decode_rows` of the same parts again and again, into any contiguous tensor of rows * cols values."""
+    assert parts.codes is not None
+    kernels = _kernels(parts.codes, encoding, "decode")
+    if kernels is not None:
+        return kernels.decoder(parts, encoding, rows, cols)
+    return lambda out: cpu.decode_rows(parts, encoding, out.view(rows, cols))
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ torch.Size([3, 100])
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -173,6 +173,17 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
     return PackedTensor(
         format, x.shape, x.dtype, FLAT, backend.encode_rows(x.view(1, -1), Encoding(format, rounding, overflow, seed), None)
     )
+
+
+def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
+    """`decode` for what is decoded again and again: it writes into any contiguous float tensor of the shape, in the order of the dimensions.
+
+    What follows from size and format is looked up once. Codes that were changed in place since are seen.
+    """
+    if packed.order not in (FLAT, tuple(range(len(packed.shape)))):
+        raise CodecError(f"decoder takes what was packed in the order of its dimensions, not in {packed.order}.")
+    encoding = Encoding(packed.format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
+    return backend.decoder(packed.parts, encoding, *packed.format.rows_and_cols(packed.shape))
 
 
 def round_trip(

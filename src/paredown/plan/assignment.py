@@ -18,6 +18,7 @@ from paredown.errors import FormatError, PlanError
 from paredown.formats.catalog import CATALOG
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
+from paredown.roles import ACCUMULATED, Role
 
 FormatLike = Format | str | None  # a name of the catalog is text too; None: as it is
 FEW_BITS = (
@@ -40,7 +41,8 @@ Choice = TypeVar("Choice", bound=Enum)
 class Assignment:
     """Format, rounding and overflow of a slot. Without a format the tensor stays as it is.
 
-    `rounding` None is stochastic for elements of fewer than 8 bits and to nearest for the others (`resolved_rounding`); `overflow`
+    `rounding` None is stochastic for elements of fewer than 8 bits and for weights, gradients and second moments, and to nearest for the
+    others (`rounding_in`); `overflow`
     None is the codec's own: saturate within blocks, infinity or NaN without.
     """
 
@@ -76,17 +78,21 @@ class Assignment:
     @property
     def resolved_rounding(self) -> Rounding:
         """The rounding that encoding uses, the default filled in."""
+        return self.rounding_in(Role.ACTIVATION)
+
+    def rounding_in(self, role: Role) -> Rounding:
+        """The same for a slot of this role: what is a sum of small changes is rounded stochastically in any format."""
         if self.rounding is not None:
             return self.rounding
         few = self.format is not None and self.format.element.width < FEW_BITS
-        return Rounding.STOCHASTIC if few else Rounding.NEAREST_EVEN
+        return Rounding.STOCHASTIC if few or (self.format is not None and role in ACCUMULATED) else Rounding.NEAREST_EVEN
 
-    def say(self) -> str:
+    def say(self, role: Role = Role.ACTIVATION) -> str:
         """In words, the default rounding filled in."""
         if self.format is None:
             return "as it is"
         bits = f"{self.format.bits_per_value:g}"
-        parts = [str(self.format), f"{bits} bit{'s' * (bits != '1')} a value", ROUNDING_IN_WORDS[self.resolved_rounding]]
+        parts = [str(self.format), f"{bits} bit{'s' * (bits != '1')} a value", ROUNDING_IN_WORDS[self.rounding_in(role)]]
         return ", ".join([*parts, OVERFLOW_IN_WORDS[self.overflow]] if self.overflow else parts)
 
 

@@ -23,6 +23,7 @@ from paredown.errors import TraceError
 from paredown.plan.watch import Hook
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+PACKED = "PackedParameter"  # a weight that waits packed in a session: it has all that a trace asks for
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
@@ -71,7 +72,7 @@ def check_model(model: nn.Module) -> None:
             raise TraceError(
                 f"{name!r} is a DTensor: trace the model before fully_shard or distribute_tensor, with one rank's batch."
             )
-        if not (kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor)):
+        if not (kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor) or kind.__name__ == PACKED):
             raise TraceError(f"{name!r} is a {kind.__name__}, not a plain tensor: trace the model as it was before.")
 
 

@@ -23,7 +23,7 @@ from paredown.errors import PlanError
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.record import Trace
-from paredown.plan.replay import AS_WRITTEN, Choice, Interval, choices, intervals, part_bytes
+from paredown.plan.replay import AS_WRITTEN, Choice, Interval, choices, intervals, model_memory, part_bytes
 from paredown.plan.sizes import parse_bytes, say_bytes
 from paredown.plan.slots import Slot
 from paredown.roles import Role
@@ -32,11 +32,12 @@ MIB = 1 << 20
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 CONVOLUTIONS = frozenset({"convolution"})
 SHOWN_PRESETS = ("activations8", "activations4", "activations2")
+SHOWN_TIERS = ("safe", "half", "lpmm", "lpmm4")
+MODEL_ROLES = (Role.WEIGHT, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 LEFT_OUT = {
     "cuda": "the CUDA context (about 0.5 GiB), fragmentation, and what other processes hold",
     "cpu": "the interpreter, libraries, fragmentation, and what other processes hold",
 }
-LATER = "formats of weights, gradients and optimizer state are counted here, but applying them is not part of this version"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class Fit:
 class Footprint:
     """The bytes of a step: expected `peak_bytes`, and bounds; `by_role`: what it keeps; `at_peak`: what it holds when it holds most.
 
-    Kept are weights, gradients and optimizer state in full, activations and temporaries as they wait between forward and backward.
+    Kept are weights, gradients and optimizer state as they wait from step to step (`model_bytes`, all of it), activations and
+    temporaries as they wait between forward and backward.
     """
 
     trace: Trace
@@ -96,6 +98,11 @@ class Footprint:
     at_peak: dict[Role, int]
     notes: tuple[str, ...] = ()
     _kept: tuple[Interval, ...] = field(default=(), compare=False)
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes kept for weights, gradients and optimizer state: what a step takes whatever its batch."""
+        return sum(self.by_role.get(role, 0) for role in MODEL_ROLES)
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
         """Bytes kept, by module, the largest first; `depth` cuts paths to so many parts."""
@@ -144,6 +151,7 @@ class Footprint:
         peak = f"peak {say_bytes(self.peak_bytes)} ({say_bytes(self.low_bytes)} to {say_bytes(self.high_bytes)}), in {phase}"
         roles = [f"{role.value} {say_bytes(n)}" for role, n in self.by_role.items() if n]
         head = [f"Footprint of {trace.model} on {trace.device}, {trace.dtype}: {peak}", f"  kept: {', '.join(roles)}"]
+        head += [f"  model memory: {', '.join(self._tiers())}"] if trace.optimizer else []
         plans = {"as written": AS_WRITTEN, **({"this plan": self.plan} if self.plan.rules else {})}
         plans |= {name: Plan.preset(name) for name in SHOWN_PRESETS if name in PRESETS}
         rows = [["largest slots", *plans]]
@@ -151,6 +159,14 @@ class Footprint:
         rows += [[slot.name, *(say_bytes(slot_bytes(slot, of[slot.name])) for of in chosen)] for slot in trace.largest]
         peaks = (self.peak_bytes if plan == self.plan else peak_of(trace, plan) for plan in plans.values())
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
+
+    def _tiers(self) -> list[str]:
+        """Bytes of weights, gradients and optimizer state as written, under this plan, and under presets of them."""
+        plans = {"as written": AS_WRITTEN, "this plan": self.plan, **{name: Plan.preset(name) for name in SHOWN_TIERS}}
+        sizes = {name: model_bytes(self.trace, plan) for name, plan in plans.items()}
+        if sizes["this plan"] == sizes["as written"]:
+            del sizes["this plan"]
+        return [f"{name} {say_bytes(size)}" for name, size in sizes.items()]
 
 
 def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
@@ -173,7 +189,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     at_peak = [i for i in rounded if i.birth <= tick <= i.death]
     large = sum(i.nbytes >= MIB for i in at_peak)
     slack = large * allocator.unsplit + allocator.conv_workspace * has_conv + workspace + trace.returned_bytes
-    kept = tuple(i for i in held if _is_kept(i, trace.backward_at))
+    kept = tuple(i for i in held if _is_kept(i, trace))
     return Footprint(
         trace=trace,
         plan=plan,
@@ -184,7 +200,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
         peak_tick=tick,
         by_role=_sums(kept),
         at_peak=_sums(at_peak),
-        notes=(*trace.notes, *_notes(trace, plan), *(f"the plan names {key}, which is no slot of this step" for key in missing)),
+        notes=(*trace.notes, *(f"the plan names {key}, which is no slot of this step" for key in missing)),
         _kept=kept,
     )
 
@@ -192,6 +208,11 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
 def peak_of(trace: Trace, plan: Plan) -> int:
     """The expected peak alone."""
     return footprint(trace, plan).peak_bytes
+
+
+def model_bytes(trace: Trace, plan: Plan) -> int:
+    """Bytes kept for weights, gradients and optimizer state alone."""
+    return sum(i.nbytes for i in model_memory(trace, plan) if i.role in MODEL_ROLES and _is_kept(i, trace))
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
@@ -214,10 +235,10 @@ def slot_bytes(slot: Slot, chosen: Choice) -> int:
     return sum(part_bytes(slot, part, chosen) for part in slot.parts) if chosen.packs else slot.nbytes
 
 
-def _is_kept(interval: Interval, backward_at: int) -> bool:
+def _is_kept(interval: Interval, trace: Trace) -> bool:
     if interval.role in (Role.ACTIVATION, Role.TEMPORARY):
-        return interval.birth <= backward_at <= interval.death
-    return interval.role is not Role.GRADIENT or interval.death > interval.birth
+        return interval.birth <= trace.backward_at <= interval.death
+    return interval.role is not Role.GRADIENT or interval.death >= trace.length
 
 
 def _sums(held: Iterable[Interval]) -> dict[Role, int]:
@@ -225,13 +246,3 @@ def _sums(held: Iterable[Interval]) -> dict[Role, int]:
     for interval in held:
         sums[interval.role] += interval.nbytes
     return {role: sums[role] for role in Role if sums[role]}
-
-
-def _notes(trace: Trace, plan: Plan) -> list[str]:
-    others = {
-        role
-        for role in (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
-        for slot in trace.of(role)
-        if plan.find((slot.name,), role).format
-    }
-    return [LATER] if others else []

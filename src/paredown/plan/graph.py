@@ -171,8 +171,8 @@ def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
         raw = getattr(node, raw_name)
         if isinstance(raw, tuple | list):
             _read(found, [f"{attribute}{i + 1}" for i in range(len(raw))], raw, node, tensor_name)
-        elif raw.unpack_hook is not None:
-            found.append((attribute, raw, None))
+        elif (hook := raw.unpack_hook) is not None:
+            found.extend([] if is_of_weight(hook) else [(attribute, raw, None)])
         else:
             try:
                 tensor = getattr(node, tensor_name)
@@ -184,14 +184,22 @@ def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
 
 
 def _read(found: list[Named], names: Sequence[str], raws: Sequence[Any], node: Any, attribute: str) -> None:
-    if any(raw.unpack_hook is not None for raw in raws):  # reading would run their hooks
-        found.extend((name, raw, None) for name, raw in zip(names, raws, strict=False))
+    hooks = [raw.unpack_hook for raw in raws]
+    if any(hook is not None for hook in hooks):  # reading would run them
+        is_foreign = any(hook is not None and not is_of_weight(hook) for hook in hooks)
+        named = [(name, raw) for name, raw, hook in zip(names, raws, hooks, strict=False) if not is_of_weight(hook)]
+        found.extend((name, raw, None if is_foreign else raw.data) for name, raw in named)
         return
     try:
         tensors = getattr(node, attribute)
     except RuntimeError:
         return
     found.extend(named for named in zip(names, raws, tensors, strict=False) if isinstance(named[2], Tensor))
+
+
+def is_of_weight(hook: Any) -> bool:
+    """Whether a session put this hook in place of a weight that waits packed: nobody else has to do with that."""
+    return getattr(hook, "is_weight", False)
 
 
 def describe(node: Any, row: Row, named: Named, now: Pass, call: Call) -> Saved:

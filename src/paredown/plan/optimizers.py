@@ -1,4 +1,8 @@
-"""What optimizers keep for each parameter, by name or found by trying the instance on a tiny parameter."""
+"""What optimizers keep for each parameter, by name or found by trying the instance on a tiny parameter.
+
+An optimizer that follows a rule, as those of `paredown.optim` do, is not tried: its `rule` tells the roles of its moments. They are
+traced plain, and plans give them formats.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,8 @@ NAMES = {
 }
 SECOND = ("sq", "square", "sum", "second", "v")  # words in the names of second moments
 NOT_TRIED = ("params", "capturable")  # the second one wants a GPU
+OWN_FORMATS = ("tier", "weight", "residue", "moment1", "moment2", "gradient")  # keywords of `paredown.optim`
+OWN_NOTE = "formats that {} was made with are left out: give footprint the plan that says the same, such as Plan.preset('lpmm')"
 PRIMES: tuple[int, ...] = (
     2,
     3,
@@ -58,6 +64,7 @@ class Kept:
     states: tuple[State, ...]
     transient_bytes: int
     notes: tuple[str, ...] = ()
+    released: frozenset[str] = frozenset()  # parameters whose gradient is used in backward, and freed
 
 
 def kept_by(optimizer: Any, parameters: dict[str, nn.Parameter], device: str) -> Kept:
@@ -84,6 +91,8 @@ def _kept_by_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Pa
     held = {name: p for name, p in trained.items() if id(p) in mine}
     name = type(optimizer).__name__
     notes = [f"{len(trained) - len(held)} parameters are not in the optimizer"] if len(held) < len(trained) else []
+    if all(hasattr(getattr(optimizer, "rule", None), told) for told in ("roles", "names")):
+        return _kept_by_rule(optimizer, held, device, notes)
     states: list[State] = []
     try:
         tried = {rank: _tried(optimizer, rank) for rank in {p.dim() for p in held.values()}}
@@ -92,6 +101,23 @@ def _kept_by_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Pa
     except Exception as error:
         notes.append(f"the state of {name} is left out: a step on a tiny parameter failed ({type(error).__name__}: {error})")
     return Kept(name, tuple(states), _transient(optimizer, held, device), tuple(notes))
+
+
+def _kept_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, notes: list[str]) -> Kept:
+    """What an optimizer of `paredown.optim` keeps where nothing is packed: torch.optim's state, or float32 where torch has no such one."""
+    releases = bool(getattr(getattr(optimizer, "memory", None), "release", False))
+    is_torchs = bool(getattr(optimizer, "has_torch", False)) and not releases
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    rule_for = getattr(optimizer, "rule_for", lambda group: optimizer.rule)
+    states = [
+        State(name, role, tuple(p.shape), p.dtype if is_torchs else torch.float32)
+        for name, p in held.items()
+        for role in rule_for(groups[id(p)]).roles
+    ]
+    if any(group.get(asked) not in (None, "full", "tier") for group in optimizer.param_groups for asked in OWN_FORMATS):
+        notes.append(OWN_NOTE.format(type(optimizer).__name__))
+    transient = _transient(optimizer, held, device) if is_torchs else 0
+    return Kept(type(optimizer).__name__, tuple(states), transient, tuple(notes), frozenset(held if releases else ()))
 
 
 def _tried(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ layer1.0.conv1:input -> int4/64@bf16
 layer3.0.conv2:input -> e4m3fn/64@bf16
 layer3.0.conv1:input -> as it is
 >>> print(plan.explain())
-weight: int8/64@e8m0, 8.125 bits a value, rounding to nearest
+weight: int8/64@e8m0, 8.125 bits a value, stochastic rounding
 activation: int4/64@bf16, 4.25 bits a value, stochastic rounding
 slots like 'layer3.*:input': e4m3fn/64@bf16, 8.25 bits a value, rounding to nearest
 slot 'layer3.0.conv1:input': as it is
@@ -179,7 +179,7 @@ class Plan:
     def explain(self) -> str:
         """The plan in words, a line for each rule; a later line beats an earlier one."""
         lines = [self.reason] if self.reason else []
-        lines += [f"{key.say()}: {assignment.say()}" for key, (_, assignment) in zip(self._index.keys, self.rules, strict=True)]
+        lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in zip(self._index.keys, self.rules, strict=True)]
         return "\n".join([*lines, "Everything else stays as it is." if self.rules else "Everything stays as it is."])
 
     def __repr__(self) -> str:
@@ -191,7 +191,8 @@ class Plan:
         return "\n".join([f"Plan({len(self.rules)} rule{'s' * (len(self.rules) > 1)})", *lines, *more])
 
     def _repr_html_(self) -> str:
-        rows = [f"<tr><td>{escape(key)}</td><td>{escape(a.say())}</td></tr>" for key, a in self.rules[:SHOWN]]
+        said = [(str(key), a.say(key.role or Role.ACTIVATION)) for key, (_, a) in zip(self._index.keys, self.rules, strict=True)]
+        rows = [f"<tr><td>{escape(key)}</td><td>{escape(text)}</td></tr>" for key, text in said[:SHOWN]]
         more = [f"<tr><td colspan=2>{len(self.rules) - SHOWN} more</td></tr>"] if len(self.rules) > SHOWN else []
         head = f"<caption>{escape(self.reason)}</caption>" if self.reason else ""
         return "".join([f"<table>{head}<tr><th>slots</th><th>format</th></tr>", *rows, *more, "</table>"])

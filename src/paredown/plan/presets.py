@@ -1,14 +1,16 @@
 """Plans with a name: one row each. `Plan.preset("activations4")` is a Plan like any other.
 
 Bits a value, scales and minimums included: activations8 and activations8f 8.25, activations4 4.25, activations4a 4.5, activations2 2.5.
+The others are the tiers of `formats/tiers.py`: formats of weights, gradients and optimizer state, activations as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, cast
 
+from paredown.formats.tiers import TIERS
 from paredown.plan.assignment import FormatLike
 
 
@@ -39,6 +41,15 @@ ROWS = (
     Preset("activations4", {"activation": "int4/64@bf16"}, "activations in 4 bits, symmetric"),
     Preset("activations4a", {"activation": "uint4/64@bf16+bf16"}, "activations in 4 bits, affine: finer, a quarter bit more"),
     Preset("activations2", {"activation": "uint2/64@bf16+bf16"}, "activations in 2 bits, affine: when nothing else fits"),
+    *(
+        Preset(name, cast("ByRole", TIERS[name]), note)
+        for name, note in (
+            ("safe", "24-bit weights, the rest of the model's memory in 8 bits: trains like fp32"),
+            ("half", "bf16 weights without a wider copy, the rest in 8 bits"),
+            ("lpmm", "weights, gradients and optimizer state in 8 bits: a quarter of the model's memory"),
+            ("lpmm4", "like lpmm, with optimizer state in 4 bits"),
+        )
+    ),
 )
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({row.name: row for row in ROWS})

@@ -14,7 +14,7 @@ from paredown.plan.sizes import say_bytes
 from paredown.plan.slots import Output, Slot, output_of, slot_named, slot_of, to_row
 from paredown.roles import Role
 
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON: 2 says when weights are needed
 LARGEST = 10  # slots that repr shows
 
 

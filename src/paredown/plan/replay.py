@@ -7,6 +7,15 @@ but autograd would hold it; what waits, from then until backward is done with it
     packed         |..............................|
     decoded                               |##| |##|
 
+A packed weight waits all the time, and is decoded as long as a module that has it runs, and for each operation of backward that needs it;
+what autograd holds of it, or of its cast under autocast, is nothing. A gradient is plain until it is folded into its accumulator:
+
+    forward                               backward
+    weight     |..................................................|
+    decoded       |####|                            |##|
+    gradient                                           |##|
+    packed     |..................................................|
+
 Everything else that the step allocates is an interval as it is.
 """
 
@@ -20,6 +29,7 @@ from typing import NamedTuple
 from paredown.formats.format import Format
 from paredown.plan.given import given, significant_bits
 from paredown.plan.ops import Use
+from paredown.plan.parameters import Given, given_to, moment_bytes, parameter_of
 from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
 from paredown.plan.slots import Part, Slot, index_bytes
@@ -115,34 +125,78 @@ def part_bytes(slot: Slot, part: Part, chosen: Choice) -> int:
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     """All that the step holds under `plan`."""
-    return [*fixed(trace), *_by_role(trace, plan), *_activations(trace, plan)]
+    return [*fixed(trace), *model_memory(trace, plan), *_activations(trace, plan)]
 
 
 def fixed(trace: Trace) -> list[Interval]:
-    """What no plan changes: buffers, inputs, casts of weights, and whatever operations make for themselves."""
+    """What no plan changes: buffers, inputs, and whatever operations make for themselves."""
     found: list[Interval] | None = vars(trace).get("_fixed")
     if found is None:
-        kept = (slot for slot in trace.slots if slot.role not in FORMATTED)
+        kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
         found = [Interval(s.role, s.module, s.birth, s.death, s.nbytes) for s in kept]
-        rest = (made for made in trace.outputs if not made.slot)
+        rest = (made for made in trace.outputs if not made.slot and made.phase != "step")
         found += [Interval(Role.TEMPORARY, made.module, made.birth, made.death, made.nbytes) for made in rest]
         vars(trace)["_fixed"] = found
     return found
 
 
-def _by_role(trace: Trace, plan: Plan) -> Iterator[Interval]:
-    """Weights, gradients and optimizer state; a gradient is there in full at the tick that makes it."""
+def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
+    """Weights, gradients and optimizer state, and the plain copies of them that come and go."""
+    weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
+    gets = {name: given_to(slot, plan) for name, slot in weights.items()}
     for slot in trace.slots:
-        if slot.role is Role.ACTIVATION or slot.role not in FORMATTED:
-            continue
-        format = plan.find((slot.name,), slot.role).format
-        nbytes, birth = slot.nbytes, slot.birth
-        if format is not None:
-            nbytes = format.nbytes(slot.shape)
-            if slot.role is Role.GRADIENT:
-                yield Interval(slot.role, slot.module, birth, birth, slot.nbytes)
-                birth += 1
-        yield Interval(slot.role, slot.module, birth, slot.death, nbytes)
+        if slot.role is Role.WEIGHT:
+            yield from _weight(slot, gets[slot.name])
+        elif slot.role is Role.GRADIENT:
+            yield from _gradient(slot, weights[slot.name], gets[slot.name], trace.length)
+        elif slot.role in (Role.MOMENT1, Role.MOMENT2):
+            of = parameter_of(slot, weights)
+            nbytes = slot.nbytes if of is None else moment_bytes(slot, of, gets[of.name], plan)
+            yield Interval(slot.role, slot.module, slot.birth, slot.death, nbytes)
+        elif slot.role is Role.TEMPORARY and slot.recomputed_from:
+            of = weights[slot.recomputed_from]
+            yield from _cast(slot, of, gets[of.name], trace.backward_at)
+    full_bytes = sum(slot.nbytes for name, slot in weights.items() if gets[name].is_full)
+    for made in (
+        made for made in trace.outputs if made.phase == "step"
+    ):  # what torch.optim takes for the parameters that it serves
+        yield Interval(Role.TEMPORARY, made.module, made.birth, made.death, min(made.nbytes, full_bytes))
+
+
+def _weight(slot: Slot, given: Given) -> Iterator[Interval]:
+    """A weight; packed, it is plain beside that while a module that has it runs, and whenever backward needs it."""
+    nbytes = slot.nbytes if given.weight is None else given.weight.nbytes(slot.shape)
+    yield Interval(Role.WEIGHT, slot.module, slot.birth, slot.death, nbytes)
+    if given.weight is not None:
+        for start, end in (*slot.running, *_decoded(slot)):
+            yield Interval(Role.TEMPORARY, slot.module, start, end, slot.nbytes)
+
+
+def _cast(slot: Slot, weight: Slot, given: Given, backward_at: int) -> Iterator[Interval]:
+    """The cast of a weight waits for backward; of a packed one it is made again, in each call of its module and in backward."""
+    spans: list[tuple[int, int]] = [(slot.birth, slot.death)]
+    if given.weight is not None:
+        calls = [(max(start, slot.birth), end) for start, end in weight.running if start <= backward_at and end >= slot.birth]
+        spans = [*(calls or [(slot.birth, slot.parts[0].packed)]), *_decoded(slot)]
+    for start, end in spans:
+        yield Interval(Role.TEMPORARY, slot.module, start, end, slot.nbytes)
+
+
+def _decoded(slot: Slot) -> Iterator[tuple[int, int]]:
+    return (span for part in slot.parts for span in part.decoded)
+
+
+def _gradient(slot: Slot, weight: Slot, given: Given, ends: int) -> Iterator[Interval]:
+    """A gradient, and the bits that the update keeps of the weight (RESIDUE). A packed accumulator is always there: a plain gradient is
+    folded into it when it is complete. One that is used at once, then, has no accumulator.
+    """
+    if given.residue_bytes:
+        yield Interval(Role.RESIDUE, slot.module, 0, ends, given.residue_bytes)
+    if given.gradient is None or slot.death < ends:
+        yield Interval(Role.GRADIENT, slot.module, slot.birth, slot.death, slot.nbytes)
+        return
+    yield Interval(Role.GRADIENT, slot.module, slot.birth, slot.dropped, slot.nbytes)
+    yield Interval(Role.GRADIENT, slot.module, 0, ends, given.gradient.nbytes(slot.shape))
 
 
 def _activations(trace: Trace, plan: Plan) -> Iterator[Interval]:

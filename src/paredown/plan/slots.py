@@ -45,6 +45,9 @@ class Slot:
 
     birth..death is its life as the model is written. If it is packed, the original is gone after `dropped`. `stays`: why no plan packs
     it. Views too small to stand for their storage are slots of their own, with the `storage` number in common.
+
+    A weight that waits packed is plain while a module that has it runs (`running`), and again when backward needs it (its part); the
+    cast of one is a TEMPORARY slot that follows from it (`recomputed_from`).
     """
 
     name: str
@@ -62,6 +65,7 @@ class Slot:
     parts: tuple[Part, ...] = ()
     stays: str = ""
     recomputed_from: str = ""  # the slot that its values follow from, as relu(batch_norm(x)) does from x
+    running: tuple[tuple[int, int], ...] = ()  # of a weight
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,7 +129,12 @@ def slot_of(row: dict[str, Any]) -> Slot:
     savers = tuple(_saver(saver) for saver in row.get("savers", ()))
     parts = tuple(_part(part) for part in row.get("parts", ()))
     slot: dict[str, Any] = {**row, "role": Role(row["role"]), "shape": tuple(row["shape"]), "savers": savers, "parts": parts}
+    slot["running"] = _spans(row.get("running", ()))
     return Slot(**slot)
+
+
+def _spans(rows: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((start, end) for start, end in rows)
 
 
 def _saver(row: dict[str, Any]) -> Saver:
@@ -134,8 +143,7 @@ def _saver(row: dict[str, Any]) -> Saver:
 
 
 def _part(row: dict[str, Any]) -> Part:
-    decoded = tuple((start, end) for start, end in row.get("decoded", ()))
-    part: dict[str, Any] = {**row, "use": Use(row["use"]), "decoded": decoded}
+    part: dict[str, Any] = {**row, "use": Use(row["use"]), "decoded": _spans(row.get("decoded", ()))}
     return Part(**part)
 
 

@@ -26,15 +26,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paredown.plan.device_ops import UNKNOWN_SIZES
+from paredown.roles import Role
 
 DEVICE, DETACH = torch.ops.prim.device.default, torch.ops.aten.detach.default  # they take no time
-ADD = torch.ops.aten.add.Tensor
+ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
 BERNOULLI, RANDOM_BITS = torch.ops.aten.bernoulli_.float, "bernoulli_"  # dropout on the CPU: memory that is made empty, then filled
 
 
 @dataclass(eq=False)
 class Allocation:
-    """One storage: from where, how large, from when to when. `merges`: the sums that autograd makes where two gradients meet."""
+    """One storage: from where, how large, from when to when.
+
+    `merges`: the sums that autograd makes where two gradients meet. `cast_of`: what it is another dtype of, as autocast makes of weights.
+    """
 
     nbytes: int
     birth: int
@@ -45,8 +49,10 @@ class Allocation:
     dtype: str
     death: int | None = None
     merges: tuple[Allocation, ...] = ()
+    cast_of: Allocation | None = None
     owner: Any = None  # what it belongs to, when it is more than the output of an operation
     views: list[weakref.ref[Tensor]] = field(default_factory=list[weakref.ref[Tensor]])  # tensors on it, if it has an owner
+    uses: list[int] = field(default_factory=list[int])  # of a weight: when operations took it
 
     def tensor(self) -> Tensor | None:
         """A tensor that lies on it, if any is left."""
@@ -76,6 +82,7 @@ class Timeline(TorchDispatchMode):
         if func is not DETACH:
             self.now += 1
             self.last_op = func._schema.name.removeprefix("aten::")
+            self._note_uses(args)
         self.last_module = module = self.module()
         out = func(*args, **(kwargs or {}))
         if func in UNKNOWN_SIZES:
@@ -92,10 +99,18 @@ class Timeline(TorchDispatchMode):
             if func is ADD and self.phase == "backward":
                 found = (self.find(arg) for arg in args if isinstance(arg, Tensor) and arg.shape == value.shape)
                 known.merges = tuple(part for part in found if part is not None)
+            if func is CAST:
+                known.cast_of = self.find(args[0])
         if func is BERNOULLI:
             known.op = RANDOM_BITS
         if known.owner is not None:
             known.views.append(weakref.ref(value))
+
+    def _note_uses(self, args: Any) -> None:
+        for arg in args:
+            found = self.find(arg) if isinstance(arg, Tensor) else None
+            if found is not None and found.owner is Role.WEIGHT:
+                found.uses.append(self.now)
 
     def module(self) -> str:
         """The module that an operation belongs to now: in backward, that whose forward made the node that runs."""

@@ -3,7 +3,7 @@
 In a trace every activation that can be packed is: its fake tensor is dropped, and a new one is made when backward asks. So one step
 tells when an original dies if only its packed copy waits, and `footprint` can replay the step under any plan. What waits follows the
 same rules as in a session: one unit for a storage and version (or for a view that is a small part of its storage), in it one part
-for each use.
+for each use. Weights, and casts of them, are taken out in the same way: where one waits packed, backward gets it decoded.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -28,7 +28,7 @@ from paredown.roles import Role
 
 HELD = "somebody holds it beside autograd: the caller, or an operation that needs it as it is"
 UNSEEN = "something other than autograd's graph holds it, such as a checkpoint or the model itself"
-OUTSIDE = "it is saved outside of the model"
+OUTSIDE = "it is outside of the model"
 
 
 @dataclass(eq=False)
@@ -90,6 +90,7 @@ class Recorder:
         self.timeline = timeline
         self.units: list[Unit] = []
         self.weight_casts: dict[Allocation, str] = {}
+        self.weights: dict[Allocation, tuple[Unit, Waiting]] = {}  # those, and casts, that backward needs
         self.hooked: Counter[str] = Counter()
         self._by_key: dict[Any, Unit] = {}
         self._sources: dict[int, tuple[Unit, torch.Size, tuple[int, ...]]] = {}  # by the number of the node that saved it
@@ -103,8 +104,8 @@ class Recorder:
         if allocation is None:
             return
         name = outside + saved.name
-        if saved.kind == "weight" and not allocation.owner:
-            self.weight_casts.setdefault(allocation, name)
+        if saved.kind == "weight":
+            self._weight(saved, saved.tensor, allocation, name, is_outside=bool(outside))
         if allocation.owner or saved.kind not in ("activation", "input"):
             return
         unit = self._unit(saved, saved.tensor, allocation)
@@ -114,6 +115,23 @@ class Recorder:
         unit.stays = unit.stays or (OUTSIDE if outside else why_it_stays(saved, unit))
         if not unit.stays:
             self._pack(saved, saved.tensor, use, unit)
+
+    def _weight(self, saved: Saved, tensor: Tensor, allocation: Allocation, name: str, *, is_outside: bool) -> None:
+        if not allocation.owner:
+            self.weight_casts.setdefault(allocation, name)
+        weight = allocation if allocation.owner else allocation.cast_of
+        if is_outside or weight is None or weight.owner is not Role.WEIGHT:
+            return
+        if allocation not in self.weights:
+            unit = Unit(allocation, tuple(tensor.shape), tensor.dtype, allocation.nbytes // tensor.itemsize, whole=True)
+            self.weights[allocation] = unit, Waiting(Use.VALUE, self.timeline.now, None)
+        unit, waiting = self.weights[allocation]
+        saved.raw.register_hooks(lambda tensor: Handle(self, unit, waiting, tensor), Handle.tensor)
+
+    def weight_parts(self, allocation: Allocation | None, ends: int) -> tuple[Part, ...]:
+        """When backward needs a weight, or the cast of one."""
+        found = self.weights.get(allocation) if allocation is not None else None
+        return () if found is None else (_part(found[1], ends),)
 
     def ends(self) -> None:
         """The model's forward pass ended: what is still there is held by somebody else."""
@@ -192,15 +210,28 @@ def why_it_stays(saved: Saved, unit: Unit) -> str:
     return ""
 
 
-def slots_of(recorder: Recorder, ends: int) -> list[Slot]:
-    """A slot for each unit, and one for each cast of a weight that backward needs."""
+def slots_of(recorder: Recorder, names: dict[Allocation, str], ends: int) -> list[Slot]:
+    """A slot for each unit, and one for each cast of a weight that backward needs; `names` are those of the weights."""
     numbers: dict[Allocation, int] = {}
     slots = [_slot(unit, numbers.setdefault(unit.allocation, len(numbers)), ends) for unit in recorder.units]
-    for allocation, name in recorder.weight_casts.items():
-        death = ends if allocation.death is None else allocation.death
+    for made, name in recorder.weight_casts.items():
+        parts = recorder.weight_parts(made, ends)
+        death = _last(ends if made.death is None else made.death, parts)
+        of = names.get(made.cast_of, "") if made.cast_of is not None and parts else ""
         module = name.partition(":")[0]
         slots.append(
-            Slot(name, Role.TEMPORARY, module, allocation.shape, allocation.dtype, allocation.nbytes, allocation.birth, death)
+            Slot(
+                name,
+                Role.TEMPORARY,
+                module,
+                made.shape,
+                made.dtype,
+                made.nbytes,
+                made.birth,
+                death,
+                parts=parts,
+                recomputed_from=of,
+            )
         )
     return slots
 
@@ -236,7 +267,6 @@ def held_slots(held: Iterable[Allocation], ends: int) -> list[Slot]:
 def _slot(unit: Unit, number: int, ends: int) -> Slot:
     dropped = ends if unit.allocation.death is None else unit.allocation.death
     parts = tuple(_part(waiting, ends) for waiting in unit.parts.values())
-    lives = [dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)]
     saver = unit.savers[unit.first]
     source = unit.recomputed_from
     return Slot(
@@ -247,7 +277,7 @@ def _slot(unit: Unit, number: int, ends: int) -> Slot:
         dtype=str(unit.dtype).removeprefix("torch."),
         nbytes=unit.allocation.nbytes,
         birth=unit.allocation.birth,
-        death=max(lives),
+        death=_last(dropped, parts),
         numel=unit.numel,
         storage=number,
         dropped=dropped,
@@ -256,6 +286,11 @@ def _slot(unit: Unit, number: int, ends: int) -> Slot:
         stays=unit.stays,
         recomputed_from=source.savers[source.first].name if source is not None and not source.stays else "",
     )
+
+
+def _last(dropped: int, parts: tuple[Part, ...]) -> int:
+    """When the last of an original and of what autograd has in its place is gone: the original's own end as the model is written."""
+    return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 
 def _part(waiting: Waiting, ends: int) -> Part:

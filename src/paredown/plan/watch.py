@@ -96,10 +96,12 @@ class Watch:
         """Whether torch.compile ran the whole model, which is then not followed."""
         return self._root_hook.was_compiled
 
-    def attach(self) -> None:
-        """Register the hooks."""
+    def attach(self, *, follows: bool = True) -> None:
+        """Register the hooks; those of the model alone where nothing is to be followed."""
         for module in self._paths:
             is_root = module is self.model
+            if isinstance(module, torch.jit.ScriptModule) or not (follows or is_root):
+                continue  # scripted modules take no hooks: what they save is found at the exit of their parent
             enter, leave = (self._begin, self._end) if is_root else (self._enter, self._leave)
             hooks = Hook(enter), Hook(leave)
             self._root_hook = hooks[0] if is_root else self._root_hook

@@ -4,6 +4,7 @@ from paredown.codec.kernels.flat import covers_recompute, decode_flat, encode_fl
 from paredown.codec.kernels.launch import (
     covers,
     decode_rows,
+    decoder,
     device_spec,
     encode_rows,
     largest_finite,
@@ -16,6 +17,7 @@ __all__ = [
     "covers_recompute",
     "decode_flat",
     "decode_rows",
+    "decoder",
     "device_spec",
     "encode_flat",
     "encode_rows",

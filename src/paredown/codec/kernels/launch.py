@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 from math import frexp
 from typing import Any, NamedTuple
@@ -66,6 +67,24 @@ def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
     for launch in decodes(*out.shape, encoding.format):
         launch(pointers)
     return out
+
+
+def decoder(parts: Parts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
+    """`decode_rows` of the same parts again and again; what does not depend on `out` is looked up once."""
+    codes = parts.codes
+    assert codes is not None
+    scales, minimums = (None if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
+    tensor_scale, table = parts.tensor_scale, _table(encoding.format.element, Rounding.NEAREST_EVEN, codes.device)
+    launches = decodes(rows, cols, encoding.format)
+
+    def decode(out: Tensor) -> Tensor:
+        shared = (out if t is None else t for t in (scales, minimums, tensor_scale))
+        pointers = (codes, out, *shared, table)
+        for launch in launches:
+            launch(pointers)
+        return out
+
+    return decode
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Tensor) -> Tensor:
