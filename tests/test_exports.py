@@ -18,6 +18,7 @@ EXPORTS = {
     "Footprint",
     "Format",
     "FormatError",
+    "OptimError",
     "Overflow",
     "PackedTensor",
     "ParedownError",
@@ -33,6 +34,7 @@ EXPORTS = {
     "apply",
     "encode",
     "footprint",
+    "optim",
     "round_trip",
     "trace_step",
 }

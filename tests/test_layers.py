@@ -1,4 +1,4 @@
-"""Imports point one way: errors, roles <- formats <- codec, plan <- session.
+"""Imports point one way: errors, roles <- formats <- codec, plan; codec <- optim; all <- session.
 
 What a layer may import is a row of ALLOWED; a new folder needs a new row.
 """
@@ -20,8 +20,9 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "codec": (frozenset({"errors", "formats"}), TORCH),
     "plan": (frozenset({"errors", "roles", "formats"}), TORCH - {"triton"}),
     "models": (frozenset(), frozenset({"torch"})),
-    "session": (frozenset({"errors", "roles", "formats", "codec", "plan"}), frozenset({"torch"})),
-    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "session"}), frozenset()),
+    "optim": (frozenset({"errors", "roles", "formats", "codec"}), TORCH),
+    "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim"}), frozenset({"torch"})),
+    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session"}), frozenset()),
 }
 
 

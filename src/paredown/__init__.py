@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paredown import optim
     from paredown.codec.packed import PackedTensor, encode, round_trip
-    from paredown.errors import ApplyError, BudgetError, CodecError, FormatError, ParedownError, PlanError, TraceError
+    from paredown.errors import ApplyError, BudgetError, CodecError, FormatError, OptimError, ParedownError, PlanError, TraceError
     from paredown.formats.catalog import CATALOG
     from paredown.formats.element import Element
     from paredown.formats.format import Format
@@ -31,6 +32,7 @@ __all__ = [
     "Footprint",
     "Format",
     "FormatError",
+    "OptimError",
     "Overflow",
     "PackedTensor",
     "ParedownError",
@@ -46,13 +48,14 @@ __all__ = [
     "apply",
     "encode",
     "footprint",
+    "optim",
     "round_trip",
     "trace_step",
 ]
 
 _NAMES_OF = {
     "paredown.codec.packed": ("PackedTensor", "encode", "round_trip"),
-    "paredown.errors": ("ApplyError", "BudgetError", "CodecError", "FormatError", "ParedownError", "PlanError", "TraceError"),
+    "paredown.errors": ("ApplyError", "BudgetError", "CodecError", "FormatError", "OptimError", "ParedownError", "PlanError", "TraceError"),
     "paredown.formats.catalog": ("CATALOG",),
     "paredown.formats.element": ("Element",),
     "paredown.formats.format": ("Format",),
@@ -67,6 +70,8 @@ _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module("paredown.optim")
     if name not in _HOME:
         raise AttributeError(f"module 'paredown' has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_HOME[name]), name)  # the next look-up finds it

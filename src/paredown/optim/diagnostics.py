@@ -1,0 +1,165 @@
+"""Whether updates arrive: of the changes that a rule makes, how many move what is stored.
+
+    underflow    share of the changes that were not zero and left the stored value as it was
+    flips        share of all values whose stored value moved in a step
+    dead zone    share of the changes that were not zero and smaller than half a step: rounding to nearest would lose every one of them
+
+Under stochastic rounding underflow is no loss: a change of 1 % of a step moves 1 % of the values by a whole one. It is a loss under
+rounding to nearest, and when flips become so rare that no value moves within a training. Every 16th tile is counted, on the device, without
+waiting for it; the sums are looked at now and then, and a warning says what to do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paredown.formats.rounding import Rounding
+from paredown.roles import Role
+
+if TYPE_CHECKING:
+    from paredown.optim.entries import Entry
+
+NUM_COUNTERS = 5
+DRAIN_EVERY = 64  # updates; int32 counters of a tensor of 2^31 values, a 16th of which is counted, hold 16
+LOOK_EVERY = 512
+FEW_FLIPS = 1e-5  # a step: fewer than one move of a value in 100,000 steps
+MOSTLY_DEAD = 0.9
+MIN_CHANGES = 1000  # fewer say nothing
+
+
+@dataclass(frozen=True)
+class Row:
+    """What happened to one parameter."""
+
+    name: str
+    format: str
+    rounding: str
+    underflow: float
+    flips: float
+    dead_zone: float
+    num_values: int  # looked at, over all steps
+    num_not_finite: int  # blocks that were left as they were, since a gradient was not finite
+
+
+class Diagnostics(tuple[Row, ...]):
+    """Rows of `opt.diagnostics()`, a table when printed."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no parameter is packed, or no step was made"
+        width = max(len(row.name) for row in self)
+        lines = [f"{'':{width}}  underflow    flips  dead zone"]
+        for row in self:
+            broken = f"  {row.num_not_finite} blocks not finite" if row.num_not_finite else ""
+            rates = f"{row.underflow:9.2%} {row.flips:8.3%}  {row.dead_zone:9.2%}"
+            lines.append(f"{row.name:{width}}  {rates}  {row.format}, {row.rounding}{broken}")
+        return "\n".join(lines)
+
+
+class Counts:
+    """Counters of all parameters of an optimizer: int32 on their devices, sums in float64 beside them."""
+
+    def __init__(self) -> None:
+        self._counters: dict[torch.device, list[Tensor]] = {}
+        self._sums: dict[torch.device, Tensor] = {}
+        self._places: list[tuple[torch.device, int]] = []  # of each entry
+        self._copy: tuple[dict[torch.device, Tensor], Any] | None = None  # on its way to the host
+        self._warned: set[tuple[str, str]] = set()
+
+    def add(self, device: torch.device) -> Tensor:
+        """Counters for one more parameter."""
+        counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+        mine = self._counters.setdefault(device, [])
+        self._places.append((device, len(mine)))
+        mine.append(counters)
+        return counters
+
+    def after(self, updates: int, entries: Sequence[Entry]) -> None:
+        """After an update: add counters to the sums now and then, and look whether there is something to say."""
+        if updates % DRAIN_EVERY == 0:
+            self.drain()
+        if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
+            self._warn(entries, self._copy[0])
+            self._copy = None
+        if updates % LOOK_EVERY == 0:
+            self._send()
+
+    def drain(self) -> None:
+        """Add the counters to the sums, and begin again at 0."""
+        for device, counters in self._counters.items():
+            new = torch.stack(counters).double()
+            before = self._sums.get(device)
+            if before is not None:
+                new[: len(before)] += before
+            self._sums[device] = new
+            for counter in counters:
+                counter.zero_()
+
+    def diagnostics(self, entries: Sequence[Entry], *, reset: bool) -> Diagnostics:
+        """The rows of all packed parameters so far."""
+        self.drain()
+        rows = Diagnostics(self._rows(entries, {device: sums.cpu() for device, sums in self._sums.items()}))
+        if reset:
+            self._sums.clear()
+        return rows
+
+    def _rows(self, entries: Sequence[Entry], sums: dict[torch.device, Tensor]) -> Iterator[Row]:
+        for entry, (device, place) in zip(entries, self._places, strict=True):
+            if device not in sums or place >= len(sums[device]):
+                continue
+            looked, changed, flipped, dead, broken = sums[device][place].tolist()
+            slot = entry.choices.format(Role.WEIGHT) if not entry.choices.is_small else None
+            if (looked == 0 or slot is None) and not broken:
+                continue
+            yield Row(
+                entry.name, str(slot or "fp32"), entry.choices.rounding(Role.WEIGHT).value, (changed - flipped) / max(changed, 1),
+                flipped / max(looked, 1), dead / max(changed, 1), int(looked), int(broken),
+            )  # fmt: skip
+
+    def _send(self) -> None:
+        """Copy the sums to the host without waiting for them."""
+        self.drain()
+        is_cuda = any(device.type == "cuda" for device in self._sums)
+        copies = {device: sums.to("cpu", non_blocking=True) for device, sums in self._sums.items()}
+        event = torch.cuda.Event() if is_cuda else None
+        if event is not None:
+            event.record()
+        self._copy = copies, event
+
+    def _warn(self, entries: Sequence[Entry], sums: dict[torch.device, Tensor]) -> None:
+        rows = list(self._rows(entries, sums))
+        lost = [
+            r for r in rows if r.rounding != Rounding.STOCHASTIC.value and r.dead_zone > MOSTLY_DEAD and r.num_values > MIN_CHANGES
+        ]
+        rare = [r for r in rows if r.rounding == Rounding.STOCHASTIC.value and r.flips < FEW_FLIPS and r.num_values > MIN_CHANGES]
+        broken = [r for r in rows if r.num_not_finite]
+        if lost:
+            self._say(
+                "lost", lost, f"{lost[0].dead_zone:.1%} of the updates of {{}} are smaller than half a step of {lost[0].format}, and "
+                f"{lost[0].rounding} rounding loses them. Round stochastically (rounding={{'weight': 'stochastic'}}), or make updates "
+                "larger: microbatches=8 with the learning rate scaled up (linearly for SGD), or use tier 'half' or 'safe'.",
+            )  # fmt: skip
+        if rare:
+            self._say(
+                "rare", rare, f"updates of {{}} are so small beside a step of {rare[0].format} that a value moves once in "
+                f"{1 / max(rare[0].flips, 1e-12):,.0f} steps. Use tier 'half' or 'safe' for such learning rates, or microbatches=8 with "
+                "the learning rate scaled up.",
+            )  # fmt: skip
+        if broken:
+            self._say(
+                "broken", broken, "gradients of {} were not finite: the blocks that they belong to were left as they were. Lower the "
+                "learning rate, clip gradients, or use a GradScaler with float16.",
+            )  # fmt: skip
+
+    def _say(self, kind: str, rows: list[Row], text: str) -> None:
+        if (kind, rows[0].name) in self._warned:
+            return
+        self._warned |= {(kind, row.name) for row in rows}
+        others = f" and {len(rows) - 1} other parameters" if len(rows) > 1 else ""
+        warnings.warn(text.replace("{}", f"{rows[0].name}{others}"), UserWarning, stacklevel=4)

@@ -1,0 +1,269 @@
+"""torch's functions on packed gradients, each by its name in `HANDLERS`; what is not there is done on decoded values.
+
+    add_, sub_                        fold
+    mul_, div_, neg_, and in lists    change the factor, one number on the device; so do clip_grad_norm_ and GradScaler
+    zero_, detach, copy_, norms       on the codes, or on one decoded gradient at a time
+    anything else                     decoded; what is written by the function's schema is encoded again, rounded at random
+
+A handler returns NotImplemented for what it does not cover: views, and factors that are more than one number. Lists may hold packed and
+plain gradients: each kind is done on its own.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from paredown.errors import OptimError
+from paredown.optim.gradient_sum import any_nonfinite
+from paredown.optim.gradient_tensor import GradientTensor
+
+aten = torch.ops.aten
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of `func`, some of whose arguments are packed gradients."""
+    handler = HANDLERS.get(func)
+    result = NotImplemented if handler is None else handler(func, args, kwargs)
+    return on_values(func, args, kwargs) if result is NotImplemented else result
+
+
+def on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func` on decoded values; gradients that it writes to are encoded again, and come back where it returns them."""
+    if _gives_views(func) and isinstance(args[0], GradientTensor):
+        return _view(func, args[0], args[1:], kwargs)
+    plain: dict[int, Tensor] = {}
+
+    def value(x: Any) -> Any:
+        if not isinstance(x, GradientTensor):
+            return x
+        if id(x) not in plain:
+            plain[id(x)] = x.decode()
+        return plain[id(x)]
+
+    result = func(*tree_map(value, args), **tree_map(value, kwargs))
+    written = {id(plain[id(g)]): g for g in _written(func, args, kwargs)}
+    for gradient in written.values():
+        gradient.store(plain[id(gradient)])
+    return tree_map(lambda x: written.get(id(x), x), result)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[GradientTensor]:
+    """The gradients that `func` writes to, by its schema."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (g for g in (given if isinstance(given, list | tuple) else (given,)) if isinstance(g, GradientTensor))
+
+
+@lru_cache(maxsize=1024)
+def _gives_views(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _view(func: Any, gradient: GradientTensor, args: Any, kwargs: Any) -> Any:
+    """Views that remember how they came about: read, they are taken of the values; written, the whole is encoded again."""
+    like = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
+    found = func(like, *args, **kwargs)
+    one = [(None, found)] if isinstance(found, Tensor) else list(enumerate(found))
+    made = [gradient.seen_through((func, args, kwargs, i), t) for i, t in one]
+    return made[0] if isinstance(found, Tensor) else made
+
+
+# --- single gradients -------------------------------------------------------------------------------------------------
+
+
+def is_whole(x: Any) -> bool:
+    """Whether `x` is a packed gradient and no view of one."""
+    return isinstance(x, GradientTensor) and x.is_whole
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _number(x: Any, dims: int) -> Any:
+    """`x` as a number or a tensor of no dimensions, or None if it is neither."""
+    if isinstance(x, Tensor):
+        return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, GradientTensor) else None
+    return x
+
+
+def _add(func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, other = args[0], args[1]
+    if not is_whole(gradient) or not isinstance(other, Tensor) or (other.layout is torch.strided and other.shape != gradient.shape):
+        return NotImplemented
+    alpha = kwargs.get("alpha", 1) * (1 if func is aten.add_.Tensor else -1)
+    values = other.decode() if isinstance(other, GradientTensor) else other
+    weight = gradient.weight if _in_backward() else 1.0  # autograd brings the gradient of a microbatch; a user adds what is meant
+    gradient.total.fold(values, weight=weight * alpha, is_first=False)
+    return gradient
+
+
+def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
+    """Autograd's sum under create_graph=True, which becomes p.grad as a plain tensor: not yet weighted, as all plain ones."""
+    gradient, other = args[0], args[1]
+    if not (is_whole(gradient) and _in_backward()) or gradient.weight == 1.0 or isinstance(other, GradientTensor):
+        return NotImplemented
+    return gradient.decode().div_(gradient.weight) + other
+
+
+def _scale(func: Any, args: Any, kwargs: Any) -> Any:
+    number = _number(args[1], args[0].dim()) if is_whole(args[0]) else None
+    if number is None or kwargs:
+        return NotImplemented
+    func(args[0].total.factor_to_change(), number)
+    return args[0]
+
+
+def _negate(func: Any, args: Any, kwargs: Any) -> Any:
+    if not is_whole(args[0]):
+        return NotImplemented
+    func(args[0].total.factor_to_change())
+    return args[0]
+
+
+def _zero(func: Any, args: Any, kwargs: Any) -> Any:
+    if not is_whole(args[0]):
+        return NotImplemented
+    args[0].total.zero()
+    return args[0]
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, source = args[0], args[1]
+    if not is_whole(gradient) or source.shape != gradient.shape or source.device != gradient.device:
+        return NotImplemented
+    gradient.store(source.decode() if isinstance(source, GradientTensor) else source)
+    return gradient
+
+
+def _alias(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].alias()
+
+
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of float32 values, whatever the gradient's dtype; the result has that."""
+    gradient, dtype = args[0], kwargs.get("dtype")
+    if not isinstance(gradient, GradientTensor):
+        return NotImplemented
+    return func(gradient.decode(torch.float32), *args[1:], **{**kwargs, "dtype": None}).to(dtype or gradient.dtype)
+
+
+def _record_stream(func: Any, args: Any, kwargs: Any) -> Any:
+    for tensor in args[0].packed.parts.tensors():
+        func(tensor, *args[1:])
+
+
+# --- lists of gradients, packed and plain -----------------------------------------------------------------------------
+
+
+def _split(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """The places of packed gradients, and of the others."""
+    packed = [i for i, t in enumerate(tensors) if is_whole(t)]
+    return packed, [i for i, t in enumerate(tensors) if not is_whole(t)]
+
+
+def _has_views(tensors: Sequence[Tensor]) -> bool:
+    return any(isinstance(t, GradientTensor) and not t.is_whole for t in tensors)
+
+
+def _scale_each(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors, by = args[0], args[1] if len(args) > 1 else None
+    packed, others = _split(tensors)
+    if _has_views(tensors) or (isinstance(by, Tensor) and (by.numel() != 1 or isinstance(by, GradientTensor))):
+        return NotImplemented
+
+    def on(targets: list[Tensor], places: list[int]) -> None:
+        if targets:
+            func(targets, *([] if by is None else [[by[i] for i in places] if isinstance(by, list | tuple) else by]))
+
+    on([tensors[i].total.factor_to_change() for i in packed], packed)
+    on([tensors[i] for i in others], others)
+    return None
+
+
+def _zero_each(func: Any, args: Any, kwargs: Any) -> Any:
+    for tensor in args[0]:
+        tensor.zero_()
+
+
+def _clamp_each(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors, bound = args
+    packed, others = _split(tensors)
+    if _has_views(tensors):
+        return NotImplemented
+    if others:
+        func([tensors[i] for i in others], bound)
+    for total in (tensors[i].total for i in packed):
+        total.clamp_min(bound) if func is aten._foreach_clamp_min_.Scalar else total.clamp_max(bound)
+    return None
+
+
+def _norm_each(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors, rest = args[0], args[1:]
+    packed, others = _split(tensors)
+    plain = [t.decode() if isinstance(t, GradientTensor) else t for t in (tensors[i] for i in others)]
+    found = dict(zip(others, func(plain, *rest, **kwargs) if plain else (), strict=True))
+    order = rest[0] if rest else 2
+    for i in packed:  # one at a time: no more than one decoded gradient is there
+        found[i] = _norm(aten.linalg_vector_norm.default, (tensors[i], order), dict(kwargs))
+    return [found[i] for i in range(len(tensors))]
+
+
+def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
+    """GradScaler: found_inf becomes 1 where any value is not finite, and all are multiplied with inv_scale."""
+    tensors, found_inf, inverse_scale = args
+    packed, others = _split(tensors)
+    if _has_views(tensors):
+        return NotImplemented
+    totals = [tensors[i].total for i in packed]
+    if any(total.is_partial() for total in totals):
+        raise OptimError(PARTIAL)
+    if others:
+        func([tensors[i] for i in others], found_inf, inverse_scale)
+    if totals:
+        found_inf.copy_(torch.maximum(found_inf, any_nonfinite(totals)))
+        torch._foreach_mul_([total.factor_to_change() for total in totals], inverse_scale)
+    return None
+
+
+PARTIAL = (
+    "GradScaler unscales gradients at every scaler.step(opt), and more microbatches are to come before the step: call scaler.step(opt) and "
+    "scaler.update() where opt.updates_next is true, and opt.step() elsewhere."
+)
+Handler = Callable[[Any, Any, Any], Any]
+HANDLERS: dict[Any, Handler] = {
+    aten.add_.Tensor: _add,
+    aten.sub_.Tensor: _add,
+    aten.add.Tensor: _add_in_graph,
+    aten.mul_.Tensor: _scale,
+    aten.mul_.Scalar: _scale,
+    aten.div_.Tensor: _scale,
+    aten.div_.Scalar: _scale,
+    aten.neg_.default: _negate,
+    aten.zero_.default: _zero,
+    aten.copy_.default: _copy,
+    aten.detach.default: _alias,
+    aten.linalg_vector_norm.default: _norm,
+    aten.record_stream.default: _record_stream,
+    aten._foreach_mul_.Scalar: _scale_each,
+    aten._foreach_mul_.ScalarList: _scale_each,
+    aten._foreach_mul_.Tensor: _scale_each,
+    aten._foreach_div_.Scalar: _scale_each,
+    aten._foreach_div_.ScalarList: _scale_each,
+    aten._foreach_div_.Tensor: _scale_each,
+    aten._foreach_neg_.default: _scale_each,
+    aten._foreach_zero_.default: _zero_each,
+    aten._foreach_clamp_min_.Scalar: _clamp_each,
+    aten._foreach_clamp_max_.Scalar: _clamp_each,
+    aten._foreach_norm.Scalar: _norm_each,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_each,
+}

@@ -1,0 +1,150 @@
+"""A sum of gradients in a format: sum <- encode(DQ(sum) * factor + gradient * weight), rounded at random.
+
+    codes (rows, row_bytes) uint8, scales (rows, blocks)     in place, for as long as the optimizer lives
+    factor () float32                                        value = DQ * factor: clipping and unscaling change one number
+
+Fold n, counted from 1 over all steps, draws the random bits of Seed(step=n), so that a resumed run folds to the same bits. Nothing here
+waits for the device.
+
+>>> from paredown.codec.packed import encode
+>>> held = GradientSum.over(encode(torch.zeros(2, 64), "int8/64@bf16", order="logical"), Seed(0))
+>>> for _ in range(3):
+...     held.fold(torch.full((2, 64), 127.0), weight=0.5, is_first=False)
+>>> _ = held.factor_to_change().mul_(2.0)
+>>> held.decode(torch.float32).mean().item() / 127, held.folds
+(3.0, 3)
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paredown.codec.packed import DTYPES, PackedTensor
+from paredown.codec.reference import Parts
+from paredown.errors import OptimError
+from paredown.formats.rounding import Seed
+from paredown.optim.engine import fold
+
+
+@dataclass(eq=False)
+class GradientSum:
+    """The buffers of one accumulator and what is known of them. Their owner changes them in place; others see them through a tensor."""
+
+    packed: PackedTensor
+    seed: Seed
+    factor: Tensor
+    weight: float = 1.0  # of a gradient that backward brings: 1 / microbatches
+    folds: int = 0
+    is_scaled: bool = False  # whether `factor` may be another number than 1
+    floor: float | None = None  # a lower bound of the values that is not in the codes yet
+    is_partial: Callable[[], bool] = lambda: False  # whether more microbatches are to come before the step
+
+    @staticmethod
+    def over(packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None) -> GradientSum:
+        """A sum in the buffers of `packed`, which has logical order; `factor` is a float32 tensor of no dimensions that holds 1."""
+        if packed.order != tuple(range(len(packed.shape))):
+            raise OptimError(
+                f"an accumulator is packed along its dimensions as they are numbered, not {packed.order}: order='logical'."
+            )
+        made = torch.ones((), device=packed.device) if factor is None else factor
+        return GradientSum(packed, seed, made, weight)
+
+    def fold(self, grad: Tensor, *, weight: float, is_first: bool) -> None:
+        """Add `grad` * `weight` to the sum, or start it with that."""
+        grad = _as_plain(grad, self.packed)
+        if not is_first:
+            self.settle()
+        self.folds += 1
+        seed = Seed(self.seed.value, self.seed.tensor, self.folds, self.seed.first_index)
+        factor = self.factor if self.is_scaled and not is_first else None
+        fold(self.packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first)
+        self._is_new()
+
+    def store(self, values: Tensor) -> None:
+        """Hold `values` instead."""
+        self.fold(values, weight=1.0, is_first=True)
+
+    def zero(self) -> None:
+        """Hold zeros: scale 0, and code 0 where there is no scale."""
+        for tensor in self.packed.parts.tensors():
+            tensor.zero_()
+        self._is_new()
+
+    def factor_to_change(self) -> Tensor:
+        """The factor, for an operation that multiplies it in place."""
+        self.settle()
+        self.is_scaled = True
+        return self.factor
+
+    def clamp_min(self, floor: float) -> None:
+        """Raise values to `floor`, later: where clip_grad_value_ asks for both bounds one by one, codes are rounded once."""
+        self.settle()
+        self.floor = floor
+
+    def clamp_max(self, ceiling: float) -> None:
+        """Lower values to `ceiling`."""
+        self.store(self.decode(torch.float32).clamp_(max=ceiling))
+
+    def settle(self) -> None:
+        """Codes and factor say all."""
+        if self.floor is not None:
+            self.store(self.decode(torch.float32))
+
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """The values, contiguous: DQ * factor in float32, and then in `dtype`."""
+        if not self.is_scaled and self.floor is None and dtype in DTYPES:
+            return self.packed.decode(dtype)
+        values = self.packed.decode(torch.float32)
+        if self.is_scaled:
+            values.mul_(self.factor)
+        if self.floor is not None:
+            values.clamp_(min=self.floor)
+        return values.to(dtype)
+
+    def copy(self, device: torch.device | None = None) -> GradientSum:
+        """The same in buffers of its own."""
+        parts, place = self.packed.parts, device or self.packed.device
+        tensors = (parts.codes, parts.scales, parts.minimums, parts.tensor_scale)
+        own = Parts(*(None if t is None else t.to(place, copy=True) for t in tensors))
+        return replace(self, packed=replace(self.packed, parts=own), factor=self.factor.to(place, copy=True))
+
+    def _is_new(self) -> None:
+        """Nothing is left of what was asked of the values before."""
+        self.floor = None
+        if self.is_scaled:
+            self.factor.fill_(1.0)
+            self.is_scaled = False
+
+
+def any_nonfinite(sums: list[GradientSum]) -> Tensor:
+    """1.0 if a value of any of these is NaN or infinite and 0.0 otherwise, on their device: broken blocks have a scale that says so."""
+    scales = [s.packed.scales for s in sums]
+    floats = [t for t in scales if t is not None and t.is_floating_point() and t.numel()]
+    norms = torch._foreach_norm(floats, torch.inf) if floats else ()
+    rest = [s for s in sums if s.packed.scales is None or not s.packed.scales.is_floating_point()]
+    largest = [s.packed.decode(torch.float32).abs().max() for s in rest if s.packed.shape.numel()]
+    looked_at = torch.stack([t.float() for t in (*norms, *largest, *(s.factor for s in sums))])
+    return (~looked_at.isfinite()).any().float()
+
+
+def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
+    """A gradient as `fold` takes it: dense, of the right shape, contiguous, in a dtype of the codec."""
+    if grad.layout is not torch.strided or grad.is_complex():
+        what = "complex" if grad.is_complex() else f"sparse ({str(grad.layout).removeprefix('torch.')})"
+        raise OptimError(
+            f"a gradient is {what}, and packed accumulators hold dense real numbers. Make the embedding with sparse=False, or give the "
+            "optimizer gradient=None for this parameter (tier='full')."
+        )
+    if grad.shape != packed.shape or grad.device != packed.device:
+        raise OptimError(
+            f"a gradient of shape {tuple(grad.shape)} on {grad.device} came to an accumulator of shape {tuple(packed.shape)} on "
+            f"{packed.device}. Make the optimizer again after changing a parameter's shape or device."
+        )
+    grad = grad.detach().contiguous()
+    return grad if grad.dtype in DTYPES else grad.float()

@@ -1,0 +1,5 @@
+"""Updates and folding as Triton kernels, the same bits as `optim/reference.py`. Importing this needs Triton: `engine.py` decides."""
+
+from paredown.optim.kernels.launch import Group, covers, covers_format, fold, update_one
+
+__all__ = ["Group", "covers", "covers_format", "fold", "update_one"]

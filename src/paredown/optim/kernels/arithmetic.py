@@ -1,0 +1,79 @@
+"""Device functions of the rules: roots, reciprocals, and one update of a number. `rules.py` defines them; values to values, no memory.
+
+A root and a reciprocal are approximated by the special function unit and corrected by one step of Newton's method whose residual is exact,
+which rounds correctly between the range that is checked or known; the compiler's own root and division also branch for what lies outside.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paredown.codec.kernels.pack import INTERPRETED
+
+SGD = tl.constexpr(0)
+SGDM = tl.constexpr(1)
+NESTEROV = tl.constexpr(2)
+ADAMW = tl.constexpr(3)
+LION = tl.constexpr(4)
+
+SMALLEST_SQUARE = tl.constexpr(2.0**-100)
+USES_PTX = tl.constexpr(not INTERPRETED.value)
+
+
+@triton.jit
+def root(x):
+    """The correctly rounded square root of x >= 0, 0 below 2^-100; of inf and NaN something that is not finite."""
+    if USES_PTX:
+        s = tl.inline_asm_elementwise(
+            """{ .reg .f32 y, h, s, e; rsqrt.approx.ftz.f32 y, $1; mul.rn.f32 s, $1, y; mul.rn.f32 h, y, 0f3F000000;
+            neg.f32 e, s; fma.rn.f32 e, e, s, $1; fma.rn.f32 $0, e, h, s; }""",
+            "=f,f", [x], tl.float32, True, 1,
+        )  # fmt: skip
+    else:
+        s = tl.sqrt_rn(x)
+    return tl.where(x < SMALLEST_SQUARE, 0.0, s)
+
+
+@triton.jit
+def reciprocal(x):
+    """The correctly rounded 1 / x of 2^-125 <= x <= 2^125; of 0 and beyond something that is not finite."""
+    if USES_PTX:
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, $1; fma.rn.f32 e, e, y, 0f3F800000; fma.rn.f32 $0, y, e, y; }""",
+            "=f,f", [x], tl.float32, True, 1,
+        )  # fmt: skip
+    else:
+        return tl.div_rn(tl.zeros_like(x) + 1.0, x)
+
+
+@triton.jit
+def momentum_step(p, g, m, h2, h3, h4, h5):
+    """(d, m') of SGD: h3 = carry, h4 = fresh, h5 = weight_decay."""
+    d = g + h5 * p
+    return d, h3 * m + h4 * d
+
+
+@triton.jit
+def apply_rule(p, g, m, v, h1, h2, h3, h4, h5, h6, h7, h8, RULE: tl.constexpr):
+    """(p', m', v', root(v')) of one rule; what it does not have comes back as it was. h: its numbers, the factor (h0) left out."""
+    r = v
+    if RULE == SGD:
+        p = p - h1 * (g + h5 * p)
+    elif RULE == SGDM:
+        d, m = momentum_step(p, g, m, h2, h3, h4, h5)
+        p = p - h1 * m
+    elif RULE == NESTEROV:
+        d, m = momentum_step(p, g, m, h2, h3, h4, h5)
+        p = p - h1 * (d + h2 * m)
+    elif RULE == ADAMW:
+        m = h2 * m + h3 * g
+        v = h4 * v + h5 * (g * g)
+        r = root(v)
+        p = p * h1 - (h6 * m) * reciprocal(r * h7 + h8)
+    else:
+        c = h2 * m + h3 * g
+        sign = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, 0.0))
+        p = p * h1 - h6 * sign
+        m = h4 * m + h5 * g
+    return p, m, v, r

@@ -1,0 +1,289 @@
+"""The host's side of the kernels: what they cover, the constants they are compiled with, the table of tensors, and the launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paredown.codec.kernels.launch import ROUNDINGS, SCALES, element_constants
+from paredown.codec.kernels.quick import Launch
+from paredown.codec.packed import PackedTensor
+from paredown.formats.element import Kind as ElementKind
+from paredown.formats.format import Format
+from paredown.formats.rounding import Overflow, Rounding, Seed
+from paredown.optim.kernels import arithmetic, places, slots, update
+from paredown.optim.kernels.folding import fold_kernel
+from paredown.optim.rules import Rule, as_float32
+from paredown.optim.units import How, Kind, Slot, Unit
+
+RULE_NUMBERS = {
+    "sgd": arithmetic.SGD.value,
+    "sgdm": arithmetic.SGDM.value,
+    "nesterov": arithmetic.NESTEROV.value,
+    "adamw": arithmetic.ADAMW.value,
+    "lion": arithmetic.LION.value,
+}
+STORAGES = {torch.float32: slots.PLAIN_FP32.value, torch.bfloat16: slots.PLAIN_BF16.value, torch.float16: slots.PLAIN_FP16.value}
+COLUMNS = update.COLUMNS.value
+NUM_HYPERS = 12  # of a row: at most 9 numbers, and room to 16 bytes
+TILE, RAGGED_TILE = 2048, 1024  # values; 16 and 8 for each thread
+WARPS = 4
+MAX_REGISTERS = 96  # 20 warps at a time: loads of one cover the arithmetic of others
+RUN, EVEN, RAGGED = places.RUN.value, places.EVEN.value, places.RAGGED.value
+MOST_BLOCKS = 64  # of a tile: as many as are sampled together
+ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def covers(how: How) -> bool:
+    """Whether there is a kernel: floats and integers of 4 or 8 bits in blocks of one length, or plain tensors."""
+    kinds = (how.weight, *how.moments, how.gradient)
+    return (
+        how.rule in RULE_NUMBERS
+        and how.block & (how.block - 1) == 0
+        and 16 <= how.block <= RAGGED_TILE
+        and all(_covers_kind(kind, how.block) for kind in kinds)
+        and (not how.has_residue or how.weight.dtype is torch.bfloat16)
+    )
+
+
+def _covers_kind(kind: Kind, block: int) -> bool:
+    if kind.format is None:
+        return kind.dtype in STORAGES and kind.roots == 0
+    return kind.format.block == block and covers_format(kind.format)
+
+
+@cache
+def covers_format(format: Format) -> bool:
+    """Whether the kernels read and write this format."""
+    element = format.element
+    return (
+        format.block is not None
+        and format.minimum is None
+        and not format.has_tensor_scale
+        and element.kind is not ElementKind.TABLE
+        and element.width in (4, 8)
+        and element.min_exponent >= -126
+        and element.max_value >= 4  # so that no scale is so large that its inverse is subnormal
+    )
+
+
+@cache
+def slot_constants(kind: Kind, is_weight: bool, has_residue: bool) -> tuple[Any, Any]:
+    """(SLOT, ELEMENT) as `slots.py` documents them."""
+    stored = kind.stored
+    element = stored.element
+    is_sticky = is_weight and stored.scale is not None and stored.scale.name == "e8m0"
+    storage = slots.BLOCKS.value if kind.format is not None else STORAGES[kind.dtype]  # type: ignore[index]
+    half = 2.0 ** -(1 + (15 if has_residue else element.mantissa_bits))
+    limits = (element.max_value, half, as_float32(0.2 * element.max_value), as_float32(1 / element.max_value))
+    scale = SCALES[stored.scale.name].value if stored.scale else 0
+    rounding = ROUNDINGS[kind.rounding].value
+    return (storage, rounding, kind.roots, scale, int(is_sticky), *limits), element_constants(element, Overflow.SATURATE)
+
+
+@cache
+def constants_of(how: How) -> dict[str, Any]:
+    """What a kernel for `how` is compiled with, but its tile."""
+    (w, we), (g, ge) = slot_constants(how.weight, True, how.has_residue), slot_constants(how.gradient, False, False)
+    moments = [slot_constants(kind, False, False) for kind in how.moments]
+    (m, me), (v, ve) = [*moments, ABSENT, ABSENT][:2]
+    return {
+        "RULE": RULE_NUMBERS[how.rule], "W": w, "WE": we, "HAS_RESIDUE": how.has_residue, "M": m, "ME": me, "V": v, "VE": ve,
+        "G": g, "GE": ge, "BLOCK": how.block, "num_warps": WARPS, "enable_fp_fusion": False, "maxnreg": MAX_REGISTERS,
+    }  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """How a tensor is cut: `full` tiles that are one run of memory, then `others` of `shape` EVEN or RAGGED."""
+
+    full: int
+    others: int
+    shape: int
+    first_other: int  # its number, counted in tiles of its own size
+    blocks_per_row: int
+    num_blocks: int
+
+
+@cache
+def tile_blocks(shape: int, block: int) -> int:
+    """Blocks of a tile of this shape."""
+    return min((RAGGED_TILE if shape == RAGGED else TILE) // block, MOST_BLOCKS)
+
+
+@lru_cache(maxsize=4096)
+def tiles_of(rows: int, cols: int, first_index: int, block: int) -> Tiles:
+    """The tiles of (rows, cols). Where indices could pass 2^32 within a tile, none is a run."""
+    blocks_per_row, shape = -(-cols // block), EVEN if cols % 16 == 0 else RAGGED
+    num_blocks, size = rows * blocks_per_row, tile_blocks(RUN, block) * block
+    is_run = rows == 1 or cols % block == 0
+    is_narrow = first_index % size == 0 or first_index + rows * cols <= 1 << 32
+    full = rows * cols // size if is_run and is_narrow else 0
+    done, few = full * size // block, tile_blocks(shape, block)
+    return Tiles(full, -(-(num_blocks - done) // few), shape, done // few, blocks_per_row, num_blocks)
+
+
+# --- many tensors -----------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """Units on one device that are stored alike: one launch for each shape of tiles, whatever the number of tensors."""
+
+    def __init__(self, rule: Rule, units: Sequence[Unit], seed: int) -> None:
+        self.rule, self.units, self.how = rule, list(units), units[0].how(rule.name)
+        self.device = units[0].weight.codes.device
+        self._tiles = [tiles_of(u.rows, u.cols, u.first_index, self.how.block) for u in units]
+        self._has_factor = any(u.factor is not None for u in units)
+        self._one = torch.ones((), device=self.device) if self._has_factor else None
+        self._address, first = 0, [0, 0, 0]
+        rows: list[list[int]] = []
+        for unit, tiles in zip(self.units, self._tiles, strict=True):
+            rows.append(self._row(unit, tiles, seed, first))
+            first[RUN] += tiles.full
+            first[tiles.shape] += tiles.others
+        self._table = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        self._owners = [self._owners_of(shape) for shape in (RUN, EVEN, RAGGED)]
+        self._grad_addresses = np.zeros((0, 2), np.int64)
+        self._set_addresses(np.array([_addresses(u.gradient) for u in units], np.int64))
+
+    def _row(self, unit: Unit, tiles: Tiles, seed: int, first: list[int]) -> list[int]:
+        """The row of a unit in the table; `first`: the programs before its own, by shape of tiles."""
+        m, v = [*unit.moments, None, None][:2]
+        pointers = [*_addresses(unit.weight), _addresses(unit.residue)[0], *_addresses(m), *_addresses(v)]
+        for address in pointers:
+            self._address |= address
+        factor = unit.factor if unit.factor is not None else self._one
+        others = [0 if factor is None else factor.data_ptr(), unit.counters.data_ptr()]
+        tiles_there = [-first[RUN], tiles.first_other - first[tiles.shape]]
+        sizes = [*tiles_there, unit.cols, tiles.blocks_per_row, tiles.num_blocks, unit.first_index]
+        return [*pointers, *others, *sizes, *Seed(seed, 8 * unit.tensor_id).base_keys()]
+
+    def _owners_of(self, shape: int) -> Tensor:
+        """Of each tile of a shape, the number of its unit."""
+        counts = [tiles.full if shape == RUN else tiles.others if shape == tiles.shape else 0 for tiles in self._tiles]
+        return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(self.device)
+
+    def set_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Other plain gradients, stored alike."""
+        addresses = np.zeros((len(gradients), 2), np.int64)
+        addresses[:, 0] = [grad.data_ptr() for grad in gradients]
+        self._set_addresses(addresses)
+
+    def _set_addresses(self, addresses: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        if np.array_equal(addresses, self._grad_addresses):
+            return
+        self._grad_addresses = addresses
+        self._grads = torch.from_numpy(addresses).to(self.device, non_blocking=True)
+        aligned = int(np.bitwise_or.reduce(addresses, axis=None)) | self._address
+        self._launches = _launches(self.how, self._has_factor, aligned % 16 == 0, tuple(len(o) for o in self._owners))
+
+    def update(self, hypers: Sequence[Sequence[float]], rows: Sequence[int] | int, steps: Sequence[int] | int) -> None:
+        """One update of all units; see `engine.Batch.update`."""
+        alike = isinstance(rows, int) and isinstance(steps, int)
+        count = 1 if alike else len(self.units)
+        numbers = np.zeros((len(hypers), NUM_HYPERS), np.float32)
+        for row, hyper in enumerate(hypers):
+            numbers[row, : len(hyper)] = hyper
+        at = np.empty((count, 2), np.int32)
+        at[:, 0], at[:, 1] = rows, steps
+        both = np.concatenate([numbers.view(np.int32).ravel(), at.ravel()])
+        there = torch.from_numpy(both).to(
+            self.device, non_blocking=True
+        )  # pageable, so copied before this returns; no wait for the device
+        hypers_there, at_there = there[: numbers.size].view(torch.float32), there[numbers.size :]
+        for launch, owners in zip(self._launches, self._owners, strict=True):
+            if launch is not None:
+                launch((owners, self._table, self._grads, at_there, hypers_there), (0 if alike else 2,))
+
+
+@lru_cache(maxsize=1024)
+def _launches(how: How, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
+    """For so many tiles of each shape."""
+    constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
+    return [
+        Launch(update.update_kernel, count, (), {**constants, **shape_constants(shape, how.block)}) if count else None
+        for shape, count in enumerate(counts)
+    ]
+
+
+def shape_constants(shape: int, block: int) -> dict[str, int]:
+    return {"SHAPE": shape, "NB": tile_blocks(shape, block)}
+
+
+def _addresses(slot: Slot | None) -> tuple[int, int]:
+    if slot is None:
+        return 0, 0
+    scales = slot.parts.scales
+    return slot.codes.data_ptr(), 0 if scales is None else scales.data_ptr()
+
+
+# --- one tensor -------------------------------------------------------------------------------------------------------
+
+
+def update_one(unit: Unit, how: How, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None) -> None:
+    """One update of one unit; `gradient` takes the place of a plain one."""
+    w, g = unit.weight.parts, unit.gradient.parts
+    pointers: list[Tensor | None] = [w.codes, w.scales, None if unit.residue is None else unit.residue.codes]
+    for moment in unit.moments:
+        pointers += [moment.parts.codes, moment.parts.scales]
+    pointers += [None] * (7 - len(pointers))
+    pointers += [g.codes if gradient is None else gradient, g.scales, unit.factor]
+    k0, k1 = signed_keys(Seed(seed, 8 * unit.tensor_id, step))
+    scalars = (unit.first_index, k0, k1, *hyper, *(0.0,) * (9 - len(hyper)))
+    arguments = (*[w.codes if t is None else t for t in pointers], unit.counters)  # what is not there is not read
+    for launch in _launches_of_one(how, unit.rows, unit.cols, unit.first_index, unit.factor is not None):
+        launch(arguments, scalars)
+
+
+@lru_cache(maxsize=4096)
+def _launches_of_one(how: How, rows: int, cols: int, first_index: int, has_factor: bool) -> list[Launch]:
+    constants = {**constants_of(how), "HAS_FACTOR": has_factor}
+    return _both(update.update_one_kernel, tiles_of(rows, cols, first_index, how.block), cols, constants)
+
+
+def _both(kernel: Any, tiles: Tiles, cols: int, constants: dict[str, Any]) -> list[Launch]:
+    """Launches for the full tiles of a tensor and for the others."""
+    sizes, block = (cols, tiles.blocks_per_row, tiles.num_blocks), constants["BLOCK"]
+    parts = ((tiles.full, 0, RUN), (tiles.others, tiles.first_other, tiles.shape))
+    return [
+        Launch(kernel, count, (first, *sizes), {**constants, **shape_constants(shape, block)})
+        for count, first, shape in parts
+        if count
+    ]
+
+
+def signed_keys(seed: Seed) -> tuple[int, int]:
+    """The keys as int32."""
+    k0, k1 = seed.keys()
+    return k0 - (k0 >> 31 << 32), k1 - (k1 >> 31 << 32)
+
+
+def fold(packed: PackedTensor, grad: Tensor, weight: float, factor: Tensor | None, seed: Seed, is_first: bool) -> None:
+    """packed <- encode(DQ(packed) * factor + grad * weight), in place; `grad` is contiguous."""
+    k0, k1 = signed_keys(seed)
+    has_factor = factor is not None and not is_first
+    arguments = (packed.codes, packed.scales, grad, factor if has_factor else packed.codes)
+    for launch in _folds(packed.format, grad.dtype, packed.shape, seed.first_index, has_factor, is_first):
+        launch(arguments, (seed.first_index, k0, k1, weight))
+
+
+@lru_cache(maxsize=4096)
+def _folds(
+    format: Format, dtype: torch.dtype, shape: torch.Size, first_index: int, has_factor: bool, is_first: bool
+) -> list[Launch]:
+    assert format.block is not None
+    slot, element = slot_constants(Kind(format, None, Rounding.STOCHASTIC, 0), False, False)
+    constants = {
+        "SLOT": slot, "ELEMENT": element, "GRAD": STORAGES[dtype], "HAS_FACTOR": has_factor, "IS_FIRST": is_first, "BLOCK": format.block,
+        "num_warps": WARPS, "enable_fp_fusion": False,
+    }  # fmt: skip
+    rows, cols = format.rows_and_cols(shape)
+    return _both(fold_kernel, tiles_of(rows, cols, first_index, format.block), cols, constants)

@@ -1,0 +1,319 @@
+"""Device functions for the slots of a tile (`places.py`): read as float32 (NB, BLOCK), and encoded and stored again.
+
+SLOT is a compile-time tuple, made in `launch.py`, and ELEMENT is that of `codec/kernels/numbers.py`:
+
+    0 storage  1 rounding  2 roots  3 scale  4 is_sticky  5 max_value  6 half of a step in a binade of 1  7 0.2 max_value  8 1 / max_value
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paredown.codec.kernels.numbers import (
+    E8M0,
+    FP32,
+    INF_BITS,
+    INT,
+    NEAREST_EVEN,
+    STOCHASTIC,
+    UINT,
+    as_bits,
+    as_float,
+    decode_values,
+    encode_covered,
+    encode_grid,
+    inverse_scale,
+    load_scale,
+    store_scale,
+)
+from paredown.codec.kernels.pack import INTERPRETED, nan_max
+from paredown.optim.kernels.arithmetic import USES_PTX, reciprocal
+from paredown.optim.kernels.places import RUN, load_2d, load_scales, places, store_2d
+
+ABSENT = tl.constexpr(0)
+BLOCKS = tl.constexpr(1)
+PLAIN_FP32 = tl.constexpr(2)
+PLAIN_BF16 = tl.constexpr(3)
+PLAIN_FP16 = tl.constexpr(4)
+
+SMALLEST_STICKY_CODE = tl.constexpr(27)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def shifted_bytes(packed, FLIP: tl.constexpr):
+    """2^15 + (byte ^ FLIP) as float32: the byte goes into the middle of a mantissa. Four bytes at a time, one operation each."""
+    if USES_PTX:
+        bits = tl.inline_asm_elementwise(
+            f"""{{ .reg .b32 t; xor.b32 t, $4, {FLIP * 0x01010101}; prmt.b32 $0, t, 0x47000000, 0x7404;
+            prmt.b32 $1, t, 0x47000000, 0x7414; prmt.b32 $2, t, 0x47000000, 0x7424; prmt.b32 $3, t, 0x47000000, 0x7434; }}""",
+            "=r,=r,=r,=r,r", [packed], tl.int32, True, 4,
+        )  # fmt: skip
+    else:
+        bits = ((packed.to(tl.int32) ^ FLIP) << 8) | 0x47000000
+    return as_float(bits)
+
+
+@triton.jit
+def shifted_halves(packed, FLIP: tl.constexpr):
+    """The same of the lower and of the upper 4 bits of each byte."""
+    if USES_PTX:
+        low, high = tl.inline_asm_elementwise(
+            f"""{{ .reg .b32 s, t; xor.b32 t, $8, {FLIP * 0x11111111}; shr.b32 s, t, 4; and.b32 t, t, 0x0F0F0F0F; and.b32 s, s, 0x0F0F0F0F;
+            prmt.b32 $0, t, 0x47000000, 0x7404; prmt.b32 $1, t, 0x47000000, 0x7414;
+            prmt.b32 $2, t, 0x47000000, 0x7424; prmt.b32 $3, t, 0x47000000, 0x7434;
+            prmt.b32 $4, s, 0x47000000, 0x7404; prmt.b32 $5, s, 0x47000000, 0x7414;
+            prmt.b32 $6, s, 0x47000000, 0x7424; prmt.b32 $7, s, 0x47000000, 0x7434; }}""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r", [packed], (tl.int32, tl.int32), True, 4,
+        )  # fmt: skip
+    else:
+        both = packed.to(tl.int32)
+        low = (((both & 15) ^ FLIP) << 8) | 0x47000000
+        high = (((both >> 4) ^ FLIP) << 8) | 0x47000000
+    return as_float(low), as_float(high)
+
+
+@triton.jit
+def load_blocks(
+    codes_ptr, scale, at,
+    IS_SHORT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Code value * scale, (NB, BLOCK). IS_SHORT: the scale has 8 bits, and one fused operation is exact."""
+    WIDTH: tl.constexpr = ELEMENT[1]
+    packed = load_2d(codes_ptr, at, 8 // WIDTH, TILE)
+    if ELEMENT[0] == INT or ELEMENT[0] == UINT:
+        FLIP: tl.constexpr = (1 << (WIDTH - 1)) if ELEMENT[0] == INT else 0
+        if WIDTH == 4:
+            low, high = shifted_halves(packed, FLIP)
+            x = tl.join(low, high).reshape(NB, BLOCK)
+        else:
+            x = shifted_bytes(packed, FLIP)
+        if IS_SHORT:
+            return tl.fma(x, scale[:, None], (scale * -(32768.0 + FLIP))[:, None])
+        else:
+            return (x - (32768.0 + FLIP)) * scale[:, None]
+    else:
+        codes = packed.to(tl.int32)
+        if WIDTH == 4:
+            codes = tl.join(codes & 15, codes >> 4).reshape(NB, BLOCK)
+        return decode_values(codes, codes_ptr, ELEMENT) * scale[:, None]
+
+
+@triton.jit
+def load_slot(
+    codes_ptr, scales_ptr, factor, at,
+    SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The float32 of a slot, (NB, BLOCK), times `factor`."""
+    if SLOT[0] == BLOCKS:
+        scale = load_scale(load_scales(scales_ptr, tile, num_blocks, SLOT[3], SHAPE, NB), SLOT[3])
+        if HAS_FACTOR:
+            scale = scale * factor
+        is_short: tl.constexpr = not HAS_FACTOR and SLOT[3] != FP32
+        x = load_blocks(codes_ptr, scale, at, is_short, ELEMENT, TILE)
+    else:
+        x = load_plain(codes_ptr, at, SLOT[0], TILE)
+        if HAS_FACTOR:
+            x = x * factor
+    if SLOT[2] >= 1:
+        x = x * x
+    if SLOT[2] >= 2:
+        x = x * x
+    return x
+
+
+@triton.jit
+def load_plain(
+    ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr
+):
+    """Plain values as float32. bf16 arrives as int16, since a cast is wrong in Triton's interpreter below 2^-126."""
+    if STORAGE == PLAIN_FP32:
+        return load_2d(ptr.to(tl.pointer_type(tl.float32)), at, 1, TILE)
+    elif STORAGE == PLAIN_BF16:
+        bits = load_2d(ptr.to(tl.pointer_type(tl.int16)), at, 1, TILE)
+        return as_float(bits.to(tl.int32) << 16)
+    else:
+        x = load_2d(ptr.to(tl.pointer_type(tl.float16)), at, 1, TILE)
+        return x.to(tl.float32)
+
+
+@triton.jit
+def load_weight(
+    codes_ptr, scales_ptr, residue_ptr, at,
+    SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The float32 of a weight, of 24 bits where it has a residue."""
+    p = load_slot(codes_ptr, scales_ptr, 1.0, at, SLOT, ELEMENT, False, TILE)
+    if HAS_RESIDUE:
+        low = load_2d(residue_ptr.to(tl.pointer_type(tl.int8)), at, 1, TILE)
+        p = as_float(as_bits(p) + (low.to(tl.int32) << 8))
+    return p
+
+
+# --- storing ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def largest_of(x):
+    """The largest magnitude of each block, NaN if one is."""
+    return tl.reduce(tl.abs(x), 1, nan_max)
+
+
+@triton.jit
+def over_max_value(largest, SLOT: tl.constexpr):
+    """largest / max_value, correctly rounded where that is 2^-126 or more, and below that where it is smaller."""
+    if INTERPRETED or (SLOT[3] == E8M0 and not SLOT[4]):
+        return tl.div_rn(largest, tl.zeros_like(largest) + SLOT[5])
+    else:
+        quotient = largest * SLOT[8]
+        return tl.fma(tl.fma(quotient, -SLOT[5], largest), SLOT[8], quotient)
+
+
+@triton.jit
+def cover_scale(largest, SLOT: tl.constexpr):
+    """The stored scale that covers `largest`."""
+    return store_scale(over_max_value(largest, SLOT), SLOT[3])
+
+
+@triton.jit
+def sticky_scale(largest, old, SLOT: tl.constexpr):
+    """The e8m0 code of a weight's next scale."""
+    cover = tl.maximum((as_bits(over_max_value(largest, SLOT)) + 0x7FFFFF) >> 23, SMALLEST_STICKY_CODE)
+    enough = largest >= SLOT[7] * load_scale(old, E8M0)
+    return tl.where((largest == 0.0) | ((cover <= old) & enough), old, cover)
+
+
+@triton.jit
+def inverse_of(stored, MORE: tl.constexpr, SLOT: tl.constexpr):
+    """2^MORE / scale, where MORE is 0 or the scale is known to be far from the smallest; 0 or anything finite for a scale of 0."""
+    if SLOT[4]:
+        return as_float((254 + MORE - tl.maximum(stored, SMALLEST_STICKY_CODE)) << 23)
+    elif SLOT[3] == E8M0:
+        return inverse_scale(load_scale(stored, E8M0))
+    else:
+        scale = load_scale(stored, SLOT[3])
+        inverse = tl.where(scale > 0.0, reciprocal(scale), 0.0)
+        return inverse * (1 << MORE) if MORE > 0 else inverse
+
+
+@triton.jit
+def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
+    """Codes of x under stored scales, which cover x."""
+    IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
+    if IS_INTEGER and SLOT[1] == STOCHASTIC:
+        KEPT: tl.constexpr = 24 if SLOT[4] and ELEMENT[0] == INT and ELEMENT[1] == 8 else 30 - ELEMENT[2]
+        if SLOT[4] or (SLOT[2] >= 1 and SLOT[3] != E8M0):  # roots are 0 or above 2^-50
+            steps = (x * inverse_of(stored, KEPT, SLOT)[:, None]).to(tl.int32)
+        else:
+            steps = (x * inverse_of(stored, 0, SLOT)[:, None] * (1 << KEPT)).to(tl.int32)
+        codes = stochastic(steps, random, KEPT, SLOT, ELEMENT)
+    else:
+        codes = encode_covered(x * inverse_of(stored, 0, SLOT)[:, None], random, False, ELEMENT, SLOT[1])
+    if SLOT[2] >= 1:
+        codes = tl.maximum(codes, 1)
+    return codes
+
+
+@triton.jit
+def top_bytes(x):
+    """The top byte of each int32, as uint8: joined where the bytes are, without a shift."""
+    if USES_PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 s, t; prmt.b32 s, $1, $2, 0x0073; prmt.b32 t, $3, $4, 0x0073; prmt.b32 $0, s, t, 0x5410; }",
+            "=r,r,r,r,r", [x], tl.uint8, True, 4,
+        )  # fmt: skip
+    else:
+        return (x >> 24).to(tl.uint8)
+
+
+@triton.jit
+def stochastic(steps, random, KEPT: tl.constexpr, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
+    """Codes of whole numbers with KEPT bits behind the point, rounded as `reference.rounded_magnitude` says.
+
+    It takes the top R = 30 - mantissa_bits random bits; where KEPT is larger the rest is 0. Magnitudes are rounded there: below zero the
+    shift rounds down, and adding the complement of the bits gives the same.
+    """
+    if KEPT > 30 - ELEMENT[2]:
+        random = random & (0xFFFFFFFF << (2 + ELEMENT[2]) & 0xFFFFFFFF)
+    if ELEMENT[0] == INT:
+        random = random ^ (steps >> 31).to(tl.uint32, bitcast=True)
+    steps = steps + (random >> (32 - KEPT)).to(tl.int32)
+    if KEPT == 24:
+        return top_bytes(steps)
+    else:
+        codes = steps >> KEPT
+        if not SLOT[4]:  # under powers of two no x is past the largest value
+            codes = tl.minimum(codes, ELEMENT[5])
+            if ELEMENT[0] == INT:
+                codes = tl.maximum(codes, -ELEMENT[5])
+        return codes & ((1 << ELEMENT[1]) - 1) if ELEMENT[1] < 8 else codes
+
+
+@triton.jit
+def store_codes(
+    ptr, codes, broken, at,
+    WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Codes of 8 or 4 bits to their places; past the end of a row they are 0."""
+    if WIDTH == 4:
+        if SHAPE != RUN:
+            _, inside = places(at, 1, TILE)
+            codes = tl.where(inside, codes, 0)
+        low, high = tl.split(codes.reshape(NB, BLOCK // 2, 2))
+        codes = low | (high << 4)
+    store_2d(ptr, codes.to(tl.uint8), broken, at, 8 // WIDTH, TILE)
+
+
+@triton.jit
+def rounded_plain(x, random, STORAGE: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr):
+    """The bits (int32) of a finite x in a 16-bit dtype."""
+    bits = as_bits(x)
+    if STORAGE == PLAIN_BF16 and ROUNDING == STOCHASTIC:
+        return (bits + (random >> 16).to(tl.int32)) >> 16
+    elif STORAGE == PLAIN_BF16 and ROUNDING == NEAREST_EVEN:
+        return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    else:
+        codes, _ = encode_grid(x, random, ELEMENT, ROUNDING)
+        return codes
+
+
+@triton.jit
+def decoded_plain(x, bits, STORAGE: tl.constexpr):
+    """The float32 of what `rounded_plain` made of x."""
+    if STORAGE == PLAIN_FP32:
+        return x
+    elif STORAGE == PLAIN_BF16:
+        return as_float(bits << 16)
+    else:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def store_plain(
+    ptr, x, bits, broken, at,
+    STORAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Plain values to their places."""
+    if STORAGE == PLAIN_FP32:
+        store_2d(ptr.to(tl.pointer_type(tl.float32)), x, broken, at, 1, TILE)
+    else:
+        store_2d(
+            ptr.to(tl.pointer_type(tl.int16)),
+            bits.to(tl.int16),
+            broken,
+            at,
+            1,
+            TILE,
+        )
+
+
+@triton.jit
+def half_step(p, scale, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
+    """Half of the distance between values that can be stored, at p; `scale` (NB,) is that of its block, where it is in one."""
+    if SLOT[0] == BLOCKS:
+        p = p * inverse_scale(scale)[:, None]
+    binade = as_float(tl.maximum(as_bits(p) & INF_BITS, (ELEMENT[3] + 127) << 23)) * SLOT[6]
+    return binade * scale[:, None] if SLOT[0] == BLOCKS else binade

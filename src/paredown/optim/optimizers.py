@@ -1,0 +1,184 @@
+"""SGD, AdamW and Lion: torch.optim's arguments and defaults, and how low their memory goes.
+
+    paredown.apply(paredown.Plan.preset("lpmm"), model)                  # weights wait in 8 bits
+    opt = paredown.optim.AdamW(model.parameters(), lr=3e-4)              # so do moments and gradient accumulators
+    loss.backward(); opt.step(); opt.zero_grad()
+
+Arguments that torch.optim does not have:
+* `tier`: "full", "safe", "half", "lpmm", "lpmm4" (`formats/tiers.py`), or None: the plan of the model's session, or "full" without one.
+* `weight`, `residue`, `moment1`, `moment2`, `gradient`: formats, in place of the tier's; None leaves that tensor as it is.
+* `rounding`: {"weight": "nearest_even", ...}, in place of the defaults.
+* `release`: update each parameter inside backward and keep no gradient. Clipping and scaling of gradients then raise.
+* `microbatches`: K backward passes to a step. Small additions to 8-bit weights underflow; K of them are added up in the accumulator, whose
+  scale follows the gradient, and the weights get one change instead. Scale the learning rate up with the batch: by K for SGD, by the
+  square root of K for AdamW and Lion.
+* `seed`: of stochastic rounding.
+All but the last three may stand in a parameter group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import sqrt
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paredown.errors import OptimError
+from paredown.optim.choices import FROM_TIER
+from paredown.optim.driver import Memory, Optimizer
+from paredown.optim.rules import RULES, Rule
+
+
+@final
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum and Nesterov's; arguments as in torch.optim.SGD."""
+
+    rule_name = "sgdm"
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, momentum: float = 0, dampening: float = 0, weight_decay: float = 0,
+        nesterov: bool = False, *, maximize: bool = False, foreach: bool | None = None, differentiable: bool = False,
+        fused: bool | None = None, tier: str | None = None, weight: Any = FROM_TIER, residue: Any = FROM_TIER,
+        moment1: Any = FROM_TIER, gradient: Any = FROM_TIER, rounding: Mapping[str, str] | None = None, release: bool = False,
+        microbatches: int = 1, seed: int = 0,
+    ) -> None:  # fmt: skip
+        torchs = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        memory = Memory(tier, weight, residue, moment1, None, gradient, rounding, release, microbatches, seed)
+        super().__init__(params, {**defaults, "maximize": maximize, **torchs}, memory)
+
+    def rule_for(self, group: Mapping[str, Any]) -> Rule:
+        """Without momentum nothing is kept."""
+        return RULES["sgd" if not group["momentum"] else "nesterov" if group["nesterov"] else "sgdm"]
+
+    def check_hyper(self, group: Mapping[str, Any]) -> None:
+        """Refuse impossible hyperparameters."""
+        _check(group, "lr", "momentum", "weight_decay")
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+    def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+        """See `rules.py`."""
+        momentum = float(group["momentum"])
+        values = {
+            "factor": factor, "lr": lr_of(group), "weight_decay": float(group["weight_decay"]), "momentum": momentum,
+            "carry": 0.0 if step == 1 else momentum, "fresh": 1.0 if step == 1 else 1.0 - float(group["dampening"]),
+        }  # fmt: skip
+        return tuple(values[name] for name in self.rule_for(group).hyper_names)
+
+    def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """For parameters that stay as they are."""
+        return torch.optim.SGD(groups)
+
+
+@final
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay; arguments as in torch.optim.AdamW."""
+
+    rule_name = "adamw"
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
+        capturable: bool = False, differentiable: bool = False, fused: bool | None = None, tier: str | None = None,
+        weight: Any = FROM_TIER, residue: Any = FROM_TIER, moment1: Any = FROM_TIER, moment2: Any = FROM_TIER,
+        gradient: Any = FROM_TIER, rounding: Mapping[str, str] | None = None, release: bool = False, microbatches: int = 1,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        torchs = {
+            "amsgrad": amsgrad,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        memory = Memory(tier, weight, residue, moment1, moment2, gradient, rounding, release, microbatches, seed)
+        super().__init__(params, {**defaults, **torchs}, memory)
+
+    def check_hyper(self, group: Mapping[str, Any]) -> None:
+        """Refuse impossible hyperparameters."""
+        _check(group, "lr", "eps", "weight_decay")
+        _check_betas(group["betas"])
+
+    def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+        """See `rules.py`."""
+        lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
+        values = {
+            "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "beta1": beta1, "rest1": 1.0 - beta1, "beta2": beta2,
+            "rest2": 1.0 - beta2, "step_size": lr / (1.0 - beta1**step), "inverse_root": 1.0 / sqrt(1.0 - beta2**step),
+            "eps": float(group["eps"]),
+        }  # fmt: skip
+        return tuple(values[name] for name in self.rule.hyper_names)
+
+    def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """For parameters that stay as they are."""
+        return torch.optim.AdamW(groups)
+
+
+@final
+class Lion(Optimizer):
+    """Lion: p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g), m <- beta2 m + (1 - beta2) g.
+
+    Every value of a weight moves by lr: in an 8-bit format it moves by a whole step with probability lr / step. Choose lr at least 1 % of
+    the step (`opt.diagnostics()` says how often values move), or tier "half" or "safe".
+    """
+
+    rule_name = "lion"
+    has_torch = False
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, *,
+        maximize: bool = False, tier: str | None = None, weight: Any = FROM_TIER, residue: Any = FROM_TIER, moment1: Any = FROM_TIER,
+        gradient: Any = FROM_TIER, rounding: Mapping[str, str] | None = None, release: bool = False, microbatches: int = 1,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        rounding = {"moment1": "stochastic", **(rounding or {})}  # it changes by 1 % in a step, less than half a step of 8 bits
+        memory = Memory(tier, weight, residue, moment1, None, gradient, rounding, release, microbatches, seed)
+        super().__init__(params, defaults, memory)
+
+    def check_hyper(self, group: Mapping[str, Any]) -> None:
+        """Refuse impossible hyperparameters."""
+        _check(group, "lr", "weight_decay")
+        _check_betas(group["betas"])
+
+    def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+        """See `rules.py`."""
+        lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
+        values = {
+            "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "lr": lr, "beta1": beta1, "rest1": 1.0 - beta1,
+            "beta2": beta2, "rest2": 1.0 - beta2,
+        }  # fmt: skip
+        return tuple(values[name] for name in self.rule.hyper_names)
+
+    def make_torch(self, groups: list[dict[str, Any]]) -> None:
+        """torch has no Lion."""
+
+
+def lr_of(group: Mapping[str, Any]) -> float:
+    """The learning rate as a number."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        raise OptimError(
+            f"lr is a tensor on {lr.device}: reading it would wait for the device in every step. Give a float or a tensor on the CPU; a "
+            "changed lr never compiles anything again."
+        )
+    return float(lr)
+
+
+def _check(group: Mapping[str, Any], *names: str) -> None:
+    """Refuse what torch.optim refuses, and its options that packed state has no place for."""
+    for name in names:
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element")
+        if not (isinstance(value, Tensor) and value.is_cuda) and not float(value) >= 0.0:
+            raise ValueError(f"Invalid {name}: {value}; it is at least 0.")
+
+
+def _check_betas(betas: Any) -> None:
+    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise ValueError(f"Invalid betas: {betas}; each is at least 0 and below 1.")

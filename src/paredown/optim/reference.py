@@ -1,0 +1,253 @@
+"""THE definition of one update and of folding a gradient, in plain torch: decode, rule, encode. Kernels give the same bits.
+
+Values are (rows, cols) in float32, blocks run along the rows, each operation is rounded once. With h the numbers of the step:
+
+    f = factor * h.factor         g = code value * (scale * f), or plain value * f
+    p', m', v' = rule(p, g, m, v, h)                                    see `rules.py`
+    moments     codec's encode ("cover"); of MOMENT2 root(v') or root(root(v')) is stored, with codes of at least 1
+    weight      in blocks with an e8m0 scale: sticky scales, below; in other blocks codec's encode; plain: rounded to its dtype
+    residue     b = (bits of p' + 128) >> 8;  weight = (b + 128) >> 8, a bf16;  residue = b - (weight << 8):  24 bits together
+
+Sticky scales: with a = max |p'| of a block, s its scale and L the element's largest value, the scale stays if a == 0, or if it covers a and
+a >= 0.2 L s; otherwise it becomes the smallest that covers a, at least 2^-100. A weight that the rule did not move keeps its bits.
+
+A block in which a new value is not finite (p' and m' at 2^126 and above count as such) is left as it was, in all slots.
+Random bits of a weight are Seed(seed, tensor=8 * tensor_id, step) at the index in the whole tensor. Those of a moment are the same times
+an odd number, modulo 2^32: the pairs lie on a lattice that fills the plane evenly, and one product costs less than other bits.
+
+Counters are added to at each update. Block b, counted along the rows, is looked at where (b // 64) % 16 == 0:
+
+    0 values looked at     1 p' differs from p     2 and so does what is stored     3 |p' - p| below half a step of the format ("dead zone")
+    4 blocks that were not finite, of all blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from paredown.codec import cpu
+from paredown.codec.bits import pack_bits, unpack_bits
+from paredown.codec.packed import PackedTensor
+from paredown.codec.reference import COVER, Encoding, Parts, encode_rows, in_blocks, scale_values, spread, store_scale, values_of
+from paredown.formats.element import Element
+from paredown.formats.format import Format
+from paredown.formats.rounding import Overflow, Rounding, Seed
+from paredown.optim.rules import Rule, as_float32, root
+from paredown.optim.units import Slot, Unit
+
+LIMIT = 2.0**126
+SMALLEST_STICKY_CODE = 27  # of e8m0: 2^-100
+STAYS_ABOVE = 0.2
+SAMPLED_BLOCKS, SAMPLED_EVERY = 64, 16
+MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # what the random bits of a weight are multiplied with
+PIECE = 1 << 18  # values at a time
+GIVEN = "given"
+
+
+def update(rule: Rule, unit: Unit, hyper: Sequence[float], step: int, seed: int) -> None:
+    """One update of a unit, in place."""
+    numbers, block = rule.numbers(hyper), unit.how(rule.name).block
+    factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
+    for rows in _pieces(unit.rows, unit.cols):
+        piece = _Piece(unit, rows, block, Seed(seed, 8 * unit.tensor_id, step, unit.first_index + rows.start * unit.cols))
+        g = values(piece.slot(unit.gradient), unit.cols, factor)
+        old = [values(piece.slot(slot), unit.cols) for slot in (unit.weight, *unit.moments)]
+        if unit.residue is not None:
+            old[0] = _with_residue(piece.slot(unit.weight).codes, piece.slot(unit.residue).codes)
+        p, moments = rule.update(old[0], g, tuple(old[1:]), numbers)
+        if old[0].data_ptr() == piece.slot(unit.weight).codes.data_ptr():  # a float32 weight, which is written before it is counted
+            old[0] = old[0].clone()
+        piece.store(old[0], p, moments)
+
+
+def fold(packed: PackedTensor, grad: Tensor, *, weight: float, factor: Tensor | None, seed: Seed, is_first: bool) -> None:
+    """packed <- encode(DQ(packed) * factor + grad * weight), in place; the first time encode(grad * weight)."""
+    slot = Slot(packed.format, Rounding.STOCHASTIC, packed.parts)
+    rows, cols = packed.format.rows_and_cols(packed.shape)
+    x = grad.detach().reshape(rows, cols).float() * as_float32(weight)
+    if not is_first:
+        x = values(slot, cols, factor) + x
+    encoding = Encoding(packed.format, Rounding.STOCHASTIC, Overflow.SATURATE, seed)
+    _copy(packed.parts, cpu.encode_rows(x, encoding, None))
+
+
+def values(slot: Slot, cols: int, factor: Tensor | float | None = None) -> Tensor:
+    """The float32 of a slot, (rows, cols); `factor` is multiplied into the scales, or into plain values."""
+    if slot.format is None:
+        x = slot.codes.float()
+        return x if factor is None else x * factor
+    x = _element_values(slot.codes, slot.format.element, cols)
+    if slot.format.block:
+        scales = scale_values(slot.parts, slot.format)
+        x = x * spread(scales if factor is None else scales * factor, slot.format.block, cols)
+        if slot.parts.minimums is not None:
+            minimums = slot.parts.minimums.float()
+            x = x + spread(minimums if factor is None else minimums * factor, slot.format.block, cols)
+    elif factor is not None:
+        x = x * factor
+    for _ in range(slot.roots):
+        x = x * x
+    return x
+
+
+def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
+    if element.width == 8 and element.name in ("int8", "uint8"):
+        return (codes.view(torch.int8) if element.name == "int8" else codes).float()
+    return values_of(unpack_bits(codes, element.width, cols), element)
+
+
+def _pieces(rows: int, cols: int) -> Iterator[slice]:
+    height = max(1, PIECE // max(cols, 1))
+    for first in range(0, rows, height):
+        if cols:
+            yield slice(first, min(first + height, rows))
+
+
+def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
+    """The 24-bit floats of bf16 and the 8 bits below."""
+    return ((weight.view(torch.int16).int() << 16) + (residue.int() << 8)).view(torch.float32)
+
+
+class _Piece:
+    """Some rows of a unit: reading them, and storing what the rule made of them."""
+
+    def __init__(self, unit: Unit, rows: slice, block: int, seed: Seed) -> None:
+        self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
+
+    def slot(self, slot: Slot) -> Slot:
+        """The rows of a slot."""
+        parts = slot.parts
+        codes, scales, minimums = (t if t is None else t[self.rows] for t in (parts.codes, parts.scales, parts.minimums))
+        return Slot(slot.format, slot.rounding, Parts(codes, scales, minimums, parts.tensor_scale), slot.roots)
+
+    def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
+        """Encode p' and the moments where all of a block is finite, and count."""
+        fine = p.abs() < LIMIT
+        for x, slot in zip(moments, self.unit.moments, strict=True):
+            fine &= x.isfinite() if slot.roots else x.abs() < LIMIT
+        broken = in_blocks((~fine).float(), self.block, 0.0).amax(2) > 0  # (rows, blocks)
+        left = spread(broken, self.block, self.unit.cols) if bool(broken.any()) else None
+        if left is not None:
+            p, moments = torch.where(left, old, p), [torch.where(left, 0.0, x) for x in moments]
+        weight = self.slot(self.unit.weight)
+        step = half_step(old, weight, self.unit.residue is not None)
+        self._store_weight(weight, p, left)
+        for n, (slot, x) in enumerate(zip(self.unit.moments, moments, strict=True)):
+            self._store_moment(self.slot(slot), x, MOMENT_BITS[n], left)
+        self._count(old, p, step, broken)
+
+    def _store_weight(self, slot: Slot, p: Tensor, left: Tensor | None) -> None:
+        if self.unit.residue is not None:
+            b = (p.contiguous().view(torch.int32) + 128) >> 8
+            weight = (b + 128) >> 8
+            _put(slot, Parts(weight.to(torch.int16).view(torch.bfloat16)), left, self.unit.cols)
+            _put(self.slot(self.unit.residue), Parts((b - (weight << 8)).to(torch.int8)), left, self.unit.cols)
+        elif is_sticky(slot.format):
+            assert slot.format is not None
+            _put(slot, self._encoded(slot, p, 1, Parts(scales=sticky_scales(p, slot))), left, self.unit.cols)
+        else:
+            _put(slot, self._encoded(slot, p, 1), left, self.unit.cols)
+
+    def _store_moment(self, slot: Slot, x: Tensor, multiplier: int, left: Tensor | None) -> None:
+        for _ in range(slot.roots):
+            x = root(x)
+        parts = self._encoded(slot, x, multiplier)
+        if slot.roots and slot.format is not None:
+            assert parts.codes is not None
+            width = slot.format.element.width
+            codes = (
+                parts.codes.clamp(min=1)
+                if width == 8
+                else pack_bits(unpack_bits(parts.codes, width, x.shape[1]).clamp(min=1), width)
+            )
+            parts = Parts(codes, parts.scales, parts.minimums, parts.tensor_scale)
+        _put(slot, parts, left, self.unit.cols)
+
+    def _encoded(self, slot: Slot, x: Tensor, multiplier: int, given: Parts | None = None) -> Parts:
+        """x encoded by codec's rule or under given scales, with the random bits times `multiplier`."""
+        bits = None
+        if slot.rounding is Rounding.STOCHASTIC:
+            room = torch.empty(x.shape, dtype=torch.int32, device=x.device)
+            bits = cpu.random_bits(self.seed, self.seed.first_index, room, cpu.Room())
+            bits = bits if multiplier == 1 else bits.mul_(multiplier - (multiplier >> 31 << 32))
+        encoding = Encoding(slot.kind.stored, slot.rounding, Overflow.SATURATE, rule=GIVEN if given else COVER)
+        parts = encode_rows(x.contiguous(), encoding, given, bits, cpu.codes_of)
+        return parts if slot.format is not None or parts.codes is None else Parts(parts.codes.view(slot.codes.dtype))
+
+    def _count(self, old: Tensor, p: Tensor, step: Tensor, broken: Tensor) -> None:
+        num_blocks = broken.shape[1]
+        number = torch.arange(self.rows.start * num_blocks, self.rows.stop * num_blocks, device=old.device).view(broken.shape)
+        looked = (number // SAMPLED_BLOCKS % SAMPLED_EVERY == 0) & ~broken
+        counters = torch.zeros(5, dtype=torch.int32, device=old.device)
+        counters[4] = broken.sum()
+        if bool(looked.any()):
+            stored = values(self.slot(self.unit.weight), self.unit.cols)
+            if self.unit.residue is not None:
+                stored = _with_residue(self.slot(self.unit.weight).codes, self.slot(self.unit.residue).codes)
+            inside = spread(looked, self.block, self.unit.cols)
+            moved = inside & (p != old)
+            counters[0], counters[1] = inside.sum(), moved.sum()
+            counters[2], counters[3] = (moved & (stored != old)).sum(), (moved & ((p - old).abs() < step)).sum()
+        self.unit.counters.add_(counters)
+
+
+def is_sticky(format: Format | None) -> bool:
+    """Whether the scales of a weight stay where they can: powers of two."""
+    return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
+
+
+def sticky_scales(p: Tensor, slot: Slot) -> Tensor:
+    """The e8m0 codes of the next scales of a weight, (rows, blocks)."""
+    format, old = slot.format, slot.parts.scales
+    assert format is not None and format.block and format.scale and old is not None
+    largest = in_blocks(p, format.block, 0.0).abs().amax(2)
+    cover = store_scale(largest / torch.full_like(largest, format.element.max_value), format.scale).clamp(min=SMALLEST_STICKY_CODE)
+    enough = largest >= as_float32(STAYS_ABOVE * format.element.max_value) * scale_values(slot.parts, format)
+    return torch.where((largest == 0) | ((cover <= old) & enough), old, cover)
+
+
+def half_step(p: Tensor, slot: Slot, has_residue: bool) -> Tensor:
+    """Half of the distance between values that can be stored, at p."""
+    element = slot.kind.stored.element
+    mantissa_bits = 15 if has_residue else element.mantissa_bits
+    scale: Tensor | float = 1.0
+    if slot.format is not None and slot.format.block:
+        scales = scale_values(slot.parts, slot.format)
+        inverse = 1.0 / scales
+        scale = spread(scales, slot.format.block, p.shape[1])
+        p = p * spread(torch.where(inverse.isfinite(), inverse, 0.0), slot.format.block, p.shape[1])
+    binade = (p.contiguous().view(torch.int32) & 0x7F800000).clamp(min=(element.min_exponent + 127) << 23).view(torch.float32)
+    return binade * 2.0 ** -(mantissa_bits + 1) * scale
+
+
+def _put(slot: Slot, parts: Parts, left: Tensor | None, cols: int) -> None:
+    """Write new parts into a slot, but for the values that are `left` as they were."""
+    if left is not None:
+        parts = _keep(slot, parts, left, cols)
+    _copy(slot.parts, parts)
+
+
+def _copy(to: Parts, parts: Parts) -> None:
+    for name in ("codes", "scales", "minimums"):
+        target, made = getattr(to, name), getattr(parts, name)
+        if target is not None:
+            target.copy_(made)
+
+
+def _keep(slot: Slot, parts: Parts, left: Tensor, cols: int) -> Parts:
+    """`parts` with the old ones where `left`."""
+    assert parts.codes is not None
+    if slot.format is None:
+        return Parts(torch.where(left, slot.codes, parts.codes))
+    width, block = slot.format.element.width, slot.format.block or 1
+    keep = pack_bits(left.long() * ((1 << width) - 1), width)
+    codes = (slot.codes & keep) | (parts.codes & ~keep)
+    blocks = left[:, ::block]
+    shared = [
+        None if made is None or old is None else torch.where(blocks, old, made)
+        for old, made in ((slot.parts.scales, parts.scales), (slot.parts.minimums, parts.minimums))
+    ]
+    return Parts(codes, *shared)

@@ -1,0 +1,113 @@
+"""Optimizers as pure float32 functions: parameter, gradient and moments to the next parameter and moments.
+
+Each operation is rounded once, none is fused, and a reciprocal takes the place of a division, so that a kernel can do the same to the bit.
+`h` holds the numbers of a step as float32, in the order of `hyper_names`; `factor` multiplied the gradient before.
+
+    sgd        d = g + weight_decay p                                          p' = p - lr d
+    sgdm       d = g + weight_decay p;  m' = carry m + fresh d                 p' = p - lr m'
+    nesterov   d and m' as in sgdm                                             p' = p - lr (d + momentum m')
+    adamw      m' = beta1 m + rest1 g;  v' = beta2 v + rest2 g^2;
+               e = 1 / (root(v') inverse_root + eps)                           p' = p keep - (step_size m') e
+    lion       c = beta1 m + rest1 g;   m' = beta2 m + rest2 g                 p' = p keep - lr sign(c)
+
+carry is momentum, and 0 on the first step of a tensor, where fresh is 1: torch's first m' is d. keep = 1 - lr weight_decay,
+rest = 1 - beta, step_size = lr / (1 - beta1^t), inverse_root = 1 / root(1 - beta2^t). Below 2^-100 root() is 0: far below eps.
+
+>>> rule = RULES["sgdm"]
+>>> h = rule.numbers((1.0, 0.5, 0.9, 0.9, 1.0, 0.0))
+>>> rule.update(torch.ones(2), torch.ones(2), (torch.zeros(2),), h)
+(tensor([0.5000, 0.5000]), (tensor([1., 1.]),))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from struct import pack, unpack
+
+import torch
+from torch import Tensor
+
+from paredown.errors import OptimError
+from paredown.roles import Role
+
+SMALLEST_SQUARE = 2.0**-100
+Numbers = dict[str, float]
+Moments = tuple[Tensor, ...]
+Update = Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's arithmetic, the roles and torch's names of its moments, and the numbers it reads."""
+
+    name: str
+    update: Update
+    roles: tuple[Role, ...]
+    names: tuple[str, ...]
+    hyper_names: tuple[str, ...]
+
+    def numbers(self, hyper: Sequence[float]) -> Numbers:
+        """The numbers of a step by name, as float32."""
+        if len(hyper) != len(self.hyper_names):
+            raise OptimError(f"{self.name} reads {', '.join(self.hyper_names)}: {len(self.hyper_names)} numbers, not {len(hyper)}.")
+        return dict(zip(self.hyper_names, (as_float32(n) for n in hyper), strict=True))
+
+
+def as_float32(number: float) -> float:
+    """The float32 nearest to a number."""
+    try:
+        return unpack("f", pack("f", number))[0]
+    except OverflowError:
+        return float("inf") if number > 0 else float("-inf")
+
+
+def sgd(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
+    """Without momentum."""
+    return p - h["lr"] * (g + h["weight_decay"] * p), ()
+
+
+def sgdm(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
+    """With momentum."""
+    m = h["carry"] * moments[0] + h["fresh"] * (g + h["weight_decay"] * p)
+    return p - h["lr"] * m, (m,)
+
+
+def nesterov(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
+    """With momentum, looking ahead."""
+    d = g + h["weight_decay"] * p
+    m = h["carry"] * moments[0] + h["fresh"] * d
+    return p - h["lr"] * (d + h["momentum"] * m), (m,)
+
+
+def adamw(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
+    """Adam with decoupled weight decay."""
+    m = h["beta1"] * moments[0] + h["rest1"] * g
+    v = h["beta2"] * moments[1] + h["rest2"] * (g * g)
+    denominator = root(v) * h["inverse_root"] + h["eps"]
+    return p * h["keep"] - (h["step_size"] * m) * (torch.ones_like(denominator) / denominator), (m, v)
+
+
+def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
+    """The sign of a mean."""
+    c = h["beta1"] * moments[0] + h["rest1"] * g
+    return p * h["keep"] - h["lr"] * torch.sign(c), (h["beta2"] * moments[0] + h["rest2"] * g,)
+
+
+def root(x: Tensor) -> Tensor:
+    """The correctly rounded square root of float32 x >= 0; 0 below 2^-100. (torch.sqrt is not correctly rounded on every CPU.)"""
+    return torch.where(x < SMALLEST_SQUARE, 0.0, x.double().sqrt().float())
+
+
+SGD_NUMBERS = ("factor", "lr", "momentum", "carry", "fresh", "weight_decay")
+MEANS = ("factor", "keep", "beta1", "rest1", "beta2", "rest2")
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule("sgd", sgd, (), (), SGD_NUMBERS),
+        Rule("sgdm", sgdm, (Role.MOMENT1,), ("momentum_buffer",), SGD_NUMBERS),
+        Rule("nesterov", nesterov, (Role.MOMENT1,), ("momentum_buffer",), SGD_NUMBERS),
+        Rule("adamw", adamw, (Role.MOMENT1, Role.MOMENT2), ("exp_avg", "exp_avg_sq"), (*MEANS, "step_size", "inverse_root", "eps")),
+        Rule("lion", lion, (Role.MOMENT1,), ("exp_avg",), (*MEANS, "lr")),
+    )
+}

@@ -1,0 +1,294 @@
+"""Parameters that wait packed: a `Weight` holds the codes of one, and makes it plain and empty again.
+
+    waiting     p is a `PackedParameter` of its size, strides, dtype and device, without memory; codes and scales are in `weight.packed`
+    in use      p is an ordinary nn.Parameter on memory of its own, decoded a moment ago
+
+It is the same object all the time, the one that modules and optimizers hold. Codes are in logical order, (rows, cols) with rows = dimension
+0, whatever the strides of the parameter. A format without a block ("bf16") is held as codes too: `packed.codes.view(torch.bfloat16)` is
+the (rows, cols) tensor. A parameter owns its weight; a weight refers to its parameter weakly.
+
+Who writes the codes calls `changed()`. `store(values)` encodes to nearest, in place, so that what refers to the codes stays valid; where
+another device or shape asks for other memory, `packed` becomes another object. `write(values)` encodes when somebody asks for the codes or
+for values, or when another weight is written, so that several functions in a row on one parameter round once.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from paredown.codec.packed import PackedTensor, decoder, encode
+from paredown.formats.format import Format
+
+KEY = "_paredown_weight"  # in the __dict__ of a parameter
+PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = tuple(PLAIN_DTYPES.values())
+NO_MEMORY = (
+    "a weight waits packed here and has no memory to read from. paredown gives its values to its own modules and to functions of torch; "
+    "for other code, work inside `with session.unpacked():`, or on a copy: p.detach().clone()."
+)
+_LAST: list[weakref.ref[Weight]] = []  # the weight whose values are not encoded yet
+OnUse = Callable[[Any, int, "list[tuple[Weight, Tensor]]"], None]
+
+
+class Weight:
+    """The codes of one parameter, and the way between them and the parameter."""
+
+    __slots__ = (
+        "__weakref__", "_decode", "_empty", "_exported", "_packed", "_ref", "_shared", "_waiting_class", "address", "dtype", "is_checked", "is_pinned", "on_use",
+        "places", "residue", "seen", "size", "stride", "users", "version", "written",
+    )  # fmt: skip
+
+    def __init__(self, parameter: nn.Parameter, packed: PackedTensor, waiting_class: type[nn.Parameter]) -> None:
+        self.residue: Tensor | None = None  # of an optimizer that keeps one: cleared when values are written from outside
+        self.written: Tensor | None = None  # values that are not encoded yet
+        self.version = 0  # of the values: counts up with every change
+        self.users = 0  # modules whose forward is running
+        self.address = 0  # of the storage that the parameter was made plain with, 0 while it waits
+        self.seen = 0  # the count of modifications of the parameter by then
+        self.is_pinned = False  # whether it stays plain all the time
+        self.is_checked = False  # whether its modules were seen not to write it behind autograd's back
+        self.on_use: OnUse | None = None  # told what was computed outside of modules, from which node on, and from which values
+        self.places: set[Any] = set()  # ways from it to a cast or a view of it that was saved, seen to be right
+        self._ref = weakref.ref(parameter)
+        self._waiting_class = waiting_class
+        self._exported: tuple[int, int, weakref.ref[Tensor] | None] = (-1, 0, None)
+        self._shared: dict[torch.dtype, tuple[int, StorageWeakRef]] = {}
+        self._take(parameter, packed)
+
+    def _take(self, like: Tensor, packed: PackedTensor) -> None:
+        """Be of the size, strides, dtype and device of `like`, in these codes."""
+        self._packed, self.dtype, self.size = packed, like.dtype, like.size()
+        self._empty = empty_like(like)
+        self.stride = self._empty.stride()
+        self._decode = _decoder(packed)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies of a parameter are plain
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter, as long as somebody holds it."""
+        return self._ref()
+
+    @property
+    def packed(self) -> PackedTensor:
+        """The codes and scales, in logical order."""
+        if self.written is not None:
+            self.encode()
+        return self._packed
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the parameter has its values at this moment."""
+        return self.address != 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of codes and scales."""
+        return self.packed.nbytes
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, in memory of their own with the parameter's strides. `dtype`: the same as `.to(dtype)` of the values."""
+        device, wanted = self.packed.device, dtype or self.dtype
+        made = (
+            wanted if self.dtype is torch.float32 and wanted is torch.bfloat16 else self.dtype
+        )  # float32, rounded once, either way
+        with as_ever():
+            out = torch.empty_strided(self.size, self.stride, dtype=made, device=device)
+            if out.is_contiguous():
+                self._decode(out)
+            else:
+                out.copy_(self._decode(torch.empty(self.size, dtype=made, device=device)).view(self.size))
+            return out if made is wanted else out.to(wanted)
+
+    def shared(self, dtype: torch.dtype) -> Tensor:
+        """`decode`, to be read alone: the same memory again as long as somebody holds what was decoded last."""
+        version, ref = self._shared.get(dtype, (-1, None))
+        if ref is not None and version == self.version:
+            alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if alive is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                empty = torch.empty(0, dtype=dtype, device=self.packed.device)
+                return empty.set_(alive, 0, self.size, self.stride)  # type: ignore[call-overload]
+        made = self.decode(dtype)
+        self._shared[dtype] = self.version, StorageWeakRef(made.untyped_storage())
+        return made
+
+    def exported(self) -> Tensor:
+        """The values as they are now, the same tensor again as long as somebody holds it and nobody wrote into it."""
+        version, count, ref = self._exported
+        made = ref() if ref is not None and version == self.version else None
+        if made is None or made._version != count:
+            made = self.decode()
+            self._exported = self.version, made._version, weakref.ref(made)
+        return made
+
+    def write(self, values: Tensor) -> None:
+        """Take new values of the same kind, to be rounded later; until then nobody else may write into them."""
+        if self.address:
+            self.store(values)
+            return
+        last = _LAST.pop()() if _LAST else None
+        if last is not None and last is not self and last.written is not None:
+            last.encode()
+        _LAST.append(weakref.ref(self))
+        self.changed()
+        self.written = values
+
+    def encode(self) -> None:
+        """Round what was written."""
+        values = self.written
+        if values is not None:
+            self.store(values)
+
+    def store(self, values: Tensor) -> None:
+        """Take new values, rounded to nearest; another dtype, device or shape becomes the parameter's too."""
+        self.written = None
+        if self._store(values) and not self.address:
+            self.hide()
+        self.changed()
+
+    def _store(self, values: Tensor) -> bool:
+        """Whether the parameter has to become another."""
+        values = values.detach()
+        with torch.no_grad(), as_ever():
+            values = values if values.dtype in DTYPES else values.to(self.dtype)
+            packed = encode(values, self._packed.format, order="logical")
+            is_same = (values.size(), values.device) == (self.size, self._packed.device)
+            if is_same:
+                for mine, new in zip(self._packed.parts.tensors(), packed.parts.tensors(), strict=True):
+                    mine.copy_(new)
+            if self.residue is not None and self.residue.device == values.device:
+                self.residue.zero_()
+        if not is_same or values.dtype is not self.dtype or strides_of(values) != self.stride:
+            self._take(values, replace(self._packed, dtype=values.dtype) if is_same else packed)
+            return True
+        return False
+
+    def changed(self) -> None:
+        """The codes are others now."""
+        self.version += 1
+        self.written = None
+        if self.address:  # somebody uses it: they are to see the new values, and autograd that they are new
+            parameter = self.parameter
+            if parameter is not None:
+                if self.is_pinned:
+                    parameter.detach().copy_(self.decode())
+                else:
+                    self.show()
+                    torch.autograd.graph.increment_version(parameter)
+                self.seen = parameter._version
+
+    # --- the parameter ------------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Make the parameter plain, on new memory."""
+        parameter = self.parameter
+        assert parameter is not None
+        values = self.decode()
+        parameter.__class__ = nn.Parameter
+        parameter.data = values
+        self.address, self.seen = values.untyped_storage()._cdata, parameter._version
+
+    def hide(self) -> None:
+        """Make the parameter wait, without memory. Who has a view or a saved copy of its memory keeps that."""
+        parameter = self.parameter
+        if parameter is not None:
+            parameter.__class__ = nn.Parameter
+            parameter.data = self._empty
+            parameter.__class__ = self._waiting_class
+        self.address = 0
+
+    def keep_changes(self) -> bool:
+        """Store what was written into the plain parameter since it was made so; whether anything was."""
+        parameter = self.parameter
+        if parameter is None or not self.address:
+            return False
+        is_other = parameter._version != self.seen or parameter.untyped_storage()._cdata != self.address
+        if not is_other and not self.is_checked:
+            is_other = not same_bits(parameter.detach(), self.decode())  # written through .data, which autograd does not count
+            self.is_checked = not is_other
+        if is_other:
+            self._store(parameter.data)
+            self.version += 1
+            self.address, self.seen = parameter.untyped_storage()._cdata, parameter._version
+        return is_other
+
+    def pin(self) -> None:
+        """Keep the parameter plain from now on, on the same memory."""
+        self.users += 1
+        if not self.address:
+            self.show()
+        self.is_pinned = True
+
+    def release(self) -> None:
+        """Give the parameter back for good: plain, and nobody's."""
+        parameter = self.parameter
+        if parameter is not None:
+            if not self.address:
+                self.show()
+            vars(parameter).pop(KEY, None)
+        self.address = 0
+
+
+def weight_of(parameter: Tensor) -> Weight | None:
+    """The packed weight of a parameter, if it has one."""
+    return vars(parameter).get(KEY)
+
+
+def pack(parameter: nn.Parameter, format: Format, waiting_class: type[nn.Parameter]) -> Weight:
+    """Put a parameter away in `format`, rounded to nearest. Who refers to its old memory keeps that."""
+    with torch.no_grad(), as_ever():
+        packed = encode(parameter.detach(), format, order="logical")
+        weight = Weight(parameter, packed, waiting_class)
+    vars(parameter)[KEY] = weight
+    weight.hide()
+    return weight
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """A tensor of the same size, strides (or contiguous, where those have gaps), dtype and device, that has no memory."""
+    with as_ever():
+        empty = torch.empty_like(tensor, requires_grad=False)
+    empty.untyped_storage().resize_(0)
+    if hasattr(torch._C, "_set_storage_access_error_msg"):  # in builds for CUDA: extensions that read from it raise this
+        torch._C._set_storage_access_error_msg(empty, NO_MEMORY)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(empty)  # pyright: ignore[reportAttributeAccessIssue]
+    return empty
+
+
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that memory of its own gets: the same, or contiguous where those have gaps or overlap."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def as_ever() -> AbstractContextManager[Any]:
+    """Tensors made here may be used anywhere, also where the caller is in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
+    """What writes the values into a contiguous tensor of the shape."""
+    dtype = PLAIN_DTYPES.get(packed.format.element.name) if packed.format.block is None else None
+    if dtype is None:
+        return decoder(packed)
+    values = packed.codes.view(dtype).view(packed.shape)
+    return lambda out: out.copy_(values)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal, NaN and signs of zeros included."""
+    integers = {2: torch.int16, 4: torch.int32}[a.itemsize]
+    return a.size() == b.size() and a.dtype is b.dtype and torch.equal(a.view(integers), b.view(integers))

@@ -1,0 +1,143 @@
+"""Two processes of gloo: DDP replicas stay equal, sharded state (FSDP2) is that of one process, through a distributed checkpoint too."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import paredown
+from paredown import Plan
+from paredown.optim import SGD, AdamW
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+MOMENTS: dict[str, Any] = {"moment1": "int8/64@bf16", "moment2": "uint4/64@bf16"}
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 130), nn.ReLU(), nn.Linear(130, 64), nn.Linear(64, 64))
+
+
+def rows(seed: int) -> Tensor:
+    return torch.randn(16, 96, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(p.shape, generator=generator) for p in small().parameters()]
+
+
+def ddp(rank: int) -> dict[str, Any]:
+    """Three steps in tier lpmm under DDP: weights, and what the session says of gradients."""
+    model = DistributedDataParallel(small())
+    session = paredown.apply(Plan.preset("lpmm"), model)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        model(rows(10 * step + rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"weights": model.module.state_dict(), "changes": repr(session.changes)}
+
+
+def state_of(optimizer: AdamW) -> list[dict[str, Tensor]]:
+    """The whole state, gathered."""
+    states = optimizer.state_dict()["state"]
+    whole = lambda t: t.full_tensor() if isinstance(t, DTensor) else t.clone()  # noqa: E731
+    return [{name: whole(value) for name, value in states[i].items()} for i in sorted(states)]
+
+
+def assign(model: nn.Module, step: int) -> None:
+    for p, grad in zip(model.parameters(), gradients(step), strict=True):
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+
+
+def fsdp(folder: str) -> dict[str, Any]:
+    """Three steps with given gradients, a distributed checkpoint, a fourth step."""
+    model = fully_shard(small(), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    optimizer = AdamW(model.parameters(), lr=0.01, **MOMENTS)
+    for step in range(3):
+        assign(model, step)
+        optimizer.step()
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=f"{folder}/checkpoint")
+    third = state_of(optimizer)
+    assign(model, 3)
+    optimizer.step()
+    weights = [p.full_tensor().detach() for p in model.parameters()]
+    return {"third": third, "fourth": state_of(optimizer), "weights": weights}
+
+
+def trained(rank: int) -> list[float]:
+    """A usual loop under FSDP2."""
+    model = fully_shard(small(), mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    optimizer = AdamW(model.parameters(), lr=0.01, gradient="int8/64@bf16", **MOMENTS)
+    found: list[float] = []
+    for _ in range(8):
+        loss = model(rows(rank)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    results = {"ddp": ddp(rank), "fsdp": fsdp(folder), "trained": trained(rank)}
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def one_process(folder: Path) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[Tensor]]:
+    """The checkpoint of two processes in one: its state, the state after the fourth step, and the weights."""
+    model = small()
+    optimizer = AdamW(model.parameters(), lr=0.01, **MOMENTS)
+    for step in range(3):
+        assign(model, step)
+        optimizer.step()
+    with torch.no_grad():
+        for value in (v for state in optimizer.state.values() for v in state.values()):
+            value.zero_()  # what is loaded must come from the file
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=str(folder / "checkpoint"), no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    third = state_of(optimizer)
+    assign(model, 3)
+    optimizer.step()
+    return third, state_of(optimizer), [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries below, about this machine
+def test_two_processes(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+
+    for name, weight in first["ddp"]["weights"].items():  # replicas round alike
+        assert torch.equal(weight, second["ddp"]["weights"][name])
+    assert "DistributedDataParallel" in first["ddp"]["changes"]
+
+    third, fourth, weights = one_process(tmp_path)
+    for mine, theirs in ((third, first["fsdp"]["third"]), (fourth, first["fsdp"]["fourth"])):
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    for a, b in zip(weights, first["fsdp"]["weights"], strict=True):
+        assert torch.equal(a, b)
+    assert first["trained"][-1] < 0.8 * first["trained"][0]

@@ -1,0 +1,294 @@
+"""One update is what `optim/reference.py` says: against numbers worked out here, block by block, and codec's own encoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from paredown.codec import reference as codec
+from paredown.codec.packed import PackedTensor, encode
+from paredown.codec.reference import Encoding, Parts
+from paredown.errors import OptimError
+from paredown.formats.format import Format
+from paredown.formats.rounding import WORD, Overflow, Rounding, Seed
+from paredown.optim import reference
+from paredown.optim.engine import Batch, fold, update_one
+from paredown.optim.rules import RULES
+from paredown.optim.units import Slot, Unit
+from tests.optim.made import HYPERS, NEAREST, STOCHASTIC, TIERS, assert_same_unit, moved, slot, tensors, unit
+from tests.support.compare import assert_same_bits
+
+MOMENT_BITS = (0xA13FC965, 0xADB4A92D)
+
+
+def decoded(slot: Slot, cols: int) -> Tensor:
+    """The values of a slot, through codec."""
+    if slot.format is None:
+        return slot.codes.float()
+    x = codec.decode_rows(slot.parts, slot.format, cols, torch.float32)
+    return x ** (2**slot.roots) if slot.roots else x
+
+
+def oracle_values(u: Unit, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """p' and the moments, in float32, from decoded slots; the gradient's scale takes the factor first."""
+    rule, h = RULES[name], RULES[name].numbers(HYPERS[name])
+    codes = u.gradient.codes.view(torch.int8).float()
+    assert u.gradient.parts.scales is not None
+    scales = u.gradient.parts.scales.float() * torch.tensor(h["factor"])
+    g = codes * scales.repeat_interleave(64, 1)[:, : u.cols]
+    return rule.update(decoded(u.weight, u.cols), g, tuple(decoded(m, u.cols) for m in u.moments), h)
+
+
+def bits_of(u: Unit, step: int, seed: int, multiplier: int = 1) -> Tensor:
+    drawn = codec.random_bits(Seed(seed, 8 * u.tensor_id, step), u.first_index, u.rows * u.cols, torch.device("cpu"))
+    return (drawn * multiplier & WORD).view(u.rows, u.cols)
+
+
+def oracle_sticky(u: Unit, p: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scale codes of int8/64@e8m0 with scales that stay where they can, one value at a time."""
+    codes, scales = torch.zeros(u.rows, u.cols, dtype=torch.uint8), torch.empty_like(u.weight.parts.scales)
+    for row in range(u.rows):
+        for k, start in enumerate(range(0, u.cols, 64)):
+            block = p[row, start : start + 64].tolist()
+            old, largest = int(u.weight.parts.scales[row, k]), max(abs(x) for x in block)
+            quotient = float(np.float32(largest) / np.float32(127))
+            cover = next(c for c in range(27, 255) if 2.0 ** (c - 127) >= quotient)
+            stays = largest == 0 or (cover <= old and largest >= float(np.float32(0.2 * 127)) * 2.0 ** (old - 127))
+            scales[row, k] = new = old if stays else cover
+            for i, x in enumerate(block):
+                y = abs(x) / 2.0 ** (new - 127)
+                up = int((y - int(y)) * 2**23) + (int(bits[row, start + i]) >> 9) >= 2**23
+                codes[row, start + i] = (int(y) + up) * (-1 if x < 0 else 1) & 255
+    return codes, scales
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgdm", "nesterov", "adamw", "lion"])
+def test_lpmm(name: str) -> None:
+    for rows, cols in ((3, 128), (2, 100)):
+        u = unit(name, TIERS["lpmm"], rows, cols)
+        p, moments = oracle_values(u, name)
+        codes, scales = oracle_sticky(u, p, bits_of(u, 5, 9))
+        reference.update(RULES[name], u, HYPERS[name], 5, 9)
+        assert torch.equal(u.weight.codes, codes) and torch.equal(u.weight.parts.scales, scales)
+        if moments:
+            expected = encode(moments[0], "int8/64@bf16", order="logical")
+            assert_same_bits(u.moments[0].codes, expected.codes)
+            assert_same_bits(u.moments[0].parts.scales, expected.scales)
+        if len(moments) > 1:
+            check_squares(u, moments[1])
+
+
+def check_squares(u: Unit, v: Tensor) -> None:
+    """The second moment: the root, stochastic, codes of at least 1."""
+    x = torch.from_numpy(np.sqrt(v.numpy()))
+    encoding = Encoding(Format.parse("uint8/64@bf16"), Rounding.STOCHASTIC, Overflow.SATURATE)
+    expected = codec.encode_rows(x, encoding, None, bits_of(u, 5, 9, MOMENT_BITS[1]))
+    assert expected.codes is not None and expected.scales is not None
+    assert_same_bits(u.moments[1].parts.scales, expected.scales)
+    assert torch.equal(u.moments[1].codes, expected.codes.clamp(min=1))
+
+
+def test_four_bits() -> None:
+    u = unit("adamw", TIERS["lpmm4"], 3, 99)
+    _, (m, v) = oracle_values(u, "adamw")
+    reference.update(RULES["adamw"], u, HYPERS["adamw"], 5, 9)
+    fourth = torch.from_numpy(np.sqrt(np.sqrt(v.numpy())))
+    for moment, x, n, least in ((u.moments[0], m, 0, 0), (u.moments[1], fourth, 1, 1)):
+        assert moment.format is not None
+        expected = codec.encode_rows(
+            x, Encoding(moment.format, STOCHASTIC, Overflow.SATURATE), None, bits_of(u, 5, 9, MOMENT_BITS[n])
+        )
+        assert expected.codes is not None and expected.scales is not None
+        assert_same_bits(moment.parts.scales, expected.scales)
+        low, high = expected.codes & 15, expected.codes >> 4
+        high[:, :-1] = high[:, :-1].clamp(min=least)  # the last byte of 99 values has one
+        assert torch.equal(moment.codes, low.clamp(min=least) | high << 4)
+
+
+def test_bf16_weights_are_rounded_as_asked() -> None:
+    for rounding in Rounding:
+        u = unit("sgdm", ((torch.bfloat16, rounding, 0), *TIERS["half"][1:]), 2, 70)
+        p, _ = oracle_values(u, "sgdm")
+        reference.update(RULES["sgdm"], u, HYPERS["sgdm"], 5, 9)
+        codes, _ = codec.codes_of(p, Format.parse("bf16").element, rounding, Overflow.SATURATE, bits_of(u, 5, 9))
+        assert torch.equal(u.weight.codes.view(torch.int16).long() & 0xFFFF, codes)
+
+
+def test_a_residue_keeps_24_bits() -> None:
+    u = unit("sgdm", TIERS["safe"], 4, 64)
+    assert u.residue is not None
+    before = (u.weight.codes.view(torch.int16).int() << 16) + (u.residue.codes.int() << 8)
+    g, h = decoded(u.gradient, 64), RULES["sgdm"].numbers((1.0, *HYPERS["sgdm"][1:]))
+    p, _ = RULES["sgdm"].update(before.view(torch.float32), g, (decoded(u.moments[0], 64),), h)
+    reference.update(RULES["sgdm"], u, (1.0, *HYPERS["sgdm"][1:]), 1, 0)
+    after = (u.weight.codes.view(torch.int16).int() << 16) + (u.residue.codes.int() << 8)
+    assert torch.equal(after, (p.view(torch.int32) + 128) >> 8 << 8)
+    assert (p - u.weight.codes.float()).abs().max() <= p.abs().max() * 2.0**-8  # the bf16 alone is the weight, rounded
+
+
+def test_a_weight_that_does_not_move_keeps_its_bits() -> None:
+    for tier, stored in TIERS.items():
+        u = unit("adamw", stored, 5, 100)
+        before = [t.clone() for t in (u.weight.codes, *(() if tier in ("half", "safe", "small") else (u.weight.parts.scales,)))]
+        nothing = replace(u, gradient=slot(torch.zeros(5, 100), stored[3]), moments=tuple(map(zeroed, u.moments)))
+        for step in range(1, 4):
+            reference.update(RULES["adamw"], nothing, (1.0, 1.0, *HYPERS["adamw"][2:]), step, 0)
+        after = [nothing.weight.codes, *(() if len(before) == 1 else (nothing.weight.parts.scales,))]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), tier
+        assert nothing.counters.tolist() == [1500, 0, 0, 0, 0]
+
+
+def zeroed(moment: Slot) -> Slot:
+    for t in moment.parts.tensors():
+        t.zero_()
+    return moment
+
+
+def test_scales_of_weights_stay_until_they_must_change() -> None:
+    x = torch.full((1, 64), 127 / 256)  # 127 steps of 2^-8
+    u = unit("sgd", TIERS["lpmm"], 1, 64)
+    for size, change in ((1.0, 0), (0.3, 0), (0.21, 0), (0.19, -2), (1.01, 1), (1.99, 1), (2.01, 2), (0.0, 0)):
+        held = replace(u, weight=slot(x, TIERS["lpmm"][0]), gradient=slot(x - x * size, (torch.float32, NEAREST, 0)))
+        assert held.weight.parts.scales.tolist() == [[127 - 8]]
+        reference.update(RULES["sgd"], held, (1.0, 1.0, 0.0, 0.0, 1.0, 0.0), 1, 0)
+        assert held.weight.parts.scales.tolist() == [[127 - 8 + change]], size
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_is_not_finite_is_left_as_it_was(tier: str) -> None:
+    u = unit("adamw", TIERS[tier], 4, 200, is_broken=True)
+    whole, before = moved(u), moved(u)
+    reference.update(RULES["adamw"], u, HYPERS["adamw"], 1, 0)
+    assert u.counters[4] == 2  # (2, 100) and (0, 199)
+    for slot_before, slot_after in zip((before.weight, *before.moments), (u.weight, *u.moments), strict=True):
+        old, new = decoded(slot_before, 200), decoded(slot_after, 200)
+        assert torch.equal(old[0, 192:], new[0, 192:]) and torch.equal(old[2, 64:128], new[2, 64:128])
+        assert not torch.equal(old[0, :192], new[0, :192]) and not torch.equal(old[2, 128:], new[2, 128:])
+    clean = replace(whole, gradient=unit("adamw", TIERS[tier], 4, 200).gradient)
+    reference.update(RULES["adamw"], clean, HYPERS["adamw"], 1, 0)
+    assert torch.equal(decoded(clean.weight, 200)[1], decoded(u.weight, 200)[1])  # other blocks do not notice
+
+
+def test_rows_of_a_tensor_can_be_updated_apart() -> None:
+    for tier in ("lpmm", "lpmm4"):
+        whole = unit("adamw", TIERS[tier], 6, 100)
+        halves = [rows_of(moved(whole), slice(0, 2)), rows_of(moved(whole), slice(2, 6))]
+        for u in (whole, *halves):
+            reference.update(RULES["adamw"], u, HYPERS["adamw"], 3, 4)
+        for all_of_it, a, b in zip(tensors(whole)[:-1], tensors(halves[0])[:-1], tensors(halves[1])[:-1], strict=True):
+            assert_same_bits(all_of_it, torch.cat([a, b]))
+
+
+def rows_of(u: Unit, rows: slice) -> Unit:
+    def cut(slot: Slot) -> Slot:
+        return Slot(slot.format, slot.rounding, Parts(*(t[rows].contiguous() for t in slot.parts.tensors())), slot.roots)
+
+    parts = {"weight": cut(u.weight), "moments": tuple(map(cut, u.moments)), "gradient": cut(u.gradient)}
+    return replace(u, **parts, rows=rows.stop - rows.start, first_index=rows.start * u.cols, counters=u.counters.clone())
+
+
+def test_pieces_are_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    u = unit("adamw", TIERS["lpmm"], 9, 300, is_broken=True)
+    cut = moved(u)
+    reference.update(RULES["adamw"], u, HYPERS["adamw"], 3, 4)
+    monkeypatch.setattr(reference, "PIECE", 600)
+    reference.update(RULES["adamw"], cut, HYPERS["adamw"], 3, 4)
+    assert_same_unit(cut, u)
+
+
+def test_counters() -> None:
+    u = unit("sgdm", TIERS["half"], 40, 4096)  # 64 blocks in a row: rows 0, 16 and 32 are looked at
+    before = moved(u)
+    p, _ = oracle_values(u, "sgdm")
+    reference.update(RULES["sgdm"], u, HYPERS["sgdm"], 1, 0)
+    old, new = (decoded(x.weight, 4096)[::16] for x in (before, u))
+    moved_, step = p[::16] != old, torch.exp2(torch.floor(torch.log2(old.abs().clamp(min=1e-30))) - 8)
+    close = moved_ & ((p[::16] - old).abs() < step)
+    assert u.counters.tolist() == [3 * 4096, int(moved_.sum()), int((moved_ & (new != old)).sum()), int(close.sum()), 0]
+
+
+def test_a_step_of_the_format_decides_the_dead_zone() -> None:
+    u = unit("sgd", TIERS["lpmm"], 1, 64)
+    x = torch.arange(1, 65)[None] / 64.0
+    g = torch.where(torch.arange(64) < 10, 2.0**-7 * 0.49, 2.0**-7 * 0.51)[None]  # the scale is 2^-6: half of it is 2^-7
+    u = replace(u, weight=slot(x, TIERS["lpmm"][0]), gradient=slot(2 * g, (torch.float32, NEAREST, 0)))
+    assert u.weight.parts.scales.tolist() == [[127 - 6]]
+    reference.update(RULES["sgd"], u, (1.0, 0.5, 0.0, 0.0, 1.0, 0.0), 1, 0)
+    assert u.counters.tolist()[:2] == [64, 64] and u.counters[3] == 64
+    assert reference.half_step(x, u.weight, False)[0, 0] == 2.0**-7
+
+
+def test_weights_are_right_on_average() -> None:
+    x = torch.full((64, 4096), 0.1)
+    u = replace(unit("sgd", TIERS["lpmm"], 64, 4096), weight=slot(x, TIERS["lpmm"][0]))
+    start = decoded(u.weight, 4096)
+    u = replace(u, gradient=slot(torch.full((64, 4096), 1e-6), (torch.float32, NEAREST, 0)))
+    reference.update(RULES["sgd"], u, (1.0, 1.0, 0.0, 0.0, 1.0, 0.0), 1, 3)
+    change = (decoded(u.weight, 4096) - start).mean().item()
+    assert abs(change + 1e-6) < 5 * (1e-6 * 2.0**-10 / 2**18) ** 0.5  # one false alarm in a million seeds
+
+
+# --- folding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fold_is_encode_of_the_sum(dtype: torch.dtype) -> None:
+    made, seed = torch.Generator().manual_seed(4), Seed(3, 11, 2)
+    grads = [(torch.randn(5, 100, generator=made) * 1e-3).to(dtype) for _ in range(2)]
+    packed = encode(torch.ones(5, 100), "int8/64@bf16", order="logical")
+    fold(packed, grads[0], weight=0.25, factor=None, seed=seed, is_first=True)
+    expected = encode(grads[0].float() * 0.25, "int8/64@bf16", rounding="stochastic", seed=seed, order="logical")
+    assert_same_packed(packed, expected)
+    factor = torch.tensor(0.3)
+    assert expected.scales is not None
+    scales = (expected.scales.float() * factor).repeat_interleave(64, 1)[:, :100]
+    total = expected.codes.view(torch.int8).float() * scales + grads[1].float() * 0.25
+    fold(packed, grads[1], weight=0.25, factor=factor, seed=Seed(3, 11, 3), is_first=False)
+    expected = encode(total, "int8/64@bf16", rounding="stochastic", seed=Seed(3, 11, 3), order="logical")
+    assert_same_packed(packed, expected)
+    grads[1][0, 0] = inf
+    fold(packed, grads[1], weight=0.25, factor=None, seed=Seed(3, 11, 4), is_first=False)
+    assert packed.decode().isnan().sum() == 64
+
+
+def assert_same_packed(a: PackedTensor, b: PackedTensor) -> None:
+    for mine, theirs in zip(a.parts.tensors(), b.parts.tensors(), strict=True):
+        assert_same_bits(mine, theirs)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_its_units_one_by_one() -> None:
+    units = [unit("adamw", TIERS[tier], 3, 70 + i, seed=i) for i, tier in enumerate(TIERS)]
+    units[1] = replace(units[1], factor=torch.tensor(0.5))
+    hypers, rows, steps = [HYPERS["adamw"], tuple(n * 0.5 for n in HYPERS["adamw"])], [0, 1, 0, 1, 0], [1, 2, 3, 4, 5]
+    alone = [moved(u) for u in units]
+    Batch(RULES["adamw"], units, 7).update(hypers, rows, steps)
+    for u, other, row, step in zip(units, alone, rows, steps, strict=True):
+        update_one(RULES["adamw"], other, hypers[row], step, 7)
+        assert_same_unit(u, other)
+
+
+def test_gradients_may_move() -> None:
+    u = unit("sgdm", TIERS["small"], 3, 70)
+    kept, again = moved(u), moved(u)
+    other = torch.ones(210, dtype=torch.bfloat16)
+    batch = Batch(RULES["sgdm"], [u], 0)
+    batch.update([HYPERS["sgdm"]], 0, 1, [other])
+    batch.update([HYPERS["sgdm"]], 0, 2)
+    for step in (1, 2):
+        update_one(RULES["sgdm"], kept, HYPERS["sgdm"], step, 0, other)
+        reference.update(
+            RULES["sgdm"], replace(again, gradient=Slot(None, NEAREST, Parts(other.view(3, 70)))), HYPERS["sgdm"], step, 0
+        )
+    assert_same_unit(u, again)
+    assert_same_unit(kept, again)
+    for wrong in (other.float(), other[:100], torch.ones(1, dtype=torch.bfloat16).expand(210)):
+        with pytest.raises(OptimError, match="stored like the one before it"):
+            batch.update([HYPERS["sgdm"]], 0, 3, [wrong])
