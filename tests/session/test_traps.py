@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paredown.optim.weights import weight_of
 from paredown.plan.plan import Plan
 from paredown.session.session import apply
 from tests.session.nets import INT8, activations, assert_same, both, error_of, gradients, relative_error, rows
@@ -211,11 +212,11 @@ def test_patterns_on_what_is_small_or_a_mask_are_answered(pattern: str, num: int
     assert session.forwards == 1
 
 
-def test_what_is_asked_for_single_weights_is_a_row() -> None:
+def test_what_is_asked_for_single_weights() -> None:
     net = Net(torch.tanh)
     plan = activations(INT8).set("weight=a.weight", INT8).set("moment1=b.*", INT8)
-    found = {row.slot for row in apply(plan, net).changes}
-    assert found == {"weight=a.weight", "moment1=b.weight", "moment1=b.bias"}
+    assert {row.slot for row in apply(plan, net).changes} == {"moment1"}
+    assert (weight_of(net.a.weight) is not None, weight_of(net.b.weight)) == (True, None)
 
 
 def test_what_the_caller_holds_but_changed_is_no_row() -> None:

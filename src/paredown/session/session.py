@@ -1,12 +1,13 @@
-"""`apply` puts a plan onto an unmodified model: from then on its saved activations wait packed, in the user's own loop.
+"""`apply` puts a plan onto an unmodified model: from then on its saved activations and its weights wait packed, in the user's own loop.
 
     session = apply(plan, model)
     loss = criterion(model(x), y); loss.backward(); optimizer.step()     # nothing changes here
     session.changes                                                      # what was asked for and what was given, slot by slot
     session.close()                                                      # the plain model again
 
-The model keeps its class, parameters, state_dict and keys; a copy of it is a plain model. Nothing is packed without gradients (eval under
-no_grad), inside checkpointed parts (which are not kept at all), and in what torch.compile compiles as a whole.
+The model keeps its class, parameters, state_dict and keys; a copy of it is a plain model. No activation is packed without gradients (eval
+under no_grad), inside checkpointed parts (which are not kept at all), and in what torch.compile compiles as a whole. Packed weights are
+the same parameters, plain inside of their modules; outside they behave as `optim/outside.py` says.
 """
 
 # pyright: reportPrivateUsage=false
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -23,31 +25,44 @@ from torch import nn
 
 from paredown.errors import ApplyError
 from paredown.plan.graph import MIN_NUMEL
+from paredown.plan.keys import Key
 from paredown.plan.plan import Plan
 from paredown.plan.watch import Watch
 from paredown.roles import FORMATTED, Role
 from paredown.session.changes import Change, Changes
+from paredown.session.optimized import ask_for, forget, state_changes
 from paredown.session.stored import Activations
+from paredown.session.weights import Weights
 
 VERSION = 1
 # Both weak, as a session knows its model; the hooks on the model keep the session.
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 COMPILED = "torch.compile runs the model: packing does not reach what it saves"
 HELD = "the caller or the model holds it when the forward pass ends"
-LATER = "weights, gradients and optimizer state in formats are not part of this version"
+LATER = "store mode has no such tensor"
 
 
 class Session:
     """A plan at work on a model."""
 
-    def __init__(self, plan: Plan, model: nn.Module, seed: int) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, seed: int, *, is_compiled: bool = False) -> None:
         self.plan = plan
         self._model = weakref.ref(model)
+        self._packs_activations = any(Key.parse(key).role in (None, Role.ACTIVATION) for key, _ in plan.rules)
+        if not self._packs_activations:
+            self._missing = tuple(plan.check(self._parameter_slots()))
         self._activations = Activations(plan, seed)
         self._is_checked = False
         self._modules = list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_NUMEL)
-        self._watch.attach()
+        self._weights = Weights(plan, model, is_compiled=is_compiled)
+        self._watch.attach(follows=self._packs_activations)
+        try:
+            self._weights.attach()
+        except BaseException:
+            self._watch.detach()
+            raise
+        ask_for(model, plan)
         self._is_open = True
 
     @property
@@ -66,9 +81,20 @@ class Session:
         return self._activations.stored_bytes
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that are packed: their codes and scales."""
+        return self._weights.nbytes
+
+    def unpacked(self) -> AbstractContextManager[None]:
+        """A context in which all parameters are plain, as if there was no session; what was changed is encoded when it ends."""
+        return self._weights.unpacked()
+
+    @property
     def changes(self) -> Changes:
         """What is not as it was asked for, slot by slot; complete after the first forward pass."""
-        rows = [Change(name, text, "as it is", LATER) for name, text in self._asked_later()]
+        model = self._model()
+        rows = [*self._weights.changes(), *(state_changes(model, self.plan) if model is not None else ())]
+        rows += [Change(name, text, "nothing", LATER) for name, text in self._asked_later()]
         asked = self.plan.find
         for name, decision in self._activations.decisions.items():
             if decision.format != decision.asked and name not in self._activations.returned:
@@ -86,7 +112,7 @@ class Session:
             small = f"{len(self._watch.small)} of fewer than {MIN_NUMEL} values"
             rows.append(Change(small, str(rest), "as they are", "packing them would save little"))
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
-        if self._watch.was_compiled:
+        if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
         return Changes(rows)
 
@@ -108,9 +134,12 @@ class Session:
         self._activations.seed, self._activations.forwards = int(state["seed"]), int(state["forwards"])
 
     def close(self) -> None:
-        """Give the plain model back. Graphs that are waiting for their backward still work."""
+        """Give the plain model back, its weights decoded. Graphs that are waiting for their backward still work."""
         self._watch.detach()
+        self._weights.detach()
         model = self._model()
+        if model is not None:
+            forget(model)
         current = _SESSIONS.get(model) if model is not None else None
         if model is not None and current is not None and current() is self:
             del _SESSIONS[model]
@@ -139,7 +168,7 @@ class Session:
                 "a model with a paredown session was called inside torch.func (vmap, grad, jacrev ...), which forbids packing what it "
                 "saves. Call session.close() first, or use a copy: copy.deepcopy(model) is a plain model."
             )
-        if not self.plan.rules:  # the step as the user wrote it
+        if not self._packs_activations:  # activations as the user wrote it
             self._activations.forwards += 1
             return False
         self._activations.begin(is_sharded=any(hasattr(type(module), "reshard") for module in self._modules))
@@ -160,7 +189,7 @@ class Session:
     def _asked_later(self) -> list[tuple[str, str]]:
         """What a plan asks for parameters and their state: a role where that is all alike, single slots otherwise."""
         rows: list[tuple[str, str]] = []
-        for role in (role for role in FORMATTED if role is not Role.ACTIVATION):
+        for role in (role for role in FORMATTED if role in (Role.MASTER, Role.ERROR)):
             whole = self.plan.find(("",), role).format
             rows += [(role.value, str(whole))] if whole is not None else []
             for (name,) in [names for names, of in self._parameter_slots() if of is role]:
@@ -176,15 +205,21 @@ def apply(plan: Plan, model: nn.Module, *, seed: int = 0) -> Session:
     if not isinstance(plan, Plan) or not isinstance(model, nn.Module):
         given = f"{type(plan).__name__} and {type(model).__name__}"
         raise ApplyError(f"apply takes a Plan and a torch.nn.Module, not {given}: apply(Plan.preset('activations8'), model).")
-    model = unwrapped(model)
+    is_compiled, model = is_wrapped_by_compile(model), unwrapped(model)
     for other, session in [(other, ref()) for other, ref in list(_SESSIONS.items())]:
         inside = "this model" if other is model else "a part of this model" if _is_part(other, model) else None
         inside = inside or ("a model that this is a part of" if _is_part(model, other) else None)
         if inside:
             raise ApplyError(f"{inside} has a session already: call its close() before applying another plan. It is {session!r}.")
-    session = Session(plan, model, seed)
+    session = Session(plan, model, seed, is_compiled=is_compiled)
     _SESSIONS[model] = weakref.ref(session)
     return session
+
+
+def is_wrapped_by_compile(model: nn.Module) -> bool:
+    """Whether torch.compile stands around the user's model."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    return hasattr(model, "_orig_mod") or (isinstance(model, wrappers) and is_wrapped_by_compile(model.module))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -1,0 +1,215 @@
+"""Weights that autograd saved for backward: each is replaced by the promise to decode it again.
+
+What is found is a saved tensor that lies in the memory of a plain packed parameter (the parameter, a view of it), or a cast of one, as
+autocast makes it: its history leads through casts and views to the parameter. Such a one is compared with the values once, bit for bit;
+after that its history, size and strides tell it.
+"""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from paredown.optim.outside import Decoded
+from paredown.optim.weights import Weight, same_bits, weight_of
+from paredown.plan.graph import (
+    ACCUMULATE,
+    CAST_NODE,
+    NO_SEQUENCE,
+    SAVES_NOTHING,
+    VIEWS,
+    attributes,
+    has_storage,
+    is_of_weight,
+    next_number,
+    tensors_in,
+)
+from paredown.session.waiting import MODIFIED
+
+LEADS_ON = frozenset((*VIEWS, CAST_NODE))
+DECODED = f"{Decoded.__name__}Backward"
+
+
+class Again:
+    """A saved weight, to be decoded when backward asks for it."""
+
+    __slots__ = ("accumulator", "dtype", "offset", "size", "stride", "version", "weight")
+
+    def __init__(self, weight: Weight, saved: Tensor) -> None:
+        self.weight, self.version, self.dtype = weight, weight.version, saved.dtype
+        self.size, self.stride, self.offset = saved.size(), saved.stride(), int(saved.storage_offset())
+        # autograd asks for the node of a leaf again, and does not keep it by itself
+        self.accumulator = accumulator_of(saved) if saved.is_leaf and saved.requires_grad else None
+
+    def tensor(self) -> Tensor:
+        """The saved tensor again."""
+        if self.weight.version != self.version:
+            raise RuntimeError(MODIFIED.format(self.version, self.weight.version))
+        return self.weight.shared(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+Again.tensor.is_weight = True  # `plan/graph.py` passes over what is replaced by this
+
+
+class Finder:
+    """Finds what the calls of one module saved of its weights, the second time by the way that led there the first time."""
+
+    __slots__ = ("_trails",)
+
+    def __init__(self) -> None:
+        # name of the output's node and number of nodes -> edges to follow from there, name of the handle
+        self._trails: dict[tuple[str, int], list[tuple[tuple[int, ...], str]]] = {}
+
+    def let_go(self, output: Any, first: int, memory: Mapping[int, Weight]) -> bool:
+        """`let_go`, for what one call of the module made."""
+        if not isinstance(output, Tensor) or output.grad_fn is None:
+            return let_go(output, first, memory)
+        key = output.grad_fn.name(), next_number() - first
+        trails = self._trails.get(key)
+        if trails is not None:
+            found = [_follow(output.grad_fn, *trail) for trail in trails]
+            if None not in found:
+                is_enabled = torch.is_grad_enabled()
+                torch._C._set_grad_enabled(False)
+                try:
+                    if all([_replace(raw, memory) for raw in found]):
+                        return False
+                finally:
+                    torch._C._set_grad_enabled(is_enabled)
+        self._trails.pop(key, None)
+        found_by: list[tuple[tuple[int, ...], str]] = []
+        is_hooked = let_go(output, first, memory, found_by)
+        if not is_hooked and all(name for _, name in found_by):
+            self._trails[key] = found_by
+        return is_hooked
+
+
+def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
+    """The handle that a trail leads to, None if there is no such, or others hold it."""
+    for hop in hops:
+        edges = node.next_functions
+        node = edges[hop][0] if hop < len(edges) else None
+        if node is None:
+            return None
+    raw = getattr(node, name, None)
+    return raw if raw is not None and raw.unpack_hook is None else None
+
+
+def let_go(values: Any, first: int, memory: Mapping[int, Weight], trails: list[tuple[tuple[int, ...], str]] | None = None) -> bool:
+    """Replace the weights that the nodes behind `values` saved, from number `first` on; whether hooks of others may hold any of them.
+
+    `memory`: the storages of plain parameters, and whose they are. `trails` gets the way to each that was replaced: the edges from the
+    node of `values`, and the name of the handle, "" where it has none of its own.
+    """
+    is_hooked = False
+    is_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        for node, hops in _nodes(values, first):
+            for name, raw in _saved(node):
+                hook = raw.unpack_hook
+                if hook is not None:
+                    is_hooked = is_hooked or (not is_of_weight(hook) and keeps_objects(hook))
+                elif _replace(raw, memory) and trails is not None:
+                    trails.append((hops, name))
+    finally:
+        torch._C._set_grad_enabled(is_enabled)
+    return is_hooked
+
+
+def _saved(node: Any) -> list[tuple[str, Any]]:
+    """The handles of what a node saved, with their names where each has one."""
+    name = node.name()
+    if name in SAVES_NOTHING:
+        return []
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return [("", raw) for raw in node._raw_saved_tensors]
+    found: list[tuple[str, Any]] = []
+    for _, raw_name, _ in attributes(name, type(node), False):
+        raw = getattr(node, raw_name)
+        found.extend([("", one) for one in raw] if isinstance(raw, tuple | list) else [(raw_name, raw)])
+    return found
+
+
+def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
+    """Replace a saved tensor, if it is a weight's."""
+    tensor = raw.data
+    if not isinstance(tensor, Tensor) or not has_storage(tensor) or tensor.layout is not torch.strided:
+        return False
+    weight = memory.get(tensor.untyped_storage()._cdata)
+    if weight is None or tensor.dtype is not weight.dtype:
+        weight = _weight_behind(tensor)
+    if weight is None:
+        return False
+    again = Again(weight, tensor)
+    raw.register_hooks(lambda _: again, Again.tensor)
+    return True
+
+
+def keeps_objects(hook: Any) -> bool:
+    """Whether a hook may keep the very object that was saved; checkpointing keeps none of them."""
+    return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
+
+
+def accumulator_of(parameter: Tensor) -> Any:
+    """The node that accumulates the gradient of a leaf."""
+    if torch.is_grad_enabled():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """The nodes behind `values` that were made since `first`, and the edges that lead to each."""
+    waiting: list[Any] = [(t.grad_fn, ()) for t in tensors_in(values) if t.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node, hops = waiting.pop()
+        if node not in seen and first <= node._sequence_nr() < NO_SEQUENCE:
+            seen.add(node)
+            yield node, hops
+            waiting.extend([(before, (*hops, i)) for i, (before, _) in enumerate(node.next_functions) if before is not None])
+
+
+def leads_to_weight(values: Any) -> bool:
+    """Whether any of the tensors in `values` is a view or a cast of the values of a packed weight, decoded outside of modules."""
+    return any(_source(t)[0] == DECODED for t in tensors_in(values))
+
+
+def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
+    """Name and node that a history of casts and views leads to, and the names on the way."""
+    node, names = tensor.grad_fn, list[str]()
+    while node is not None:
+        name = node.name()
+        if name not in LEADS_ON:
+            return name, node, names
+        names.append(name)
+        node = node.next_functions[0][0]
+    return "", None, names
+
+
+def _weight_behind(tensor: Tensor) -> Weight | None:
+    """The weight that a saved tensor is a cast of, or the decoded values of."""
+    name, node, names = _source(tensor)
+    if name == DECODED:
+        weight = node.weight
+    else:
+        weight = weight_of(node.variable) if name == ACCUMULATE and CAST_NODE in names else None
+    if weight is None or tensor.untyped_storage().nbytes() != weight.size.numel() * tensor.itemsize or tensor.device != weight.packed.device:
+        return None
+    place = (name, *names, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+    return weight if place in weight.places or _is_equal(tensor, weight, place) else None
+
+
+def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
+    """Whether the bits are those of the weight; the place is remembered, unless all values are alike, which proves nothing."""
+    flat = tensor.detach().as_strided(weight.size, weight.stride, 0)
+    is_equal = same_bits(flat, weight.shared(tensor.dtype))
+    if is_equal and bool((flat != flat.flatten()[0]).any()):
+        weight.places.add(place)
+    return is_equal
