@@ -39,6 +39,19 @@ def test_the_demo_measures_what_it_predicts(tmp_path: Path) -> None:
     assert max(len(line) for line in text[text.index("waiting,") :].splitlines()) <= 80
 
 
+def test_the_optimizers_take_what_is_predicted_and_nearest_stalls(tmp_path: Path) -> None:
+    text = printed("optimizers.py", "--steps", "8", cwd=tmp_path)
+    assert "\x1b" not in text and "\r" not in text, "a pipe gets plain text"
+    row = r"^(\w[\w ]*?) +(\d+) KiB +(\d+) KiB +([\d.]+) +[\d.]+% +([\d.]+%|-) +([\d.]+%|-) +\d+ ms$"
+    rows = {name: rest for name, *rest in re.findall(row, text, re.MULTILINE)}
+    assert list(rows) == ["fp32", "half", "lpmm", "nearest", "nearest x4"]
+    assert all(measured == predicted for measured, predicted, *_ in rows.values())
+    assert int(rows["lpmm"][0]) < 0.3 * int(rows["fp32"][0])
+    losses = {name: float(rest[2]) for name, rest in rows.items()}
+    assert abs(losses["lpmm"] - losses["fp32"]) < 0.2 * (losses["nearest"] - losses["fp32"]), "nearest loses most updates"
+    assert max(len(line) for line in text[text.index("model memory,") :].splitlines()) <= 80
+
+
 def test_a_terminal_without_rich_gets_a_line_of_percentages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

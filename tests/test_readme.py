@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/formats.md runs, in order and in one namespace each, and prints what the text says."""
+"""The Python of the README and of the guides in docs/ runs, in order and in one namespace each, and prints what the text says."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def failures(text: str) -> str:
     return "".join(report)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/formats.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/formats.md", "docs/optimizers.md"])
 def test_what_is_written_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples write files
     text = (ROOT / name).read_text(encoding="utf-8")

@@ -235,6 +235,15 @@ def test_packed_microbatches_are_near_the_whole_batch() -> None:
         assert ((whole - parts).norm() / whole.norm()).item() < 0.05
 
 
+def test_accumulators_round_as_they_are_told() -> None:
+    model = nn.Linear(128, 64, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1, gradient="int8/64@bf16", rounding={"gradient": "nearest_even"})
+    grad = torch.randn(64, 128)
+    (model.weight * grad).sum().backward()
+    expected = paredown.encode(grad, "int8/64@bf16", order="logical").decode()
+    assert torch.equal(optimizer.entries[0].gradient.decode(), expected)
+
+
 # --- underflow, the paper's two remedies ------------------------------------------------------------------------------
 
 

@@ -144,6 +144,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         seed = Seed(self.seed, 8 * entry.number + GRADIENT_ID)
         entry.gradient = PackedGradient(zeros(p.shape, format, p.dtype, p.device), seed, weight=1.0 / self.microbatches)  # type: ignore[call-overload]
         me = weakref.ref(self)
+        entry.gradient.total.rounding = entry.choices.rounding(Role.GRADIENT)
         entry.gradient.total.is_partial = lambda: (o := me()) is not None and not o.updates_next
         entry.hook = Accumulator(p, entry.gradient, name=entry.name)
         entry.hook.attach()

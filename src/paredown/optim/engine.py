@@ -21,7 +21,7 @@ from torch import Tensor
 from paredown.codec.packed import PackedTensor
 from paredown.codec.reference import Parts
 from paredown.errors import OptimError
-from paredown.formats.rounding import Seed
+from paredown.formats.rounding import Rounding, Seed
 from paredown.optim import reference
 from paredown.optim.rules import Rule
 from paredown.optim.units import How, Slot, Unit
@@ -81,13 +81,22 @@ def update_one(rule: Rule, unit: Unit, hyper: Hyper, step: int, seed: int, gradi
         kernels.update_one(unit, how, hyper, step, seed, gradient)
 
 
-def fold(packed: PackedTensor, grad: Tensor, *, weight: float, factor: Tensor | None, seed: Seed, is_first: bool) -> None:
-    """packed <- encode(DQ(packed) * factor + grad * weight), in place, stochastic; the first time encode(grad * weight)."""
+def fold(  # noqa: PLR0913
+    packed: PackedTensor,
+    grad: Tensor,
+    *,
+    weight: float,
+    factor: Tensor | None,
+    seed: Seed,
+    is_first: bool,
+    rounding: Rounding = Rounding.STOCHASTIC,
+) -> None:
+    """packed <- encode(DQ(packed) * factor + grad * weight), in place; the first time encode(grad * weight)."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
-        reference.fold(packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first)
+        reference.fold(packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first, rounding=rounding)
     else:
-        kernels.fold(packed, grad, weight, factor, seed, is_first)
+        kernels.fold(packed, grad, weight, factor, seed, is_first, rounding)
 
 
 def _kernels_for(unit: Unit, how: How) -> ModuleType | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from paredown.codec.packed import DTYPES, PackedTensor
 from paredown.codec.reference import Parts
 from paredown.errors import OptimError
-from paredown.formats.rounding import Seed
+from paredown.formats.rounding import Rounding, Seed
 from paredown.optim.engine import fold
 
 
@@ -43,6 +43,7 @@ class GradientSum:
     folds: int = 0
     is_scaled: bool = False  # whether `factor` may be another number than 1
     floor: float | None = None  # a lower bound of the values that is not in the codes yet
+    rounding: Rounding = Rounding.STOCHASTIC
     is_partial: Callable[[], bool] = lambda: False  # whether more microbatches are to come before the step
 
     @staticmethod
@@ -63,7 +64,7 @@ class GradientSum:
         self.folds += 1
         seed = Seed(self.seed.value, self.seed.tensor, self.folds, self.seed.first_index)
         factor = self.factor if self.is_scaled and not is_first else None
-        fold(self.packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first)
+        fold(self.packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first, rounding=self.rounding)
         self._is_new()
 
     def store(self, values: Tensor) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from paredown.codec import cpu
 from paredown.codec.bits import pack_bits, unpack_bits
-from paredown.codec.packed import PackedTensor
+from paredown.codec.packed import PackedTensor, default_overflow
 from paredown.codec.reference import COVER, Encoding, Parts, encode_rows, in_blocks, scale_values, spread, store_scale, values_of
 from paredown.formats.element import Element
 from paredown.formats.format import Format
@@ -63,14 +63,23 @@ def update(rule: Rule, unit: Unit, hyper: Sequence[float], step: int, seed: int)
         piece.store(old[0], p, moments)
 
 
-def fold(packed: PackedTensor, grad: Tensor, *, weight: float, factor: Tensor | None, seed: Seed, is_first: bool) -> None:
+def fold(
+    packed: PackedTensor,
+    grad: Tensor,
+    *,
+    weight: float,
+    factor: Tensor | None,
+    seed: Seed,
+    is_first: bool,
+    rounding: Rounding = Rounding.STOCHASTIC,
+) -> None:
     """packed <- encode(DQ(packed) * factor + grad * weight), in place; the first time encode(grad * weight)."""
-    slot = Slot(packed.format, Rounding.STOCHASTIC, packed.parts)
+    slot = Slot(packed.format, rounding, packed.parts)
     rows, cols = packed.format.rows_and_cols(packed.shape)
     x = grad.detach().reshape(rows, cols).float() * as_float32(weight)
     if not is_first:
         x = values(slot, cols, factor) + x
-    encoding = Encoding(packed.format, Rounding.STOCHASTIC, Overflow.SATURATE, seed)
+    encoding = Encoding(packed.format, rounding, default_overflow(packed.format), seed)  # without a block inf stays inf
     _copy(packed.parts, cpu.encode_rows(x, encoding, None))
 
 

@@ -44,7 +44,7 @@ class Weight:
     """The codes of one parameter, and the way between them and the parameter."""
 
     __slots__ = (
-        "__weakref__", "_decode", "_empty", "_exported", "_packed", "_ref", "_shared", "_waiting_class", "address", "dtype", "is_checked", "is_pinned", "on_use",
+        "__weakref__", "_decode", "_empty", "_exported", "_is_contiguous", "_packed", "_ref", "_shared", "_waiting_class", "address", "dtype", "is_checked", "is_pinned", "on_use",
         "places", "residue", "seen", "size", "stride", "users", "version", "written",
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ class Weight:
         """Be of the size, strides, dtype and device of `like`, in these codes."""
         self._packed, self.dtype, self.size = packed, like.dtype, like.size()
         self._empty = empty_like(like)
-        self.stride = self._empty.stride()
+        self.stride, self._is_contiguous = self._empty.stride(), self._empty.is_contiguous()
         self._decode = _decoder(packed)
 
     def __reduce__(self) -> Any:
@@ -101,17 +101,23 @@ class Weight:
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, in memory of their own with the parameter's strides. `dtype`: the same as `.to(dtype)` of the values."""
-        device, wanted = self.packed.device, dtype or self.dtype
+        if self.written is not None:
+            self.encode()
+        if torch.is_inference_mode_enabled():  # what is made here may be used anywhere
+            with torch.inference_mode(False):
+                return self.decode(dtype)
+        wanted = dtype or self.dtype
         made = (
             wanted if self.dtype is torch.float32 and wanted is torch.bfloat16 else self.dtype
         )  # float32, rounded once, either way
-        with as_ever():
-            out = torch.empty_strided(self.size, self.stride, dtype=made, device=device)
-            if out.is_contiguous():
-                self._decode(out)
-            else:
-                out.copy_(self._decode(torch.empty(self.size, dtype=made, device=device)).view(self.size))
-            return out if made is wanted else out.to(wanted)
+        out = torch.empty_like(self._empty) if made is self.dtype else torch.empty_like(self._empty, dtype=made)
+        if self._is_contiguous:
+            self._decode(out)
+        else:
+            rows = torch.empty_like(out, memory_format=torch.contiguous_format)
+            self._decode(rows)
+            out.copy_(rows)
+        return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
         """`decode`, to be read alone: the same memory again as long as somebody holds what was decoded last."""

@@ -74,14 +74,8 @@ class Finder:
         trails = self._trails.get(key)
         if trails is not None:
             found = [_follow(output.grad_fn, *trail) for trail in trails]
-            if None not in found:
-                is_enabled = torch.is_grad_enabled()
-                torch._C._set_grad_enabled(False)
-                try:
-                    if all([_replace(raw, memory) for raw in found]):
-                        return False
-                finally:
-                    torch._C._set_grad_enabled(is_enabled)
+            if None not in found and all([_replace(raw, memory) for raw in found]):
+                return False
         self._trails.pop(key, None)
         found_by: list[tuple[tuple[int, ...], str]] = []
         is_hooked = let_go(output, first, memory, found_by)
@@ -108,18 +102,13 @@ def let_go(values: Any, first: int, memory: Mapping[int, Weight], trails: list[t
     node of `values`, and the name of the handle, "" where it has none of its own.
     """
     is_hooked = False
-    is_enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
-    try:
-        for node, hops in _nodes(values, first):
-            for name, raw in _saved(node):
-                hook = raw.unpack_hook
-                if hook is not None:
-                    is_hooked = is_hooked or (not is_of_weight(hook) and keeps_objects(hook))
-                elif _replace(raw, memory) and trails is not None:
-                    trails.append((hops, name))
-    finally:
-        torch._C._set_grad_enabled(is_enabled)
+    for node, hops in _nodes(values, first):
+        for name, raw in _saved(node):
+            hook = raw.unpack_hook
+            if hook is not None:
+                is_hooked = is_hooked or (not is_of_weight(hook) and keeps_objects(hook))
+            elif _replace(raw, memory) and trails is not None:
+                trails.append((hops, name))
     return is_hooked
 
 

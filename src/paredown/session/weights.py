@@ -232,7 +232,7 @@ class Weights:
         if output is not None and is_same and torch.is_grad_enabled():
             memory = {entry.weight.address: entry.weight for entry in entries}
             is_hooked = self._finders[call.module].let_go(output, call.first, memory) or is_hooked
-            if any(entry.count()[0] > entry.holders[0] for entry in entries):
+            if any([entry.parameter._use_count() > entry.holders[0] for entry in entries]):
                 is_hooked = let_go(output, call.first, memory) or is_hooked  # more was saved than the last time
         if torch.is_autocast_enabled(entries[0].parameter.device.type):
             torch.clear_autocast_cache()

@@ -71,17 +71,14 @@ def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
 
 def decoder(parts: Parts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
     """`decode_rows` of the same parts again and again; what does not depend on `out` is looked up once."""
-    codes = parts.codes
-    assert codes is not None
-    scales, minimums = (None if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
-    tensor_scale, table = parts.tensor_scale, _table(encoding.format.element, Rounding.NEAREST_EVEN, codes.device)
-    launches = decodes(rows, cols, encoding.format)
+    assert parts.codes is not None
+    shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
+    table = _table(encoding.format.element, Rounding.NEAREST_EVEN, parts.codes.device)
+    pointers = (parts.codes, None, *shared, parts.tensor_scale, table)
+    launch = quick.Repeated(decodes(rows, cols, encoding.format), pointers)
 
     def decode(out: Tensor) -> Tensor:
-        shared = (out if t is None else t for t in (scales, minimums, tensor_scale))
-        pointers = (codes, out, *shared, table)
-        for launch in launches:
-            launch(pointers)
+        launch(out)
         return out
 
     return decode

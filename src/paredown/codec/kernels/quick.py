@@ -68,6 +68,41 @@ class Launch:
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
 
 
+class Repeated:
+    """Launches again and again with the same pointers but one: they go as numbers, which the launcher need not ask tensors for.
+
+    `pointers`: None stands where `out` goes. The tensors are kept.
+    """
+
+    __slots__ = ("_compiled", "_index", "_launches", "_numbers", "_pointers")
+
+    def __init__(self, launches: list[Launch], pointers: tuple[Tensor | None, ...]) -> None:
+        self._launches, self._pointers = launches, pointers
+        self._numbers = [None if p is None else p.data_ptr() for p in pointers]
+        self._index = next(p.get_device() for p in pointers if p is not None)
+        self._compiled: dict[torch.dtype, list[tuple[Any, tuple[Any, ...]]]] = {}
+
+    def __call__(self, out: Tensor) -> None:
+        compiled, address = self._compiled.get(out.dtype), out.data_ptr()
+        if compiled is None or address & 15 or _has_hooks() or torch.cuda.current_device() != self._index:
+            self._launch(out)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        numbers = [address if number is None else number for number in self._numbers]
+        for grid, (kernel, rest) in zip((launch.grid for launch in self._launches), compiled, strict=True):
+            kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *numbers, *rest)
+
+    def _launch(self, out: Tensor) -> None:
+        """By way of `Launch`; the next time it is quick, if that found it can be."""
+        pointers = tuple(out if p is None else p for p in self._pointers)
+        for launch in self._launches:
+            launch(pointers)
+        assert pointers[0] is not None and pointers[1] is not None
+        key = (self._index, pointers[0].dtype, pointers[1].dtype)
+        if _is_quick and all(key in launch._compiled for launch in self._launches) and not any((n or 0) & 15 for n in self._numbers):
+            self._compiled[out.dtype] = [(launch._compiled[key], (*launch.fixed, *launch._rest)) for launch in self._launches]
+
+
 def _has_hooks() -> bool:
     hook = triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))

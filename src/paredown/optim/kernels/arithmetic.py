@@ -48,32 +48,32 @@ def reciprocal(x):
 
 
 @triton.jit
-def momentum_step(p, g, m, h2, h3, h4, h5):
-    """(d, m') of SGD: h3 = carry, h4 = fresh, h5 = weight_decay."""
-    d = g + h5 * p
-    return d, h3 * m + h4 * d
+def momentum_step(p, g, m, h):
+    """(d, m') of SGD."""
+    d = g + h[4] * p
+    return d, h[2] * m + h[3] * d
 
 
 @triton.jit
-def apply_rule(p, g, m, v, h1, h2, h3, h4, h5, h6, h7, h8, RULE: tl.constexpr):
-    """(p', m', v', root(v')) of one rule; what it does not have comes back as it was. h: its numbers, the factor (h0) left out."""
+def apply_rule(p, g, m, v, h, RULE: tl.constexpr):
+    """(p', m', v', root(v')) of one rule; what it does not have comes back as it was. h: its numbers, but for the factor."""
     r = v
     if RULE == SGD:
-        p = p - h1 * (g + h5 * p)
+        p = p - h[0] * (g + h[4] * p)
     elif RULE == SGDM:
-        d, m = momentum_step(p, g, m, h2, h3, h4, h5)
-        p = p - h1 * m
+        _, m = momentum_step(p, g, m, h)
+        p = p - h[0] * m
     elif RULE == NESTEROV:
-        d, m = momentum_step(p, g, m, h2, h3, h4, h5)
-        p = p - h1 * (d + h2 * m)
+        d, m = momentum_step(p, g, m, h)
+        p = p - h[0] * (d + h[1] * m)
     elif RULE == ADAMW:
-        m = h2 * m + h3 * g
-        v = h4 * v + h5 * (g * g)
+        m = h[1] * m + h[2] * g
+        v = h[3] * v + h[4] * (g * g)
         r = root(v)
-        p = p * h1 - (h6 * m) * reciprocal(r * h7 + h8)
+        p = p * h[0] - (h[5] * m) * reciprocal(r * h[6] + h[7])
     else:
-        c = h2 * m + h3 * g
+        c = h[1] * m + h[2] * g
         sign = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, 0.0))
-        p = p * h1 - h6 * sign
-        m = h4 * m + h5 * g
+        p = p * h[0] - h[5] * sign
+        m = h[3] * m + h[4] * g
     return p, m, v, r

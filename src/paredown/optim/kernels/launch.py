@@ -98,7 +98,7 @@ def constants_of(how: How) -> dict[str, Any]:
     (m, me), (v, ve) = [*moments, ABSENT, ABSENT][:2]
     return {
         "RULE": RULE_NUMBERS[how.rule], "W": w, "WE": we, "HAS_RESIDUE": how.has_residue, "M": m, "ME": me, "V": v, "VE": ve,
-        "G": g, "GE": ge, "BLOCK": how.block, "num_warps": WARPS, "enable_fp_fusion": False, "maxnreg": MAX_REGISTERS,
+        "G": g, "GE": ge, "num_warps": WARPS, "enable_fp_fusion": False, "maxnreg": MAX_REGISTERS,
     }  # fmt: skip
 
 
@@ -209,13 +209,14 @@ def _launches(how: How, has_factor: bool, is_aligned: bool, counts: tuple[int, .
     """For so many tiles of each shape."""
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
-        Launch(update.update_kernel, count, (), {**constants, **shape_constants(shape, how.block)}) if count else None
+        Launch(update.update_kernel, count, (), {**constants, "TILE": tile_constant(shape, how.block)}) if count else None
         for shape, count in enumerate(counts)
     ]
 
 
-def shape_constants(shape: int, block: int) -> dict[str, int]:
-    return {"SHAPE": shape, "NB": tile_blocks(shape, block)}
+def tile_constant(shape: int, block: int) -> tuple[int, int, int]:
+    """TILE, as `places.py` documents it."""
+    return shape, tile_blocks(shape, block), block
 
 
 def _addresses(slot: Slot | None) -> tuple[int, int]:
@@ -246,15 +247,15 @@ def update_one(unit: Unit, how: How, hyper: Sequence[float], step: int, seed: in
 @lru_cache(maxsize=4096)
 def _launches_of_one(how: How, rows: int, cols: int, first_index: int, has_factor: bool) -> list[Launch]:
     constants = {**constants_of(how), "HAS_FACTOR": has_factor}
-    return _both(update.update_one_kernel, tiles_of(rows, cols, first_index, how.block), cols, constants)
+    return _both(update.update_one_kernel, tiles_of(rows, cols, first_index, how.block), cols, how.block, constants)
 
 
-def _both(kernel: Any, tiles: Tiles, cols: int, constants: dict[str, Any]) -> list[Launch]:
+def _both(kernel: Any, tiles: Tiles, cols: int, block: int, constants: dict[str, Any]) -> list[Launch]:
     """Launches for the full tiles of a tensor and for the others."""
-    sizes, block = (cols, tiles.blocks_per_row, tiles.num_blocks), constants["BLOCK"]
+    sizes = (cols, tiles.blocks_per_row, tiles.num_blocks)
     parts = ((tiles.full, 0, RUN), (tiles.others, tiles.first_other, tiles.shape))
     return [
-        Launch(kernel, count, (first, *sizes), {**constants, **shape_constants(shape, block)})
+        Launch(kernel, count, (first, *sizes), {**constants, "TILE": tile_constant(shape, block)})
         for count, first, shape in parts
         if count
     ]
@@ -266,24 +267,32 @@ def signed_keys(seed: Seed) -> tuple[int, int]:
     return k0 - (k0 >> 31 << 32), k1 - (k1 >> 31 << 32)
 
 
-def fold(packed: PackedTensor, grad: Tensor, weight: float, factor: Tensor | None, seed: Seed, is_first: bool) -> None:
+def fold(
+    packed: PackedTensor,
+    grad: Tensor,
+    weight: float,
+    factor: Tensor | None,
+    seed: Seed,
+    is_first: bool,
+    rounding: Rounding = Rounding.STOCHASTIC,
+) -> None:
     """packed <- encode(DQ(packed) * factor + grad * weight), in place; `grad` is contiguous."""
     k0, k1 = signed_keys(seed)
     has_factor = factor is not None and not is_first
     arguments = (packed.codes, packed.scales, grad, factor if has_factor else packed.codes)
-    for launch in _folds(packed.format, grad.dtype, packed.shape, seed.first_index, has_factor, is_first):
+    kind = Kind(packed.format, None, rounding, 0)
+    for launch in _folds(kind, grad.dtype, packed.shape, seed.first_index, has_factor, is_first):
         launch(arguments, (seed.first_index, k0, k1, weight))
 
 
 @lru_cache(maxsize=4096)
-def _folds(
-    format: Format, dtype: torch.dtype, shape: torch.Size, first_index: int, has_factor: bool, is_first: bool
-) -> list[Launch]:
+def _folds(kind: Kind, dtype: torch.dtype, shape: torch.Size, first_index: int, has_factor: bool, is_first: bool) -> list[Launch]:
+    format = kind.stored
     assert format.block is not None
-    slot, element = slot_constants(Kind(format, None, Rounding.STOCHASTIC, 0), False, False)
+    slot, element = slot_constants(kind, False, False)
     constants = {
-        "SLOT": slot, "ELEMENT": element, "GRAD": STORAGES[dtype], "HAS_FACTOR": has_factor, "IS_FIRST": is_first, "BLOCK": format.block,
+        "SLOT": slot, "ELEMENT": element, "GRAD": STORAGES[dtype], "HAS_FACTOR": has_factor, "IS_FIRST": is_first,
         "num_warps": WARPS, "enable_fp_fusion": False,
     }  # fmt: skip
     rows, cols = format.rows_and_cols(shape)
-    return _both(fold_kernel, tiles_of(rows, cols, first_index, format.block), cols, constants)
+    return _both(fold_kernel, tiles_of(rows, cols, first_index, format.block), cols, format.block, constants)

@@ -6,6 +6,8 @@ EVEN if rows have a multiple of 16 values, which are then read together, RAGGED 
 
     row 0   [ b0        | b1        | b2  ]        block b: row b // blocks_per_row, first column (b % blocks_per_row) * BLOCK
     row 1   [ b3        | b4        | b5  ]        scales are (rows, blocks_per_row): that of block b is at b
+
+TILE is the compile-time tuple (RUN, EVEN or RAGGED; NB; BLOCK), and `at` is (number of the tile, cols, blocks_per_row, number of blocks).
 """
 
 from __future__ import annotations
@@ -21,89 +23,82 @@ RAGGED = tl.constexpr(2)
 
 
 @triton.jit
-def block_starts(at, VALUES: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr):
+def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
     """Where the blocks of a tile start (NB,), and how many places of the row are left there; VALUES share one place."""
-    b = tile * NB + tl.arange(0, NB)
-    row = b // blocks_per_row
-    col = (b - row * blocks_per_row) * (BLOCK // VALUES)
-    places_per_row = (cols + VALUES - 1) // VALUES
-    return row * places_per_row + col, tl.where(b < num_blocks, places_per_row - col, 0).to(tl.int32)
+    b = at[0] * TILE[1] + tl.arange(0, TILE[1])
+    row = b // at[2]
+    col = (b - row * at[2]) * (TILE[2] // VALUES)
+    places_per_row = (at[1] + VALUES - 1) // VALUES
+    return row * places_per_row + col, tl.where(b < at[3], places_per_row - col, 0).to(tl.int32)
 
 
 @triton.jit
-def places(
-    at, VALUES: tl.constexpr, TILE: tl.constexpr
-):
+def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
     """Offsets (NB, BLOCK / VALUES) from the tile's start if it is a RUN, else from the tensor's, and which are inside."""
-    width = tl.arange(0, BLOCK // VALUES)[None, :]
-    if SHAPE == RUN:
-        offsets = tl.arange(0, NB)[:, None] * (BLOCK // VALUES) + width
+    width = tl.arange(0, TILE[2] // VALUES)[None, :]
+    if TILE[0] == RUN:
+        offsets = tl.arange(0, TILE[1])[:, None] * (TILE[2] // VALUES) + width
         return offsets, offsets >= 0
     else:
-        starts, left = block_starts(at, VALUES, NB, BLOCK)
+        starts, left = block_starts(at, VALUES, TILE)
         offsets, inside = starts[:, None] + width, width < left[:, None]
-        if SHAPE == EVEN:
+        if TILE[0] == EVEN:
             offsets = tl.multiple_of(tl.max_contiguous(offsets, (1, 16 // VALUES)), (1, 16 // VALUES))
             inside = tl.max_constancy(inside, (1, 16 // VALUES))
         return offsets, inside
 
 
 @triton.jit
-def run_start(tile, VALUES: tl.constexpr, TILE: tl.constexpr):
+def run_start(at, VALUES: tl.constexpr, TILE: tl.constexpr):
     """Where the offsets of `places` start."""
-    return tile * (NB * BLOCK // VALUES) if SHAPE == RUN else tl.zeros_like(tile)
+    return at[0] * (TILE[1] * TILE[2] // VALUES) if TILE[0] == RUN else tl.zeros_like(at[0])
 
 
 @triton.jit
-def load_2d(
-    ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr
-):
+def load_2d(ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr):
     """What lies at the places of a tile, 0 outside."""
     offsets, inside = places(at, VALUES, TILE)
-    ptr = ptr + run_start(tile, VALUES, TILE)
-    if SHAPE != RUN:
-        return tl.load(ptr + offsets, mask=inside, other=0)
-    else:
+    ptr = ptr + run_start(at, VALUES, TILE)
+    if TILE[0] == RUN:
         return tl.load(ptr + offsets)
+    else:
+        return tl.load(ptr + offsets, mask=inside, other=0)
 
 
 @triton.jit
-def store_2d(
-    ptr, x, broken, at,
-    VALUES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def store_2d(ptr, x, broken, at, VALUES: tl.constexpr, TILE: tl.constexpr):
     """Store at the places of a tile, but for blocks that are broken."""
     offsets, inside = places(at, VALUES, TILE)
-    ptr = ptr + run_start(tile, VALUES, TILE)
-    keep = tl.broadcast_to((~broken)[:, None], (NB, BLOCK // VALUES))
-    tl.store(ptr + offsets, x, mask=keep if SHAPE == RUN else keep & inside)
+    ptr = ptr + run_start(at, VALUES, TILE)
+    keep = tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2] // VALUES))
+    tl.store(ptr + offsets, x, mask=keep if TILE[0] == RUN else keep & inside)
 
 
 @triton.jit
-def load_scales(ptr, tile, num_blocks, SCALE: tl.constexpr, SHAPE: tl.constexpr, NB: tl.constexpr):
+def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
     """The stored scales (NB,) as int32: float32 bits, bf16 bits, or codes."""
     if SCALE == BF16:
         ptr = ptr.to(tl.pointer_type(tl.uint16))
     elif SCALE != E8M0:
         ptr = ptr.to(tl.pointer_type(tl.int32))
-    at = tl.arange(0, NB)
-    if SHAPE != RUN:
-        return tl.load(ptr + tile * NB + at, mask=tile * NB + at < num_blocks, other=0).to(tl.int32)
+    b = at[0] * TILE[1] + tl.arange(0, TILE[1])
+    if TILE[0] == RUN:
+        return tl.load(ptr + b).to(tl.int32)
     else:
-        return tl.load(ptr + tile * NB + at).to(tl.int32)
+        return tl.load(ptr + b, mask=b < at[3], other=0).to(tl.int32)
 
 
 @triton.jit
-def store_scales(ptr, stored, broken, tile, num_blocks, SCALE: tl.constexpr, SHAPE: tl.constexpr, NB: tl.constexpr):
+def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexpr):
     """The inverse of `load_scales`, but for blocks that are broken."""
-    at = tl.arange(0, NB)
-    keep = ~broken if SHAPE == RUN else ~broken & (tile * NB + at < num_blocks)
+    b = at[0] * TILE[1] + tl.arange(0, TILE[1])
+    keep = ~broken if TILE[0] == RUN else ~broken & (b < at[3])
     if SCALE == BF16:
-        tl.store(ptr.to(tl.pointer_type(tl.int16)) + tile * NB + at, stored.to(tl.int16), mask=keep)
+        tl.store(ptr.to(tl.pointer_type(tl.int16)) + b, stored.to(tl.int16), mask=keep)
     elif SCALE != E8M0:
-        tl.store(ptr.to(tl.pointer_type(tl.int32)) + tile * NB + at, stored, mask=keep)
+        tl.store(ptr.to(tl.pointer_type(tl.int32)) + b, stored, mask=keep)
     else:
-        tl.store(ptr + tile * NB + at, stored.to(tl.uint8), mask=keep)
+        tl.store(ptr + b, stored.to(tl.uint8), mask=keep)
 
 
 @triton.jit
@@ -114,19 +109,17 @@ def high_key(index):
 
 
 @triton.jit
-def random_2d(
-    first_index, k0, k1, at, TILE: tl.constexpr
-):
+def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
     """The random bits of a tile's values. A RUN lies within one multiple of 2^32 (see `launch.py`), a block may pass into the next."""
-    if SHAPE == RUN:
+    if TILE[0] == RUN:
         offsets, _ = places(at, 1, TILE)
-        start = first_index + run_start(tile, 1, TILE)
+        start = first_index + run_start(at, 1, TILE)
         k0 = start.to(tl.uint32) * INDEX_STEP + k0  # what is alike for the tile is multiplied once
         return random_bits(offsets.to(tl.uint32), k0, k1 ^ high_key(start))
     else:
-        starts, _ = block_starts(at, 1, NB, BLOCK)
+        starts, _ = block_starts(at, 1, TILE)
         starts = starts + first_index
-        low = starts.to(tl.uint32)[:, None] + tl.arange(0, BLOCK).to(tl.uint32)[None, :]
+        low = starts.to(tl.uint32)[:, None] + tl.arange(0, TILE[2]).to(tl.uint32)[None, :]
         is_next = low < starts.to(tl.uint32)[:, None]
-        k1 = tl.where(is_next, (k1 ^ high_key(starts + BLOCK))[:, None], (k1 ^ high_key(starts))[:, None])
+        k1 = tl.where(is_next, (k1 ^ high_key(starts + TILE[2]))[:, None], (k1 ^ high_key(starts))[:, None])
         return random_bits(low, k0, k1)

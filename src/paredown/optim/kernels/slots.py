@@ -77,10 +77,7 @@ def shifted_halves(packed, FLIP: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(
-    codes_ptr, scale, at,
-    IS_SHORT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def load_blocks(codes_ptr, scale, at, IS_SHORT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
     """Code value * scale, (NB, BLOCK). IS_SHORT: the scale has 8 bits, and one fused operation is exact."""
     WIDTH: tl.constexpr = ELEMENT[1]
     packed = load_2d(codes_ptr, at, 8 // WIDTH, TILE)
@@ -88,7 +85,7 @@ def load_blocks(
         FLIP: tl.constexpr = (1 << (WIDTH - 1)) if ELEMENT[0] == INT else 0
         if WIDTH == 4:
             low, high = shifted_halves(packed, FLIP)
-            x = tl.join(low, high).reshape(NB, BLOCK)
+            x = tl.join(low, high).reshape(TILE[1], TILE[2])
         else:
             x = shifted_bytes(packed, FLIP)
         if IS_SHORT:
@@ -98,18 +95,17 @@ def load_blocks(
     else:
         codes = packed.to(tl.int32)
         if WIDTH == 4:
-            codes = tl.join(codes & 15, codes >> 4).reshape(NB, BLOCK)
+            codes = tl.join(codes & 15, codes >> 4).reshape(TILE[1], TILE[2])
         return decode_values(codes, codes_ptr, ELEMENT) * scale[:, None]
 
 
 @triton.jit
 def load_slot(
-    codes_ptr, scales_ptr, factor, at,
-    SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    codes_ptr, scales_ptr, factor, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr
+):
     """The float32 of a slot, (NB, BLOCK), times `factor`."""
     if SLOT[0] == BLOCKS:
-        scale = load_scale(load_scales(scales_ptr, tile, num_blocks, SLOT[3], SHAPE, NB), SLOT[3])
+        scale = load_scale(load_scales(scales_ptr, at, SLOT[3], TILE), SLOT[3])
         if HAS_FACTOR:
             scale = scale * factor
         is_short: tl.constexpr = not HAS_FACTOR and SLOT[3] != FP32
@@ -126,9 +122,7 @@ def load_slot(
 
 
 @triton.jit
-def load_plain(
-    ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr
-):
+def load_plain(ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
     """Plain values as float32. bf16 arrives as int16, since a cast is wrong in Triton's interpreter below 2^-126."""
     if STORAGE == PLAIN_FP32:
         return load_2d(ptr.to(tl.pointer_type(tl.float32)), at, 1, TILE)
@@ -142,9 +136,8 @@ def load_plain(
 
 @triton.jit
 def load_weight(
-    codes_ptr, scales_ptr, residue_ptr, at,
-    SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    codes_ptr, scales_ptr, residue_ptr, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr
+):
     """The float32 of a weight, of 24 bits where it has a residue."""
     p = load_slot(codes_ptr, scales_ptr, 1.0, at, SLOT, ELEMENT, False, TILE)
     if HAS_RESIDUE:
@@ -253,30 +246,29 @@ def stochastic(steps, random, KEPT: tl.constexpr, SLOT: tl.constexpr, ELEMENT: t
 
 
 @triton.jit
-def store_codes(
-    ptr, codes, broken, at,
-    WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Codes of 8 or 4 bits to their places; past the end of a row they are 0."""
     if WIDTH == 4:
-        if SHAPE != RUN:
+        if TILE[0] != RUN:
             _, inside = places(at, 1, TILE)
             codes = tl.where(inside, codes, 0)
-        low, high = tl.split(codes.reshape(NB, BLOCK // 2, 2))
+        low, high = tl.split(codes.reshape(TILE[1], TILE[2] // 2, 2))
         codes = low | (high << 4)
     store_2d(ptr, codes.to(tl.uint8), broken, at, 8 // WIDTH, TILE)
 
 
 @triton.jit
-def rounded_plain(x, random, STORAGE: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr):
-    """The bits (int32) of a finite x in a 16-bit dtype."""
+def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
+    """The bits (int32) of a finite x in a plain dtype."""
     bits = as_bits(x)
-    if STORAGE == PLAIN_BF16 and ROUNDING == STOCHASTIC:
+    if SLOT[0] == PLAIN_FP32:
+        return bits
+    elif SLOT[0] == PLAIN_BF16 and SLOT[1] == STOCHASTIC:
         return (bits + (random >> 16).to(tl.int32)) >> 16
-    elif STORAGE == PLAIN_BF16 and ROUNDING == NEAREST_EVEN:
+    elif SLOT[0] == PLAIN_BF16 and SLOT[1] == NEAREST_EVEN:
         return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     else:
-        codes, _ = encode_grid(x, random, ELEMENT, ROUNDING)
+        codes, _ = encode_grid(x, random, ELEMENT, SLOT[1])
         return codes
 
 
@@ -292,22 +284,12 @@ def decoded_plain(x, bits, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def store_plain(
-    ptr, x, bits, broken, at,
-    STORAGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
     """Plain values to their places."""
     if STORAGE == PLAIN_FP32:
         store_2d(ptr.to(tl.pointer_type(tl.float32)), x, broken, at, 1, TILE)
     else:
-        store_2d(
-            ptr.to(tl.pointer_type(tl.int16)),
-            bits.to(tl.int16),
-            broken,
-            at,
-            1,
-            TILE,
-        )
+        store_2d(ptr.to(tl.pointer_type(tl.int16)), bits.to(tl.int16), broken, at, 1, TILE)
 
 
 @triton.jit

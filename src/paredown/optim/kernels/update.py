@@ -22,7 +22,6 @@ from paredown.optim.kernels.places import RUN, load_scales, places, random_2d, s
 from paredown.optim.kernels.slots import (
     ABSENT,
     BLOCKS,
-    PLAIN_FP32,
     cover_scale,
     decoded_plain,
     encoded,
@@ -46,30 +45,24 @@ COLUMNS = tl.constexpr(17)  # of the table
 
 @triton.jit
 def store_moment(
-    codes_ptr, scales_ptr, x, random, largest, broken, at,
-    SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    codes_ptr, scales_ptr, x, random, largest, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr
+):
     """Encode a moment and store it."""
     if SLOT[0] == BLOCKS:
         scale = cover_scale(largest, SLOT)
-        codes = encoded(x, scale, random, SLOT, ELEMENT)
-        store_scales(scales_ptr, scale, broken, tile, num_blocks, SLOT[3], SHAPE, NB)
-        store_codes(codes_ptr, codes, broken, at, ELEMENT[1], TILE)
+        store_scales(scales_ptr, scale, broken, at, SLOT[3], TILE)
+        store_codes(codes_ptr, encoded(x, scale, random, SLOT, ELEMENT), broken, at, ELEMENT[1], TILE)
     else:
-        bits = as_bits(x) if SLOT[0] == PLAIN_FP32 else rounded_plain(x, random, SLOT[0], SLOT[1], ELEMENT)
-        store_plain(codes_ptr, x, bits, broken, at, SLOT[0], TILE)
+        store_plain(codes_ptr, x, rounded_plain(x, random, SLOT, ELEMENT), broken, at, SLOT[0], TILE)
 
 
 @triton.jit
-def count(
-    counters_ptr, p, new, stored, old_scale, broken, at,
-    SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Add to the counters what is seen in a sampled tile: p became `new`, of which `stored` is kept."""
+def count(counters_ptr, p, new, stored, scale, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
+    """Add to the counters what is seen in a sampled tile: p became `new`, of which `stored` is kept; `scale` is that of p."""
     _, inside = places(at, 1, TILE)
-    inside = inside & tl.broadcast_to((~broken)[:, None], (NB, BLOCK))
+    inside = inside & tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2]))
     moved = inside & (new != p)
-    close = tl.abs(new - p) < half_step(p, old_scale, SLOT, ELEMENT)
+    close = tl.abs(new - p) < half_step(p, scale, SLOT, ELEMENT)
     tl.atomic_add(counters_ptr, tl.sum(inside.to(tl.int32)))
     tl.atomic_add(counters_ptr + 1, tl.sum(moved.to(tl.int32)))
     tl.atomic_add(counters_ptr + 2, tl.sum((moved & (stored != p)).to(tl.int32)))
@@ -82,88 +75,41 @@ def store_weight(
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Encode a weight, count, and store it. For a sampled tile the old one is read again, which takes no registers elsewhere."""
-    is_sampled = (tile * NB // SAMPLED_BLOCKS) % SAMPLED_EVERY == 0
+    is_sampled = (at[0] * TILE[1] // SAMPLED_BLOCKS) % SAMPLED_EVERY == 0
     if SLOT[0] == BLOCKS:
-        old = load_scales(scales_ptr, tile, num_blocks, SLOT[3], SHAPE, NB)
+        old = load_scales(scales_ptr, at, SLOT[3], TILE)
         scale = sticky_scale(largest, old, SLOT) if SLOT[4] else cover_scale(largest, SLOT)
         codes = encoded(new, scale, random, SLOT, ELEMENT)
         if is_sampled:
-            p = load_weight(
-                codes_ptr, scales_ptr, residue_ptr, at, SLOT, ELEMENT, False, TILE
-            )
-            stored = (
-                decode_values(codes.to(tl.int32) & ((1 << ELEMENT[1]) - 1), codes_ptr, ELEMENT)
-                * load_scale(scale, SLOT[3])[:, None]
-            )
-            count(
-                counters_ptr,
-                p,
-                new,
-                stored,
-                load_scale(old, SLOT[3]),
-                broken,
-                at,
-                SLOT,
-                ELEMENT,
-                TILE,
-            )
-        store_scales(scales_ptr, scale, broken, tile, num_blocks, SLOT[3], SHAPE, NB)
+            p = load_weight(codes_ptr, scales_ptr, residue_ptr, at, SLOT, ELEMENT, False, TILE)
+            low = codes.to(tl.int32) & ((1 << ELEMENT[1]) - 1)
+            stored = decode_values(low, codes_ptr, ELEMENT) * load_scale(scale, SLOT[3])[:, None]
+            count(counters_ptr, p, new, stored, load_scale(old, SLOT[3]), broken, at, SLOT, ELEMENT, TILE)
+        store_scales(scales_ptr, scale, broken, at, SLOT[3], TILE)
         store_codes(codes_ptr, codes, broken, at, ELEMENT[1], TILE)
     else:
         if HAS_RESIDUE:
             b = (as_bits(new) + 128) >> 8
             bits = (b + 128) >> 8
-            low = b - (bits << 8)
             stored = as_float(b << 8)
-        elif SLOT[0] == PLAIN_FP32:
-            bits = as_bits(new)
-            stored = new
         else:
-            bits = rounded_plain(new, random, SLOT[0], SLOT[1], ELEMENT)
+            bits = rounded_plain(new, random, SLOT, ELEMENT)
             stored = decoded_plain(new, bits, SLOT[0])
         if is_sampled:
-            p = load_weight(
-                codes_ptr,
-                scales_ptr,
-                residue_ptr,
-                at,
-                SLOT,
-                ELEMENT,
-                HAS_RESIDUE,
-                TILE,
-            )
-            count(
-                counters_ptr,
-                p,
-                new,
-                stored,
-                largest,
-                broken,
-                at,
-                SLOT,
-                ELEMENT,
-                TILE,
-            )
+            p = load_weight(codes_ptr, scales_ptr, residue_ptr, at, SLOT, ELEMENT, HAS_RESIDUE, TILE)
+            count(counters_ptr, p, new, stored, largest, broken, at, SLOT, ELEMENT, TILE)
         store_plain(codes_ptr, new, bits, broken, at, SLOT[0], TILE)
         if HAS_RESIDUE:
-            store_2d(
-                residue_ptr.to(tl.pointer_type(tl.int8)),
-                low.to(tl.int8),
-                broken,
-                at,
-                1,
-                TILE,
-            )
+            store_2d(residue_ptr.to(tl.pointer_type(tl.int8)), (b - (bits << 8)).to(tl.int8), broken, at, 1, TILE)
 
 
 @triton.jit
 def update_tile(
-    w_ptr, ws_ptr, residue_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, gs_ptr, counters_ptr, at,
-    first_index, k0, k1, f, h1, h2, h3, h4, h5, h6, h7, h8,
+    w_ptr, ws_ptr, residue_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, gs_ptr, counters_ptr, at, first_index, k0, k1, f, h,
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile, all of it."""
+    """One tile, all of it. f: what the gradient is multiplied with; h: the other numbers of the rule."""
     g = load_slot(g_ptr, gs_ptr, f, at, G, GE, True, TILE)
     p = load_weight(w_ptr, ws_ptr, residue_ptr, at, W, WE, HAS_RESIDUE, TILE)
     m = g
@@ -172,11 +118,12 @@ def update_tile(
         m = load_slot(m_ptr, ms_ptr, 1.0, at, M, ME, False, TILE)
     if V[0] != ABSENT:
         v = load_slot(v_ptr, vs_ptr, 1.0, at, V, VE, False, TILE)
-    p, m, v, r = apply_rule(p, g, m, v, h1, h2, h3, h4, h5, h6, h7, h8, RULE)
+    p, m, v, r = apply_rule(p, g, m, v, h, RULE)
+    random = random_2d(first_index, k0, k1, at, TILE)
     largest = largest_of(p)
-    broken = ~(largest < LIMIT)
     m_largest = largest
     v_largest = largest
+    broken = ~(largest < LIMIT)
     if M[0] != ABSENT:
         m_largest = largest_of(m)
         broken = broken | ~(m_largest < LIMIT)
@@ -188,39 +135,12 @@ def update_tile(
         if V[2] >= 2:
             v = root(v)
             v_largest = root(v_largest)
-    at = tl.arange(0, NB)
-    tl.atomic_add(counters_ptr + 4 + 0 * at, 1, mask=broken, sem="relaxed")
-    random = random_2d(first_index, k0, k1, at, TILE)
+    tl.atomic_add(counters_ptr + 4 + 0 * tl.arange(0, TILE[1]), 1, mask=broken, sem="relaxed")
     if M[0] != ABSENT:
-        store_moment(
-            m_ptr,
-            ms_ptr,
-            m,
-            random * MOMENT1_BITS,
-            m_largest,
-            broken,
-            at,
-            M,
-            ME,
-            TILE,
-        )
+        store_moment(m_ptr, ms_ptr, m, random * MOMENT1_BITS, m_largest, broken, at, M, ME, TILE)
     if V[0] != ABSENT:
-        store_moment(
-            v_ptr,
-            vs_ptr,
-            v,
-            random * MOMENT2_BITS,
-            v_largest,
-            broken,
-            at,
-            V,
-            VE,
-            TILE,
-        )
-    store_weight(
-        w_ptr, ws_ptr, residue_ptr, counters_ptr, p, random, largest, broken, at,
-        W, WE, HAS_RESIDUE, TILE,
-    )  # fmt: skip
+        store_moment(v_ptr, vs_ptr, v, random * MOMENT2_BITS, v_largest, broken, at, V, VE, TILE)
+    store_weight(w_ptr, ws_ptr, residue_ptr, counters_ptr, p, random, largest, broken, at, W, WE, HAS_RESIDUE, TILE)
 
 
 @triton.jit
@@ -241,7 +161,7 @@ def update_kernel(
     owners_ptr, table_ptr, grads_ptr, places_ptr, hypers_ptr, places_stride,
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, ALIGNED: tl.constexpr,
-    SHAPE: tl.constexpr, NUM_HYPERS: tl.constexpr, NB: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_HYPERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of one tensor of many, as drawn above."""
     pid = tl.program_id(0)
@@ -253,15 +173,18 @@ def update_kernel(
     f = tl.load(h_ptr)
     if HAS_FACTOR:
         f = tl.load(tl.load(row_ptr + 7).to(tl.pointer_type(tl.float32))) * f
+    tile = pid + tl.load(row_ptr + (9 if TILE[0] == RUN else 10))
+    at = (tile, tl.load(row_ptr + 11), tl.load(row_ptr + 12), tl.load(row_ptr + 13))
+    h = (
+        tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3), tl.load(h_ptr + 4),
+        tl.load(h_ptr + 5), tl.load(h_ptr + 6), tl.load(h_ptr + 7), tl.load(h_ptr + 8),
+    )  # fmt: skip
     update_tile(
         pointer(tl.load(row_ptr), ALIGNED), pointer(tl.load(row_ptr + 1), ALIGNED), pointer(tl.load(row_ptr + 2), ALIGNED),
         pointer(tl.load(row_ptr + 3), ALIGNED), pointer(tl.load(row_ptr + 4), ALIGNED), pointer(tl.load(row_ptr + 5), ALIGNED),
         pointer(tl.load(row_ptr + 6), ALIGNED), pointer(tl.load(grads_ptr + 2 * owner), ALIGNED),
         pointer(tl.load(grads_ptr + 2 * owner + 1), ALIGNED), tl.load(row_ptr + 8).to(tl.pointer_type(tl.int32)),
-        pid + tl.load(row_ptr + (9 if SHAPE == RUN else 10)), tl.load(row_ptr + 11), tl.load(row_ptr + 12), tl.load(row_ptr + 13),
-        tl.load(row_ptr + 14), step_key(tl.load(row_ptr + 15), step), step_key(tl.load(row_ptr + 16), step), f,
-        tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3), tl.load(h_ptr + 4),
-        tl.load(h_ptr + 5), tl.load(h_ptr + 6), tl.load(h_ptr + 7), tl.load(h_ptr + 8),
+        at, tl.load(row_ptr + 14), step_key(tl.load(row_ptr + 15), step), step_key(tl.load(row_ptr + 16), step), f, h,
         RULE, W, WE, HAS_RESIDUE, M, ME, V, VE, G, GE, TILE,
     )  # fmt: skip
 
@@ -269,18 +192,17 @@ def update_kernel(
 @triton.jit(do_not_specialize=["first_index", "k0", "k1"])
 def update_one_kernel(
     w_ptr, ws_ptr, residue_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, gs_ptr, factor_ptr, counters_ptr,
-    first_at, first_index, k0, k1, h0, h1, h2, h3, h4, h5, h6, h7, h8,
+    first_tile, cols, blocks_per_row, num_blocks, first_index, k0, k1, h0, h1, h2, h3, h4, h5, h6, h7, h8,
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
-    V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    TILE: tl.constexpr,
+    V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the only tensor; all that is known of it is an argument, and so are the numbers of the step."""
     f = tl.load(factor_ptr) * h0 if HAS_FACTOR else h0
+    zero = tl.zeros((), tl.int64)
+    at = (tl.program_id(0) + first_tile + zero, cols + zero, blocks_per_row + zero, num_blocks + zero)
     byte = tl.pointer_type(tl.uint8)
     update_tile(
         w_ptr.to(byte), ws_ptr.to(byte), residue_ptr.to(byte), m_ptr.to(byte), ms_ptr.to(byte), v_ptr.to(byte), vs_ptr.to(byte),
-        g_ptr.to(byte), gs_ptr.to(byte), counters_ptr, tl.program_id(0).to(tl.int64) + first_tile,
-        tl.zeros((), tl.int64) + cols, tl.zeros((), tl.int64) + blocks_per_row, tl.zeros((), tl.int64) + num_blocks,
-        tl.zeros((), tl.int64) + first_index, k0.to(tl.uint32), k1.to(tl.uint32), f, h1, h2, h3, h4, h5, h6, h7, h8,
-        RULE, W, WE, HAS_RESIDUE, M, ME, V, VE, G, GE, TILE,
+        g_ptr.to(byte), gs_ptr.to(byte), counters_ptr, at, first_index + zero, k0.to(tl.uint32), k1.to(tl.uint32), f,
+        (h1, h2, h3, h4, h5, h6, h7, h8), RULE, W, WE, HAS_RESIDUE, M, ME, V, VE, G, GE, TILE,
     )  # fmt: skip

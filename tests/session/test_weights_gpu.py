@@ -1,0 +1,115 @@
+"""Packed weights on a GPU: the same gradients, the bytes that the allocator really has, and errors instead of illegal addresses."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paredown import apply
+from paredown.optim.outside import PackedParameter
+from paredown.optim.weights import weight_of
+from tests.session.nets import assert_same, gradients, rows
+from tests.session.test_weights import CASES, PLAN, Lstm, assert_equal, mlp, parameter_bytes, tokens
+
+pytestmark = pytest.mark.gpu
+
+
+def weighted(y: torch.Tensor) -> torch.Tensor:
+    return (y.float() * torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)).sum()
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("around", [nullcontext, autocast])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("lstm", "bfloat16")])
+def test_steps_are_those_of_a_plain_model(name: str, around: Any) -> None:
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = True
+    net, x = CASES[name]()
+    session = assert_equal(net.cuda(), x.cuda(), loss=weighted, around=around)
+    assert all("fewer than" in row.slot for row in session.changes)
+
+
+def test_weights_of_an_lstm_lie_in_one_memory() -> None:
+    net = Lstm().cuda()
+    session = apply(PLAN, net)
+    plain = copy.deepcopy(net)
+    for model in (net, plain):
+        weighted(model(tokens().cuda())).backward()
+    assert_same(gradients(net), gradients(plain))
+    assert {row.slot for row in session.changes if row.reason == "its memory is shared with other tensors"} >= {"weight=body.weight_hh_l0"}
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+
+
+@pytest.mark.parametrize("around", [nullcontext, autocast])
+def test_bytes_of_the_allocator(around: Any) -> None:
+    """16 layers of 4 MiB each: 1 MiB packed. A forward pass has one of them at a time, and keeps none for backward."""
+    mib = 1 << 20
+    net = deep().cuda()
+    x = rows(8, 1024).cuda().requires_grad_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    session = apply(PLAN, net)
+    packed = torch.cuda.memory_allocated()
+    assert packed - before < -(64 - 17) * mib
+    for _ in range(2):
+        with around():
+            y = weighted(net(x))
+        kept = torch.cuda.memory_allocated() - packed
+        assert kept < 3 * mib, "weights or their casts are kept for backward"
+        del y
+    for p in net.parameters():
+        p.grad = torch.zeros(1024, 1024, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    with around():
+        y = weighted(net(x))
+    y.backward()
+    assert torch.cuda.max_memory_allocated() - start < 24 * mib
+    assert torch.cuda.memory_allocated() - start < 3 * mib
+    assert session.weight_bytes == 16 * (1 << 20) + 16 * (1 << 14)
+
+
+def test_moving_a_model() -> None:
+    net = mlp()
+    apply(PLAN, net)
+    plain = copy.deepcopy(net)
+    for model in (net, plain):
+        model.cuda()
+        weighted(model(rows(97).cuda())).backward()
+    assert_same(gradients(net), gradients(plain))
+    assert {p.device.type for p in net.parameters()} == {"cuda"}
+    assert weight_of(net[0].weight).packed.device.type == "cuda"
+    assert type(net[0].weight) is PackedParameter
+    net.cpu()
+    assert torch.equal(net[0].weight.detach(), plain[0].weight.cpu())
+    assert parameter_bytes(net) < 3000
+
+
+def test_a_fused_optimizer() -> None:
+    net = mlp().cuda()
+    apply(PLAN, net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    before = net[0].weight.detach().clone()
+    weighted(net(rows(97).cuda())).backward()
+    optimizer.step()
+    assert (net[0].weight.detach() - before).abs().mean() > 0.05
+
+
+def test_memory_that_is_not_there_is_a_sentence() -> None:
+    net = mlp().cuda()
+    apply(PLAN, net)
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="waits packed"):
+        net[0].weight.sum()  # as an extension in C++ would
+    torch.cuda.synchronize()
