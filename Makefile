@@ -1,18 +1,22 @@
-# make demo     a training step as written and in 8, 4 and 2 bits: what it keeps, and what that costs
-# make formats  what formats do to a real tensor: a table, and demo/formats.svg
-# make test     set up .venv and run every check; this is all of CI
-# make check    the checks alone
-# make clean    remove what the other targets made
+# make demo        a training step as written and in 8, 4 and 2 bits: what it keeps, and what that costs
+# make optimizers  a small training in float32, bf16 and 8 bits: bytes, accuracy, and why rounding matters
+# make formats     what formats do to a real tensor: a table, and demo/formats.svg
+# make test        set up .venv and run every check; this is all of CI
+# make check       the checks alone
+# make clean       remove what the other targets made
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo formats test check setup clean
+.PHONY: demo optimizers formats test check setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/activations.py
+
+optimizers: $(READY)
+	$(BIN)/python examples/optimizers.py
 
 formats: $(READY)
 	$(BIN)/python examples/formats.py

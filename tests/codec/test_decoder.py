@@ -43,7 +43,9 @@ def test_kernels_decode_again_and_again(device: str, format: str) -> None:
     kernels = backend.find_kernels()
     assert kernels is not None
     shape = (6, 192) if device == "cpu" else (600, 1920)
-    packed = encode(torch.randn(shape, generator=torch.Generator().manual_seed(1)), format, order="logical", overflow="saturate").to(device)
+    packed = encode(
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)), format, order="logical", overflow="saturate"
+    ).to(device)
     decode = kernels.decoder(packed.parts, Encoding(packed.format, Rounding.NEAREST_EVEN, Overflow.SATURATE), *shape)
     for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float32):
         expected = packed.to("cpu").decode(dtype)

@@ -139,7 +139,8 @@ def test_torchs_state_is_encoded_within_a_step() -> None:
         assert mine[i]["step"] == theirs[i]["step"]
 
 
-def test_bitsandbytes_state_comes_in() -> None:
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_bitsandbytes_state_comes_in(is_nested: bool) -> None:
     """Its layout: flat codes, a map of 256 values, one absmax for 256 codes; small tensors in float32."""
     torch.manual_seed(0)
     model = nn.Linear(128, 64)
@@ -148,10 +149,9 @@ def test_bitsandbytes_state_comes_in() -> None:
     codes1, codes2 = (torch.randint(0, 256, (64, 128), dtype=torch.uint8) for _ in range(2))
     absmax1, absmax2 = torch.rand(blocks) + 0.5, torch.rand(blocks) + 0.5
     small = {"step": 7, "state1": torch.randn(64), "state2": torch.rand(64)}
-    state = {
-        0: {"step": 7, "state1": codes1, "state2": codes2, "qmap1": qmap1, "qmap2": qmap2, "absmax1": absmax1, "absmax2": absmax2},
-        1: small,
-    }
+    quantized = {"state1": codes1, "state2": codes2, "qmap1": qmap1, "qmap2": qmap2, "absmax1": absmax1, "absmax2": absmax2}
+    nested = {"step": 7, "__bnb_optimizer_quant_state__": quantized}  # as its state_dict() has it
+    state = {0: nested if is_nested else {"step": 7, **quantized}, 1: small}
     group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "params": [0, 1]}
     optimizer = AdamW(model.parameters(), moment1="int8/64@bf16", moment2="uint8/64@bf16")
     optimizer.load_state_dict({"state": state, "param_groups": [group]})
@@ -185,12 +185,14 @@ def test_states_of_others_are_refused_and_change_nothing() -> None:
     tier = AdamW(four.parameters())
     losses(four, tier, 1)
     few = AdamW(nn.Linear(3, 3).parameters())
+    strange = {"state": {0: {"square_avg": torch.zeros(128, 64)}}, "param_groups": before["param_groups"]}
     plain = AdamW(network().parameters())
     for target, state, message in (
         (optimizer, wrong.state_dict(), "another model"),
         (optimizer, tier.state_dict(), "another tier"),
         (optimizer, few.state_dict(), "2 parameters in 1 groups"),
         (optimizer, {"state": {}}, "param_groups"),
+        (optimizer, strange, "another optimizer"),
         (plain, before, "tier 'full'"),
     ):
         with pytest.raises(OptimError, match=message):

@@ -416,3 +416,72 @@ def test_pickling_says_what_to_do() -> None:
 
     with pytest.raises(OptimError, match="state_dict"):
         copy.deepcopy(AdamW(network().parameters()))
+
+
+def test_options_without_a_packed_form_are_refused() -> None:
+    for option in ("amsgrad", "differentiable", "capturable"):
+        with pytest.raises(OptimError, match=f"{option}=True has no packed form"):
+            AdamW(network().parameters(), **{option: True}, **PACKED)
+
+
+def test_after_close_the_plain_parameters_are_trained() -> None:
+    model = nn.Linear(128, 64, bias=False)
+    session = paredown.apply(Plan.preset("lpmm"), model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for closes in (False, True):
+        if closes:
+            session.close()
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = before - model.weight.detach()
+        assert moved.mean().item() == pytest.approx(0.1, rel=0.01)
+    assert moved.std() < 1e-3  # float32 now
+
+
+def test_an_optimizer_made_before_apply_is_refused() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(paredown.ApplyError, match="Apply the plan first"):
+        paredown.apply(Plan.preset("lpmm"), model)
+    losses(model, optimizer, 1)
+    del optimizer
+    paredown.apply(Plan.preset("lpmm"), model)
+
+
+def test_a_weight_that_the_session_leaves_plain_is_updated_in_place() -> None:
+    model = nn.Linear(128, 64, bias=False).half()
+    session = paredown.apply(Plan.preset("half"), model)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    assert "weight=weight" in repr(session.changes)
+    before = model.weight.detach().clone()
+    model.weight.sum().backward()
+    optimizer.step()
+    assert (before - model.weight.detach()).float().mean().item() == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_scaler_with_microbatches() -> None:
+    """Unscaling is for whole sums; an infinite one is left out, and the next is begun."""
+    model = nn.Linear(128, 64, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1, microbatches=2, gradient="int8/64@bf16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = model.weight.detach().clone()
+
+    def passes(*factors: float) -> None:
+        for factor in factors:
+            scaler.scale(model.weight.sum() * factor).backward()
+            if optimizer.updates_next:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    passes(1.0, float("inf"))
+    assert torch.equal(before, model.weight) and scaler.get_scale() == 2.0 and optimizer.updates == 0
+    passes(1.0, 3.0)
+    torch.testing.assert_close(before - model.weight, torch.full((64, 128), 0.2), rtol=0.02, atol=0.0)
+    scaler.scale(model.weight.sum()).backward()
+    with pytest.raises(OptimError, match="updates_next"):
+        scaler.step(optimizer)

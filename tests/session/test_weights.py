@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -85,7 +85,12 @@ def step(model: nn.Module, args: tuple[Any, ...], loss: Callable[[Any], Tensor],
 
 
 def assert_equal(
-    model: nn.Module, *args: Any, plan: Plan = PLAN, loss: Callable[[Any], Tensor] = weighted, around: Make = nullcontext, count: int = 3
+    model: nn.Module,
+    *args: Any,
+    plan: Plan = PLAN,
+    loss: Callable[[Any], Tensor] = weighted,
+    around: Make = nullcontext,
+    count: int = 3,
 ) -> Session:
     """Steps with packed weights are those of a plain model with the same values, bit for bit; parameters have no memory after each."""
     session = apply(plan, model)
@@ -141,7 +146,12 @@ class Tied(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.body, self.head, self.way = nn.Embedding(100, 64), nn.Linear(64, 64), nn.Linear(64, 100, bias=False), way
+        self.embedding, self.body, self.head, self.way = (
+            nn.Embedding(100, 64),
+            nn.Linear(64, 64),
+            nn.Linear(64, 100, bias=False),
+            way,
+        )
         self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -183,7 +193,10 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "mlp": lambda: (mlp(), rows(97)),
     "mlp of three dimensions": lambda: (mlp(), rows(96).view(2, 48, 64)),
     "convolutions": lambda: (pictures_net(), pictures()),
-    "channels last": lambda: (pictures_net().to(memory_format=torch.channels_last), pictures().to(memory_format=torch.channels_last)),
+    "channels last": lambda: (
+        pictures_net().to(memory_format=torch.channels_last),
+        pictures().to(memory_format=torch.channels_last),
+    ),
     "lstm": lambda: (Lstm(), tokens()),
     "attention": lambda: (Attention(), rows(32).view(2, 16, 64)),
     "tied modules": lambda: (Tied("module"), tokens()),
@@ -249,6 +262,21 @@ def test_autocast_casts_are_made_again(name: str, format: str, decoded: list[Sto
     assert not packed_sizes(net) & set(saved_sizes(y)), "a cast of a weight is kept for backward"
     weighted(y.float()).backward()
     assert alive(decoded) == 0
+
+
+def test_autocast_of_a_weight_that_is_used_twice() -> None:
+    """Each call has a cast of its own here, so that gradients are added as float32, not as bfloat16."""
+    net = Net(lambda net, x: net.b(net.a(net.a(x))))
+    apply(PLAN, net)
+    plain = copy.deepcopy(net)
+    for model in (net, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = weighted(model(rows(97)).float())
+        loss.backward()
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert (p.grad - q.grad).norm() < 0.01 * q.grad.norm()
 
 
 def test_autocast_of_a_frozen_weight() -> None:

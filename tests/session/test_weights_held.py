@@ -1,4 +1,4 @@
-"""Packed weights that somebody holds or writes: the values are right, they wait again as soon as they can, and `changes` says what cannot."""
+"""Packed weights that somebody holds or writes: values are right, they wait again as soon as they can, and `changes` says what cannot."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_a_view_that_a_module_keeps() -> None:
     plain = copy.deepcopy(net)
     found, expected = (step(model, (rows(97),), weighted, nullcontext) for model in (net, plain))
     assert_same(found[1], expected[1])
-    assert [(row.slot, row.given) for row in session.changes if "more" in row.slot] == [("weight=more.0.weight", "plain until backward")]
+    assert [(row.slot, row.given) for row in session.changes if "more" in row.slot] == [
+        ("weight=more.0.weight", "plain until backward")
+    ]
     values = weight_of(net.more[0].weight).decode()
     assert torch.equal(net.more[0].kept.T, values)
     assert torch.equal(net.more[0].weight, values)

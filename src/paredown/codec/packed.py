@@ -176,7 +176,7 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """`decode` for what is decoded again and again: it writes into any contiguous float tensor of the shape, in the order of the dimensions.
+    """`decode` for what is decoded again and again: a function that writes the values into any contiguous float tensor of the shape.
 
     What follows from size and format is looked up once. Codes that were changed in place since are seen.
     """

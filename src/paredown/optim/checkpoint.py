@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 RUN = ("updates", "waiting", "seed")
 BNB_BLOCK = 256
+BNB_NEST = "__bnb_optimizer_quant_state__"  # where it puts what FSDP is not to see
 BNB_NAMES = ("state1", "state2")
 
 
@@ -170,25 +171,37 @@ def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
 
 def _new_state(optimizer: Optimizer, entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one parameter, checked, in this optimizer's formats and on the parameter's device."""
-    source = {name: _mine(value, entry) for name, value in source.items()}
+    source = {name: _mine(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
         return {}
+    rule = optimizer.rule_for(optimizer.param_groups[entry.group])
+    if "state1" in source or "state2" in source:
+        source = _from_bitsandbytes(entry, source, rule.names)
+    _check_names(entry, source, rule.names)
     new: dict[str, Any] = {}
     if "gradient" in source:
         new["gradient"] = _same(entry, "gradient", source.pop("gradient"), local(entry.parameter))
     if optimizer.is_torchs(entry):
         return {**new, **_torchs_state(entry, source)}
-    rule = optimizer.rule_for(optimizer.param_groups[entry.group])
     wanted: dict[str, Any] = {}
     fill_state(entry, rule, wanted)
-    if "state1" in source or "state2" in source:
-        source = _from_bitsandbytes(entry, source, rule.names)
     new |= {"step": int(source.get("step", 1 if len(rule.roles) == 1 else 0)), "folds": int(source.get("folds", 0))}
     for role, name in zip(rule.roles, rule.names, strict=True):
         new.update(_moment(entry, role, name, source, wanted))
     if "residue" in wanted:
         new["residue"] = _same(entry, "residue", source.get("residue", wanted["residue"]), wanted["residue"])
     return {**new, **_packed_state(entry, source)}
+
+
+def _check_names(entry: Entry, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Refuse the state of another optimizer."""
+    own = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
+    strange = [name for name in source if not name.startswith(own)]
+    if strange and not any(name.startswith(names) for name in source if names):
+        raise OptimError(
+            f"{entry.name}: the state has {', '.join(sorted(strange)[:5])}, and this optimizer keeps {', '.join(names) or 'nothing'}: "
+            "it belongs to another optimizer."
+        )
 
 
 def _torchs_state(entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:

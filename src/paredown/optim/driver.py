@@ -30,11 +30,17 @@ from paredown.optim.diagnostics import Counts, Diagnostics
 from paredown.optim.engine import update_one
 from paredown.optim.entries import Entry, check_gradient, check_parameter, fill_state, local, unit_of, zeros
 from paredown.optim.gradients import Accumulator, PackedGradient, Releaser, clear_factors
-from paredown.optim.registry import own
+from paredown.optim.registry import asked_of, own
 from paredown.optim.rounds import Rounds
 from paredown.optim.rules import RULES, Rule
+from paredown.optim.weights import weight_of
 from paredown.roles import Role
 
+PARTIAL = (
+    "GradScaler unscales gradients at every scaler.step(opt), and more microbatches are to come before the step: call scaler.step(opt) and "
+    "scaler.update() where opt.updates_next is true, and opt.step() elsewhere."
+)
+NOT_PACKED = ("amsgrad", "differentiable", "capturable")  # of torch.optim, for parameters that stay as they are
 GRADIENT_ID = 3  # of the random bits of an accumulator: see `reference.py`
 
 
@@ -77,6 +83,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self.rule: Rule = RULES[self.rule_name]
         self.updates = 0  # how often step() changed the parameters
         self._waiting = 0  # backward passes since then
+        self._is_unscaled = False  # by a GradScaler, since the last step
         self._entries: list[Entry] = []
         self._by_id: dict[int, Entry] = {}
         self._counts = Counts()
@@ -129,6 +136,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         choices = choose(parameter, self.param_groups[index], place)
         entry = Entry(parameter, index, len(self._entries), choices, self._counts.add(local(parameter).device))
         _check_weight(entry)
+        self._check_options(entry)
         own(parameter, self)
         self._entries.append(entry)
         self._by_id[id(parameter)] = entry
@@ -136,6 +144,13 @@ class Optimizer(torch.optim.Optimizer, ABC):
             self._release(entry)
         elif choices.format(Role.GRADIENT) is not None and folds_in_backward(parameter):
             self._accumulate(entry)
+
+    def _check_options(self, entry: Entry) -> None:
+        """Refuse options of torch.optim that there is no packed form of."""
+        group = self.param_groups[entry.group]
+        asked = [name for name in NOT_PACKED if group.get(name)]
+        if asked and not self.is_torchs(entry):
+            raise OptimError(f"{asked[0]}=True has no packed form ({entry.name}): leave it out, or give that group tier='full'.")
 
     def _accumulate(self, entry: Entry) -> None:
         """Fold gradients of this parameter into a packed accumulator from now on."""
@@ -145,7 +160,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         entry.gradient = PackedGradient(zeros(p.shape, format, p.dtype, p.device), seed, weight=1.0 / self.microbatches)  # type: ignore[call-overload]
         me = weakref.ref(self)
         entry.gradient.total.rounding = entry.choices.rounding(Role.GRADIENT)
-        entry.gradient.total.is_partial = lambda: (o := me()) is not None and not o.updates_next
+        entry.gradient.total.before_unscale = lambda: o._before_unscale() if (o := me()) is not None else None
         entry.hook = Accumulator(p, entry.gradient, name=entry.name)
         entry.hook.attach()
         self._hooks.append(entry.hook)
@@ -189,6 +204,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self._waiting += 1
+        self._is_unscaled = False
         if self._waiting < self.microbatches:
             return loss
         with torch.no_grad():
@@ -205,10 +221,18 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; between microbatches it does nothing."""
+        if self._is_unscaled:  # a GradScaler saw all of it, and left the step out: it was not finite
+            self._waiting, self._is_unscaled = 0, False
         if self._waiting == 0:
             with torch._C.DisableTorchFunctionSubclass():
                 super().zero_grad(set_to_none)
             clear_factors(entry.gradient for entry in self._entries if entry.gradient is not None)
+
+    def _before_unscale(self) -> None:
+        """A GradScaler is about to unscale accumulators."""
+        if not self.updates_next:
+            raise OptimError(PARTIAL)
+        self._is_unscaled = True
 
     def _update_at_once(self, entry: Entry, grad: Tensor) -> None:
         """Under release: the update of one parameter, inside backward."""
@@ -216,6 +240,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         rule = self.rule_for(group)
         with torch.no_grad():
             check_gradient(entry, grad)
+            entry.weight = weight_of(entry.parameter)
             memory = entry.weight.packed if entry.weight is not None else mine.data_ptr()
             if entry.unit is None or entry.unit[0] != memory or entry.unit[1] is not self.state[entry.parameter]:
                 fill_state(entry, rule, self.state[entry.parameter])
@@ -322,6 +347,9 @@ def _check_weight(entry: Entry) -> None:
             f"{entry.name} waits in {entry.weight.packed.format} by the session's plan, and the optimizer asks for {format}. Apply a plan "
             f"with weight='{format}', or leave weight= and tier= to the plan."
         )
+    asked = asked_of(entry.parameter)
+    if asked is not None and asked.choices[Role.WEIGHT][0] == format:
+        return  # the session left it as it is, and says why in its changes
     if entry.weight is None and not (str(format) == "bf16" and dtype is torch.bfloat16):
         raise OptimError(
             f"weight='{format}' for {entry.name} ({str(dtype).removeprefix('torch.')}) needs the model, not its parameters alone: call "

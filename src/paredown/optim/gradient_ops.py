@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from paredown.errors import OptimError
 from paredown.optim.gradient_sum import any_nonfinite
 from paredown.optim.gradient_tensor import GradientTensor
 
@@ -225,8 +224,8 @@ def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
     if _has_views(tensors):
         return NotImplemented
     totals = [tensors[i].total for i in packed]
-    if any(total.is_partial() for total in totals):
-        raise OptimError(PARTIAL)
+    for total in totals:
+        total.before_unscale()
     if others:
         func([tensors[i] for i in others], found_inf, inverse_scale)
     if totals:
@@ -235,10 +234,6 @@ def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-PARTIAL = (
-    "GradScaler unscales gradients at every scaler.step(opt), and more microbatches are to come before the step: call scaler.step(opt) and "
-    "scaler.update() where opt.updates_next is true, and opt.step() elsewhere."
-)
 Handler = Callable[[Any, Any, Any], Any]
 HANDLERS: dict[Any, Handler] = {
     aten.add_.Tensor: _add,

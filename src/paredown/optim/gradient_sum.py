@@ -44,7 +44,7 @@ class GradientSum:
     is_scaled: bool = False  # whether `factor` may be another number than 1
     floor: float | None = None  # a lower bound of the values that is not in the codes yet
     rounding: Rounding = Rounding.STOCHASTIC
-    is_partial: Callable[[], bool] = lambda: False  # whether more microbatches are to come before the step
+    before_unscale: Callable[[], None] = lambda: None  # called before a GradScaler unscales it; may refuse
 
     @staticmethod
     def over(packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None) -> GradientSum:

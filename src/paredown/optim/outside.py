@@ -14,7 +14,7 @@ Every function decodes anew, so loops over single values are slow: take p.detach
 it was taken from as long as it lives, and what is written into it goes to the weight. Views with a gradient are of a copy.
 """
 
-# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
+# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -32,17 +32,27 @@ from paredown.optim.weights import KEY, NO_MEMORY, Weight, weight_of
 HELD = "_held"  # of a view: the decoded values that it was taken from, and the weight's version by then
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag"))  # attributes that are values; all others are said without decoding
-ABOUT = frozenset(
-    """size dim ndimension numel nelement stride element_size storage_offset is_contiguous dim_order is_floating_point is_complex is_signed
-    is_inference is_conj is_neg is_same_size is_set_to get_device has_names _is_view _is_zerotensor _use_count __len__ __dir__
-    detach_ requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad grad backward result_type can_cast
-    _has_compatible_shallow_copy_type zeros_like ones_like empty_like full_like rand_like randn_like randint_like
-    new_empty new_empty_strided new_zeros new_ones new_full""".split()
-)  # functions that ask nothing of the values
-REFUSED = frozenset(("data_ptr", "__cuda_array_interface__", "share_memory_", "resize_", "resize_as_"))
-WRITES = frozenset(
-    ("__setitem__", *(f"__i{name}__" for name in "add sub mul truediv floordiv pow mod and or xor lshift rshift".split()))
+# functions that ask nothing of the values
+SIZES = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "dim_order", "__len__")
+KINDS = ("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device")
+OTHERS = (
+    "is_same_size",
+    "is_set_to",
+    "has_names",
+    "_is_view",
+    "_is_zerotensor",
+    "_use_count",
+    "__dir__",
+    "result_type",
+    "can_cast",
 )
+GRADIENTS = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_", "grad", "backward")
+LIKES = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+NEW = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "_has_compatible_shallow_copy_type")
+ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, *GRADIENTS, *LIKES, *NEW))
+REFUSED = frozenset(("data_ptr", "__cuda_array_interface__", "share_memory_", "resize_", "resize_as_"))
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor", "lshift", "rshift")
+WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in OPERATORS)))
 STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 
 
@@ -71,7 +81,7 @@ class WeightView(Tensor):
     """A packed weight under another size and strides, without a gradient; what is written into it is encoded."""
 
     @staticmethod
-    def __new__(cls, weight: Weight, like: Tensor, base: Tensor | None = None) -> WeightView:
+    def __new__(cls: type[WeightView], weight: Weight, like: Tensor, base: Tensor | None = None) -> WeightView:
         view: WeightView = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
@@ -148,7 +158,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in ("__get__", "__set__", "__delete__"):
         owner = func.__self__
         return _attribute(func, name, getattr(owner, "__name__", None) or owner.fget.__name__, args)
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     if name in REFUSED and _is_packed(first):
         raise OptimError(f"{name} of a packed weight: {NO_MEMORY}")
     if name in ABOUT or (name == "type" and len(args) == 1 and not kwargs):

@@ -20,6 +20,7 @@ from paredown.optim.engine import Batch
 from paredown.optim.entries import Entry, check_gradient, fill_state, local, unit_of
 from paredown.optim.gradients import PackedGradient, ReleasedGradient
 from paredown.optim.rules import Rule
+from paredown.optim.weights import KEY, weight_of
 
 if TYPE_CHECKING:
     from paredown.optim.driver import Optimizer
@@ -109,13 +110,16 @@ class Rounds:
         kinds = list(map(type, gradients))
         if self._seen is not None and kinds != self._seen[0]:
             return None
+        weights: list[Any] = [p.__dict__.get(KEY) for p in self._packed_parameters]
+        if weights != self._weights:  # the session was closed, or there is another
+            return None
         totals = [gradients[i]._lease.total for i in self._packed_places]
         for total in totals:
             if total.floor is not None:
                 total.settle()
         addresses = [p.data_ptr() for p in (map(local, self._plain_parameters) if self._is_spread else self._plain_parameters)]
         dtypes = [gradients[i].dtype for places in self._plain_places for i in places]
-        return kinds, totals, [weight.packed for weight in self._weights], addresses, dtypes
+        return kinds, totals, [weight.packed for weight in weights], addresses, dtypes
 
     def _make(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
         """New rounds; the gradients, after those that somebody assigned were folded."""
@@ -138,6 +142,7 @@ class Rounds:
         for i, (entry, gradient) in enumerate(zip(self._entries, gradients, strict=True)):
             if gradient is None or isinstance(gradient, ReleasedGradient):
                 continue
+            entry.weight = weight_of(entry.parameter)
             rule = optimizer.rule_for(optimizer.param_groups[entry.group])
             fill_state(entry, rule, optimizer.state[entry.parameter])
             is_plain = not isinstance(gradient, PackedGradient)
@@ -152,5 +157,6 @@ class Rounds:
         self._packed_places = [i for (is_plain, _, _), places in of if not is_plain for i in places]
         updated = [entry for made in self._rounds for entry in made.entries]
         self._weights = [entry.weight for entry in updated if entry.weight is not None]
+        self._packed_parameters = [entry.parameter for entry in updated if entry.weight is not None]
         self._plain_parameters = [entry.parameter for entry in updated if entry.weight is None]
         self._is_spread = any(isinstance(p, DTensor) for p in self._parameters)

@@ -44,8 +44,8 @@ class Weight:
     """The codes of one parameter, and the way between them and the parameter."""
 
     __slots__ = (
-        "__weakref__", "_decode", "_empty", "_exported", "_is_contiguous", "_packed", "_ref", "_shared", "_waiting_class", "address", "dtype", "is_checked", "is_pinned", "on_use",
-        "places", "residue", "seen", "size", "stride", "users", "version", "written",
+        "__weakref__", "_decode", "_empty", "_exported", "_is_contiguous", "_packed", "_ref", "_shared", "_waiting_class", "address",
+        "dtype", "is_checked", "is_pinned", "on_use", "places", "residue", "seen", "size", "stride", "users", "version", "written",
     )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, packed: PackedTensor, waiting_class: type[nn.Parameter]) -> None:

@@ -27,6 +27,7 @@ BLOCK = 64  # the usual length of a block
 WHOLE_SHARE = 0.3  # a view of at least this share of its storage is packed with all of it: q, k and v are thirds
 NO_SEQUENCE = 1 << 62  # nodes that accumulate gradients have no place in the sequence
 PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
+IS_WEIGHT = "is_of_weight"  # an attribute of hooks
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 VIEWS = tuple(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Alias"))
 CAST_NODE = "ToCopyBackward0"
@@ -199,7 +200,7 @@ def _read(found: list[Named], names: Sequence[str], raws: Sequence[Any], node: A
 
 def is_of_weight(hook: Any) -> bool:
     """Whether a session put this hook in place of a weight that waits packed: nobody else has to do with that."""
-    return getattr(hook, "is_weight", False)
+    return getattr(hook, IS_WEIGHT, False)
 
 
 def describe(node: Any, row: Row, named: Named, now: Pass, call: Call) -> Saved:

@@ -1,6 +1,6 @@
 """Where a session and an optimizer meet: what the plan asks for moments and gradients, and what became of it.
 
-`apply` tells the optimizers of `paredown.optim` what the plan gives to each parameter; they may be made before or after. Rows of
+`apply` tells the optimizers of `paredown.optim` what the plan gives to each parameter; they are made after it. Rows of
 `session.changes` say what is not as it was asked for: small parameters, gradients that others hold, or no such optimizer at all.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paredown.errors import ApplyError
 from paredown.formats.tiers import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.optim.registry import Asked, Choice, ask, owner_of
 from paredown.plan.plan import Plan
@@ -24,13 +25,27 @@ REPLICATED = "gradients of several processes are averaged in the buckets of Dist
 SHARDED = "fully_shard brings the gradient of each shard as a plain tensor"
 
 
-def ask_for(model: nn.Module, plan: Plan) -> None:
-    """Tell optimizers what `plan` gives to the parameters of `model`."""
+def asked_for(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Asked]]:
+    """What `plan` gives to the parameters of `model`; an optimizer that has them already was made for something else."""
+    rows: list[tuple[nn.Parameter, Asked]] = []
     for name, parameter in model.named_parameters():
         found = {role: plan.find((name,), role) for role in (Role.WEIGHT, *STATE)}
         choices: dict[Role, Choice] = {role: (a.format, a.rounding_in(role)) for role, a in found.items()}
         if any(format is not None for format, _ in choices.values()):
-            ask(parameter, Asked(name, choices))
+            owner = owner_of(parameter)
+            if owner is not None:
+                raise ApplyError(
+                    f"{type(owner).__name__} of paredown.optim has {name} already, and was made without this plan. Apply the plan first, "
+                    "then make the optimizer; its export_state() can be loaded into the new one."
+                )
+            rows.append((parameter, Asked(name, choices)))
+    return rows
+
+
+def ask_for(rows: list[tuple[nn.Parameter, Asked]]) -> None:
+    """Tell optimizers what a plan gives."""
+    for parameter, asked in rows:
+        ask(parameter, asked)
 
 
 def forget(model: nn.Module) -> None:

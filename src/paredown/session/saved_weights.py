@@ -21,6 +21,7 @@ from paredown.optim.weights import Weight, same_bits, weight_of
 from paredown.plan.graph import (
     ACCUMULATE,
     CAST_NODE,
+    IS_WEIGHT,
     NO_SEQUENCE,
     SAVES_NOTHING,
     VIEWS,
@@ -54,7 +55,7 @@ class Again:
         return self.weight.shared(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-Again.tensor.is_weight = True  # `plan/graph.py` passes over what is replaced by this
+setattr(Again.tensor, IS_WEIGHT, True)  # others pass over what is replaced by this
 
 
 class Finder:
@@ -149,7 +150,8 @@ def keeps_objects(hook: Any) -> bool:
 def accumulator_of(parameter: Tensor) -> Any:
     """The node that accumulates the gradient of a leaf."""
     if torch.is_grad_enabled():
-        return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        node: Any = parameter.view_as(parameter).grad_fn
+        return node.next_functions[0][0]
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
@@ -185,11 +187,16 @@ def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
 def _weight_behind(tensor: Tensor) -> Weight | None:
     """The weight that a saved tensor is a cast of, or the decoded values of."""
     name, node, names = _source(tensor)
+    weight: Weight | None = None
     if name == DECODED:
         weight = node.weight
-    else:
-        weight = weight_of(node.variable) if name == ACCUMULATE and CAST_NODE in names else None
-    if weight is None or tensor.untyped_storage().nbytes() != weight.size.numel() * tensor.itemsize or tensor.device != weight.packed.device:
+    elif name == ACCUMULATE and CAST_NODE in names:
+        weight = weight_of(node.variable)
+    if (
+        weight is None
+        or tensor.untyped_storage().nbytes() != weight.size.numel() * tensor.itemsize
+        or tensor.device != weight.packed.device
+    ):
         return None
     place = (name, *names, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
     return weight if place in weight.places or _is_equal(tensor, weight, place) else None

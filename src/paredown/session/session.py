@@ -30,7 +30,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.watch import Watch
 from paredown.roles import FORMATTED, Role
 from paredown.session.changes import Change, Changes
-from paredown.session.optimized import ask_for, forget, state_changes
+from paredown.session.optimized import ask_for, asked_for, forget, state_changes
 from paredown.session.stored import Activations
 from paredown.session.weights import Weights
 
@@ -55,6 +55,7 @@ class Session:
         self._is_checked = False
         self._modules = list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_NUMEL)
+        rows = asked_for(model, plan)  # may refuse
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._watch.attach(follows=self._packs_activations)
         try:
@@ -62,7 +63,7 @@ class Session:
         except BaseException:
             self._watch.detach()
             raise
-        ask_for(model, plan)
+        ask_for(rows)
         self._is_open = True
 
     @property

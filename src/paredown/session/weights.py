@@ -4,6 +4,10 @@
     after it                     what autograd saved of them is replaced by the promise to decode again, and they wait packed again
     in backward                  each promise decodes; two of the same weight at one time share what was decoded
 
+Under autocast the cast of a weight is made for each call of its module, and gradients of several calls are added as float32; torch's own
+cache would keep all casts until the forward pass ends, and add them as bfloat16. The cast of a weight without a gradient has no history
+that could be followed and is kept for backward, as ever.
+
 A parameter that somebody still holds after the forward pass (a graph that hooks of others keep, an extension) stays plain until that is
 over: it is tried again when its gradient is there, when the model's forward pass ends, and before the next. `changes` names it.
 """
@@ -12,81 +16,33 @@ over: it is tried again when its gradient is there, when the model's forward pas
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paredown.codec.packed import DEVICES
 from paredown.errors import CodecError
 from paredown.formats.format import Format
 from paredown.formats.tiers import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.optim.outside import PackedParameter, WeightView, plain
-from paredown.optim.weights import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
+from paredown.optim.weights import PLAIN_DTYPES, Weight, pack, weight_of
 from paredown.plan.graph import next_number
 from paredown.plan.plan import Plan
 from paredown.plan.watch import Hook
 from paredown.roles import Role
 from paredown.session.changes import Change
-from paredown.session.saved_weights import Finder, accumulator_of, keeps_objects, leads_to_weight, let_go
+from paredown.session.in_use import Call, Entry
+from paredown.session.packable import COMPILED, SHARED, reason_to_leave, unreached
+from paredown.session.saved_weights import Finder, keeps_objects, leads_to_weight, let_go
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-ALONE = 2  # holders of a storage: the tensor, and the object that asks
 SMALL = "packing them would save little, and norms and biases are sensitive"
 HELD = "somebody holds it after the forward pass: it waits plain until backward used it"
-COMPILED = "torch.compile runs its module, where hooks cannot bring it"
-SHARED = "its memory is shared with other tensors"
-SCRIPTED = "TorchScript runs its module"
 REPLACED = "this parameter was put there after apply"
-LARGER = "it would not be smaller"
-
-
-class Entry:
-    """A packed parameter in use: how many held it when it was made plain."""
-
-    __slots__ = ("accumulator", "handle", "holders", "is_hooked", "parameter", "weight")
-
-    def __init__(self, parameter: nn.Parameter, weight: Weight) -> None:
-        self.parameter, self.weight = parameter, weight
-        self.accumulator: Any = None
-        self.handle: Any = None
-        self.holders, self.is_hooked = (0, 0), False
-
-    def take(self) -> Entry:
-        """Make it plain for one user more, and count who holds it."""
-        weight = self.weight
-        weight.users += 1
-        if not weight.address:
-            weight.show()
-        self.accumulator = self._accumulator()
-        self.holders = self.count()
-        return self
-
-    def count(self) -> tuple[int, int]:
-        """Holders of the tensor, and of the object; with the accumulator of its gradient alive, whether a graph has it or not."""
-        accumulator = self.accumulator or self._accumulator()
-        counts = self.parameter._use_count(), sys.getrefcount(self.parameter)
-        del accumulator
-        return counts
-
-    def _accumulator(self) -> Any:
-        return accumulator_of(self.parameter) if self.parameter.requires_grad and not torch.is_inference_mode_enabled() else None
-
-
-class Call:
-    """A module whose forward is running."""
-
-    __slots__ = ("entries", "first", "module")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.first = module, next_number()
-        weights = [(p, weight_of(p)) for p in module._parameters.values() if p is not None]
-        self.entries = [Entry(p, weight) for p, weight in weights if weight is not None]
 
 
 class Weights:
@@ -113,7 +69,7 @@ class Weights:
             self.small[name] = format
             return
         try:
-            reason = reason or _reason(parameter, format)
+            reason = reason or reason_to_leave(parameter, format)
             if reason is None:
                 self.weights[name] = weight = pack(parameter, format, PackedParameter)
                 weight.on_use = Used(self)
@@ -163,11 +119,11 @@ class Weights:
     def _pack(self) -> None:
         model = self._model()
         assert model is not None
-        unreached = _unreached(model, self._is_compiled)
+        reasons = unreached(model, self._is_compiled)
         for name, parameter in model.named_parameters():
             format = self._plan.find((name,), Role.WEIGHT).format
             if format is not None:
-                self._put_away(name, parameter, format, unreached.get(id(parameter)))
+                self._put_away(name, parameter, format, reasons.get(id(parameter)))
 
     def _hook(self) -> None:
         model = self._model()
@@ -333,7 +289,7 @@ class Weights:
         self.pinned.update(name for name, other in self.weights.items() if other is weight)
 
     @contextmanager
-    def unpacked(self) -> Iterator[None]:
+    def unpacked(self) -> Generator[None]:
         """All parameters plain; what was changed is encoded again in the end."""
         entries = [Entry(p, weight) for weight in self.weights.values() if (p := weight.parameter) is not None]
         for entry in entries:
@@ -377,35 +333,8 @@ def _export(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     """Plain values in the state of a model; a weight that stands there twice is the same tensor both times."""
     for name in module._parameters:
         value = state.get(prefix + name)
-        if type(value) is WeightView:
-            state[prefix + name] = weight_of(value).exported()
+        weight = weight_of(value) if type(value) is WeightView else None
+        if weight is not None:
+            state[prefix + name] = weight.exported()
         elif type(value) is PackedParameter:
             state[prefix + name] = plain(value)
-
-
-def _reason(parameter: nn.Parameter, format: Format) -> str | None:
-    """Why a parameter cannot wait packed."""
-    if type(parameter) is not nn.Parameter:
-        return "another session has it" if type(parameter) is PackedParameter else f"it is a {type(parameter).__name__}"
-    if parameter.device.type not in DEVICES or parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
-        return f"it is {parameter.dtype} in layout {parameter.layout} on {parameter.device}"
-    if format.nbytes(parameter.shape) >= parameter.nbytes:
-        return LARGER
-    if strides_of(parameter) != parameter.stride():
-        return "its memory has gaps"
-    storage = parameter.untyped_storage()
-    if storage.nbytes() != parameter.nbytes or torch._C._storage_Use_Count(storage._cdata) > ALONE:
-        return SHARED
-    return None if bool(parameter.detach().isfinite().all()) else "it holds values that are not finite"
-
-
-def _unreached(model: nn.Module, is_compiled: bool) -> dict[int, str]:
-    """Parameters (by id) of modules whose hooks do not run."""
-    found: dict[int, str] = {}
-    for module in model.modules():
-        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or (is_compiled and module is model):
-            found.update({id(p): COMPILED for p in module.parameters()})
-        if isinstance(module, torch.jit.ScriptModule):
-            found.update({id(p): SCRIPTED for p in module.parameters()})
-    return found

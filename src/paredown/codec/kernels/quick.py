@@ -99,7 +99,11 @@ class Repeated:
             launch(pointers)
         assert pointers[0] is not None and pointers[1] is not None
         key = (self._index, pointers[0].dtype, pointers[1].dtype)
-        if _is_quick and all(key in launch._compiled for launch in self._launches) and not any((n or 0) & 15 for n in self._numbers):
+        if (
+            _is_quick
+            and all(key in launch._compiled for launch in self._launches)
+            and not any((n or 0) & 15 for n in self._numbers)
+        ):
             self._compiled[out.dtype] = [(launch._compiled[key], (*launch.fixed, *launch._rest)) for launch in self._launches]
 
 

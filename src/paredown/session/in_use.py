@@ -1,0 +1,58 @@
+"""A packed parameter that is plain at this moment: who uses it, and who held it before."""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from paredown.optim.weights import Weight, weight_of
+from paredown.plan.graph import next_number
+from paredown.session.saved_weights import accumulator_of
+
+
+class Entry:
+    """A packed parameter in use: how many held it when it was made plain."""
+
+    __slots__ = ("accumulator", "handle", "holders", "is_hooked", "parameter", "weight")
+
+    def __init__(self, parameter: nn.Parameter, weight: Weight) -> None:
+        self.parameter, self.weight = parameter, weight
+        self.accumulator: Any = None
+        self.handle: Any = None
+        self.holders, self.is_hooked = (0, 0), False
+
+    def take(self) -> Entry:
+        """Make it plain for one user more, and count who holds it."""
+        weight = self.weight
+        weight.users += 1
+        if not weight.address:
+            weight.show()
+        self.accumulator = self._accumulator()
+        self.holders = self.count()
+        return self
+
+    def count(self) -> tuple[int, int]:
+        """Holders of the tensor, and of the object; with the accumulator of its gradient alive, whether a graph has it or not."""
+        accumulator = self.accumulator or self._accumulator()
+        counts = self.parameter._use_count(), sys.getrefcount(self.parameter)
+        del accumulator
+        return counts
+
+    def _accumulator(self) -> Any:
+        return accumulator_of(self.parameter) if self.parameter.requires_grad and not torch.is_inference_mode_enabled() else None
+
+
+class Call:
+    """A module whose forward is running."""
+
+    __slots__ = ("entries", "first", "module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.first = module, next_number()
+        weights = [(p, weight_of(p)) for p in module._parameters.values() if p is not None]
+        self.entries = [Entry(p, weight) for p, weight in weights if weight is not None]
