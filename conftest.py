@@ -20,7 +20,7 @@ if not HAS_CUDA:
 
 torch.set_num_threads(1)  # tests run side by side, and tensors are small
 
-collect_ignore = [] if find_spec("triton") else ["src/paredown/codec/kernels"]
+collect_ignore = [] if find_spec("triton") else ["src/paredown/codec/kernels", "src/paredown/optim/kernels"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from paredown.codec.packed import encode
 from paredown.codec.reference import Parts
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.optim.rules import RULES
+from paredown.optim.rules import RULES, stored_root
 from paredown.optim.units import Slot, Unit
 from tests.support.compare import assert_same_bits
 
@@ -42,8 +42,7 @@ HYPERS = {
 def slot(x: Tensor, stored: Stored) -> Slot:
     """`x` in a format, or as a plain tensor."""
     format, rounding, roots = stored
-    for _ in range(roots):
-        x = x.sqrt()
+    x = stored_root(x, roots)
     if isinstance(format, torch.dtype):
         return Slot(None, rounding, Parts(x.to(format).clone()), roots)
     return Slot(Format.parse(format), rounding, encode(x, format, order="logical").parts, roots)

@@ -29,6 +29,7 @@ from paredown.codec.packed import PackedTensor, encode
 from paredown.codec.reference import Parts
 from paredown.errors import OptimError
 from paredown.optim.entries import Entry, fill_state, local, parts_in, put, roots_of
+from paredown.optim.rules import from_stored_root, stored_root
 from paredown.roles import Role
 
 if TYPE_CHECKING:
@@ -112,9 +113,7 @@ def _decoded(entry: Entry, role: Role, name: str, held: dict[str, Any]) -> Tenso
         return held[name].float() if name in held else torch.zeros_like(entry.parameter, dtype=torch.float32)
     shape = local(entry.parameter).shape
     value = PackedTensor(format, shape, torch.float32, tuple(range(len(shape))), parts_in(held, name)).decode()
-    for _ in range(roots_of(role, format)):
-        value = value * value
-    return value
+    return from_stored_root(value, roots_of(role, format))
 
 
 # --- in ---------------------------------------------------------------------------------------------------------------
@@ -256,8 +255,7 @@ def _moment(entry: Entry, role: Role, name: str, source: Mapping[str, Any], want
     if format is None or format.block is None:
         return {name: value.to(expected[name].device, expected[name].dtype).contiguous().clone()}
     value = value.detach().to(local(entry.parameter).device, torch.float32)
-    for _ in range(roots_of(role, format)):
-        value = value.sqrt()
+    value = stored_root(value, roots_of(role, format))
     out: dict[str, Any] = {}
     put(out, name, encode(value, format, order="logical").parts)
     return out

@@ -81,7 +81,7 @@ def update_one(rule: Rule, unit: Unit, hyper: Hyper, step: int, seed: int, gradi
         kernels.update_one(unit, how, hyper, step, seed, gradient)
 
 
-def fold(  # noqa: PLR0913
+def fold(
     packed: PackedTensor,
     grad: Tensor,
     *,
@@ -97,6 +97,14 @@ def fold(  # noqa: PLR0913
         reference.fold(packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first, rounding=rounding)
     else:
         kernels.fold(packed, grad, weight, factor, seed, is_first, rounding)
+
+
+def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
+    """The sum of the squares of each, by kernels; None where those do not serve all of them."""
+    kernels = _find_kernels() if tensors[0].codes.is_cuda else None
+    if kernels is None or not all(kernels.covers_squares(t.format, t.shape) for t in tensors):
+        return None
+    return kernels.square_sums(tensors)
 
 
 def _kernels_for(unit: Unit, how: How) -> ModuleType | None:

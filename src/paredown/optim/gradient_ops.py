@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from paredown.optim.gradient_sum import any_nonfinite
+from paredown.optim.gradient_sum import any_nonfinite, norms
 from paredown.optim.gradient_tensor import GradientTensor
 
 aten = torch.ops.aten
@@ -210,11 +210,14 @@ def _norm_each(func: Any, args: Any, kwargs: Any) -> Any:
     tensors, rest = args[0], args[1:]
     packed, others = _split(tensors)
     plain = [t.decode() if isinstance(t, GradientTensor) else t for t in (tensors[i] for i in others)]
-    found = dict(zip(others, func(plain, *rest, **kwargs) if plain else (), strict=True))
+    found: dict[int, Any] = dict(zip(others, func(plain, *rest, **kwargs) if plain else (), strict=True))
     order = rest[0] if rest else 2
-    for i in packed:  # one at a time: no more than one decoded gradient is there
+    together = packed if order == 2 else []
+    found |= dict(zip(together, norms([tensors[i].total for i in together]), strict=True))
+    for i in [i for i in packed if found.get(i) is None]:  # one at a time: no more than one decoded gradient is there
         found[i] = _norm(aten.linalg_vector_norm.default, (tensors[i], order), dict(kwargs))
-    return [found[i] for i in range(len(tensors))]
+    dtype = kwargs.get("dtype")
+    return [found[i].to(dtype or tensors[i].dtype) for i in range(len(tensors))]
 
 
 def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from paredown.codec.packed import DTYPES, PackedTensor
 from paredown.codec.reference import Parts
 from paredown.errors import OptimError
 from paredown.formats.rounding import Rounding, Seed
-from paredown.optim.engine import fold
+from paredown.optim.engine import fold, square_sums
 
 
 @dataclass(eq=False)
@@ -132,6 +133,22 @@ def any_nonfinite(sums: list[GradientSum]) -> Tensor:
     largest = [s.packed.decode(torch.float32).abs().max() for s in rest if s.packed.shape.numel()]
     looked_at = torch.stack([t.float() for t in (*norms, *largest, *(s.factor for s in sums))])
     return (~looked_at.isfinite()).any().float()
+
+
+def norms(sums: list[GradientSum]) -> list[Tensor | None]:
+    """The Euclidean norm of each sum in float32, by kernels over all of them at once; None where there is no kernel for one."""
+    found: list[Tensor | None] = [None] * len(sums)
+    alike: dict[Any, list[int]] = {}
+    for i, held in enumerate(sums):
+        if held.floor is None:
+            alike.setdefault((held.packed.format, held.packed.device), []).append(i)
+    for places in alike.values():
+        squares = square_sums([sums[i].packed for i in places])
+        if squares is not None:
+            factors = torch.stack([sums[i].factor for i in places])
+            for i, norm in zip(places, (squares.sqrt() * factors.abs()).unbind(), strict=True):
+                found[i] = norm
+    return found
 
 
 def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:

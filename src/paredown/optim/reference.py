@@ -24,6 +24,7 @@ Counters are added to at each update. Block b, counted along the rows, is looked
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,10 +33,10 @@ from paredown.codec import cpu
 from paredown.codec.bits import pack_bits, unpack_bits
 from paredown.codec.packed import PackedTensor, default_overflow
 from paredown.codec.reference import COVER, Encoding, Parts, encode_rows, in_blocks, scale_values, spread, store_scale, values_of
-from paredown.formats.element import Element
+from paredown.formats.element import Element, Kind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
-from paredown.optim.rules import Rule, as_float32, root
+from paredown.optim.rules import Rule, as_float32, from_stored_root, stored_root
 from paredown.optim.units import Slot, Unit
 
 LIMIT = 2.0**126
@@ -97,9 +98,7 @@ def values(slot: Slot, cols: int, factor: Tensor | float | None = None) -> Tenso
             x = x + spread(minimums if factor is None else minimums * factor, slot.format.block, cols)
     elif factor is not None:
         x = x * factor
-    for _ in range(slot.roots):
-        x = x * x
-    return x
+    return from_stored_root(x, slot.roots)
 
 
 def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
@@ -161,9 +160,7 @@ class _Piece:
             _put(slot, self._encoded(slot, p, 1), left, self.unit.cols)
 
     def _store_moment(self, slot: Slot, x: Tensor, multiplier: int, left: Tensor | None) -> None:
-        for _ in range(slot.roots):
-            x = root(x)
-        parts = self._encoded(slot, x, multiplier)
+        parts = self._encoded(slot, stored_root(x, slot.roots), multiplier)
         if slot.roots and slot.format is not None:
             assert parts.codes is not None
             width = slot.format.element.width
@@ -182,6 +179,8 @@ class _Piece:
             room = torch.empty(x.shape, dtype=torch.int32, device=x.device)
             bits = cpu.random_bits(self.seed, self.seed.first_index, room, cpu.Room())
             bits = bits if multiplier == 1 else bits.mul_(multiplier - (multiplier >> 31 << 32))
+        if bits is not None and is_whole(slot.format):
+            return whole_parts(x, slot.format, bits, None if given is None else given.scales)
         encoding = Encoding(slot.kind.stored, slot.rounding, Overflow.SATURATE, rule=GIVEN if given else COVER)
         parts = encode_rows(x.contiguous(), encoding, given, bits, cpu.codes_of)
         return parts if slot.format is not None or parts.codes is None else Parts(parts.codes.view(slot.codes.dtype))
@@ -201,6 +200,39 @@ class _Piece:
             counters[0], counters[1] = inside.sum(), moved.sum()
             counters[2], counters[3] = (moved & (stored != old)).sum(), (moved & ((p - old).abs() < step)).sum()
         self.unit.counters.add_(counters)
+
+
+def is_whole(format: Format | None) -> TypeGuard[Format]:
+    """Whether codes are whole numbers of steps of a scale, which are rounded stochastically by `whole_parts`."""
+    return (
+        format is not None
+        and format.block is not None
+        and format.element.kind in (Kind.INT, Kind.UINT)
+        and format.minimum is None
+        and not format.has_tensor_scale
+    )
+
+
+def whole_parts(x: Tensor, format: Format, bits: Tensor, scales: Tensor | None) -> Parts:
+    """Codes floor(x / scale + u) of x, with u = the top 23 of the random `bits` (int32) / 2^23, and scales that cover x if none are given.
+
+    The sum is exact. An inverse that is rounded is made smaller by 2^-22, so that no code is past the largest.
+    """
+    assert format.block and format.scale
+    if scales is None:
+        largest = in_blocks(x, format.block, 0.0).abs().amax(2)
+        scales = store_scale(largest / torch.full_like(largest, format.element.max_value), format.scale)
+    inverse = 1.0 / scale_values(Parts(None, scales), format)
+    inverse = torch.where(inverse.isfinite(), inverse, 0.0)
+    if format.scale.name != "e8m0":
+        inverse = inverse * (1 - 2.0**-22)
+    if not format.element.signed:
+        x = x.clamp(min=0.0)
+    y = x.double() * spread(inverse, format.block, x.shape[1])  # exact, as is the right side below
+    floor = y.floor()
+    up = y >= floor + (1 - ((bits >> 9) & 0x7FFFFF) * 2.0**-23)
+    codes = (floor.long() + up) & ((1 << format.element.width) - 1)
+    return Parts(pack_bits(codes, format.element.width), scales)
 
 
 def is_sticky(format: Format | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paredown.codec.kernels.numbers import as_bits, as_float
 from paredown.codec.kernels.pack import INTERPRETED
 
 SGD = tl.constexpr(0)
@@ -18,6 +19,7 @@ ADAMW = tl.constexpr(3)
 LION = tl.constexpr(4)
 
 SMALLEST_SQUARE = tl.constexpr(2.0**-100)
+HALF_BITS = tl.constexpr(127 << 22)
 USES_PTX = tl.constexpr(not INTERPRETED.value)
 
 
@@ -45,6 +47,18 @@ def reciprocal(x):
         )  # fmt: skip
     else:
         return tl.div_rn(tl.zeros_like(x) + 1.0, x)
+
+
+@triton.jit
+def companded(r):
+    """`rules.stored_root` of r = root(x): half of its bits. (Of 0 it is not 0, but too small to matter beside the largest of a block.)"""
+    return as_float((as_bits(r) >> 1) + HALF_BITS)
+
+
+@triton.jit
+def expanded(y):
+    """The inverse of `companded`; of 0 it is 0."""
+    return as_float(tl.maximum(as_bits(y) - HALF_BITS, 0) << 1)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from paredown.codec.kernels.numbers import (
     store_scale,
 )
 from paredown.codec.kernels.pack import INTERPRETED, nan_max
-from paredown.optim.kernels.arithmetic import USES_PTX, reciprocal
+from paredown.optim.kernels.arithmetic import USES_PTX, expanded, reciprocal
 from paredown.optim.kernels.places import RUN, load_2d, load_scales, places, store_2d
 
 ABSENT = tl.constexpr(0)
@@ -114,9 +114,9 @@ def load_slot(
         x = load_plain(codes_ptr, at, SLOT[0], TILE)
         if HAS_FACTOR:
             x = x * factor
+    if SLOT[2] == 2:
+        x = expanded(x)
     if SLOT[2] >= 1:
-        x = x * x
-    if SLOT[2] >= 2:
         x = x * x
     return x
 
@@ -208,6 +208,47 @@ def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
     if SLOT[2] >= 1:
         codes = tl.maximum(codes, 1)
     return codes
+
+
+@triton.jit
+def floored(x, inverse, random, OFFSET: tl.constexpr):
+    """0x4B400000 + OFFSET + floor(x * inverse + u), u the top 23 random bits / 2^23. Rounding down twice gives the floor of the exact sum."""
+    if USES_PTX:
+        above = as_float(((random >> 9) + 0x3F800000).to(tl.int32, bitcast=True))  # 1 + u
+        y = tl.inline_asm_elementwise(
+            f"{{ .reg .f32 t; fma.rm.f32 t, $1, $2, $3; add.rm.f32 $0, t, {12582911 + OFFSET}.0; }}",
+            "=f,f,f,f", [x, inverse, above], tl.float32, True, 1,
+        )  # fmt: skip
+        return as_bits(y)
+    else:
+        y = x.to(tl.float64) * inverse.to(tl.float64)
+        floor = tl.floor(y)
+        above = 1.0 - (random >> 9).to(tl.float64) * 1.1920928955078125e-07
+        return floor.to(tl.int32) + tl.where(y >= floor + above, 1, 0) + (0x4B400000 + OFFSET)
+
+
+@triton.jit
+def whole_codes(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
+    """`reference.whole_parts`: codes under stored scales, of which the lowest bits are meant."""
+    inverse = inverse_of(stored, 0, SLOT)
+    if SLOT[3] != E8M0:
+        inverse = inverse * 0.9999997615814209  # 1 - 2^-22
+    if ELEMENT[0] == UINT and SLOT[2] == 0:
+        x = tl.maximum(x, 0.0)
+    codes = floored(x, inverse[:, None], random, 0)
+    if SLOT[2] >= 1:
+        codes = tl.maximum(codes, 0x4B400001)
+    return codes & ((1 << ELEMENT[1]) - 1)
+
+
+@triton.jit
+def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
+    """Codes of x under stored scales, which cover x, as an update rounds."""
+    IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
+    if IS_INTEGER and SLOT[1] == STOCHASTIC:
+        return whole_codes(x, stored, random, SLOT, ELEMENT)
+    else:
+        return encoded(x, stored, random, SLOT, ELEMENT)
 
 
 @triton.jit

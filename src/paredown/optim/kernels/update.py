@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 
 from paredown.codec.kernels.numbers import as_bits, as_float, decode_values, load_scale, mixed
-from paredown.optim.kernels.arithmetic import apply_rule, root
+from paredown.optim.kernels.arithmetic import apply_rule, companded
 from paredown.optim.kernels.places import RUN, load_scales, places, random_2d, store_2d, store_scales
 from paredown.optim.kernels.slots import (
     ABSENT,
     BLOCKS,
+    codes_of,
     cover_scale,
     decoded_plain,
-    encoded,
     half_step,
     largest_of,
     load_slot,
@@ -51,7 +51,7 @@ def store_moment(
     if SLOT[0] == BLOCKS:
         scale = cover_scale(largest, SLOT)
         store_scales(scales_ptr, scale, broken, at, SLOT[3], TILE)
-        store_codes(codes_ptr, encoded(x, scale, random, SLOT, ELEMENT), broken, at, ELEMENT[1], TILE)
+        store_codes(codes_ptr, codes_of(x, scale, random, SLOT, ELEMENT), broken, at, ELEMENT[1], TILE)
     else:
         store_plain(codes_ptr, x, rounded_plain(x, random, SLOT, ELEMENT), broken, at, SLOT[0], TILE)
 
@@ -79,7 +79,7 @@ def store_weight(
     if SLOT[0] == BLOCKS:
         old = load_scales(scales_ptr, at, SLOT[3], TILE)
         scale = sticky_scale(largest, old, SLOT) if SLOT[4] else cover_scale(largest, SLOT)
-        codes = encoded(new, scale, random, SLOT, ELEMENT)
+        codes = codes_of(new, scale, random, SLOT, ELEMENT)
         if is_sampled:
             p = load_weight(codes_ptr, scales_ptr, residue_ptr, at, SLOT, ELEMENT, False, TILE)
             low = codes.to(tl.int32) & ((1 << ELEMENT[1]) - 1)
@@ -133,8 +133,8 @@ def update_tile(
         v_largest = largest_of(v)
         broken = broken | ~(v_largest < (float("inf") if V[2] >= 1 else LIMIT))
         if V[2] >= 2:
-            v = root(v)
-            v_largest = root(v_largest)
+            v = companded(v)
+            v_largest = tl.where(v_largest > 0.0, companded(v_largest), 0.0)
     tl.atomic_add(counters_ptr + 4 + 0 * tl.arange(0, TILE[1]), 1, mask=broken, sem="relaxed")
     if M[0] != ABSENT:
         store_moment(m_ptr, ms_ptr, m, random * MOMENT1_BITS, m_largest, broken, at, M, ME, TILE)
