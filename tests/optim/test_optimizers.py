@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +137,25 @@ def test_bytes_of_a_tier(tier: str) -> None:
         held.add(storage._cdata)
     assert total / numel == pytest.approx({"safe": 6.09, "half": 5.09, "lpmm": 4.11, "lpmm4": 3.11}[tier], abs=0.005)
     assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 0
+
+
+@pytest.mark.parametrize("options", [{"release": True, "tier": "half"}, {"gradient": None, "tier": "half"}])
+def test_plain_gradients_are_not_kept(options: dict[str, Any]) -> None:
+    model = nn.Linear(128, 64, bias=False).bfloat16()
+    optimizer = SGD(model.parameters(), lr=0.1, **options)
+    seen: list[weakref.ref[Tensor]] = []
+    model.weight.register_hook(lambda grad: seen.append(weakref.ref(grad)))
+    for _ in range(2):
+        (model.weight * 1.0).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    held = [
+        t
+        for t in gc.get_objects()
+        if type(t) is Tensor and t.shape == (64, 128) and t.dtype is torch.bfloat16 and t.device.type == "cpu"
+    ]
+    assert [t for t in held if t.data_ptr() != model.weight.data_ptr()] == [] and all(ref() is None for ref in seen)
 
 
 def test_small_parameters_keep_float32() -> None:

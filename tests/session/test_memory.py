@@ -191,7 +191,9 @@ def test_norm_and_relu_are_computed_again() -> None:
 def live_bytes() -> int:
     """Of every storage that a tensor in this process refers to."""
     found = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
     }
     return sum(found.values())
 

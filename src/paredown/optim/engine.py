@@ -64,9 +64,8 @@ class Batch:
             group.update(hypers, _at(rows, places), _at(steps, places))
         for i in self._alone:
             row, step = (n if isinstance(n, int) else n[i] for n in (rows, steps))
-            if gradients is not None:
-                self.units[i] = with_gradient(self.units[i], gradients[i])
-            reference.update(self.rule, self.units[i], hypers[row], step, self.seed)
+            unit = self.units[i] if gradients is None else with_gradient(self.units[i], gradients[i])  # not kept: it is freed after
+            reference.update(self.rule, unit, hypers[row], step, self.seed)
 
 
 def update_one(rule: Rule, unit: Unit, hyper: Hyper, step: int, seed: int, gradient: Tensor | None = None) -> None:

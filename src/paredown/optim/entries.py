@@ -173,7 +173,7 @@ def parts_in(state: dict[str, Any], name: str) -> Parts:
 
 
 def unit_of(entry: Entry, rule: Rule, state: dict[str, Any], gradient: Tensor) -> Unit:
-    """What an update of this parameter reads and writes; `gradient` is its packed accumulator or a plain tensor."""
+    """What an update of this parameter reads and writes; `gradient` is its packed accumulator, or a plain tensor that is not kept."""
     rows, cols = entry.rows_and_cols
     moments = tuple(_moment_slot(entry, role, name, state) for role, name in zip(rule.roles, rule.names, strict=True))
     residue = state.get("residue")
@@ -181,7 +181,7 @@ def unit_of(entry: Entry, rule: Rule, state: dict[str, Any], gradient: Tensor) -
         weight=weight_slot(entry),
         residue=None if residue is None else plain_slot(residue, Rounding.NEAREST_EVEN),
         moments=moments,
-        gradient=gradient_slot(entry, gradient),
+        gradient=gradient_slot(gradient),
         rows=rows,
         cols=cols,
         tensor_id=entry.number,
@@ -219,8 +219,8 @@ def weight_slot(entry: Entry) -> Slot:
     return Slot(packed.format, rounding, packed.parts)
 
 
-def gradient_slot(entry: Entry, gradient: Tensor) -> Slot:
-    """A packed accumulator, or a plain gradient."""
+def gradient_slot(gradient: Tensor) -> Slot:
+    """A packed accumulator; or the dtype and size of a plain gradient, which is given to each update and not kept."""
     if isinstance(gradient, PackedGradient):
         return Slot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)
-    return plain_slot(local(gradient).contiguous(), Rounding.NEAREST_EVEN)
+    return plain_slot(torch.empty(local(gradient).shape, dtype=gradient.dtype, device="meta"), Rounding.NEAREST_EVEN)

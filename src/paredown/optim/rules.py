@@ -1,17 +1,18 @@
 """Optimizers as pure float32 functions: parameter, gradient and moments to the next parameter and moments.
 
-Each operation is rounded once, none is fused, and a reciprocal takes the place of a division, so that a kernel can do the same to the bit.
-`h` holds the numbers of a step as float32, in the order of `hyper_names`; `factor` multiplied the gradient before.
+A product with a sum is rounded once, as one operation (`fused`), all others are rounded each, and a reciprocal takes the place of a
+division: a kernel does the same to the bit. `h` holds the numbers of a step as float32, in the order of `hyper_names`; `factor` multiplied the gradient before.
 
     sgd        d = g + weight_decay p                                          p' = p - lr d
-    sgdm       d = g + weight_decay p;  m' = carry m + fresh d                 p' = p - lr m'
+    sgdm       d = g + weight_decay p;  m' = carry m + (fresh d)               p' = p - lr m'
     nesterov   d and m' as in sgdm                                             p' = p - lr (d + momentum m')
-    adamw      m' = beta1 m + rest1 g;  v' = beta2 v + rest2 g^2;
-               e = 1 / (root(v') inverse_root + eps)                           p' = p keep - (step_size m') e
-    lion       c = beta1 m + rest1 g;   m' = beta2 m + rest2 g                 p' = p keep - lr sign(c)
+    adamw      m' = beta1 m + (rest1 g);  v' = beta2 v + ((rest2 g) g + 2^-100);
+               e = 1 / (root(v') inverse_root + eps)                           p' = (p keep) - (step_size m') e
+    lion       c = beta1 m + (rest1 g);  m' = beta2 m + (rest2 g)              p' = (p keep) - lr sign(c)
 
 carry is momentum, and 0 on the first step of a tensor, where fresh is 1: torch's first m' is d. keep = 1 - lr weight_decay,
-rest = 1 - beta, step_size = lr / (1 - beta1^t), inverse_root = 1 / root(1 - beta2^t). Below 2^-100 root() is 0: far below eps.
+rest = 1 - beta, step_size = lr / (1 - beta1^t), inverse_root = 1 / root(1 - beta2^t). 2^-100 is far below
+eps^2, and a root of 0 needs no care.
 
 >>> rule = RULES["sgdm"]
 >>> h = rule.numbers((1.0, 0.5, 0.9, 0.9, 1.0, 0.0))
@@ -63,41 +64,57 @@ def as_float32(number: float) -> float:
         return float("inf") if number > 0 else float("-inf")
 
 
+def fused(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
+    """a * b + c in float32, rounded once.
+
+    The product is exact in float64. Where the sum is not, the last bit of what is next to it is set, on the side where the sum lies: then
+    rounding to float32 sees that there is more.
+    """
+    product, c = b.double() * a, torch.as_tensor(c, dtype=torch.float64, device=b.device)
+    total = product + c
+    back = total - product
+    rest = (product - (total - back)) + (c - back)  # what `total` misses, exactly
+    bits = total.view(torch.int64)
+    outward = torch.where((rest > 0) == (total > 0), 1, -1)
+    missing = (rest != 0) & (bits & 1 == 0) & total.isfinite()
+    return torch.where(missing, bits + outward, bits).view(torch.float64).float()
+
+
 def sgd(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
     """Without momentum."""
-    return p - h["lr"] * (g + h["weight_decay"] * p), ()
+    return fused(-h["lr"], fused(h["weight_decay"], p, g), p), ()
 
 
 def sgdm(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
     """With momentum."""
-    m = h["carry"] * moments[0] + h["fresh"] * (g + h["weight_decay"] * p)
-    return p - h["lr"] * m, (m,)
+    m = fused(h["carry"], moments[0], h["fresh"] * fused(h["weight_decay"], p, g))
+    return fused(-h["lr"], m, p), (m,)
 
 
 def nesterov(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
     """With momentum, looking ahead."""
-    d = g + h["weight_decay"] * p
-    m = h["carry"] * moments[0] + h["fresh"] * d
-    return p - h["lr"] * (d + h["momentum"] * m), (m,)
+    d = fused(h["weight_decay"], p, g)
+    m = fused(h["carry"], moments[0], h["fresh"] * d)
+    return fused(-h["lr"], fused(h["momentum"], m, d), p), (m,)
 
 
 def adamw(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
     """Adam with decoupled weight decay."""
-    m = h["beta1"] * moments[0] + h["rest1"] * g
-    v = h["beta2"] * moments[1] + h["rest2"] * (g * g)
-    denominator = root(v) * h["inverse_root"] + h["eps"]
-    return p * h["keep"] - (h["step_size"] * m) * (torch.ones_like(denominator) / denominator), (m, v)
+    m = fused(h["beta1"], moments[0], h["rest1"] * g)
+    v = fused(h["beta2"], moments[1], fused(h["rest2"] * g, g, SMALLEST_SQUARE))
+    denominator = fused(h["inverse_root"], root(v), h["eps"])
+    return fused(-h["step_size"] * m, torch.ones_like(denominator) / denominator, p * h["keep"]), (m, v)
 
 
 def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
     """The sign of a mean."""
-    c = h["beta1"] * moments[0] + h["rest1"] * g
-    return p * h["keep"] - h["lr"] * torch.sign(c), (h["beta2"] * moments[0] + h["rest2"] * g,)
+    c = fused(h["beta1"], moments[0], h["rest1"] * g)
+    return fused(-h["lr"], torch.sign(c), p * h["keep"]), (fused(h["beta2"], moments[0], h["rest2"] * g),)
 
 
 def root(x: Tensor) -> Tensor:
-    """The correctly rounded square root of float32 x >= 0; 0 below 2^-100. (torch.sqrt is not correctly rounded on every CPU.)"""
-    return torch.where(x < SMALLEST_SQUARE, 0.0, x.double().sqrt().float())
+    """The correctly rounded square root of float32 x >= 0. (torch.sqrt is not correctly rounded on every CPU.)"""
+    return x.double().sqrt().float()
 
 
 def stored_root(x: Tensor, roots: int) -> Tensor:

@@ -24,17 +24,33 @@ USES_PTX = tl.constexpr(not INTERPRETED.value)
 
 
 @triton.jit
-def root(x):
-    """The correctly rounded square root of x >= 0, 0 below 2^-100; of inf and NaN something that is not finite."""
+def fused(a, b, c):
+    """a * b + c, rounded once. The interpreter does not fuse: see `rules.fused`."""
     if USES_PTX:
-        s = tl.inline_asm_elementwise(
+        return tl.fma(a, b, c)
+    else:
+        product = tl.where(b == b, a, a).to(tl.float64) * b.to(tl.float64)  # a and c may be numbers
+        c = tl.where(b == b, c, c).to(tl.float64)
+        total = product + c
+        back = total - product
+        rest = (product - (total - back)) + (c - back)
+        bits = total.to(tl.int64, bitcast=True)
+        outward = tl.where((rest > 0) == (total > 0), 1, -1)
+        missing = (rest != 0) & ((bits & 1) == 0) & (tl.abs(total) < float("inf"))
+        return tl.where(missing, bits + outward, bits).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def root(x):
+    """The correctly rounded square root of x >= 2^-100; of inf and NaN something that is not finite."""
+    if USES_PTX:
+        return tl.inline_asm_elementwise(
             """{ .reg .f32 y, h, s, e; rsqrt.approx.ftz.f32 y, $1; mul.rn.f32 s, $1, y; mul.rn.f32 h, y, 0f3F000000;
             neg.f32 e, s; fma.rn.f32 e, e, s, $1; fma.rn.f32 $0, e, h, s; }""",
             "=f,f", [x], tl.float32, True, 1,
         )  # fmt: skip
     else:
-        s = tl.sqrt_rn(x)
-    return tl.where(x < SMALLEST_SQUARE, 0.0, s)
+        return tl.sqrt_rn(x)
 
 
 @triton.jit
@@ -51,7 +67,7 @@ def reciprocal(x):
 
 @triton.jit
 def companded(r):
-    """`rules.stored_root` of r = root(x): half of its bits. (Of 0 it is not 0, but too small to matter beside the largest of a block.)"""
+    """`rules.stored_root` of r = root(x): half of its bits. r > 0."""
     return as_float((as_bits(r) >> 1) + HALF_BITS)
 
 
@@ -64,8 +80,8 @@ def expanded(y):
 @triton.jit
 def momentum_step(p, g, m, h):
     """(d, m') of SGD."""
-    d = g + h[4] * p
-    return d, h[2] * m + h[3] * d
+    d = fused(h[4], p, g)
+    return d, fused(h[2], m, h[3] * d)
 
 
 @triton.jit
@@ -73,21 +89,21 @@ def apply_rule(p, g, m, v, h, RULE: tl.constexpr):
     """(p', m', v', root(v')) of one rule; what it does not have comes back as it was. h: its numbers, but for the factor."""
     r = v
     if RULE == SGD:
-        p = p - h[0] * (g + h[4] * p)
+        p = fused(-h[0], fused(h[4], p, g), p)
     elif RULE == SGDM:
         _, m = momentum_step(p, g, m, h)
-        p = p - h[0] * m
+        p = fused(-h[0], m, p)
     elif RULE == NESTEROV:
         d, m = momentum_step(p, g, m, h)
-        p = p - h[0] * (d + h[1] * m)
+        p = fused(-h[0], fused(h[1], m, d), p)
     elif RULE == ADAMW:
-        m = h[1] * m + h[2] * g
-        v = h[3] * v + h[4] * (g * g)
+        m = fused(h[1], m, h[2] * g)
+        v = fused(h[3], v, fused(h[4] * g, g, SMALLEST_SQUARE))
         r = root(v)
-        p = p * h[0] - (h[5] * m) * reciprocal(r * h[6] + h[7])
+        p = fused(-h[5] * m, reciprocal(fused(h[6], r, h[7])), p * h[0])
     else:
-        c = h[1] * m + h[2] * g
+        c = fused(h[1], m, h[2] * g)
         sign = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, 0.0))
-        p = p * h[0] - h[5] * sign
-        m = h[3] * m + h[4] * g
+        p = fused(-h[5], sign, p * h[0])
+        m = fused(h[3], m, h[4] * g)
     return p, m, v, r

@@ -35,6 +35,8 @@ TILE, RAGGED_TILE = 2048, 1024  # values; 16 and 8 for each thread
 WARPS = 4
 MAX_REGISTERS = 96  # 20 warps at a time: loads of one cover the arithmetic of others
 RUN, EVEN, RAGGED = places.RUN.value, places.EVEN.value, places.RAGGED.value
+MOST_TURNS = 8  # tiles of a program: finding its tensor takes 200 operations, which 16 values of each thread alone do not carry
+PROGRAMS = 4096  # at least, before one takes more: some for each processor
 MOST_BLOCKS = 64  # of a tile: as many as are sampled together
 ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
@@ -143,11 +145,12 @@ class Group:
         self._tiles = [tiles_of(u.rows, u.cols, u.first_index, self.how.block) for u in units]
         self._has_factor = any(u.factor is not None for u in units)
         self._one = torch.ones((), device=self.device) if self._has_factor else None
+        self._turns = max(1, min(sum(tiles.full for tiles in self._tiles) // PROGRAMS, MOST_TURNS))
         self._address, first = 0, [0, 0, 0]
         rows: list[list[int]] = []
         for unit, tiles in zip(self.units, self._tiles, strict=True):
             rows.append(self._row(unit, tiles, seed, first))
-            first[RUN] += tiles.full
+            first[RUN] += -(-tiles.full // self._turns)
             first[tiles.shape] += tiles.others
         self._table = torch.tensor(rows, dtype=torch.int64).to(self.device)
         self._owners = [self._owners_of(shape) for shape in (RUN, EVEN, RAGGED)]
@@ -164,11 +167,12 @@ class Group:
         others = [0 if factor is None else factor.data_ptr(), unit.counters.data_ptr()]
         tiles_there = [-first[RUN], tiles.first_other - first[tiles.shape]]
         sizes = [*tiles_there, unit.cols, tiles.blocks_per_row, tiles.num_blocks, unit.first_index]
-        return [*pointers, *others, *sizes, *Seed(seed, 8 * unit.tensor_id).base_keys()]
+        return [*pointers, *others, *sizes, *Seed(seed, 8 * unit.tensor_id).base_keys(), tiles.full]
 
     def _owners_of(self, shape: int) -> Tensor:
-        """Of each tile of a shape, the number of its unit."""
-        counts = [tiles.full if shape == RUN else tiles.others if shape == tiles.shape else 0 for tiles in self._tiles]
+        """Of each program for a shape of tiles, the number of its unit."""
+        runs = [-(-tiles.full // self._turns) for tiles in self._tiles]
+        counts = runs if shape == RUN else [tiles.others if shape == tiles.shape else 0 for tiles in self._tiles]
         return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(self.device)
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
@@ -201,12 +205,12 @@ class Group:
         hypers_there, at_there = there[: numbers.size].view(torch.float32), there[numbers.size :]
         for launch, owners in zip(self._launches, self._owners, strict=True):
             if launch is not None:
-                launch((owners, self._table, self._grads, at_there, hypers_there), (0 if alike else 2,))
+                launch((owners, self._table, self._grads, at_there, hypers_there), (0 if alike else 2, self._turns))
 
 
 @lru_cache(maxsize=1024)
 def _launches(how: How, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
-    """For so many tiles of each shape."""
+    """For so many programs for each shape of tiles."""
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
         Launch(update.update_kernel, count, (), {**constants, "TILE": tile_constant(shape, how.block)}) if count else None

@@ -1,8 +1,8 @@
 """One update of many tensors in one launch, and of one tensor at once: decode, rule, encode. `optim/reference.py` defines it.
 
-A program covers a tile of NB blocks of one tensor. Which one is looked up, and so is all that is known of it:
+A program covers tiles of NB blocks of one tensor, one after the other. Which one is looked up, and so is all that is known of it:
 
-    owners   [ 0 0 0 1 2 2 ]        tile -> tensor
+    owners   [ 0 0 0 1 2 2 ]        program -> tensor
     table    [ addresses of its parts | first_tile, cols, ... | keys of its random bits ]        one row of int64 for each tensor
     grads    [ addresses of its gradient's parts ]        apart, since plain gradients move from step to step
     places   [ row of `hypers`, step ]        one for each tensor, or one for all (stride 0)
@@ -40,7 +40,7 @@ MOMENT1_BITS = tl.constexpr(0xA13FC965)
 MOMENT2_BITS = tl.constexpr(0xADB4A92D)
 SAMPLED_BLOCKS = tl.constexpr(64)
 SAMPLED_EVERY = tl.constexpr(16)
-COLUMNS = tl.constexpr(17)  # of the table
+COLUMNS = tl.constexpr(18)  # of the table
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def update_tile(
         broken = broken | ~(v_largest < (float("inf") if V[2] >= 1 else LIMIT))
         if V[2] >= 2:
             v = companded(v)
-            v_largest = tl.where(v_largest > 0.0, companded(v_largest), 0.0)
+            v_largest = companded(v_largest)
     tl.atomic_add(counters_ptr + 4 + 0 * tl.arange(0, TILE[1]), 1, mask=broken, sem="relaxed")
     if M[0] != ABSENT:
         store_moment(m_ptr, ms_ptr, m, random * MOMENT1_BITS, m_largest, broken, at, M, ME, TILE)
@@ -156,14 +156,14 @@ def pointer(address, ALIGNED: tl.constexpr):
     return tl.multiple_of(ptr, 16) if ALIGNED else ptr
 
 
-@triton.jit(do_not_specialize=["places_stride"])
+@triton.jit(do_not_specialize=["places_stride", "turns"])
 def update_kernel(
-    owners_ptr, table_ptr, grads_ptr, places_ptr, hypers_ptr, places_stride,
+    owners_ptr, table_ptr, grads_ptr, places_ptr, hypers_ptr, places_stride, turns,
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, ALIGNED: tl.constexpr,
     NUM_HYPERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one tensor of many, as drawn above."""
+    """`turns` tiles of one tensor of many, if they are runs, or one tile; as drawn above. What is alike for all is looked up once."""
     pid = tl.program_id(0)
     owner = tl.load(owners_ptr + pid)
     row_ptr = table_ptr + owner * COLUMNS
@@ -173,20 +173,30 @@ def update_kernel(
     f = tl.load(h_ptr)
     if HAS_FACTOR:
         f = tl.load(tl.load(row_ptr + 7).to(tl.pointer_type(tl.float32))) * f
-    tile = pid + tl.load(row_ptr + (9 if TILE[0] == RUN else 10))
-    at = (tile, tl.load(row_ptr + 11), tl.load(row_ptr + 12), tl.load(row_ptr + 13))
+    first = pid + tl.load(row_ptr + (9 if TILE[0] == RUN else 10))
+    last = first + 1
+    if TILE[0] == RUN:
+        first = first * turns
+        last = tl.minimum(first + turns, tl.load(row_ptr + 17))
     h = (
         tl.load(h_ptr + 1), tl.load(h_ptr + 2), tl.load(h_ptr + 3), tl.load(h_ptr + 4),
         tl.load(h_ptr + 5), tl.load(h_ptr + 6), tl.load(h_ptr + 7), tl.load(h_ptr + 8),
     )  # fmt: skip
-    update_tile(
-        pointer(tl.load(row_ptr), ALIGNED), pointer(tl.load(row_ptr + 1), ALIGNED), pointer(tl.load(row_ptr + 2), ALIGNED),
-        pointer(tl.load(row_ptr + 3), ALIGNED), pointer(tl.load(row_ptr + 4), ALIGNED), pointer(tl.load(row_ptr + 5), ALIGNED),
-        pointer(tl.load(row_ptr + 6), ALIGNED), pointer(tl.load(grads_ptr + 2 * owner), ALIGNED),
-        pointer(tl.load(grads_ptr + 2 * owner + 1), ALIGNED), tl.load(row_ptr + 8).to(tl.pointer_type(tl.int32)),
-        at, tl.load(row_ptr + 14), step_key(tl.load(row_ptr + 15), step), step_key(tl.load(row_ptr + 16), step), f, h,
-        RULE, W, WE, HAS_RESIDUE, M, ME, V, VE, G, GE, TILE,
-    )  # fmt: skip
+    cols = tl.load(row_ptr + 11)
+    blocks_per_row = tl.load(row_ptr + 12)
+    num_blocks = tl.load(row_ptr + 13)
+    first_index = tl.load(row_ptr + 14)
+    k0 = step_key(tl.load(row_ptr + 15), step)
+    k1 = step_key(tl.load(row_ptr + 16), step)
+    zero = tl.zeros((), tl.int64)  # the interpreter counts in numbers
+    for tile in range(first, last):
+        update_tile(
+            pointer(tl.load(row_ptr), ALIGNED), pointer(tl.load(row_ptr + 1), ALIGNED), pointer(tl.load(row_ptr + 2), ALIGNED),
+            pointer(tl.load(row_ptr + 3), ALIGNED), pointer(tl.load(row_ptr + 4), ALIGNED), pointer(tl.load(row_ptr + 5), ALIGNED),
+            pointer(tl.load(row_ptr + 6), ALIGNED), pointer(tl.load(grads_ptr + 2 * owner), ALIGNED),
+            pointer(tl.load(grads_ptr + 2 * owner + 1), ALIGNED), tl.load(row_ptr + 8).to(tl.pointer_type(tl.int32)),
+            (tile + zero, cols, blocks_per_row, num_blocks), first_index, k0, k1, f, h, RULE, W, WE, HAS_RESIDUE, M, ME, V, VE, G, GE, TILE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_index", "k0", "k1"])
