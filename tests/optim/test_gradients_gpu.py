@@ -30,6 +30,7 @@ def test_the_bits_are_the_cpus(dtype: torch.dtype) -> None:
         assert_same_bits(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_nothing_waits_for_the_device() -> None:
     model = mlp().cuda()
     pack_all(model)

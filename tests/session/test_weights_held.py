@@ -229,25 +229,30 @@ def test_an_embedding_that_limits_norms() -> None:
     assert type(net.more[0].weight) is PackedParameter
 
 
-def test_threads_share_a_model() -> None:
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_threads_share_a_model(has_gradients: bool) -> None:
     net = Net(lambda net, x: net.b(torch.tanh(net.a(x))))
     apply(PLAN, net)
     plain = copy.deepcopy(net)
-    wrong: list[int] = []
+    right: list[bool] = []
+
+    def results(model: nn.Module, x: Tensor) -> list[Tensor]:
+        with torch.set_grad_enabled(has_gradients):
+            y = model(x)
+        return [y, *(torch.autograd.grad(weighted(y), list(model.parameters())) if has_gradients else ())]
 
     def run(seed: int) -> None:
         for number in range(30):
             x = rows(97, seed=seed + number)
-            with torch.no_grad():
-                if not torch.equal(net(x), plain(x)):
-                    wrong.append(number)
+            right.append(all(torch.equal(a, b) for a, b in zip(results(net, x), results(plain, x), strict=True)))
 
     threads = [threading.Thread(target=run, args=(100 * i,)) for i in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    assert not wrong
+        thread.join(60)
+    assert right == [True] * 90
+    net(rows(97))
     assert parameter_bytes(net) < FEW
 
 

@@ -5,7 +5,7 @@
     state["residue"]       int8, of the parameter's shape                                       8 bits that follow a bfloat16 weight
 
 A row is one index of dimension 0, so that rows never lie on two shards. The second moment waits as its root, which halves the range that
-codes have to cover (8 bits and wider), or as its fourth root (fewer bits).
+codes have to cover (8 bits and wider), or close to its fourth root (fewer bits).
 """
 
 # pyright: reportPrivateUsage=false

@@ -4,7 +4,7 @@ Values are (rows, cols) in float32, blocks run along the rows, each operation is
 
     f = factor * h.factor         g = code value * (scale * f), or plain value * f
     p', m', v' = rule(p, g, m, v, h)                                    see `rules.py`
-    moments     codec's encode ("cover"); of MOMENT2 root(v') or root(root(v')) is stored, with codes of at least 1
+    moments     codec's scales ("cover"); of MOMENT2 `rules.stored_root` is stored, with codes of at least 1
     weight      in blocks with an e8m0 scale: sticky scales, below; in other blocks codec's encode; plain: rounded to its dtype
     residue     b = (bits of p' + 128) >> 8;  weight = (b + 128) >> 8, a bf16;  residue = b - (weight << 8):  24 bits together
 
@@ -12,8 +12,11 @@ Sticky scales: with a = max |p'| of a block, s its scale and L the element's lar
 a >= 0.2 L s; otherwise it becomes the smallest that covers a, at least 2^-100. A weight that the rule did not move keeps its bits.
 
 A block in which a new value is not finite (p' and m' at 2^126 and above count as such) is left as it was, in all slots.
-Random bits of a weight are Seed(seed, tensor=8 * tensor_id, step) at the index in the whole tensor. Those of a moment are the same times
-an odd number, modulo 2^32: the pairs lie on a lattice that fills the plane evenly, and one product costs less than other bits.
+
+Whole numbers in blocks are rounded by `whole_parts`: floor(x / scale + u), or to nearest. All else is rounded by codec.
+Random bits of the weight with index i in the whole tensor are those of Seed(seed, tensor=8 * tensor_id, step) at i // 4, times one of
+`PLACE_BITS` for i % 4, modulo 2^32; those of a moment are the same times one of `MOMENT_BITS`. Any two of these 12 lie on a lattice that
+fills the plane evenly (its shortest vector is at least half of the longest possible), and a product costs less than other bits.
 
 Counters are added to at each update. Block b, counted along the rows, is looked at where (b // 64) % 16 == 0:
 
@@ -24,7 +27,6 @@ Counters are added to at each update. Block b, counted along the rows, is looked
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ SMALLEST_STICKY_CODE = 27  # of e8m0: 2^-100
 STAYS_ABOVE = 0.2
 SAMPLED_BLOCKS, SAMPLED_EVERY = 64, 16
 MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # what the random bits of a weight are multiplied with
+PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)  # and those of four weights, for each of them
 PIECE = 1 << 18  # values at a time
 GIVEN = "given"
 
@@ -176,11 +179,10 @@ class _Piece:
         """x encoded by codec's rule or under given scales, with the random bits times `multiplier`."""
         bits = None
         if slot.rounding is Rounding.STOCHASTIC:
-            room = torch.empty(x.shape, dtype=torch.int32, device=x.device)
-            bits = cpu.random_bits(self.seed, self.seed.first_index, room, cpu.Room())
-            bits = bits if multiplier == 1 else bits.mul_(multiplier - (multiplier >> 31 << 32))
-        if bits is not None and is_whole(slot.format):
-            return whole_parts(x, slot.format, bits, None if given is None else given.scales)
+            bits = random_bits(self.seed, x.numel(), x.device).view(x.shape)
+            bits = bits if multiplier == 1 else bits.mul_(_signed(multiplier))
+        if is_whole(slot):
+            return whole_parts(x, slot.kind.stored, bits, None if given is None else given.scales)
         encoding = Encoding(slot.kind.stored, slot.rounding, Overflow.SATURATE, rule=GIVEN if given else COVER)
         parts = encode_rows(x.contiguous(), encoding, given, bits, cpu.codes_of)
         return parts if slot.format is not None or parts.codes is None else Parts(parts.codes.view(slot.codes.dtype))
@@ -202,21 +204,38 @@ class _Piece:
         self.unit.counters.add_(counters)
 
 
-def is_whole(format: Format | None) -> TypeGuard[Format]:
-    """Whether codes are whole numbers of steps of a scale, which are rounded stochastically by `whole_parts`."""
+def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
+    """The random bits of `count` weights from seed.first_index on, as int32: codec's for each four, times an odd number for each place."""
+    first = seed.first_index >> 2
+    fours = torch.empty((seed.first_index + count + 3 >> 2) - first, dtype=torch.int32, device=device)
+    fours = cpu.random_bits(seed, first, fours, cpu.Room())
+    bits = fours[:, None] * torch.tensor([_signed(n) for n in PLACE_BITS], dtype=torch.int32, device=device)
+    return bits.flatten()[seed.first_index & 3 :][:count]
+
+
+def _signed(word: int) -> int:
+    """32 bits as an int32."""
+    return word - (word >> 31 << 32)
+
+
+def is_whole(slot: Slot) -> bool:
+    """Whether codes are whole numbers of steps of a scale, which are rounded by `whole_parts`."""
+    format = slot.format
     return (
         format is not None
         and format.block is not None
         and format.element.kind in (Kind.INT, Kind.UINT)
         and format.minimum is None
         and not format.has_tensor_scale
+        and slot.rounding in (Rounding.STOCHASTIC, Rounding.NEAREST_EVEN)
     )
 
 
-def whole_parts(x: Tensor, format: Format, bits: Tensor, scales: Tensor | None) -> Parts:
-    """Codes floor(x / scale + u) of x, with u = the top 23 of the random `bits` (int32) / 2^23, and scales that cover x if none are given.
+def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor | None) -> Parts:
+    """Codes of x, rounded once, and scales that cover x if none are given.
 
-    The sum is exact. An inverse that is rounded is made smaller by 2^-22, so that no code is past the largest.
+    Stochastic: floor(x * inverse + u), with u = the top 23 of the random `bits` (int32) / 2^23 and the inverse of the scale made smaller by
+    2^-22 where it is rounded, so that no code is past the largest. To nearest: x * inverse, half-way to even.
     """
     assert format.block and format.scale
     if scales is None:
@@ -224,15 +243,18 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor, scales: Tensor | None) 
         scales = store_scale(largest / torch.full_like(largest, format.element.max_value), format.scale)
     inverse = 1.0 / scale_values(Parts(None, scales), format)
     inverse = torch.where(inverse.isfinite(), inverse, 0.0)
-    if format.scale.name != "e8m0":
+    if bits is not None and format.scale.name != "e8m0":
         inverse = inverse * (1 - 2.0**-22)
     if not format.element.signed:
         x = x.clamp(min=0.0)
-    y = x.double() * spread(inverse, format.block, x.shape[1])  # exact, as is the right side below
-    floor = y.floor()
-    up = y >= floor + (1 - ((bits >> 9) & 0x7FFFFF) * 2.0**-23)
-    codes = (floor.long() + up) & ((1 << format.element.width) - 1)
-    return Parts(pack_bits(codes, format.element.width), scales)
+    y = x.double() * spread(inverse, format.block, x.shape[1])  # exact in float64, and so is what it is compared with
+    codes = y.round()
+    if bits is not None:
+        codes = y.floor()
+        codes = codes + (y >= codes + (1 - ((bits >> 9) & 0x7FFFFF).float() * 2.0**-23))
+    width = format.element.width
+    codes = codes.to(torch.int16)
+    return Parts(codes.to(torch.uint8) if width == 8 else pack_bits(codes.long() & ((1 << width) - 1), width), scales)
 
 
 def is_sticky(format: Format | None) -> bool:

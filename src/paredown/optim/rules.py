@@ -1,7 +1,8 @@
 """Optimizers as pure float32 functions: parameter, gradient and moments to the next parameter and moments.
 
 A product with a sum is rounded once, as one operation (`fused`), all others are rounded each, and a reciprocal takes the place of a
-division: a kernel does the same to the bit. `h` holds the numbers of a step as float32, in the order of `hyper_names`; `factor` multiplied the gradient before.
+division: a kernel does the same to the bit. `h` holds the numbers of a step as float32, in the order of `hyper_names`; `factor`
+multiplied the gradient before. What is in brackets is rounded first.
 
     sgd        d = g + weight_decay p                                          p' = p - lr d
     sgdm       d = g + weight_decay p;  m' = carry m + (fresh d)               p' = p - lr m'
@@ -67,17 +68,27 @@ def as_float32(number: float) -> float:
 def fused(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
     """a * b + c in float32, rounded once.
 
-    The product is exact in float64. Where the sum is not, the last bit of what is next to it is set, on the side where the sum lies: then
-    rounding to float32 sees that there is more.
+    The product is exact in float64, and the sum is rounded to it. A second rounding, to float32, does harm only half-way between two of
+    those, and where they are subnormal. There the last bit of the sum is set if it is not exact, on the side where it lies: then the
+    second rounding sees that there is more.
     """
     product, c = b.double() * a, torch.as_tensor(c, dtype=torch.float64, device=b.device)
     total = product + c
-    back = total - product
-    rest = (product - (total - back)) + (c - back)  # what `total` misses, exactly
+    rounded = total.float()
+    hard = (total.view(torch.int64) & 0x1FFFFFFF == 0x10000000) | ((rounded.abs() < 2.0**-125) & (total != 0))
+    if bool(hard.any()):
+        rounded[hard] = _to_odd(product[hard], c.expand_as(total)[hard], total[hard]).float()
+    return rounded
+
+
+def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """a + b in float64, of which `total` is the nearest: itself if exact, else the neighbour of the sum that ends in 1."""
+    back = total - a
+    rest = (a - (total - back)) + (b - back)  # what `total` misses, exactly
     bits = total.view(torch.int64)
     outward = torch.where((rest > 0) == (total > 0), 1, -1)
     missing = (rest != 0) & (bits & 1 == 0) & total.isfinite()
-    return torch.where(missing, bits + outward, bits).view(torch.float64).float()
+    return torch.where(missing, bits + outward, bits).view(torch.float64)
 
 
 def sgd(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:

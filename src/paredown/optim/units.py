@@ -45,7 +45,8 @@ class Kind(NamedTuple):
 class Slot:
     """One tensor of a parameter: `parts` in `format`, or a plain tensor in `parts.codes`, (rows, cols); written in place.
 
-    `roots`: what is stored is the square root of the values (1), or the root of that (2); such codes are at least 1.
+    `roots`: what is stored is the square root of the values (1), or close to the root of that (2): `rules.stored_root`. Such codes are at
+    least 1.
     """
 
     format: Format | None

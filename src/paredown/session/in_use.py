@@ -18,33 +18,26 @@ from paredown.session.saved_weights import accumulator_of
 class Entry:
     """A packed parameter in use: how many held it when it was made plain."""
 
-    __slots__ = ("accumulator", "handle", "holders", "is_hooked", "parameter", "weight")
+    __slots__ = ("accumulator", "handle", "has_graph", "holders", "is_hooked", "parameter", "weight")
 
     def __init__(self, parameter: nn.Parameter, weight: Weight) -> None:
         self.parameter, self.weight = parameter, weight
+        self.has_graph = parameter.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self.accumulator: Any = None
         self.handle: Any = None
         self.holders, self.is_hooked = (0, 0), False
 
-    def take(self) -> Entry:
-        """Make it plain for one user more, and count who holds it."""
-        weight = self.weight
-        weight.users += 1
-        if not weight.address:
-            weight.show()
-        self.accumulator = self._accumulator()
+    def look(self) -> None:
+        """Count who holds it before it is used."""
+        self.accumulator = accumulator_of(self.parameter) if self.has_graph else None
         self.holders = self.count()
-        return self
 
     def count(self) -> tuple[int, int]:
-        """Holders of the tensor, and of the object; with the accumulator of its gradient alive, whether a graph has it or not."""
-        accumulator = self.accumulator or self._accumulator()
+        """Holders of the tensor, and of the object; where a graph may be, with the accumulator of its gradient alive in any case."""
+        accumulator = self.accumulator or (accumulator_of(self.parameter) if self.has_graph else None)
         counts = self.parameter._use_count(), sys.getrefcount(self.parameter)
         del accumulator
         return counts
-
-    def _accumulator(self) -> Any:
-        return accumulator_of(self.parameter) if self.parameter.requires_grad and not torch.is_inference_mode_enabled() else None
 
 
 class Call:

@@ -56,7 +56,7 @@ class Weights:
         self.held: tuple[str, ...] = ()  # at the end of the last forward pass
         self._plan, self._model, self._is_compiled = plan, weakref.ref(model), is_compiled
         self._holding: dict[Weight, Entry] = {}
-        self._running = threading.local()
+        self._running, self._lock = threading.local(), threading.RLock()
         self._handles: list[Any] = []
         self._hooks: dict[Weight, list[Hook]] = {}  # of the modules that have it
         self._finders: dict[nn.Module, Finder] = {}
@@ -166,10 +166,14 @@ class Weights:
         self._calls().append(call)
 
     def _take(self, entry: Entry) -> None:
-        entry.take()
+        with self._lock:  # threads may run the same module
+            entry.weight.users += 1
+            if not entry.weight.address:
+                entry.weight.show()
+        entry.look()
         holding = self._holding.get(entry.weight)
         if holding is not None:
-            entry.holders = holding.holders
+            entry.holders, entry.has_graph = holding.holders, holding.has_graph
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._calls()
@@ -193,6 +197,10 @@ class Weights:
         if torch.is_autocast_enabled(entries[0].parameter.device.type):
             torch.clear_autocast_cache()
         for entry in entries:
+            self._drop(entry, is_hooked)
+
+    def _drop(self, entry: Entry, is_hooked: bool) -> None:
+        with self._lock:
             entry.weight.users -= 1
             if entry.weight.users == 0:
                 self._free(entry, is_hooked)
@@ -225,8 +233,10 @@ class Weights:
         if in_backward and entry.is_hooked:  # the engine holds the object too, as long as this hook runs
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.retry(weight))
             return
-        weight.keep_changes()
-        self._free(entry, entry.is_hooked)
+        with self._lock:
+            if weight.users == 0:
+                weight.keep_changes()
+                self._free(entry, entry.is_hooked)
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
@@ -234,8 +244,9 @@ class Weights:
         calls = self._calls()
         while calls:  # forward passes of this thread that were interrupted
             for entry in calls.pop().entries:
-                entry.weight.users -= 1
-                self._hold(entry, is_hooked=True)
+                with self._lock:
+                    entry.weight.users -= 1
+                    self._hold(entry, is_hooked=True)
         for weight in list(self._holding):
             self.retry(weight)
         if self._loading:
@@ -300,9 +311,7 @@ class Weights:
             for entry in entries:
                 entry.weight.is_checked = False  # compare the values: they may have been written through .data
                 entry.weight.keep_changes()
-                entry.weight.users -= 1
-                if entry.weight.users == 0:
-                    self._free(entry, is_hooked=True)
+                self._drop(entry, is_hooked=True)
 
 
 class Used:

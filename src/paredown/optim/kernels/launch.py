@@ -123,12 +123,13 @@ def tile_blocks(shape: int, block: int) -> int:
 
 @lru_cache(maxsize=4096)
 def tiles_of(rows: int, cols: int, first_index: int, block: int) -> Tiles:
-    """The tiles of (rows, cols). Where indices could pass 2^32 within a tile, none is a run."""
-    blocks_per_row, shape = -(-cols // block), EVEN if cols % 16 == 0 else RAGGED
+    """The tiles of (rows, cols). Where indices could pass 2^32 within a tile, or start within four values, none is a run."""
+    is_even = first_index % 4 == 0
+    blocks_per_row, shape = -(-cols // block), EVEN if cols % 16 == 0 and is_even else RAGGED
     num_blocks, size = rows * blocks_per_row, tile_blocks(RUN, block) * block
     is_run = rows == 1 or cols % block == 0
     is_narrow = first_index % size == 0 or first_index + rows * cols <= 1 << 32
-    full = rows * cols // size if is_run and is_narrow else 0
+    full = rows * cols // size if is_run and is_narrow and is_even else 0
     done, few = full * size // block, tile_blocks(shape, block)
     return Tiles(full, -(-(num_blocks - done) // few), shape, done // few, blocks_per_row, num_blocks)
 

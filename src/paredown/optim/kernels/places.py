@@ -2,7 +2,8 @@
 
 A tile is NB blocks of BLOCK values that follow each other, counted along the rows. Where rows end with a block they have no gaps, and a
 whole tile is one RUN of memory. Otherwise each block is found from its row, and what lies past the end of the row or the tensor is masked:
-EVEN if rows have a multiple of 16 values, which are then read together, RAGGED if not.
+EVEN if rows have a multiple of 16 values, which are then read together, RAGGED if not. In a RUN and in EVEN tiles the index of a block's
+first value in the whole tensor is a multiple of 4.
 
     row 0   [ b0        | b1        | b2  ]        block b: row b // blocks_per_row, first column (b % blocks_per_row) * BLOCK
     row 1   [ b3        | b4        | b5  ]        scales are (rows, blocks_per_row): that of block b is at b
@@ -20,6 +21,10 @@ from paredown.codec.kernels.numbers import BF16, E8M0, HIGH_INDEX, INDEX_STEP, M
 RUN = tl.constexpr(0)
 EVEN = tl.constexpr(1)
 RAGGED = tl.constexpr(2)
+
+PLACE_1 = tl.constexpr(0x7EB9D1C9)
+PLACE_2 = tl.constexpr(0x73270133)
+PLACE_3 = tl.constexpr(0x60BDADCF)
 
 
 @triton.jit
@@ -110,7 +115,7 @@ def high_key(index):
 
 @triton.jit
 def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
-    """The random bits of a tile's values. A RUN lies within one multiple of 2^32 (see `launch.py`), a block may pass into the next."""
+    """Codec's random bits of a tile's values. A RUN lies within one multiple of 2^32 (see `launch.py`), a block may pass into the next."""
     if TILE[0] == RUN:
         offsets, _ = places(at, 1, TILE)
         start = first_index + run_start(at, 1, TILE)
@@ -123,3 +128,31 @@ def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
         is_next = low < starts.to(tl.uint32)[:, None]
         k1 = tl.where(is_next, (k1 ^ high_key(starts + TILE[2]))[:, None], (k1 ^ high_key(starts))[:, None])
         return random_bits(low, k0, k1)
+
+
+@triton.jit
+def place_multiplier(place):
+    """What the bits of four values are multiplied with to get those of one of them; see `reference.py`."""
+    return tl.where(place == 0, 1, tl.where(place == 1, PLACE_1, tl.where(place == 2, PLACE_2, PLACE_3))).to(tl.uint32)
+
+
+@triton.jit
+def update_bits(first_index, k0, k1, at, TILE: tl.constexpr):
+    """The random bits of an update. Blocks start with a multiple of 4, but in RAGGED: four values of a thread share a calculation."""
+    if TILE[0] == RUN:
+        offsets, _ = places(at, 1, TILE)
+        fours = (first_index + run_start(at, 1, TILE)) >> 2
+        k0 = fours.to(tl.uint32) * INDEX_STEP + k0
+        bits = random_bits((offsets >> 2).to(tl.uint32), k0, k1 ^ high_key(fours))
+        return bits * place_multiplier(offsets & 3)
+    else:
+        starts, _ = block_starts(at, 1, TILE)
+        starts = starts + first_index
+        offsets = tl.arange(0, TILE[2])[None, :]
+        if TILE[0] == RAGGED:
+            offsets = offsets + (starts & 3).to(tl.int32)[:, None]
+        fours = starts >> 2
+        low = fours.to(tl.uint32)[:, None] + (offsets >> 2).to(tl.uint32)
+        is_next = low < fours.to(tl.uint32)[:, None]
+        k1 = tl.where(is_next, (k1 ^ high_key(fours + TILE[2]))[:, None], (k1 ^ high_key(fours))[:, None])
+        return random_bits(low, k0, k1) * place_multiplier(offsets & 3)

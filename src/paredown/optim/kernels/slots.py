@@ -28,7 +28,7 @@ from paredown.codec.kernels.numbers import (
     store_scale,
 )
 from paredown.codec.kernels.pack import INTERPRETED, nan_max
-from paredown.optim.kernels.arithmetic import USES_PTX, expanded, reciprocal
+from paredown.optim.kernels.arithmetic import USES_PTX, expanded, fused, reciprocal
 from paredown.optim.kernels.places import RUN, load_2d, load_scales, places, store_2d
 
 ABSENT = tl.constexpr(0)
@@ -180,110 +180,85 @@ def sticky_scale(largest, old, SLOT: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(stored, MORE: tl.constexpr, SLOT: tl.constexpr):
-    """2^MORE / scale, where MORE is 0 or the scale is known to be far from the smallest; 0 or anything finite for a scale of 0."""
+def inverse_of(stored, SLOT: tl.constexpr):
+    """1 / scale; 0 or anything finite for a scale of 0."""
     if SLOT[4]:
-        return as_float((254 + MORE - tl.maximum(stored, SMALLEST_STICKY_CODE)) << 23)
+        return as_float((254 - tl.maximum(stored, SMALLEST_STICKY_CODE)) << 23)
     elif SLOT[3] == E8M0:
         return inverse_scale(load_scale(stored, E8M0))
     else:
         scale = load_scale(stored, SLOT[3])
-        inverse = tl.where(scale > 0.0, reciprocal(scale), 0.0)
-        return inverse * (1 << MORE) if MORE > 0 else inverse
-
-
-@triton.jit
-def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Codes of x under stored scales, which cover x."""
-    IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
-    if IS_INTEGER and SLOT[1] == STOCHASTIC:
-        KEPT: tl.constexpr = 24 if SLOT[4] and ELEMENT[0] == INT and ELEMENT[1] == 8 else 30 - ELEMENT[2]
-        if SLOT[4] or (SLOT[2] >= 1 and SLOT[3] != E8M0):  # roots are 0 or above 2^-50
-            steps = (x * inverse_of(stored, KEPT, SLOT)[:, None]).to(tl.int32)
-        else:
-            steps = (x * inverse_of(stored, 0, SLOT)[:, None] * (1 << KEPT)).to(tl.int32)
-        codes = stochastic(steps, random, KEPT, SLOT, ELEMENT)
-    else:
-        codes = encode_covered(x * inverse_of(stored, 0, SLOT)[:, None], random, False, ELEMENT, SLOT[1])
-    if SLOT[2] >= 1:
-        codes = tl.maximum(codes, 1)
-    return codes
-
-
-@triton.jit
-def floored(x, inverse, random, OFFSET: tl.constexpr):
-    """0x4B400000 + OFFSET + floor(x * inverse + u), u the top 23 random bits / 2^23. Rounding down twice gives the floor of the exact sum."""
-    if USES_PTX:
-        above = as_float(((random >> 9) + 0x3F800000).to(tl.int32, bitcast=True))  # 1 + u
-        y = tl.inline_asm_elementwise(
-            f"{{ .reg .f32 t; fma.rm.f32 t, $1, $2, $3; add.rm.f32 $0, t, {12582911 + OFFSET}.0; }}",
-            "=f,f,f,f", [x, inverse, above], tl.float32, True, 1,
-        )  # fmt: skip
-        return as_bits(y)
-    else:
-        y = x.to(tl.float64) * inverse.to(tl.float64)
-        floor = tl.floor(y)
-        above = 1.0 - (random >> 9).to(tl.float64) * 1.1920928955078125e-07
-        return floor.to(tl.int32) + tl.where(y >= floor + above, 1, 0) + (0x4B400000 + OFFSET)
-
-
-@triton.jit
-def whole_codes(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """`reference.whole_parts`: codes under stored scales, of which the lowest bits are meant."""
-    inverse = inverse_of(stored, 0, SLOT)
-    if SLOT[3] != E8M0:
-        inverse = inverse * 0.9999997615814209  # 1 - 2^-22
-    if ELEMENT[0] == UINT and SLOT[2] == 0:
-        x = tl.maximum(x, 0.0)
-    codes = floored(x, inverse[:, None], random, 0)
-    if SLOT[2] >= 1:
-        codes = tl.maximum(codes, 0x4B400001)
-    return codes & ((1 << ELEMENT[1]) - 1)
+        return tl.where(scale > 0.0, reciprocal(scale), 0.0)
 
 
 @triton.jit
 def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Codes of x under stored scales, which cover x, as an update rounds."""
+    """Codes of x under stored scales, which cover x, as an update rounds; of each the lowest bits are meant."""
     IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
-    if IS_INTEGER and SLOT[1] == STOCHASTIC:
-        return whole_codes(x, stored, random, SLOT, ELEMENT)
+    if IS_INTEGER and (SLOT[1] == STOCHASTIC or SLOT[1] == NEAREST_EVEN):
+        codes = whole_codes(x, inverse_of(stored, SLOT), random, SLOT, ELEMENT)
     else:
-        return encoded(x, stored, random, SLOT, ELEMENT)
+        codes = encoded(x, stored, random, SLOT, ELEMENT)
+    if SLOT[2] >= 1:
+        codes = tl.maximum(codes, 1)
+    return codes & ((1 << ELEMENT[1]) - 1)
 
 
 @triton.jit
-def top_bytes(x):
-    """The top byte of each int32, as uint8: joined where the bytes are, without a shift."""
+def whole_codes(x, inverse, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
+    """`reference.whole_parts`, before the width is cut: the floor or the nearest of x * inverse, (NB, BLOCK) and (NB,)."""
+    if ELEMENT[0] == UINT and SLOT[2] == 0:
+        x = tl.maximum(x, 0.0)
+    if SLOT[1] == NEAREST_EVEN:
+        y = fused(inverse[:, None], x, 12582912.0)  # 1.5 * 2^23: the adder rounds
+        return as_bits(y) - 0x4B400000
+    else:
+        if SLOT[3] != E8M0:
+            inverse = inverse * 0.9999997615814209  # 1 - 2^-22
+        return floored(x, inverse[:, None], random)
+
+
+@triton.jit
+def floored(x, inverse, random):
+    """floor(x * inverse + u), u the top 23 random bits / 2^23. Rounding down twice gives the floor of the exact sum."""
     if USES_PTX:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 s, t; prmt.b32 s, $1, $2, 0x0073; prmt.b32 t, $3, $4, 0x0073; prmt.b32 $0, s, t, 0x5410; }",
-            "=r,r,r,r,r", [x], tl.uint8, True, 4,
+        above = as_float(((random >> 9) + 0x3F800000).to(tl.int32, bitcast=True))  # 1 + u
+        y = tl.inline_asm_elementwise(
+            "{ .reg .f32 t; fma.rm.f32 t, $1, $2, $3; add.rm.f32 $0, t, 0f4B3FFFFF; }",  # 1.5 * 2^23 - 1
+            "=f,f,f,f", [x, inverse, above], tl.float32, True, 1,
         )  # fmt: skip
+        return as_bits(y) - 0x4B400000
     else:
-        return (x >> 24).to(tl.uint8)
+        y = x.to(tl.float64) * inverse.to(tl.float64)
+        floor = tl.floor(y)
+        missing = 1.0 - (random >> 9).to(tl.float64) * 1.1920928955078125e-07
+        return floor.to(tl.int32) + tl.where(y >= floor + missing, 1, 0)
 
 
 @triton.jit
-def stochastic(steps, random, KEPT: tl.constexpr, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Codes of whole numbers with KEPT bits behind the point, rounded as `reference.rounded_magnitude` says.
+def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
+    """Codec's codes of x under stored scales, which cover x."""
+    y = x * inverse_of(stored, SLOT)[:, None]
+    if (ELEMENT[0] == INT or ELEMENT[0] == UINT) and SLOT[1] == STOCHASTIC:
+        return stochastic(y, random, ELEMENT)
+    else:
+        return encode_covered(y, random, False, ELEMENT, SLOT[1])
 
-    It takes the top R = 30 - mantissa_bits random bits; where KEPT is larger the rest is 0. Magnitudes are rounded there: below zero the
-    shift rounds down, and adding the complement of the bits gives the same.
+
+@triton.jit
+def stochastic(y, random, ELEMENT: tl.constexpr):
+    """Codes of y, rounded to whole numbers as codec's `reference.rounded_magnitude` says.
+
+    It takes the top random bits, and rounds magnitudes: below zero the shift rounds down, and adding the complement gives the same.
     """
-    if KEPT > 30 - ELEMENT[2]:
-        random = random & (0xFFFFFFFF << (2 + ELEMENT[2]) & 0xFFFFFFFF)
+    KEPT: tl.constexpr = 30 - ELEMENT[2]
+    steps = (y * (1 << KEPT)).to(tl.int32)
     if ELEMENT[0] == INT:
         random = random ^ (steps >> 31).to(tl.uint32, bitcast=True)
-    steps = steps + (random >> (32 - KEPT)).to(tl.int32)
-    if KEPT == 24:
-        return top_bytes(steps)
-    else:
-        codes = steps >> KEPT
-        if not SLOT[4]:  # under powers of two no x is past the largest value
-            codes = tl.minimum(codes, ELEMENT[5])
-            if ELEMENT[0] == INT:
-                codes = tl.maximum(codes, -ELEMENT[5])
-        return codes & ((1 << ELEMENT[1]) - 1) if ELEMENT[1] < 8 else codes
+    codes = tl.minimum((steps + (random >> (32 - KEPT)).to(tl.int32)) >> KEPT, ELEMENT[5])
+    if ELEMENT[0] == INT:
+        codes = tl.maximum(codes, -ELEMENT[5])
+    return codes & ((1 << ELEMENT[1]) - 1)
 
 
 @triton.jit

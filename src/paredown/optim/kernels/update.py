@@ -18,7 +18,7 @@ import triton.language as tl
 
 from paredown.codec.kernels.numbers import as_bits, as_float, decode_values, load_scale, mixed
 from paredown.optim.kernels.arithmetic import apply_rule, companded
-from paredown.optim.kernels.places import RUN, load_scales, places, random_2d, store_2d, store_scales
+from paredown.optim.kernels.places import RUN, load_scales, places, store_2d, store_scales, update_bits
 from paredown.optim.kernels.slots import (
     ABSENT,
     BLOCKS,
@@ -119,7 +119,7 @@ def update_tile(
     if V[0] != ABSENT:
         v = load_slot(v_ptr, vs_ptr, 1.0, at, V, VE, False, TILE)
     p, m, v, r = apply_rule(p, g, m, v, h, RULE)
-    random = random_2d(first_index, k0, k1, at, TILE)
+    random = update_bits(first_index, k0, k1, at, TILE)
     largest = largest_of(p)
     m_largest = largest
     v_largest = largest
@@ -189,12 +189,19 @@ def update_kernel(
     k0 = step_key(tl.load(row_ptr + 15), step)
     k1 = step_key(tl.load(row_ptr + 16), step)
     zero = tl.zeros((), tl.int64)  # the interpreter counts in numbers
+    w_ptr = pointer(tl.load(row_ptr), ALIGNED)
+    ws_ptr = pointer(tl.load(row_ptr + 1), ALIGNED)
+    residue_ptr = pointer(tl.load(row_ptr + 2), ALIGNED)
+    m_ptr = pointer(tl.load(row_ptr + 3), ALIGNED)
+    ms_ptr = pointer(tl.load(row_ptr + 4), ALIGNED)
+    v_ptr = pointer(tl.load(row_ptr + 5), ALIGNED)
+    vs_ptr = pointer(tl.load(row_ptr + 6), ALIGNED)
+    g_ptr = pointer(tl.load(grads_ptr + 2 * owner), ALIGNED)
+    gs_ptr = pointer(tl.load(grads_ptr + 2 * owner + 1), ALIGNED)
+    counters_ptr = tl.load(row_ptr + 8).to(tl.pointer_type(tl.int32))
     for tile in range(first, last):
         update_tile(
-            pointer(tl.load(row_ptr), ALIGNED), pointer(tl.load(row_ptr + 1), ALIGNED), pointer(tl.load(row_ptr + 2), ALIGNED),
-            pointer(tl.load(row_ptr + 3), ALIGNED), pointer(tl.load(row_ptr + 4), ALIGNED), pointer(tl.load(row_ptr + 5), ALIGNED),
-            pointer(tl.load(row_ptr + 6), ALIGNED), pointer(tl.load(grads_ptr + 2 * owner), ALIGNED),
-            pointer(tl.load(grads_ptr + 2 * owner + 1), ALIGNED), tl.load(row_ptr + 8).to(tl.pointer_type(tl.int32)),
+            w_ptr, ws_ptr, residue_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, gs_ptr, counters_ptr,
             (tile + zero, cols, blocks_per_row, num_blocks), first_index, k0, k1, f, h, RULE, W, WE, HAS_RESIDUE, M, ME, V, VE, G, GE, TILE,
         )  # fmt: skip
 
