@@ -267,6 +267,15 @@ def test_a_model_and_its_weights_are_freed() -> None:
     assert [ref() for ref in gone] == [None] * len(gone)
 
 
+def test_who_looks_at_all_tensors_finds_no_trap() -> None:
+    """As snippets that count memory do."""
+    net = mlp()
+    apply(PLAN, net)
+    found = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    sizes = [(t.untyped_storage().nbytes(), t.size(), t.device, t.requires_grad) for t in found]
+    assert len(sizes) > 8
+
+
 def test_many_steps_at_constant_bytes() -> None:
     net = mlp()
     apply(PLAN, net)

@@ -40,6 +40,17 @@ _LAST: list[weakref.ref[Weight]] = []  # the weight whose values are not encoded
 OnUse = Callable[[Any, int, "list[tuple[Weight, Tensor]]"], None]
 
 
+class NoMemory(Tensor):
+    """The data of a parameter that waits. Who looks at all tensors there are, to count bytes, finds none here."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.untyped_storage:
+                return torch.UntypedStorage(0, device=args[0].device)
+            return func(*args, **(kwargs or {}))
+
+
 class Weight:
     """The codes of one parameter, and the way between them and the parameter."""
 
@@ -110,7 +121,8 @@ class Weight:
         made = (
             wanted if self.dtype is torch.float32 and wanted is torch.bfloat16 else self.dtype
         )  # float32, rounded once, either way
-        out = torch.empty_like(self._empty) if made is self.dtype else torch.empty_like(self._empty, dtype=made)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = torch.empty_like(self._empty) if made is self.dtype else torch.empty_like(self._empty, dtype=made)
         if self._is_contiguous:
             self._decode(out)
         else:
@@ -272,6 +284,7 @@ def empty_like(tensor: Tensor) -> Tensor:
         torch._C._set_storage_access_error_msg(empty, NO_MEMORY)
     else:
         torch._C._set_throw_on_mutable_data_ptr(empty)  # pyright: ignore[reportAttributeAccessIssue]
+    empty.__class__ = NoMemory
     return empty
 
 
