@@ -54,11 +54,11 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
     made["param_groups"] = [{**group, **run} for group in made["param_groups"]]
     for entry in optimizer.entries:
         state = dict(made["state"].get(entry.number, {}))
-        if not optimizer.is_torchs(entry) and state:
-            state["step"] = torch.tensor(float(entry.step))
         _add_gradient(entry, state, optimizer._waiting)
         if not state:
             continue
+        if not optimizer.is_torchs(entry):
+            state["step"] = torch.tensor(float(entry.step))
         made["state"][entry.number] = state
         if isinstance(entry.parameter, DTensor):
             made["state"][entry.number] = {name: _spread(value, entry.parameter) for name, value in state.items()}

@@ -80,6 +80,12 @@ class Counts:
         mine.append(counters)
         return counters
 
+    def keep(self, count: int) -> None:
+        """Forget the counters of all parameters but the first ones."""
+        for device, _ in self._places[count:]:
+            self._counters[device].pop()
+        del self._places[count:]
+
     def after(self, updates: int, entries: Sequence[Entry]) -> None:
         """After an update: add counters to the sums now and then, and look whether there is something to say."""
         if updates % DRAIN_EVERY == 0:

@@ -29,7 +29,7 @@ from paredown.optim.choices import FROM_TIER, SLOTS, check_group, choose
 from paredown.optim.diagnostics import Counts, Diagnostics
 from paredown.optim.engine import update_one
 from paredown.optim.entries import Entry, check_gradient, check_parameter, fill_state, local, unit_of, zeros
-from paredown.optim.gradients import Accumulator, PackedGradient, Releaser, clear_factors
+from paredown.optim.gradients import Accumulator, Mean, PackedGradient, Releaser, clear_factors
 from paredown.optim.registry import asked_of, own
 from paredown.optim.rounds import Rounds
 from paredown.optim.rules import RULES, Rule
@@ -39,6 +39,10 @@ from paredown.roles import Role
 PARTIAL = (
     "GradScaler unscales gradients at every scaler.step(opt), and more microbatches are to come before the step: call scaler.step(opt) and "
     "scaler.update() where opt.updates_next is true, and opt.step() elsewhere."
+)
+RESTARTED = (
+    "its gradient was cleared between microbatches ({} of {} were added up), and the others would be lost. Call opt.zero_grad(), which "
+    "waits for all of them, in the place of model.zero_grad() or p.grad = None."
 )
 NOT_PACKED = ("amsgrad", "differentiable", "capturable")  # of torch.optim, for parameters that stay as they are
 GRADIENT_ID = 3  # of the random bits of an accumulator: see `reference.py`
@@ -117,7 +121,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim; tier, formats and roundings may be given for the group."""
         super().add_param_group(param_group)
-        group, index = self.param_groups[-1], len(self.param_groups) - 1
+        group, index, num_before = self.param_groups[-1], len(self.param_groups) - 1, len(self._entries)
         try:
             check_group(group)
             self.check_hyper(group)
@@ -128,9 +132,19 @@ class Optimizer(torch.optim.Optimizer, ABC):
                 self._admit(parameter, index, place)
         except Exception:
             self.param_groups.pop()
+            self._dismiss(num_before)
             raise
         self._torch, self._full = None, None
         self._rounds.forget()
+
+    def _dismiss(self, num_kept: int) -> None:
+        """Forget the entries of a group that was refused."""
+        for entry in self._entries[num_kept:]:
+            self._by_id.pop(id(entry.parameter), None)
+            if entry.hook is not None:
+                entry.hook.remove()
+        del self._entries[num_kept:]
+        self._counts.keep(num_kept)
 
     def _admit(self, parameter: Tensor, index: int, place: str) -> None:
         choices = choose(parameter, self.param_groups[index], place)
@@ -144,6 +158,23 @@ class Optimizer(torch.optim.Optimizer, ABC):
             self._release(entry)
         elif choices.format(Role.GRADIENT) is not None and folds_in_backward(parameter):
             self._accumulate(entry)
+        elif self.microbatches > 1 and not isinstance(parameter, DTensor):
+            entry.hook = Mean(parameter, 1.0 / self.microbatches, self._start_of(entry), name=entry.name)
+            entry.hook.attach()
+            self._hooks.append(entry.hook)
+
+    def _start_of(self, entry: Entry) -> Callable[[], None]:
+        """What is called before a sum of gradients begins: with microbatches it begins once for each update."""
+        me, mine = weakref.ref(self), weakref.ref(entry)
+
+        def start() -> None:
+            optimizer, entry = me(), mine()
+            if optimizer is not None and entry is not None and optimizer.microbatches > 1:
+                if optimizer._waiting and entry.is_started:
+                    raise OptimError(RESTARTED.format(optimizer._waiting, optimizer.microbatches))
+                entry.is_started = True
+
+        return start
 
     def _check_options(self, entry: Entry) -> None:
         """Refuse options of torch.optim that there is no packed form of."""
@@ -159,6 +190,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         seed = Seed(self.seed, 8 * entry.number + GRADIENT_ID)
         entry.gradient = PackedGradient(zeros(p.shape, format, p.dtype, p.device), seed, weight=1.0 / self.microbatches)  # type: ignore[call-overload]
         me = weakref.ref(self)
+        entry.gradient.total.before_start = self._start_of(entry)
         entry.gradient.total.rounding = entry.choices.rounding(Role.GRADIENT)
         entry.gradient.total.before_unscale = lambda: o._before_unscale() if (o := me()) is not None else None
         entry.hook = Accumulator(p, entry.gradient, name=entry.name)
@@ -186,9 +218,9 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Another optimizer takes this parameter over: its gradients are no longer folded here."""
         entry = self._by_id.get(id(parameter))
         if entry is not None and entry.hook is not None:
-            entry.hook.remove()
-            entry.hook, entry.gradient = None, None
             self._rounds.forget()
+            entry.hook.remove()
+            entry.hook, entry.is_gone = None, True
 
     # --- steps ------------------------------------------------------------------------------------------------------------
 
@@ -199,13 +231,16 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have gradients; with microbatches, at every K-th call."""
+        if torch.is_inference_mode_enabled():
+            raise OptimError(
+                "step() inside torch.inference_mode() would make parameters that cannot be trained: leave that context first."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._waiting += 1
-        self._is_unscaled = False
-        if self._waiting < self.microbatches:
+        if not self.updates_next:
+            self._waiting, self._is_unscaled = self._waiting + 1, False
             return loss
         with torch.no_grad():
             if self.memory.release:
@@ -214,15 +249,22 @@ class Optimizer(torch.optim.Optimizer, ABC):
             else:
                 self._rounds.run()
                 self._step_torch()
-        self._waiting = 0
+        self._end_of_sums()
         self.updates += 1
         self._counts.after(self.updates, self._entries)
         return loss
 
+    def _end_of_sums(self) -> None:
+        """The next gradient begins a new sum."""
+        self._waiting, self._is_unscaled = 0, False
+        if self.microbatches > 1:
+            for entry in self._entries:
+                entry.is_started = False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; between microbatches it does nothing."""
         if self._is_unscaled:  # a GradScaler saw all of it, and left the step out: it was not finite
-            self._waiting, self._is_unscaled = 0, False
+            self._end_of_sums()
         if self._waiting == 0:
             with torch._C.DisableTorchFunctionSubclass():
                 super().zero_grad(set_to_none)
@@ -241,6 +283,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
         with torch.no_grad():
             check_gradient(entry, grad)
             entry.weight = weight_of(entry.parameter)
+            if entry.weight is not None and entry.weight.address:  # somebody uses it, and may have written into it
+                entry.weight.gather()
             memory = entry.weight.packed if entry.weight is not None else mine.data_ptr()
             if entry.unit is None or entry.unit[0] != memory or entry.unit[1] is not self.state[entry.parameter]:
                 fill_state(entry, rule, self.state[entry.parameter])
@@ -267,12 +311,13 @@ class Optimizer(torch.optim.Optimizer, ABC):
             groups = [{"params": [e.parameter for e in full if e.group == i]} for i in range(len(self.param_groups))]
             made = self.make_torch([{**self._torch_options(i), **group} for i, group in enumerate(groups)])
             assert made is not None
-            made.state, self._torch = self.state, made
+            self._torch = made
+        self._torch.state = self.state
         for i, group in enumerate(self._torch.param_groups):
             group.update(self._torch_options(i))
-        scaled = [e.parameter.grad for e in full if e.parameter.grad is not None] if self.microbatches > 1 else []
-        for grad in scaled:
-            grad.div_(self.microbatches)
+        for entry in full if self.microbatches > 1 else ():
+            if isinstance(entry.parameter, DTensor) and entry.parameter.grad is not None:
+                entry.parameter.grad.div_(self.microbatches)  # all others hold the mean already
         self._torch.step()
 
     def _torch_options(self, index: int) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Entry:
     gradient: PackedGradient | None = None
     hook: Any = None
     updated: bool = False  # under release: since the last step()
+    is_started: bool = False  # whether a gradient came since the last update, with microbatches
+    is_gone: bool = False  # another optimizer has the parameter now
     shadow: Tensor | None = None  # rows of a plain parameter that does not lie in rows (channels_last)
     unit: Any = None  # under release: where the parameter was, its state, and the unit made of both
     shape: torch.Size = field(init=False)
@@ -149,11 +151,18 @@ def fill_state(entry: Entry, rule: Rule, state: dict[str, Any]) -> None:
         elif name not in state:
             dtype = PLAIN_DTYPES[format.element.name] if format is not None else torch.float32
             state[name] = torch.zeros(mine.shape, dtype=dtype, device=mine.device)
-    if entry.choices.format(Role.RESIDUE) is not None and "residue" not in state:
+    if has_residue(entry) and "residue" not in state:
         state["residue"] = torch.zeros(mine.shape, dtype=torch.int8, device=mine.device)
     if entry.weight is not None:
         put(state, "weight", entry.weight.packed.parts)
         entry.weight.residue = state.get("residue")  # values from outside clear it
+
+
+def has_residue(entry: Entry) -> bool:
+    """Whether 8 bits follow the weight: where that is a bfloat16 now, whatever was asked for."""
+    weight = entry.weight
+    is_bf16 = local(entry.parameter).dtype is torch.bfloat16 if weight is None else str(weight.packed.format) == "bf16"
+    return is_bf16 and entry.choices.format(Role.RESIDUE) is not None
 
 
 def put(state: dict[str, Any], name: str, parts: Parts) -> None:
@@ -176,7 +185,7 @@ def unit_of(entry: Entry, rule: Rule, state: dict[str, Any], gradient: Tensor) -
     """What an update of this parameter reads and writes; `gradient` is its packed accumulator, or a plain tensor that is not kept."""
     rows, cols = entry.rows_and_cols
     moments = tuple(_moment_slot(entry, role, name, state) for role, name in zip(rule.roles, rule.names, strict=True))
-    residue = state.get("residue")
+    residue = state.get("residue") if has_residue(entry) else None
     return Unit(
         weight=weight_slot(entry),
         residue=None if residue is None else plain_slot(residue, Rounding.NEAREST_EVEN),

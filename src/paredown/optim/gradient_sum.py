@@ -45,6 +45,7 @@ class GradientSum:
     is_scaled: bool = False  # whether `factor` may be another number than 1
     floor: float | None = None  # a lower bound of the values that is not in the codes yet
     rounding: Rounding = Rounding.STOCHASTIC
+    before_start: Callable[[], None] = lambda: None  # called before a new sum is begun; may refuse
     before_unscale: Callable[[], None] = lambda: None  # called before a GradScaler unscales it; may refuse
 
     @staticmethod
@@ -74,6 +75,7 @@ class GradientSum:
 
     def zero(self) -> None:
         """Hold zeros: scale 0, and code 0 where there is no scale."""
+        self.before_start()
         for tensor in self.packed.parts.tensors():
             tensor.zero_()
         self._is_new()

@@ -93,7 +93,12 @@ class _Hook(ABC):
     def attach(self) -> None:
         """Take gradients from now on."""
         if self._handle is None:
-            self._handle = self.parameter.register_post_accumulate_grad_hook(self._called)
+            parameter = self.parameter
+            is_frozen = not parameter.requires_grad  # hooks outlast freezing, but are made on what has a gradient
+            parameter.requires_grad_(True)
+            self._handle = parameter.register_post_accumulate_grad_hook(self._called)
+            if is_frozen:
+                parameter.requires_grad_(False)
 
     def remove(self) -> None:
         """Take no more; what is in p.grad stays."""
@@ -132,6 +137,10 @@ class Accumulator(_Hook):
             self._take(parameter, grad)
 
     def _take(self, parameter: Tensor, grad: Tensor) -> None:
+        try:
+            self.gradient.total.before_start()
+        except OptimError as error:
+            raise OptimError(f"{self.name}: {error}") from None
         lent = self.gradient.lend(grad.dtype)
         try:
             if isinstance(grad, PackedGradient):  # of other buffers, and weighted
@@ -141,6 +150,36 @@ class Accumulator(_Hook):
         except OptimError as error:
             raise OptimError(f"{self.name}: {error}") from None
         parameter.grad = lent
+
+
+class Mean(_Hook):
+    """Multiplies each gradient of a parameter by `weight` before it is added to p.grad, which thereby is a mean, and plain."""
+
+    def __init__(self, parameter: Tensor, weight: float, before_start: Callable[[], None], *, name: str = "a parameter") -> None:
+        super().__init__(parameter, name)
+        self._weight, self._before_start = weight, before_start
+
+    def attach(self) -> None:
+        """Take gradients from now on."""
+        parameter = self.parameter
+        is_frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)
+        self._handle = parameter.register_hook(self._weighted)
+        if is_frozen:
+            parameter.requires_grad_(False)
+
+    def _weighted(self, grad: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            is_first = self.parameter.grad is None
+        if is_first:
+            try:
+                self._before_start()
+            except OptimError as error:
+                raise OptimError(f"{self.name}: {error}") from None
+        return grad * self._weight
+
+    def _arrived(self, parameter: Tensor, grad: Tensor) -> None:
+        pass
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:

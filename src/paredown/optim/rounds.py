@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from paredown.errors import OptimError
 from paredown.optim.engine import Batch
 from paredown.optim.entries import Entry, check_gradient, fill_state, local, unit_of
 from paredown.optim.gradients import PackedGradient, ReleasedGradient
@@ -32,7 +33,8 @@ class Round:
     def __init__(self, optimizer: Optimizer, rule: Rule, pairs: list[tuple[Entry, Any]], *, is_plain: bool) -> None:
         self.entries = [entry for entry, _ in pairs]
         self.is_plain = is_plain
-        self.factor = 1.0 / optimizer.microbatches if is_plain else 1.0  # accumulators hold the mean
+        is_spread = is_plain and any(isinstance(entry.parameter, DTensor) for entry in self.entries)
+        self.factor = 1.0 / optimizer.microbatches if is_spread else 1.0  # all others hold the mean already
         self.groups = [entry.group for entry in self.entries]
         self.steps = [entry.step for entry in self.entries]
         self.is_uniform = len(set(self.steps)) == 1
@@ -91,11 +93,14 @@ class Rounds:
         optimizer = self._owner()
         assert optimizer is not None
         if self._entries is None:
+            gone = [entry.name for entry in optimizer.entries if entry.is_gone]
+            if gone:
+                raise OptimError(f"another optimizer of paredown.optim took {gone[0]} over, which this one had: step that one.")
             self._entries = [entry for entry in optimizer.entries if not optimizer.is_torchs(entry)]
             self._parameters = [entry.parameter for entry in self._entries]
         with torch._C.DisableTorchFunctionSubclass():
             gradients: list[Any] = [p.grad for p in self._parameters]
-            if self._seen is None or self._look(gradients) != self._seen:
+            if self._seen is None or self._look(optimizer, gradients) != self._seen:
                 gradients = self._make(optimizer, gradients)
             for made, places in zip(self._rounds, self._plain_places, strict=True):
                 plain: list[Tensor] | None = [gradients[i] for i in places] if made.is_plain else None
@@ -105,21 +110,27 @@ class Rounds:
                     plain = [g.contiguous() for g in plain]
                 made.run(optimizer, plain)
 
-    def _look(self, gradients: list[Any]) -> Any:
-        """Kinds of all gradients, accumulators, and where parameters lie: equal to the last time if the same rounds serve."""
+    def _look(self, optimizer: Optimizer, gradients: list[Any]) -> Any:
+        """Kinds of all gradients, accumulators, rules, and where parameters lie: equal to the last time if the same rounds serve."""
         kinds = list(map(type, gradients))
-        if self._seen is not None and kinds != self._seen[0]:
+        rules = [optimizer.rule_for(group).name for group in optimizer.param_groups]
+        kept = (rules, id(optimizer.state), len(optimizer.state))
+        if self._seen is not None and (kinds, kept) != self._seen[:2]:
             return None
         weights: list[Any] = [p.__dict__.get(KEY) for p in self._packed_parameters]
         if weights != self._weights:  # the session was closed, or there is another
             return None
+        for weight in weights:
+            if weight.address:  # somebody uses it, and may have written into it
+                weight.gather()
         totals = [gradients[i]._lease.total for i in self._packed_places]
         for total in totals:
             if total.floor is not None:
                 total.settle()
         addresses = [p.data_ptr() for p in (map(local, self._plain_parameters) if self._is_spread else self._plain_parameters)]
-        dtypes = [gradients[i].dtype for places in self._plain_places for i in places]
-        return kinds, totals, [weight.packed for weight in weights], addresses, dtypes
+        plain = [gradients[i] for places in self._plain_places for i in places]
+        dtypes, layouts = [g.dtype for g in plain], [g.layout for g in plain]
+        return kinds, kept, totals, [weight.packed for weight in weights], addresses, dtypes, layouts
 
     def _make(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
         """New rounds; the gradients, after those that somebody assigned were folded."""
@@ -133,7 +144,7 @@ class Rounds:
                     entry.hook.collect()
         gradients = [p.grad for p in self._parameters]
         self._place(optimizer, gradients)
-        self._seen = self._look(gradients)
+        self._seen = self._look(optimizer, gradients)
         return gradients
 
     def _place(self, optimizer: Optimizer, gradients: list[Any]) -> None:
@@ -144,6 +155,9 @@ class Rounds:
                 continue
             entry.weight = weight_of(entry.parameter)
             rule = optimizer.rule_for(optimizer.param_groups[entry.group])
+            state = optimizer.state[entry.parameter]
+            if rule.names and not any(name.partition(".")[0] in rule.names for name in state):
+                entry.step = 0  # somebody cleared the state, or there was no such moment before: as in torch, it begins anew
             fill_state(entry, rule, optimizer.state[entry.parameter])
             is_plain = not isinstance(gradient, PackedGradient)
             found.setdefault((is_plain, rule.name, local(entry.parameter).device), []).append(i)
