@@ -132,7 +132,7 @@ def stored_root(x: Tensor, roots: int) -> Tensor:
     """What is stored of x >= 0: itself (0), its root (1), or close to its fourth root (2).
 
     The second root halves the bits of the first as an integer, exponent and mantissa alike: within 7 % of a root, rising like one, and
-    exactly undone. What 4 bits keep of it is as good, and it costs one operation.
+    undone but for the last bit. What 4 bits keep of it is as good, and it costs one operation.
     """
     if roots == 0:
         return x
