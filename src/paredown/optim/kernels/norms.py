@@ -62,9 +62,10 @@ def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
     tensor = tl.program_id(0)
     start, end = tl.load(ends_ptr + tensor), tl.load(ends_ptr + tensor + 1)
     total = tl.zeros((CHUNK,), tl.float32)
-    for first in range(start, end, CHUNK):
-        at = first + tl.arange(0, CHUNK)
+    while start < end:
+        at = start + tl.arange(0, CHUNK)
         total += tl.load(squares_ptr + at, mask=at < end, other=0.0)
+        start += CHUNK
     tl.store(totals_ptr + tensor, tl.sum(total, 0))
 
 
