@@ -3,15 +3,19 @@
     what is asked                                       what it gets
     size, dtype, device, grad, hooks, zeros_like ...    what the parameter says of itself; nothing is decoded
     p.data, p.detach(), and views without a gradient    a `WeightView`: the same weight under another size and strides
-    p.data = x                                          x is encoded, and its dtype, device and size become the parameter's
+    p.data = x                                          x is encoded, and its dtype, device and size become the parameter's; where those
+                                                        cannot be packed (float64), it becomes an ordinary parameter for good
     a function that writes (p.add_, p[0] = 1, out=p)    it writes into decoded values, which are encoded again, rounded to nearest;
                                                         several in a row on one parameter round once
     any other function                                  the decoded values; gradients go straight to the parameter
     copies, pickles, repr                               those of an ordinary parameter
-    data_ptr, share_memory_, resize_                    an error in a sentence: there is no memory to point to
+    data_ptr, share_memory_, resize_, nn.Parameter(p)   an error in a sentence: there is no memory to point to
 
 Every function decodes anew, so loops over single values are slow: take p.detach().clone() first. A view that was taken keeps the values
 it was taken from as long as it lives, and what is written into it goes to the weight. Views with a gradient are of a copy.
+
+Some functions of torch never ask: torch.tensor(p), torch.Tensor(p), torch.as_tensor(p, dtype=...), other.new_tensor(p), and
+other.data = p.data. Builds for CUDA raise an error for these; builds without it read from no memory, and crash. Take p.detach().clone().
 """
 
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
@@ -29,6 +33,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paredown.errors import OptimError
 from paredown.optim.weights import KEY, NO_MEMORY, Weight, weight_of
 
+MAKES_PARAMETER = nn.Parameter.__new__.__code__
+NEW_PARAMETER = (
+    "nn.Parameter(p) of a packed weight: there is no memory that both could share. Put parametrizations such as weight_norm on before "
+    "paredown.apply (session.close() gives the plain model back); for a copy, take nn.Parameter(p.detach().clone())."
+)
 HELD = "_held"  # of a view: the decoded values that it was taken from, and the weight's version by then
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
 VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag"))  # attributes that are values; all others are said without decoding
@@ -72,6 +81,10 @@ class PackedParameter(nn.Parameter):
     def __repr__(self) -> str:
         return repr(plain(self))
 
+    def as_subclass(self, cls: Any) -> Any:
+        """The decoded values as another class; torch's own does not ask `__torch_function__`."""
+        return _computed(Tensor.as_subclass, "as_subclass", (self, cls), {})
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return respond(func, args, kwargs or {})
@@ -90,16 +103,22 @@ class WeightView(Tensor):
             dtype=weight.dtype,
             device=weight.packed.device,
         )
+        if hasattr(torch._C, "_set_storage_access_error_msg"):  # another tensor's .data may be set to this
+            torch._C._set_storage_access_error_msg(view, NO_MEMORY)
         vars(view).update({KEY: weight, HELD: None if base is None else (weight.version, base)})
         return view
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = _value(self).clone()
+            memo[id(self)] = self._copy()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _value(self).clone().__reduce_ex__(protocol)
+        return self._copy().__reduce_ex__(protocol)
+
+    def _copy(self) -> Tensor:
+        values = _value(self).clone()
+        return nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values  # nn.Parameter(p.data)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(_value(self))
@@ -170,8 +189,20 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             storage if name == "untyped_storage" else torch.TypedStorage(wrap_storage=storage, dtype=args[0].dtype, _internal=True)
         )
     if name == "detach" and _is_packed(first):
+        if type(first) is PackedParameter and _is_making_parameter():
+            raise OptimError(NEW_PARAMETER)
         return _alias(first)
     return _computed(func, name, args, kwargs)
+
+
+def _is_making_parameter() -> bool:
+    """Whether nn.Parameter(p) asks, whose own message speaks of other things."""
+    frame = sys._getframe(1)
+    for _ in range(6):  # over `__torch_function__` and what torch.compile puts around
+        if frame is None or frame.f_code is MAKES_PARAMETER:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def _attribute(func: Any, verb: str, name: str, args: tuple[Any, ...]) -> Any:

@@ -9,7 +9,9 @@ the (rows, cols) tensor. A parameter owns its weight; a weight refers to its par
 
 Who writes the codes calls `changed()`. `store(values)` encodes to nearest, in place, so that what refers to the codes stays valid; where
 another device or shape asks for other memory, `packed` becomes another object. `write(values)` encodes when somebody asks for the codes or
-for values, or when another weight is written, so that several functions in a row on one parameter round once.
+for values, or when another weight is written, so that several functions in a row on one parameter round once. Who reads the codes to
+change them calls `gather()` before: a plain parameter may have been written. Values of a dtype or device without a codec (float64, meta)
+are not packed: the parameter takes them, plain, and is nobody's from then on.
 """
 
 # pyright: reportPrivateUsage=false
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from paredown.codec.packed import PackedTensor, decoder, encode
+from paredown.codec.packed import DEVICES, PackedTensor, decoder, encode
 from paredown.formats.format import Format
 
 KEY = "_paredown_weight"  # in the __dict__ of a parameter
@@ -104,6 +106,12 @@ class Weight:
         return self.address != 0
 
     @property
+    def is_released(self) -> bool:
+        """Whether the parameter was given back for good."""
+        parameter = self.parameter
+        return parameter is not None and weight_of(parameter) is not self
+
+    @property
     def nbytes(self) -> int:
         """The bytes of codes and scales."""
         return self.packed.nbytes
@@ -173,6 +181,9 @@ class Weight:
     def store(self, values: Tensor) -> None:
         """Take new values, rounded to nearest; another dtype, device or shape becomes the parameter's too."""
         self.written = None
+        if not _can_be_packed(values):
+            self._give_up(values)
+            return
         if self._store(values) and not self.address:
             self.hide()
         self.changed()
@@ -222,7 +233,7 @@ class Weight:
     def hide(self) -> None:
         """Make the parameter wait, without memory. Who has a view or a saved copy of its memory keeps that."""
         parameter = self.parameter
-        if parameter is not None:
+        if parameter is not None and not self.is_released:
             parameter.__class__ = nn.Parameter
             parameter.data = self._empty
             parameter.__class__ = self._waiting_class
@@ -234,13 +245,27 @@ class Weight:
         if parameter is None or not self.address:
             return False
         is_other = parameter._version != self.seen or parameter.untyped_storage()._cdata != self.address
-        if not is_other and not self.is_checked:
+        if not is_other and (self.is_pinned or not self.is_checked):
             is_other = not same_bits(parameter.detach(), self.decode())  # written through .data, which autograd does not count
             self.is_checked = not is_other
-        if is_other:
+        if is_other and not _can_be_packed(parameter.data):
+            self.version += 1
+            self.release()
+        elif is_other:
             self._store(parameter.data)
             self.version += 1
             self.address, self.seen = parameter.untyped_storage()._cdata, parameter._version
+        return is_other
+
+    def gather(self) -> bool:
+        """Have in the codes what was written into the parameter, where it is plain: called before codes are read to be changed."""
+        if not self.address:
+            return False
+        self.is_checked = False  # compare: whoever has it plain may write through .data
+        is_other = self.keep_changes()
+        parameter = self.parameter
+        if is_other and self.is_pinned and parameter is not None and not self.is_released:
+            parameter.data.copy_(self.decode())  # as rounded, or it would be found different again
         return is_other
 
     def pin(self) -> None:
@@ -253,11 +278,21 @@ class Weight:
     def release(self) -> None:
         """Give the parameter back for good: plain, and nobody's."""
         parameter = self.parameter
-        if parameter is not None:
+        if parameter is not None and not self.is_released:
             if not self.address:
                 self.show()
-            vars(parameter).pop(KEY, None)
+            del vars(parameter)[KEY]
         self.address = 0
+
+    def _give_up(self, values: Tensor) -> None:
+        """Give the parameter back for good, with values that cannot be packed."""
+        parameter = self.parameter
+        if parameter is not None and not self.is_released:
+            parameter.__class__ = nn.Parameter
+            parameter.data = values.detach()
+            del vars(parameter)[KEY]
+        self.address = 0
+        self.version += 1
 
 
 def weight_of(parameter: Tensor) -> Weight | None:
@@ -296,6 +331,12 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 def as_ever() -> AbstractContextManager[Any]:
     """Tensors made here may be used anywhere, also where the caller is in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _can_be_packed(values: Tensor) -> bool:
+    """Whether there is a codec for such values; integers are cast."""
+    is_real = values.dtype in DTYPES or not (values.is_floating_point() or values.is_complex())
+    return is_real and values.device.type in DEVICES and values.layout is torch.strided
 
 
 def _decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:

@@ -48,4 +48,5 @@ class Call:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.first = module, next_number()
         weights = [(p, weight_of(p)) for p in module._parameters.values() if p is not None]
-        self.entries = [Entry(p, weight) for p, weight in weights if weight is not None]
+        # a view of a weight that was made a parameter, nn.Parameter(p.data), is used as code outside of modules uses it
+        self.entries = [Entry(p, weight) for p, weight in weights if weight is not None and weight.parameter is p]

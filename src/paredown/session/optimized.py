@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from paredown.errors import ApplyError
 from paredown.formats.tiers import MIN_DIMS, MIN_NUMEL, is_small
-from paredown.optim.registry import Asked, Choice, ask, owner_of
+from paredown.optim.registry import Asked, Choice, ask, asked_of, owner_of
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.changes import Change
+from paredown.session.packable import ADDED
 
 STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 NOBODY = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
@@ -80,10 +81,10 @@ def _given(parameter: Tensor, role: Role) -> tuple[str, str] | None:
     owner = owner_of(parameter)
     if owner is None:
         return "as it is", NOBODY
-    if role is not Role.GRADIENT:
-        return None
     entry = owner.entry_of(parameter)
-    if entry is None or entry.gradient is not None:
+    if entry is not None and asked_of(parameter) is None and entry.choices.format(role) is None:
+        return "as it is", ADDED
+    if role is not Role.GRADIENT or entry is None or entry.gradient is not None:
         return None
     if owner.memory.release:
         return "nothing", "release=True uses each gradient in backward and frees it"

@@ -16,6 +16,7 @@ ALONE = 2  # holders of a storage: the tensor, and the object that asks
 COMPILED = "torch.compile runs its module, where hooks cannot bring it"
 SHARED = "its memory is shared with other tensors"
 SCRIPTED = "TorchScript runs its module"
+ADDED = "it was added after the plan was applied"
 LARGER = "it would not be smaller"
 
 

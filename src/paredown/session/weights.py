@@ -36,13 +36,14 @@ from paredown.plan.watch import Hook
 from paredown.roles import Role
 from paredown.session.changes import Change
 from paredown.session.in_use import Call, Entry
-from paredown.session.packable import COMPILED, SHARED, reason_to_leave, unreached
+from paredown.session.packable import ADDED, COMPILED, SHARED, reason_to_leave, unreached
 from paredown.session.saved_weights import Finder, keeps_objects, leads_to_weight, let_go
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 SMALL = "packing them would save little, and norms and biases are sensitive"
 HELD = "somebody holds it after the forward pass: it waits plain until backward used it"
 REPLACED = "this parameter was put there after apply"
+GIVEN_BACK = "its dtype or device became one that is not packed: it is plain from then on"
 
 
 class Weights:
@@ -53,6 +54,7 @@ class Weights:
         self.small: dict[str, Format] = {}
         self.left: dict[str, tuple[Format, str]] = {}  # name -> what was asked for, and why it stays as it is
         self.pinned: set[str] = set()
+        self._plain: set[str] = set()  # names of those that have the dtype that was asked for
         self.held: tuple[str, ...] = ()  # at the end of the last forward pass
         self._plan, self._model, self._is_compiled = plan, weakref.ref(model), is_compiled
         self._holding: dict[Weight, Entry] = {}
@@ -64,6 +66,7 @@ class Weights:
 
     def _put_away(self, name: str, parameter: nn.Parameter, format: Format, reason: str | None = None) -> None:
         if parameter.dtype is PLAIN_DTYPES.get(str(format)):
+            self._plain.add(name)
             return
         if is_small(parameter.shape):
             self.small[name] = format
@@ -82,10 +85,12 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
+        self._forget_released()
         return sum(weight.nbytes for weight in self.weights.values())
 
     def changes(self) -> Iterator[Change]:
         """What is not as it was asked for."""
+        self._forget_released()
         if self.small:
             asked = ", ".join(dict.fromkeys(str(format) for format in self.small.values()))
             what = f"{len(self.small)} parameter{'s' * (len(self.small) > 1)} of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values"
@@ -95,11 +100,30 @@ class Weights:
         there = dict(self._named())
         for name, weight in self.weights.items():
             if name in there and there[name] is not weight.parameter:
-                yield Change(f"weight={name}", str(weight.packed.format), "as it is", REPLACED)
+                other = weight_of(there[name])  # tied to another packed one, or plain
+                asked, given = str(weight.packed.format), str(other.packed.format) if other is not None else "as it is"
+                if asked != given:
+                    yield Change(f"weight={name}", asked, given, REPLACED)
+        yield from self._added(there)
         for name in sorted(self.pinned & self.weights.keys()):
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "plain too", COMPILED)
         for name in self.held:
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "plain until backward", HELD)
+
+    def _added(self, there: dict[str, nn.Parameter]) -> Iterator[Change]:
+        """Parameters that came after apply."""
+        names = {*self._plain, *self.weights, *self.left, *self.small, *(name for name, *_ in self._loading)}
+        known = {id(there[name]) for name in names if name in there}  # by id: one may have several names
+        for name, parameter in there.items():
+            format = self._plan.find((name,), Role.WEIGHT).format
+            if format is not None and id(parameter) not in known and weight_of(parameter) is None and not is_small(parameter.shape):
+                known.add(id(parameter))
+                yield Change(f"weight={name}", str(format), "as it is", ADDED)
+
+    def _forget_released(self) -> None:
+        for name, weight in [(name, weight) for name, weight in self.weights.items() if weight.is_released]:
+            del self.weights[name]
+            self.left[name] = weight.packed.format, GIVEN_BACK
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         model = self._model()
@@ -302,6 +326,7 @@ class Weights:
     @contextmanager
     def unpacked(self) -> Generator[None]:
         """All parameters plain; what was changed is encoded again in the end."""
+        self._forget_released()
         entries = [Entry(p, weight) for weight in self.weights.values() if (p := weight.parameter) is not None]
         for entry in entries:
             self._take(entry)

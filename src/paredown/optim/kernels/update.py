@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from paredown.codec.kernels.numbers import as_bits, as_float, decode_values, load_scale, mixed
+from paredown.codec.kernels.pack import INTERPRETED
 from paredown.optim.kernels.arithmetic import apply_rule, companded
 from paredown.optim.kernels.places import RUN, load_scales, places, store_2d, store_scales, update_bits
 from paredown.optim.kernels.slots import (
@@ -199,11 +200,21 @@ def update_kernel(
     g_ptr = pointer(tl.load(grads_ptr + 2 * owner), ALIGNED)
     gs_ptr = pointer(tl.load(grads_ptr + 2 * owner + 1), ALIGNED)
     counters_ptr = tl.load(row_ptr + 8).to(tl.pointer_type(tl.int32))
-    for tile in range(first, last):
-        update_tile(
-            w_ptr, ws_ptr, residue_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, gs_ptr, counters_ptr,
-            (tile + zero, cols, blocks_per_row, num_blocks), first_index, k0, k1, f, h, RULE, W, WE, HAS_RESIDUE, M, ME, V, VE, G, GE, TILE,
-        )  # fmt: skip
+    if INTERPRETED:  # the one of Triton 3.6 has arrays for numbers, which range() refuses
+        while first < last:
+            update_tile(
+                w_ptr, ws_ptr, residue_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, gs_ptr, counters_ptr,
+                (first + zero, cols, blocks_per_row, num_blocks), first_index, k0, k1, f, h,
+                RULE, W, WE, HAS_RESIDUE, M, ME, V, VE, G, GE, TILE,
+            )  # fmt: skip
+            first += 1
+    else:
+        for tile in range(first, last):
+            update_tile(
+                w_ptr, ws_ptr, residue_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, gs_ptr, counters_ptr,
+                (tile + zero, cols, blocks_per_row, num_blocks), first_index, k0, k1, f, h,
+                RULE, W, WE, HAS_RESIDUE, M, ME, V, VE, G, GE, TILE,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_index", "k0", "k1"])
