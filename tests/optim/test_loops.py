@@ -221,3 +221,14 @@ def test_inference_mode_is_refused() -> None:
     with torch.inference_mode(), pytest.raises(OptimError, match="inference_mode"):
         optimizer.step()
     optimizer.step()
+
+
+def test_a_model_in_float64_is_refused_in_a_sentence() -> None:
+    model = network()
+    paredown.apply(Plan.preset("lpmm"), model)
+    optimizer = AdamW(model.parameters())
+    losses(model, optimizer, 1)
+    model.double()
+    model(torch.randn(2, 64, dtype=torch.float64)).sum().backward()
+    with pytest.raises(OptimError, match="float64"):
+        optimizer.step()

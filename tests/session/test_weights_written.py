@@ -123,7 +123,7 @@ def test_a_parameter_made_of_data_trains(kind: str) -> None:
     net, p, values = packed()
     if kind == "weight_norm":
         nn.utils.weight_norm(net)  # torch's old one makes nn.Parameter(p.data)
-        made = net.weight_v
+        made: Any = net.weight_v
     else:
         net.weight = made = nn.Parameter(p.data)
     del p  # the view alone holds the weight

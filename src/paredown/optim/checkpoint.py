@@ -48,6 +48,7 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
     """What the optimizer's `state_dict()` returns."""
     for entry in optimizer.entries:
         if entry.weight is not None:
+            entry.weight.gather()
             put(optimizer.state[entry.parameter], "weight", entry.weight.packed.parts)
     made = base()
     run = {"updates": optimizer.updates, "waiting": optimizer._waiting, "seed": optimizer.seed}

@@ -285,8 +285,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
             entry.weight = weight_of(entry.parameter)
             if entry.weight is not None and entry.weight.address:  # somebody uses it, and may have written into it
                 entry.weight.gather()
+                entry.weight = weight_of(entry.parameter)
             memory = entry.weight.packed if entry.weight is not None else mine.data_ptr()
             if entry.unit is None or entry.unit[0] != memory or entry.unit[1] is not self.state[entry.parameter]:
+                check_parameter(entry.parameter, entry.name)
                 fill_state(entry, rule, self.state[entry.parameter])
                 entry.unit = memory, self.state[entry.parameter], unit_of(entry, rule, self.state[entry.parameter], grad)
             hyper = self.hyper(group, entry.step + 1, -1.0 if group.get("maximize") else 1.0)

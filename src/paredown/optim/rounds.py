@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from paredown.errors import OptimError
 from paredown.optim.engine import Batch
-from paredown.optim.entries import Entry, check_gradient, fill_state, local, unit_of
+from paredown.optim.entries import Entry, check_gradient, check_parameter, fill_state, local, unit_of
 from paredown.optim.gradients import PackedGradient, ReleasedGradient
 from paredown.optim.rules import Rule
 from paredown.optim.weights import KEY, weight_of
@@ -139,7 +139,11 @@ class Rounds:
         assert self._entries is not None
         for entry, gradient in zip(self._entries, gradients, strict=True):
             if gradient is not None and not isinstance(gradient, ReleasedGradient):
+                check_parameter(entry.parameter, entry.name)
                 check_gradient(entry, gradient)
+                weight = weight_of(entry.parameter)
+                if weight is not None:
+                    weight.gather()
                 if entry.gradient is not None and not entry.gradient.lent(gradient):
                     entry.hook.collect()
         gradients = [p.grad for p in self._parameters]

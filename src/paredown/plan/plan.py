@@ -179,7 +179,8 @@ class Plan:
     def explain(self) -> str:
         """The plan in words, a line for each rule; a later line beats an earlier one."""
         lines = [self.reason] if self.reason else []
-        lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in zip(self._index.keys, self.rules, strict=True)]
+        said = zip(self._index.keys, self.rules, strict=True)
+        lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in said]
         return "\n".join([*lines, "Everything else stays as it is." if self.rules else "Everything stays as it is."])
 
     def __repr__(self) -> str:
