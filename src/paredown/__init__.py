@@ -55,7 +55,16 @@ __all__ = [
 
 _NAMES_OF = {
     "paredown.codec.packed": ("PackedTensor", "encode", "round_trip"),
-    "paredown.errors": ("ApplyError", "BudgetError", "CodecError", "FormatError", "OptimError", "ParedownError", "PlanError", "TraceError"),
+    "paredown.errors": (
+        "ApplyError",
+        "BudgetError",
+        "CodecError",
+        "FormatError",
+        "OptimError",
+        "ParedownError",
+        "PlanError",
+        "TraceError",
+    ),
     "paredown.formats.catalog": ("CATALOG",),
     "paredown.formats.element": ("Element",),
     "paredown.formats.format": ("Format",),
