@@ -22,7 +22,8 @@ class Entry:
 
     def __init__(self, parameter: nn.Parameter, weight: Weight) -> None:
         self.parameter, self.weight = parameter, weight
-        self.has_graph = parameter.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch._C.DisableTorchFunctionSubclass():  # or a packed one answers in Python, for 12 microseconds
+            self.has_graph = parameter.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self.accumulator: Any = None
         self.handle: Any = None
         self.holders, self.is_hooked = (0, 0), False
