@@ -13,6 +13,7 @@ import paredown
 from paredown import Plan
 from paredown.errors import OptimError
 from paredown.optim import SGD, AdamW
+from paredown.optim.registry import owner_of
 from tests.optim.test_optimizers import PACKED, batch, losses, network
 
 GRADIENT: dict[str, Any] = {"gradient": "int8/64@bf16"}
@@ -86,10 +87,11 @@ def test_cleared_state_begins_anew(clears: Any) -> None:
     assert moves[0].item() == pytest.approx(moves[1].item(), rel=0.05)  # the first step of Adam is lr for every value
 
 
+@pytest.mark.parametrize("release", [False, True])
 @pytest.mark.parametrize("change", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
-def test_a_changed_rule_is_followed(change: dict[str, Any]) -> None:
+def test_a_changed_rule_is_followed(change: dict[str, Any], release: bool) -> None:
     results: list[Tensor] = []
-    for kind, options in ((SGD, {"moment1": "int8/64@bf16"}), (torch.optim.SGD, {})):
+    for kind, options in ((SGD, {"moment1": "int8/64@bf16", "release": release}), (torch.optim.SGD, {})):
         model = nn.Linear(128, 64, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = kind(model.parameters(), lr=0.1, **options)
@@ -197,6 +199,7 @@ def test_a_refused_group_leaves_nothing() -> None:
         optimizer.add_param_group({"params": extra})
     optimizer.load_state_dict(optimizer.state_dict())
     losses(model, optimizer, 1)
+    assert owner_of(extra[0]) is None and owner_of(model[0].weight) is optimizer
     assert len(optimizer.diagnostics()) <= len(optimizer.entries) == 8
 
 

@@ -18,19 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paredown.errors import OptimError
-from paredown.formats.rounding import Seed
 from paredown.optim import checkpoint
 from paredown.optim.choices import FROM_TIER, SLOTS, check_group, choose
 from paredown.optim.diagnostics import Counts, Diagnostics
 from paredown.optim.engine import update_one
-from paredown.optim.entries import Entry, check_gradient, check_parameter, fill_state, local, unit_of, zeros
-from paredown.optim.gradients import Accumulator, Mean, PackedGradient, Releaser, clear_factors
-from paredown.optim.registry import asked_of, own
+from paredown.optim.entries import Entry, check_gradient, check_parameter, fill_state, local, restart, unit_of
+from paredown.optim.gradients import clear_factors
+from paredown.optim.hooks import hook_of
+from paredown.optim.registry import asked_of, disown, own
 from paredown.optim.rounds import Rounds
 from paredown.optim.rules import RULES, Rule
 from paredown.optim.weights import weight_of
@@ -40,12 +39,7 @@ PARTIAL = (
     "GradScaler unscales gradients at every scaler.step(opt), and more microbatches are to come before the step: call scaler.step(opt) and "
     "scaler.update() where opt.updates_next is true, and opt.step() elsewhere."
 )
-RESTARTED = (
-    "its gradient was cleared between microbatches ({} of {} were added up), and the others would be lost. Call opt.zero_grad(), which "
-    "waits for all of them, in the place of model.zero_grad() or p.grad = None."
-)
 NOT_PACKED = ("amsgrad", "differentiable", "capturable")  # of torch.optim, for parameters that stay as they are
-GRADIENT_ID = 3  # of the random bits of an accumulator: see `reference.py`
 
 
 @dataclass(frozen=True)
@@ -141,6 +135,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Forget the entries of a group that was refused."""
         for entry in self._entries[num_kept:]:
             self._by_id.pop(id(entry.parameter), None)
+            disown(entry.parameter, self)
             if entry.hook is not None:
                 entry.hook.remove()
         del self._entries[num_kept:]
@@ -154,27 +149,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
         own(parameter, self)
         self._entries.append(entry)
         self._by_id[id(parameter)] = entry
-        if self.memory.release:
-            self._release(entry)
-        elif choices.format(Role.GRADIENT) is not None and folds_in_backward(parameter):
-            self._accumulate(entry)
-        elif self.microbatches > 1 and not isinstance(parameter, DTensor):
-            entry.hook = Mean(parameter, 1.0 / self.microbatches, self._start_of(entry), name=entry.name)
+        entry.hook = hook_of(self, entry)
+        if entry.hook is not None:
             entry.hook.attach()
             self._hooks.append(entry.hook)
-
-    def _start_of(self, entry: Entry) -> Callable[[], None]:
-        """What is called before a sum of gradients begins: with microbatches it begins once for each update."""
-        me, mine = weakref.ref(self), weakref.ref(entry)
-
-        def start() -> None:
-            optimizer, entry = me(), mine()
-            if optimizer is not None and entry is not None and optimizer.microbatches > 1:
-                if optimizer._waiting and entry.is_started:
-                    raise OptimError(RESTARTED.format(optimizer._waiting, optimizer.microbatches))
-                entry.is_started = True
-
-        return start
 
     def _check_options(self, entry: Entry) -> None:
         """Refuse options of torch.optim that there is no packed form of."""
@@ -182,37 +160,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
         asked = [name for name in NOT_PACKED if group.get(name)]
         if asked and not self.is_torchs(entry):
             raise OptimError(f"{asked[0]}=True has no packed form ({entry.name}): leave it out, or give that group tier='full'.")
-
-    def _accumulate(self, entry: Entry) -> None:
-        """Fold gradients of this parameter into a packed accumulator from now on."""
-        p, format = entry.parameter, entry.choices.format(Role.GRADIENT)
-        assert format is not None
-        seed = Seed(self.seed, 8 * entry.number + GRADIENT_ID)
-        entry.gradient = PackedGradient(zeros(p.shape, format, p.dtype, p.device), seed, weight=1.0 / self.microbatches)  # type: ignore[call-overload]
-        me = weakref.ref(self)
-        entry.gradient.total.before_start = self._start_of(entry)
-        entry.gradient.total.rounding = entry.choices.rounding(Role.GRADIENT)
-        entry.gradient.total.before_unscale = lambda: o._before_unscale() if (o := me()) is not None else None
-        entry.hook = Accumulator(p, entry.gradient, name=entry.name)
-        entry.hook.attach()
-        self._hooks.append(entry.hook)
-
-    def _release(self, entry: Entry) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not isinstance(entry.parameter, DTensor):
-            raise OptimError(
-                "release=True updates before gradients were averaged over processes. Under DistributedDataParallel leave release out; "
-                "fully_shard (FSDP2) is the way at scale."
-            )
-        me, mine = weakref.ref(self), weakref.ref(entry)
-
-        def update(grad: Tensor) -> None:
-            optimizer, entry = me(), mine()
-            if optimizer is not None and entry is not None:
-                optimizer._update_at_once(entry, grad)
-
-        entry.hook = Releaser(entry.parameter, update, lambda: (e := mine()) is not None and e.updated, name=entry.name)
-        entry.hook.attach()
-        self._hooks.append(entry.hook)
 
     def let_go(self, parameter: Tensor) -> None:
         """Another optimizer takes this parameter over: its gradients are no longer folded here."""
@@ -286,9 +233,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
             if entry.weight is not None and entry.weight.address:  # somebody uses it, and may have written into it
                 entry.weight.gather()
                 entry.weight = weight_of(entry.parameter)
-            memory = entry.weight.packed if entry.weight is not None else mine.data_ptr()
+            memory = (rule.name, entry.weight.packed if entry.weight is not None else mine.data_ptr())
             if entry.unit is None or entry.unit[0] != memory or entry.unit[1] is not self.state[entry.parameter]:
                 check_parameter(entry.parameter, entry.name)
+                restart(entry, rule, self.state[entry.parameter])
                 fill_state(entry, rule, self.state[entry.parameter])
                 entry.unit = memory, self.state[entry.parameter], unit_of(entry, rule, self.state[entry.parameter], grad)
             hyper = self.hyper(group, entry.step + 1, -1.0 if group.get("maximize") else 1.0)
@@ -375,13 +323,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
 def _remove_all(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def folds_in_backward(parameter: Tensor) -> bool:
-    """Whether a gradient is complete when backward has it: not where processes average theirs afterwards, as under DDP."""
-    if isinstance(parameter, DTensor):
-        return False
-    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _check_weight(entry: Entry) -> None:

@@ -140,6 +140,12 @@ def roots_of(role: Role, format: Format | None) -> int:
     return 1 if format.element.width >= 8 else 2
 
 
+def restart(entry: Entry, rule: Rule, state: dict[str, Any]) -> None:
+    """Count from the first step again where the rule's moments are not there: as in torch, what was cleared begins anew."""
+    if rule.names and not any(name.partition(".")[0] in rule.names for name in state):
+        entry.step = 0
+
+
 def fill_state(entry: Entry, rule: Rule, state: dict[str, Any]) -> None:
     """What a parameter's state lacks, as zeros."""
     mine = local(entry.parameter)

@@ -53,6 +53,12 @@ def own(parameter: Tensor, owner: Any) -> None:
     _OWNERS[parameter] = weakref.ref(owner)
 
 
+def disown(parameter: Tensor, owner: Any) -> None:
+    """`owner` gives the parameter up, if it has it."""
+    if owner_of(parameter) is owner:
+        _OWNERS.pop(parameter, None)
+
+
 def owner_of(parameter: Tensor) -> Any:
     """The optimizer of paredown that has this parameter, or None."""
     ref = _OWNERS.get(parameter)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from paredown.errors import OptimError
 from paredown.optim.engine import Batch
-from paredown.optim.entries import Entry, check_gradient, check_parameter, fill_state, local, unit_of
+from paredown.optim.entries import Entry, check_gradient, check_parameter, fill_state, local, restart, unit_of
 from paredown.optim.gradients import PackedGradient, ReleasedGradient
 from paredown.optim.rules import Rule
 from paredown.optim.weights import KEY, weight_of
@@ -159,9 +159,7 @@ class Rounds:
                 continue
             entry.weight = weight_of(entry.parameter)
             rule = optimizer.rule_for(optimizer.param_groups[entry.group])
-            state = optimizer.state[entry.parameter]
-            if rule.names and not any(name.partition(".")[0] in rule.names for name in state):
-                entry.step = 0  # somebody cleared the state, or there was no such moment before: as in torch, it begins anew
+            restart(entry, rule, optimizer.state[entry.parameter])
             fill_state(entry, rule, optimizer.state[entry.parameter])
             is_plain = not isinstance(gradient, PackedGradient)
             found.setdefault((is_plain, rule.name, local(entry.parameter).device), []).append(i)

@@ -22,7 +22,7 @@ class Entry:
 
     def __init__(self, parameter: nn.Parameter, weight: Weight) -> None:
         self.parameter, self.weight = parameter, weight
-        with torch._C.DisableTorchFunctionSubclass():  # or a packed one answers in Python, for 12 microseconds
+        with torch._C.DisableTorchFunctionSubclass():  # or a packed one answers in Python, which is slow
             self.has_graph = parameter.requires_grad and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self.accumulator: Any = None
         self.handle: Any = None
