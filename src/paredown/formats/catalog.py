@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 
+from paredown.errors import FormatError
 from paredown.formats.format import Format
 
 
@@ -70,3 +72,19 @@ ROWS = (
 )
 
 CATALOG: Mapping[str, Format] = MappingProxyType({row.name: Format.parse(row.text) for row in ROWS})
+
+
+def find_format(given: Format | str) -> Format:
+    """The format that a name of the catalog or a text spells; an error names the closest names.
+
+    >>> find_format("int8_block") == find_format("int8/64@bf16")
+    True
+    """
+    if isinstance(given, str) and given in CATALOG:
+        return CATALOG[given]
+    try:
+        return Format.parse(given)
+    except FormatError as error:
+        names = get_close_matches(given, list(CATALOG), 3, 0.7) if isinstance(given, str) else []
+        hint = f" Names of the catalog like it: {', '.join(names)}." if names else ""
+        raise FormatError(f"{error}{hint}") from None

@@ -43,6 +43,14 @@ class Rounding(str, Enum):
     STOCHASTIC = "stochastic"  # the larger magnitude with a probability equal to the fraction left over
 
 
+FEW_BITS = 8  # errors of narrower elements are large, and must not all point one way
+
+
+def default_rounding(width: int, *, is_sum: bool) -> Rounding:
+    """How an element of so many bits is rounded if nobody says: `is_sum`: what it holds is the sum of many small changes."""
+    return Rounding.STOCHASTIC if width < FEW_BITS or is_sum else Rounding.NEAREST_EVEN
+
+
 class Overflow(str, Enum):
     """What a value past the largest one becomes."""
 

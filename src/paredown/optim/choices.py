@@ -9,23 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paredown.errors import FormatError, OptimError
-from paredown.formats.catalog import CATALOG
+from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
-from paredown.formats.rounding import Rounding
+from paredown.formats.rounding import Rounding, default_rounding
 from paredown.formats.tiers import TIERS, is_small
 from paredown.optim.registry import Asked, Choice, asked_of
 from paredown.roles import ACCUMULATED, Role
 
 FROM_TIER = "tier"  # the default of a keyword: what the tier or the plan says
 SLOTS: tuple[Role, ...] = (Role.WEIGHT, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
-FEW_BITS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -93,26 +91,16 @@ def _wanted(role: Role, group: Mapping[str, Any], asked: Asked | None, name: str
     own = (group.get("rounding") or {}).get(role.value)
     if own is not None:
         rounding = Rounding(own)
-    return format, rounding or default_rounding(role, format)
-
-
-def default_rounding(role: Role, format: Format | None) -> Rounding:
-    """Stochastic for sums of small changes and for few bits, to nearest otherwise."""
-    is_coarse = format is not None and (role in ACCUMULATED or format.element.width < FEW_BITS)
-    return Rounding.STOCHASTIC if is_coarse and role is not Role.RESIDUE else Rounding.NEAREST_EVEN
+    if rounding is None and format is not None:
+        rounding = default_rounding(format.element.width, is_sum=role in ACCUMULATED)
+    return format, rounding or Rounding.NEAREST_EVEN
 
 
 def _format(given: Any, role: Role) -> Format | None:
-    if given is None or isinstance(given, Format):
-        return given
-    if isinstance(given, str) and given in CATALOG:
-        return CATALOG[given]
     try:
-        return Format.parse(given)
+        return None if given is None else find_format(given)
     except FormatError as error:
-        names = get_close_matches(given, list(CATALOG), 3, 0.7) if isinstance(given, str) else []
-        hint = f" Names of the catalog like it: {', '.join(names)}." if names else ""
-        raise OptimError(f"{role.value}={given!r}: {error}{hint} None leaves the tensor as it is.") from None
+        raise OptimError(f"{role.value}={given!r}: {error} None leaves the tensor as it is.") from None
 
 
 def _check(wanted: Mapping[Role, Choice], name: str) -> None:
@@ -132,5 +120,6 @@ def _check(wanted: Mapping[Role, Choice], name: str) -> None:
             )
         if format is not None and format.has_tensor_scale:
             raise OptimError(
-                f"{name}: {role.value}={format} has one scale for the whole tensor, which an update would have to know beforehand."
+                f"{name}: {role.value}={format} has one scale for the whole tensor, which an update would have to know beforehand. "
+                "Give it scales of blocks alone, such as 'int8/64@bf16'."
             )

@@ -10,20 +10,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import Enum
 from typing import TypeVar
 
 from paredown.errors import FormatError, PlanError
-from paredown.formats.catalog import CATALOG
+from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
-from paredown.formats.rounding import Overflow, Rounding
+from paredown.formats.rounding import Overflow, Rounding, default_rounding
 from paredown.roles import ACCUMULATED, Role
 
 FormatLike = Format | str | None  # a name of the catalog is text too; None: as it is
-FEW_BITS = (
-    8  # elements narrower than this are rounded stochastically by default: their errors are large, and must not all point one way
-)
 ROUNDING_IN_WORDS = {
     Rounding.NEAREST_EVEN: "rounding to nearest",
     Rounding.TOWARD_ZERO: "rounding toward zero",
@@ -84,8 +80,11 @@ class Assignment:
         """The same for a slot of this role: what is a sum of small changes is rounded stochastically in any format."""
         if self.rounding is not None:
             return self.rounding
-        few = self.format is not None and self.format.element.width < FEW_BITS
-        return Rounding.STOCHASTIC if few or (self.format is not None and role in ACCUMULATED) else Rounding.NEAREST_EVEN
+        return (
+            Rounding.NEAREST_EVEN
+            if self.format is None
+            else default_rounding(self.format.element.width, is_sum=role in ACCUMULATED)
+        )
 
     def say(self, role: Role = Role.ACTIVATION) -> str:
         """In words, the default rounding filled in."""
@@ -100,16 +99,10 @@ AS_IS = Assignment()
 
 
 def _format(format: FormatLike) -> Format | None:
-    if format is None:
-        return None
-    if isinstance(format, str) and format in CATALOG:
-        return CATALOG[format]
     try:
-        return Format.parse(format)
+        return None if format is None else find_format(format)
     except FormatError as error:
-        names = get_close_matches(format, list(CATALOG), 3, 0.7) if isinstance(format, str) else []
-        hint = f" Names of the catalog like it: {', '.join(names)}." if names else ""
-        raise PlanError(f"{error}{hint} None leaves the tensor as it is.") from None
+        raise PlanError(f"{error} None leaves the tensor as it is.") from None
 
 
 def _choice(kind: type[Choice], value: Choice | str | None) -> Choice | None:
