@@ -5,7 +5,7 @@
     python benchmarks/bench_optim.py --quick                            # tiny shapes on the CPU: whether it runs, no figures
 
 Jobs: the step alone over the shapes of GPT-2 medium ("355M"), over few large tensors ("1e9") and over ResNet-50's 161 ("resnet50"); and
-whole training steps of GPT-2 medium, folding and materialising included ("gpt2", batch 8 x 1024).
+whole training steps of GPT-2 medium, folding and materialising included ("gpt2", batch 8 x 1024, and "gpt2_16", 16 x 1024).
 
 Bytes: what the parameters, gradients and the optimizer's state hold after a backward pass, from their storages; beside it the growth of
 torch.cuda.memory_allocated. Time: the learning rate changes at every step; `median` is between events of steps queued one after the other,
@@ -130,6 +130,7 @@ def full_jobs() -> tuple[Job, ...]:
         Job("1e9", (*TORCH, *ALONE), [(15625, 16000)] * 4),
         Job("resnet50", (*TORCH, *ALONE, *OTHERS), resnet_shapes(64, 1000)),
         Job("gpt2", (*TORCH, *TRAINED, *RELEASED), model=medium, batch=lambda device: texts(8, device)),
+        Job("gpt2_16", (*TORCH, *TRAINED, *RELEASED), model=medium, batch=lambda device: texts(16, device)),
     )
 
 
@@ -145,6 +146,7 @@ def quick_jobs() -> tuple[Job, ...]:
         Job("1e9", (*TORCH, *ALONE), [(100, 160)] * 4),
         Job("resnet50", (*TORCH, *ALONE), resnet_shapes(8, 10)),
         Job("gpt2", (*TORCH, *TRAINED, *RELEASED), model=MODELS["gpt"], batch=batch),
+        Job("gpt2_16", TORCH, model=MODELS["gpt"], batch=batch),
     )
 
 

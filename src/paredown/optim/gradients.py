@@ -107,9 +107,14 @@ class _Hook(ABC):
             self._handle = None
 
     def _called(self, parameter: Tensor) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            if parameter.grad is not None:
-                self._arrived(parameter, parameter.grad)
+        if torch.is_grad_enabled():  # under create_graph
+            with torch.no_grad():
+                self._called(parameter)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = parameter.grad
+            if grad is not None:
+                self._arrived(parameter, grad)
 
     @abstractmethod
     def _arrived(self, parameter: Tensor, grad: Tensor) -> None:

@@ -57,8 +57,9 @@ class Weight:
     """The codes of one parameter, and the way between them and the parameter."""
 
     __slots__ = (
-        "__weakref__", "_decode", "_empty", "_exported", "_is_contiguous", "_packed", "_ref", "_shared", "_waiting_class", "address",
-        "dtype", "is_checked", "is_pinned", "on_use", "places", "residue", "seen", "size", "stride", "users", "version", "written",
+        "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_ref", "_shared", "_waiting_class", "accumulator",
+        "address", "device_type", "dtype", "empty", "is_checked", "is_pinned", "on_use", "places", "residue", "seen", "size",
+        "stride", "users", "version", "written",
     )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, packed: PackedTensor, waiting_class: type[nn.Parameter]) -> None:
@@ -68,6 +69,7 @@ class Weight:
         self.users = 0  # modules whose forward is running
         self.address = 0  # of the storage that the parameter was made plain with, 0 while it waits
         self.seen = 0  # the count of modifications of the parameter by then
+        self.accumulator: Any = None  # the node of the parameter's gradient, while a module uses it
         self.is_pinned = False  # whether it stays plain all the time
         self.is_checked = False  # whether its modules were seen not to write it behind autograd's back
         self.on_use: OnUse | None = None  # told what was computed outside of modules, from which node on, and from which values
@@ -81,8 +83,9 @@ class Weight:
     def _take(self, like: Tensor, packed: PackedTensor) -> None:
         """Be of the size, strides, dtype and device of `like`, in these codes."""
         self._packed, self.dtype, self.size = packed, like.dtype, like.size()
-        self._empty = empty_like(like)
-        self.stride, self._is_contiguous = self._empty.stride(), self._empty.is_contiguous()
+        self.empty = empty_like(like)  # of its size, strides, dtype and device, without memory
+        self.device_type = like.device.type
+        self.stride, self._is_contiguous = self.empty.stride(), self.empty.is_contiguous()
         self._decode = _decoder(packed)
 
     def __reduce__(self) -> Any:
@@ -126,11 +129,10 @@ class Weight:
             with torch.inference_mode(False):
                 return self.decode(dtype)
         wanted = dtype or self.dtype
-        made = (
-            wanted if self.dtype is torch.float32 and wanted is torch.bfloat16 else self.dtype
-        )  # float32, rounded once, either way
+        # float32, rounded once, either way
+        made = wanted if wanted is torch.bfloat16 and self.dtype is torch.float32 else self.dtype
         with torch._C.DisableTorchFunctionSubclass():
-            out = torch.empty_like(self._empty) if made is self.dtype else torch.empty_like(self._empty, dtype=made)
+            out = torch.empty_like(self.empty) if made is self.dtype else torch.empty_like(self.empty, dtype=made)
         if self._is_contiguous:
             self._decode(out)
         else:
@@ -223,7 +225,7 @@ class Weight:
 
     def show(self) -> None:
         """Make the parameter plain, on new memory."""
-        parameter = self.parameter
+        parameter = self._ref()
         assert parameter is not None
         values = self.decode()
         parameter.__class__ = nn.Parameter
@@ -232,16 +234,16 @@ class Weight:
 
     def hide(self) -> None:
         """Make the parameter wait, without memory. Who has a view or a saved copy of its memory keeps that."""
-        parameter = self.parameter
-        if parameter is not None and not self.is_released:
+        parameter = self._ref()
+        if parameter is not None and vars(parameter).get(KEY) is self:
             parameter.__class__ = nn.Parameter
-            parameter.data = self._empty
+            parameter.data = self.empty
             parameter.__class__ = self._waiting_class
         self.address = 0
 
     def keep_changes(self) -> bool:
         """Store what was written into the plain parameter since it was made so; whether anything was."""
-        parameter = self.parameter
+        parameter = self._ref()
         if parameter is None or not self.address:
             return False
         is_other = parameter._version != self.seen or parameter.untyped_storage()._cdata != self.address

@@ -46,7 +46,7 @@ class Again:
         self.weight, self.version, self.dtype = weight, weight.version, saved.dtype
         self.size, self.stride, self.offset = saved.size(), saved.stride(), int(saved.storage_offset())
         # autograd asks for the node of a leaf again, and does not keep it by itself
-        self.accumulator = accumulator_of(saved) if saved.is_leaf and saved.requires_grad else None
+        self.accumulator = (weight.accumulator or accumulator_of(saved)) if saved.is_leaf and saved.requires_grad else None
 
     def tensor(self) -> Tensor:
         """The saved tensor again."""
@@ -71,13 +71,13 @@ class Finder:
         """`let_go`, for what one call of the module made."""
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return let_go(output, first, memory)
-        key = output.grad_fn.name(), next_number() - first
+        node = output.grad_fn
+        key = node.name(), next_number() - first
         trails = self._trails.get(key)
         if trails is not None:
-            found = [_follow(output.grad_fn, *trail) for trail in trails]
-            if None not in found and all([_replace(raw, memory) for raw in found]):
+            if all([_replace(_follow(node, hops, name), memory) for hops, name in trails]):
                 return False
-        self._trails.pop(key, None)
+            del self._trails[key]
         found_by: list[tuple[tuple[int, ...], str]] = []
         is_hooked = let_go(output, first, memory, found_by)
         if not is_hooked and all(name for _, name in found_by):
@@ -129,6 +129,8 @@ def _saved(node: Any) -> list[tuple[str, Any]]:
 
 def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
     """Replace a saved tensor, if it is a weight's."""
+    if raw is None:
+        return False
     tensor = raw.data
     if not isinstance(tensor, Tensor) or not has_storage(tensor) or tensor.layout is not torch.strided:
         return False

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ from paredown.plan.plan import Plan
 from paredown.plan.watch import Hook
 from paredown.roles import Role
 from paredown.session.changes import Change
-from paredown.session.in_use import Call, Entry
+from paredown.session.in_use import Call, Entry, Place
 from paredown.session.packable import ADDED, COMPILED, SHARED, reason_to_leave, unreached
-from paredown.session.saved_weights import Finder, keeps_objects, leads_to_weight, let_go
+from paredown.session.saved_weights import keeps_objects, leads_to_weight, let_go
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 SMALL = "packing them would save little, and norms and biases are sensitive"
@@ -61,7 +62,6 @@ class Weights:
         self._running, self._lock = threading.local(), threading.RLock()
         self._handles: list[Any] = []
         self._hooks: dict[Weight, list[Hook]] = {}  # of the modules that have it
-        self._finders: dict[nn.Module, Finder] = {}
         self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []
 
     def _put_away(self, name: str, parameter: nn.Parameter, format: Format, reason: str | None = None) -> None:
@@ -156,11 +156,12 @@ class Weights:
         for module in model.modules():
             weights = [weight for p in module._parameters.values() if p is not None and (weight := weight_of(p)) is not None]
             if weights:
-                hook, self._finders[module] = Hook(self._enter), Finder()
+                place = Place(module)  # kept by the hooks alone: it refers to parameters
+                hook = Hook(partial(self._enter, place))
                 for weight in weights:
                     self._hooks.setdefault(weight, []).append(hook)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-                self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
+                self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
                 self._handles.append(module.register_state_dict_post_hook(Hook(_export)))
         self._handles.append(model.register_forward_pre_hook(Hook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
@@ -183,26 +184,26 @@ class Weights:
             self._running.calls = calls = list[Call]()
             return calls
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        call = Call(module)
+    def _enter(self, place: Place, module: nn.Module, args: Any) -> None:
+        call = place.call()
         for entry in call.entries:
             self._take(entry)
         self._calls().append(call)
 
     def _take(self, entry: Entry) -> None:
+        weight = entry.weight
         with self._lock:  # threads may run the same module
-            entry.weight.users += 1
-            if not entry.weight.address:
-                entry.weight.show()
+            weight.users += 1
+            if not weight.address:
+                weight.show()
         entry.look()
-        holding = self._holding.get(entry.weight)
-        if holding is not None:
-            entry.holders, entry.has_graph = holding.holders, holding.has_graph
+        if self._holding and weight in self._holding:
+            entry.holders = self._holding[weight].holders
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, place: Place, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._calls()
-        if any(call.module is module for call in calls):
-            while calls[-1].module is not module:  # calls that ended without their hooks
+        if any(call.place is place for call in calls):
+            while calls[-1].place is not place:  # calls that ended without their hooks
                 self._done(calls.pop(), None)
             self._done(calls.pop(), output)
 
@@ -215,18 +216,21 @@ class Weights:
         is_hooked = hooks is not None and keeps_objects(hooks[0])
         if output is not None and is_same and torch.is_grad_enabled():
             memory = {entry.weight.address: entry.weight for entry in entries}
-            is_hooked = self._finders[call.module].let_go(output, call.first, memory) or is_hooked
+            is_hooked = call.place.finder.let_go(output, call.first, memory) or is_hooked
             if any([entry.parameter._use_count() > entry.holders[0] for entry in entries]):
                 is_hooked = let_go(output, call.first, memory) or is_hooked  # more was saved than the last time
-        if torch.is_autocast_enabled(entries[0].parameter.device.type):
+        if torch.is_autocast_enabled(entries[0].weight.device_type):
             torch.clear_autocast_cache()
         for entry in entries:
             self._drop(entry, is_hooked)
+        if not self._holding:
+            call.place.ended(call)
 
     def _drop(self, entry: Entry, is_hooked: bool) -> None:
         with self._lock:
             entry.weight.users -= 1
             if entry.weight.users == 0:
+                entry.weight.accumulator = None  # which refers to the parameter, that would never be freed
                 self._free(entry, is_hooked)
 
     def _free(self, entry: Entry, is_hooked: bool) -> None:
@@ -244,7 +248,7 @@ class Weights:
     def _hold(self, entry: Entry, is_hooked: bool) -> None:
         """Try again when the gradient is there."""
         if entry.weight not in self._holding:
-            entry.accumulator, entry.is_hooked = None, is_hooked
+            entry.is_hooked = is_hooked
             self._holding[entry.weight] = entry
             if entry.parameter.requires_grad:
                 entry.handle = entry.parameter.register_post_accumulate_grad_hook(Retry(self, entry.weight))
