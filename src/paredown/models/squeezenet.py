@@ -1,8 +1,8 @@
 """SqueezeNet for pictures of 32 x 32, with batch norm: layers that squeeze the channels and expand them again.
 
-    x -> stem -> pool -> fire2 -> fire3 + -> fire4 -> pool -> fire5 + -> fire6 -> fire7 + -> fire8 -> pool -> fire9 -> conv10 -> mean
+    x -> stem -> pool -> fire2, 3, 4 -> pool -> fire5, 6, 7, 8 -> pool -> fire9 -> conv10 -> mean
 
-A `+` adds the layer's input to its output. `width` scales every channel count; 1.0 has 734,986 parameters with 10 classes.
+`width` scales every channel count; 1.0 has 734,986 parameters with 10 classes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def scaled(channels: int, width: float, unit: int = 2) -> int:
     return max(unit, -int(-channels * width // unit) * unit)
 
 
-def conv_norm(num_in: int, num_out: int, size: int) -> nn.Sequential:
-    """A convolution that keeps height and width, its norm and a ReLU."""
-    return nn.Sequential(nn.Conv2d(num_in, num_out, size, padding=size // 2), nn.BatchNorm2d(num_out), nn.ReLU())
+def conv_norm(num_in: int, num_out: int, size: int, *rest: nn.Module) -> nn.Sequential:
+    """A convolution that keeps height and width, its norm, and what comes after."""
+    return nn.Sequential(nn.Conv2d(num_in, num_out, size, padding=size // 2), nn.BatchNorm2d(num_out), *rest)
 
 
 @final
@@ -33,13 +33,13 @@ class Fire(nn.Module):
 
     def __init__(self, num_in: int, num_out: int, squeezed: int) -> None:
         super().__init__()
-        self.squeeze = conv_norm(num_in, squeezed, 1)
+        self.squeeze, self.relu = conv_norm(num_in, squeezed, 1, nn.ReLU()), nn.ReLU()
         self.expand1, self.expand3 = conv_norm(squeezed, num_out // 2, 1), conv_norm(squeezed, num_out // 2, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """(num, num_in, height, width) to (num, num_out, height, width)."""
         x = self.squeeze(x)
-        return torch.cat([self.expand1(x), self.expand3(x)], 1)
+        return self.relu(torch.cat([self.expand1(x), self.expand3(x)], 1))
 
 
 @final
@@ -50,7 +50,7 @@ class SqueezeNet(nn.Module):
         super().__init__()
         a, b, c, d, e = (scaled(n, width) for n in (96, 128, 256, 384, 512))
         narrow = [scaled(n, width) for n in (16, 32, 48, 64)]
-        self.stem = conv_norm(3, a, 3)
+        self.stem = conv_norm(3, a, 3, nn.ReLU())
         self.pool1, self.pool4, self.pool8 = (nn.MaxPool2d(2) for _ in range(3))
         self.fire2, self.fire3 = Fire(a, b, narrow[0]), Fire(b, b, narrow[0])
         self.fire4, self.fire5 = Fire(b, c, narrow[1]), Fire(c, c, narrow[1])
@@ -61,11 +61,7 @@ class SqueezeNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
-        x = self.fire2(self.pool1(self.stem(x)))
-        x = self.fire3(x) + x
-        x = self.pool4(self.fire4(x))
-        x = self.fire5(x) + x
-        x = self.fire6(x)
-        x = self.fire7(x) + x
-        x = self.fire9(self.pool8(self.fire8(x)))
+        x = self.pool4(self.fire4(self.fire3(self.fire2(self.pool1(self.stem(x))))))
+        x = self.pool8(self.fire8(self.fire7(self.fire6(self.fire5(x)))))
+        x = self.fire9(x)
         return self.avgpool(self.conv10(x)).flatten(1)
