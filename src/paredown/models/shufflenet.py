@@ -49,12 +49,12 @@ class Passing(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.half = channels // 2
-        self.way = way(channels - self.half, channels - self.half, 1)
+        self.num_passing = channels // 2
+        self.way = way(channels - self.num_passing, channels - self.num_passing, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
-        return interleaved(torch.cat([x[:, : self.half], self.way(x[:, self.half :])], 1))
+        return interleaved(torch.cat([x[:, : self.num_passing], self.way(x[:, self.num_passing :])], 1))
 
 
 @final

@@ -71,7 +71,7 @@ class Operation:
     name: str  # of what it makes, without "output"
     op: str
     sources: list[Source]
-    weights: list[Tensor]
+    weights: list[nn.Parameter]
     first: int
 
     def output_name(self, number: int) -> str:
@@ -222,7 +222,9 @@ class Calls(TorchFunctionMode):
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
         """`out`, known as the value that it came from, or as a part of it."""
         source = next((t for t in tensors if hasattr(t, VALUE)), None)
-        for tensor in leaves(out) if source is not None else ():
+        if source is None:
+            return out
+        for tensor in leaves(out):
             if tensor.is_floating_point() and tensor is not source:
                 value = getattr(source, VALUE)
                 if 0 < tensor.numel() < source.numel():

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -163,8 +163,8 @@ class Seen(Listener):
         for row in self._rows:
             for source in row["sources"]:
                 uses[source] += 1
-        rows = zip(self._rows, uses, strict=True)
-        return Outline(tuple(Value(**{**row, "saved_as": tuple(row["saved_as"])}, num_uses=n) for row, n in rows), weights)
+        rows = [{**row, "num_uses": n, "saved_as": tuple(row["saved_as"])} for row, n in zip(self._rows, uses, strict=True)]
+        return Outline(tuple(Value(**cast("dict[str, Any]", row)) for row in rows), weights)
 
     def _add(self, tensor: Tensor, **row: Any) -> int:
         place = len(self._rows)

@@ -1,7 +1,7 @@
 """The assignments that the papers compare, as plans for `apply(plan, model, mode="simulate")`.
 
     all_high, all_low         one level for everything (gradients of parameters stay high)
-    operator                  HFP8: what a product takes and its weight in e4m3, the gradient of what it made in e5m2; first and last are high
+    operator                  HFP8: what a product takes and its weight in e4m3, the gradient of what it made in e5m2; the ends are high
     amp                       torch's autocast: products low, losses and softmax high, the rest as wide as the widest that it takes
 
 `FORMATS` are those of HFP8, written as this library writes elements: every code is a number, 1-4-3 has the bias 11 (exponents from -10
