@@ -94,6 +94,9 @@ class Listener(ABC):
     def made(self, operation: Operation, out: Tensor, number: int) -> Any:
         """An output, which may be changed in place; the answer is the value that later operations take."""
 
+    def moved(self, value: Any, out: Tensor) -> None:
+        """A view or a copy of a value."""
+
     def part(self, value: Any, name: str, out: Tensor) -> Any:
         """A part of a value, such as half of its channels: what it is known as."""
         return value
@@ -227,6 +230,7 @@ class Calls(TorchFunctionMode):
         for tensor in leaves(out):
             if tensor.is_floating_point() and tensor is not source:
                 value = getattr(source, VALUE)
+                self._listener.moved(value, tensor)
                 if 0 < tensor.numel() < source.numel():
                     value = self._listener.part(value, f"{self._running.frames[-1].prefix(op)}output", tensor)
                 setattr(tensor, VALUE, value)
