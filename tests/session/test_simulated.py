@@ -147,13 +147,16 @@ def test_in_place_operations_make_values_too(is_in_place: bool) -> None:
 
 def test_a_loss_outside_is_rounded_where_it_is_followed() -> None:
     torch.manual_seed(0)
-    net, x, target = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6), torch.tensor([0, 3, 1])
-    coarse = Float("e4m1f", 1, -6, 8, "saturate")
+    net, x, target = nn.Sequential(nn.Linear(6, 4)), 3 * torch.randn(30, 6), torch.randint(4, (30,))
+    coarse = Float("e4m3f", 3, -6, 8, "saturate")
     session = apply(coarse.rule(Plan.uniform(), "activation"), net, mode="simulate")
     with session.following():
         loss = cross_entropy(net(x), target)
     log = coarse(torch.log_softmax(coarse(torch.nn.functional.linear(coarse(x), net[0].weight, net[0].bias)), 1))
     assert loss.item() == coarse(-log.gather(1, target[:, None]).mean()).item()
+    with session.following():
+        model_alone = net(x)
+    assert torch.equal(model_alone, net(x)), "names and inputs are the model's own inside of what is followed"
 
 
 def test_evaluation_rounds_too_and_remembers_nothing() -> None:

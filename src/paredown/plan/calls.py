@@ -94,11 +94,8 @@ class Listener(ABC):
     def made(self, operation: Operation, out: Tensor, number: int) -> Any:
         """An output, which may be changed in place; the answer is the value that later operations take."""
 
-    def moved(self, value: Any, out: Tensor) -> None:
-        """A view or a copy of a value."""
-
-    def part(self, value: Any, name: str, out: Tensor) -> Any:
-        """A part of a value, such as half of its channels: what it is known as."""
+    def moved(self, value: Any, out: Tensor, name: str) -> Any:
+        """A view or a copy of a value, with a name of its own if it is a part, such as half of the channels: what it is known as."""
         return value
 
 
@@ -147,20 +144,35 @@ class Calls(TorchFunctionMode):
     @contextmanager
     def following(self, path: str = "") -> Generator[None]:
         """Operations inside are followed, under this path where no module runs."""
-        with self:
-            self.start(path)
-            try:
-                yield
-            finally:
-                self.stop()
+        self.start(path)
+        try:
+            yield
+        finally:
+            self.stop()
 
     def start(self, path: str = "") -> None:
-        """A forward pass begins; `self` is entered."""
-        self._running.frames, self._running.times, self._running.open = [Frame(path, False)], dict[str, int](), []
+        """A forward pass begins, maybe inside of another that is followed."""
+        outer = self._running.frames if self.is_running else None
+        if outer is None:
+            self.__enter__()
+            self._running.open, self._running.outer = list[Any](), list[Any]()
+        self._running.outer.append((outer, getattr(self._running, "times", None)))
+        self._running.frames, self._running.times = [Frame(path, False)], dict[str, int]()
 
     def stop(self) -> None:
         """It ended."""
-        self._running.frames = None
+        self._running.frames, self._running.times = self._running.outer.pop()
+        if not self.is_running:
+            self.__exit__(None, None, None)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Operations inside are not followed, also where this is inside of what is."""
+        frames, self._running.frames = getattr(self._running, "frames", None), None
+        try:
+            yield
+        finally:
+            self._running.frames = frames
 
     @property
     def is_running(self) -> bool:
@@ -229,11 +241,9 @@ class Calls(TorchFunctionMode):
             return out
         for tensor in leaves(out):
             if tensor.is_floating_point() and tensor is not source:
-                value = getattr(source, VALUE)
-                self._listener.moved(value, tensor)
-                if 0 < tensor.numel() < source.numel():
-                    value = self._listener.part(value, f"{self._running.frames[-1].prefix(op)}output", tensor)
-                setattr(tensor, VALUE, value)
+                is_part = 0 < tensor.numel() < source.numel()
+                name = f"{self._running.frames[-1].prefix(op)}output" if is_part else ""
+                setattr(tensor, VALUE, self._listener.moved(getattr(source, VALUE), tensor, name))
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:

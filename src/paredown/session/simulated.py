@@ -57,7 +57,7 @@ class SimulatedSession:
         self._outline: Outline | None = None
         self._missing: tuple[str, ...] = ()
         self._notes: list[str] = []
-        self._depth = 0  # calls of the model inside of itself
+        self._depth, self._is_running = 0, False  # calls of the model, inside of itself too
         self._hooked = set[int]()
         self._begin_hook = Hook(self._begin)
         self._handles: list[Any] = [
@@ -169,9 +169,17 @@ class SimulatedSession:
     # --- one forward pass -----------------------------------------------------------------------------------------------
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._calls.is_running:
-            self._depth += 1
+        self._depth += 1
+        if self._depth > 1:
             return None
+        with self._calls.paused():
+            rounded = self._prepare(model, args, kwargs)
+        self._calls.start()
+        self._is_running = True
+        return rounded
+
+    def _prepare(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """All that comes before a pass: the arguments, rounded."""
         if self._outline is None:
             self._learn(model, args, kwargs)
         self._hook_parameters(model)
@@ -180,18 +188,15 @@ class SimulatedSession:
             self._places.promote()
         self._places.begin()
         self._values.has_stepped = self._updates.num_steps > 0
-        rounded = self._values.begin(args, kwargs, looks=looks)
-        self._calls.__enter__()
-        self._calls.start()
-        return rounded
+        return self._values.begin(args, kwargs, looks=looks)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self._calls.is_running or self._depth:
-            self._depth = max(self._depth - 1, 0)
-            return
-        self._calls.stop()
-        self._calls.__exit__(None, None, None)
-        self._values.end(output)
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0 and self._is_running:
+            self._is_running = False
+            self._calls.stop()
+            with self._calls.paused():
+                self._values.end(output)
 
     def _learn(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The names of all slots, by one pass on fake tensors; without it a slot has the name of its maker alone."""
