@@ -39,8 +39,8 @@ def overflow_limit(format: Format | None) -> float:
     if format is None or format.block is not None or format.element.kind is Kind.TABLE:
         return float("inf")
     element = format.element
-    below = element.value(element.max_code - 1)
-    return element.max_value + (element.max_value - below) / 2
+    limit = element.max_value + (element.max_value - element.value(element.max_code - 1)) / 2
+    return limit if limit <= torch.finfo(torch.float32).max else float("inf")
 
 
 def flat(x: Tensor) -> Tensor | None:
