@@ -19,9 +19,10 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "formats": (frozenset({"errors"}), frozenset()),
     "codec": (frozenset({"errors", "formats"}), TORCH),
     "plan": (frozenset({"errors", "roles", "formats"}), TORCH - {"triton"}),
+    "search": (frozenset({"errors", "roles", "formats", "plan"}), frozenset({"numpy"})),
     "models": (frozenset(), frozenset({"torch"})),
     "optim": (frozenset({"errors", "roles", "formats", "codec"}), TORCH),
-    "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim"}), frozenset({"torch"})),
+    "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "search", "optim"}), frozenset({"torch"})),
     "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session"}), frozenset()),
 }
 

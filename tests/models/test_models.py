@@ -12,7 +12,11 @@ from torch.nn.functional import cross_entropy
 from paredown.models import MODELS, NUM_CLASSES, OF_PIXELS, OF_TEXT, VOCABULARY, random_batch
 from paredown.models.convnext import ConvNeXt
 from paredown.models.lstm import LSTMModel
+from paredown.models.mobilenet import MobileNet
 from paredown.models.resnet import ResNet, resnet18, resnet50
+from paredown.models.shufflenet import ShuffleNet
+from paredown.models.squeezenet import SqueezeNet
+from paredown.models.sumlast import SumLastResNet
 from paredown.models.tokens import Scored, token_loss
 from paredown.models.transformer import GPT, GPTConfig, ViT
 from paredown.models.unet import UNet
@@ -24,6 +28,11 @@ PUBLISHED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "GPT-2 124M": (GPT, 124_439_808),
     "GPT-2 124M, own head": (lambda: GPT(GPTConfig(tied=False)), 124_439_808 + 50257 * 768),
     "ConvNeXt-T": (ConvNeXt, 28_589_128),
+    "SqueezeNet, 32 x 32": (SqueezeNet, 734_986),
+    "ShuffleNet-v2, 32 x 32": (ShuffleNet, 1_263_854),
+    "MobileNet-v2, 32 x 32": (MobileNet, 2_296_922),
+    "ResNet-18, 32 x 32": (lambda: resnet18(num_classes=10, small_input=True), 11_173_962),
+    "PEPPP's ResNet-18": (lambda: SumLastResNet(num_classes=21), 11_168_832 + 513 * 21),
 }
 
 

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from paredown.models.convnext import ConvNeXt
 from paredown.models.lstm import LSTMModel
 from paredown.models.mlp import MLP
+from paredown.models.mobilenet import MobileNet
 from paredown.models.resnet import resnet18, resnet50
+from paredown.models.shufflenet import ShuffleNet
+from paredown.models.squeezenet import SqueezeNet
+from paredown.models.sumlast import SumLastResNet
 from paredown.models.transformer import GPT, GPTConfig, ViT, ViTConfig
 from paredown.models.unet import UNet
 
@@ -48,6 +52,10 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": partial(MLP, sizes=(3 * PICTURE * PICTURE, 256, 256, NUM_CLASSES)),
     "resnet18": partial(resnet18, num_classes=NUM_CLASSES, width=8, small_input=True),
     "resnet50": partial(resnet50, num_classes=NUM_CLASSES, width=8, small_input=True),
+    "sumlast18": partial(SumLastResNet, num_classes=NUM_CLASSES, width=8),
+    "squeezenet": partial(SqueezeNet, num_classes=NUM_CLASSES, width=0.125),
+    "shufflenet": partial(ShuffleNet, num_classes=NUM_CLASSES, width=0.125),
+    "mobilenet": partial(MobileNet, num_classes=NUM_CLASSES, width=0.125),
     "convnext": partial(ConvNeXt, depths=(1, 1, 2, 1), dims=(16, 32, 64, 128), num_classes=NUM_CLASSES),
     "unet": partial(UNet, num_classes=NUM_CLASSES, width=8, depth=3),
     "vit": small_vit,

@@ -132,12 +132,21 @@ def _tried(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
     return {name: value for name, value in like.state[tiny].items() if isinstance(value, Tensor) and value.numel() > 1}
 
 
+def role_of_state(name: str) -> Role:
+    """What a tensor is that an optimizer keeps under this name.
+
+    >>> role_of_state("momentum_buffer").value, role_of_state("exp_avg_sq").value
+    ('moment1', 'moment2')
+    """
+    return Role.MOMENT2 if any(word in name.lower().split("_") for word in SECOND) else Role.MOMENT1
+
+
 def _scaled(parameter: str, p: Tensor, tried: dict[str, Tensor]) -> Iterator[State]:
     """The states of `p`: every dimension of a tried one is that of the tiny parameter's dimension which it follows."""
     sizes = dict(zip(PRIMES, p.shape, strict=False))
     taken: set[Role] = set()
     for name, value in tried.items():
-        role = Role.MOMENT2 if any(word in name.lower().split("_") for word in SECOND) else Role.MOMENT1
+        role = role_of_state(name)
         dtype = p.dtype if value.dtype is torch.float32 else value.dtype
         yield State(parameter, role, tuple(sizes.get(n, n) for n in value.shape), dtype, name if role in taken else "")
         taken.add(role)

@@ -81,7 +81,7 @@ class Watch:
         self.model, self._min_numel = model, min_numel  # tensors of fewer values are not reported
         self._on_saved, self._on_begin, self._on_end = on_saved, on_begin, on_end
         self._running = threading.local()
-        self._paths = {module: (name, _is_plain_leaf(module)) for name, module in model.named_modules()}
+        self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
         self._leaves = {
             name for name, module in model.named_modules() if next(module.children(), None) is None and module is not model
         }
@@ -316,11 +316,11 @@ class Hook:
         self._call = call
         self.was_compiled = False
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             self.was_compiled = True
-        elif self._call is not None:
-            self._call(*args)
+            return None
+        return self._call(*args) if self._call is not None else None
 
     def __deepcopy__(self, memo: Any) -> Hook:
         return Hook()
@@ -329,5 +329,6 @@ class Hook:
         return Hook, ()
 
 
-def _is_plain_leaf(module: nn.Module) -> bool:
+def is_plain_leaf(module: nn.Module) -> bool:
+    """Whether it is a module of torch.nn without children, whose slots are named after it alone."""
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None

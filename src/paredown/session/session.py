@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -31,12 +31,13 @@ from paredown.plan.watch import Watch
 from paredown.roles import FORMATTED, Role
 from paredown.session.changes import Change, Changes
 from paredown.session.optimized import ask_for, asked_for, forget, state_changes
+from paredown.session.simulated import Simulate, SimulatedSession
 from paredown.session.stored import Activations
 from paredown.session.weights import Weights
 
 VERSION = 1
 # Both weak, as a session knows its model; the hooks on the model keep the session.
-_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session | SimulatedSession]] = weakref.WeakKeyDictionary()
 COMPILED = "torch.compile runs the model: packing does not reach what it saves"
 HELD = "the caller or the model holds it when the forward pass ends"
 LATER = "store mode has no such tensor"
@@ -141,9 +142,7 @@ class Session:
         model = self._model()
         if model is not None:
             forget(model)
-        current = _SESSIONS.get(model) if model is not None else None
-        if model is not None and current is not None and current() is self:
-            del _SESSIONS[model]
+            _close(model, self)
         self._is_open = False
 
     def __enter__(self) -> Session:
@@ -199,8 +198,15 @@ class Session:
         return rows
 
 
-def apply(plan: Plan, model: nn.Module, *, seed: int = 0) -> Session:
-    """Put `plan` onto `model`, in place. `seed` is that of stochastic rounding."""
+@overload
+def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["store"] = "store") -> Session: ...
+@overload
+def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["simulate"] | Simulate) -> SimulatedSession: ...
+def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: str | Simulate = "store") -> Session | SimulatedSession:
+    """Put `plan` onto `model`, in place. `seed` is that of stochastic rounding.
+
+    `mode`: "store" makes tensors wait packed; "simulate", or a `Simulate` with choices of its own, makes arithmetic see rounded values.
+    """
     if isinstance(plan, nn.Module) or isinstance(model, Plan):
         raise ApplyError("apply takes the plan first, then the model: paredown.apply(plan, model).")
     if not isinstance(plan, Plan) or not isinstance(model, nn.Module):
@@ -212,9 +218,26 @@ def apply(plan: Plan, model: nn.Module, *, seed: int = 0) -> Session:
         inside = inside or ("a model that this is a part of" if _is_part(model, other) else None)
         if inside:
             raise ApplyError(f"{inside} has a session already: call its close() before applying another plan. It is {session!r}.")
-    session = Session(plan, model, seed, is_compiled=is_compiled)
+    session = _session(plan, model, seed, mode, is_compiled=is_compiled)
     _SESSIONS[model] = weakref.ref(session)
     return session
+
+
+def _session(plan: Plan, model: nn.Module, seed: int, mode: str | Simulate, *, is_compiled: bool) -> Session | SimulatedSession:
+    if mode == "store":
+        return Session(plan, model, seed, is_compiled=is_compiled)
+    if mode != "simulate" and not isinstance(mode, Simulate):
+        raise ApplyError(f"mode {mode!r} is unknown. Allowed: 'store', 'simulate', or a paredown.session.simulated.Simulate.")
+    if is_compiled:
+        raise ApplyError("a compiled model cannot be simulated: its operations are not seen. Apply the plan to the model inside.")
+    return SimulatedSession(plan, model, seed, Simulate() if isinstance(mode, str) else mode, on_close=_close)
+
+
+def _close(model: nn.Module, session: Session | SimulatedSession) -> None:
+    """Another session may have this model."""
+    current = _SESSIONS.get(model)
+    if current is not None and current() is session:
+        del _SESSIONS[model]
 
 
 def is_wrapped_by_compile(model: nn.Module) -> bool:

@@ -1,0 +1,96 @@
+"""round_trip in place, with formats that are read from memory when it runs: one captured CUDA graph serves all of them.
+
+A `LiveTable` has a row of twelve int32 for each slot (`kernels/run_time.py`). Floats and integers without a block can stand in it, and
+"as it is", which is fp32. On a CPU, where nothing is captured, the table is a list.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from paredown.codec import backend
+from paredown.codec.packed import default_overflow, memory_order, round_trip
+from paredown.errors import CodecError
+from paredown.formats.element import Kind
+from paredown.formats.format import Format
+from paredown.formats.rounding import Overflow, Rounding, Seed
+
+NUM_FIELDS = 12  # of a row
+AS_IT_IS = Format.parse("fp32")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_live(format: Format | None) -> bool:
+    """Whether a format can stand in a table: no block, no list of values, normal values that float32 has."""
+    return format is None or (
+        format.block is None and format.element.kind is not Kind.TABLE and format.element.min_exponent >= -126
+    )
+
+
+def overflow_limit(format: Format | None) -> float:
+    """The smallest magnitude that rounds past the largest value: half a step above it; infinity where nothing does.
+
+    >>> overflow_limit(Format.parse("e4m3b11f")), overflow_limit(Format.parse("e5m2f")), overflow_limit(Format.parse("int8/64@bf16"))
+    (31.0, 122880.0, inf)
+    """
+    if format is None or format.block is not None or format.element.kind is Kind.TABLE:
+        return float("inf")
+    element = format.element
+    limit = element.max_value + (element.max_value - element.value(element.max_code - 1)) / 2
+    return limit if limit <= torch.finfo(torch.float32).max else float("inf")
+
+
+def flat(x: Tensor) -> Tensor | None:
+    """The memory of `x` as one row, in the order in which round_trip takes it; None where it has gaps."""
+    x = x.detach()
+    dims = memory_order(x, AS_IT_IS)
+    ordered = x.permute(dims)
+    return ordered.view(-1) if ordered.is_contiguous() else None
+
+
+def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> Tensor:
+    """round_trip in place, and out of autograd's sight: nothing is recorded, and what was saved of `x` is rounded too."""
+    x.data.copy_(round_trip(x.data, format, rounding=rounding, overflow=overflow, seed=seed))
+    return x
+
+
+class LiveTable:
+    """Formats of `capacity` slots on `device`."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.rows = torch.zeros((capacity, NUM_FIELDS), dtype=torch.int32, device=device)
+        self.device = device
+
+    def set(self, rows: dict[int, tuple[Format | None, Overflow | None]]) -> None:
+        """Give slots their formats, by one copy."""
+        places = sorted(rows)
+        fields = torch.tensor([list(fields_of(*rows[place])) for place in places], dtype=torch.int32).view(-1, NUM_FIELDS)
+        self.rows[torch.tensor(places, device=self.device)] = fields.to(self.device)
+
+    def round_(self, x: Tensor, place: int, rounding: Rounding, seed: Seed) -> Tensor:
+        """`x` rounded in place to the format that stands in the table when the kernel runs."""
+        kernels = backend.find_kernels()
+        if kernels is None:
+            raise CodecError("formats in memory need Triton: install it, or keep tensors on the CPU.")
+        row, values = self.rows[place], flat(x.data)
+        if values is None:
+            values = x.data.contiguous().view(-1)
+            kernels.round_trip_at_run_time(values, row, rounding, seed, values)
+            x.data.copy_(values.view(x.shape))
+        elif values.numel():
+            kernels.round_trip_at_run_time(values, row, rounding, seed, values)
+        return x
+
+
+@cache
+def fields_of(format: Format | None, overflow: Overflow | None) -> tuple[int, ...]:
+    """The row of a format."""
+    if not is_live(format):
+        raise CodecError(f"{format} cannot be read from memory at run time: it has a block, a list of values or tiny exponents.")
+    from paredown.codec.kernels.run_time import describe  # needs Triton
+
+    format = format or AS_IT_IS
+    return tuple(describe(format.element, overflow or default_overflow(format)))

@@ -1,0 +1,65 @@
+"""TF32 where it is exact: a product of two tensors with at most 10 mantissa bits each loses nothing by it, and is several times faster.
+
+Accumulation is float32 either way. Only CUDA has TF32; elsewhere nothing is done.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from paredown.formats.format import Format
+from paredown.session.places import Place
+
+TF32_BITS = 10
+
+
+def is_narrow(format: Format | None) -> bool:
+    """Whether values of this format go into a TF32 product as they are.
+
+    >>> is_narrow(Format.parse("e6m9f")), is_narrow(Format.parse("int16")), is_narrow(None)
+    (True, False, False)
+    """
+    return format is not None and format.block is None and not format.element.table and format.element.mantissa_bits <= TF32_BITS
+
+
+def are_narrow(places: Iterable[Place | None]) -> bool:
+    """Whether all of these are, also once they are raised."""
+    return all(
+        p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in places
+    )
+
+
+class Precision:
+    """Torch's switches of TF32 during a product; `restore` puts them back."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, Any] | None = None
+
+    def set(self, is_narrow: bool) -> None:
+        """TF32 or not, for what is launched from now on."""
+        if self._before is None:
+            self._before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_narrow
+
+    def restore(self) -> None:
+        """As it was."""
+        if self._before is not None:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
+            self._before = None
+
+    def around(self, node: Any, is_narrow: bool) -> None:
+        """The same in backward, while `node` runs."""
+        node.register_prehook(_call(lambda: self.set(is_narrow)))
+        node.register_hook(_call(self.restore))
+
+
+def _call(function: Callable[[], None]) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        function()
+
+    return hook

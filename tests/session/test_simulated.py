@@ -1,0 +1,305 @@
+"""Simulate mode rounds what the papers round, where they round it: beside steps that are written out by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from paredown import ApplyError, Plan, Role, apply, round_trip, trace_step
+from paredown.models import MODELS, OF_TEXT, random_batch
+from paredown.models.tokens import token_loss
+from paredown.plan.ops import Use
+from paredown.plan.outline import outline
+from paredown.session.simulated import Simulate
+from tests.session.nets import pictures
+from tests.session.rounded_nets import BACKWARD, FORWARD, HIGH, Float, Forked, Roundings, forked_step, paper_plan, step
+
+PAPER = Roundings(FORWARD, BACKWARD, FORWARD, HIGH)
+
+
+def sent_back(scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(2, 5, generator=torch.Generator().manual_seed(9))
+
+
+def test_the_oracle_rounds_as_the_codec_does() -> None:
+    x = torch.cat(
+        [torch.randn(4000) * torch.exp2(torch.randint(-20, 20, (4000,)).float()), torch.tensor([31.0, 30.99, -31.0, 0.0])]
+    )
+    for float_ in (FORWARD, BACKWARD, HIGH):
+        ours = round_trip(x, float_.text, rounding="nearest_away", overflow=float_.past)
+        assert torch.equal(ours, float_(x))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e6])
+@pytest.mark.parametrize("sums", ["exact", "rounded"])
+def test_a_step_is_the_one_written_by_hand(sums: str, scale: float) -> None:
+    net, x, sent = Forked(), 4 * pictures(2, side=8), sent_back(scale)
+    out, gradients = forked_step(net, x, sent, PAPER, sums=sums == "rounded")
+    apply(paper_plan(), net, mode=Simulate(sums=sums))
+    ours, found = step(net, x, sent)
+    assert torch.equal(ours, out)
+    torch.testing.assert_close(found, gradients, rtol=0, atol=0, equal_nan=True)
+    assert scale < 1e4 or any(not gradient.isfinite().all() for gradient in gradients.values()), "errors overflow to infinity"
+
+
+def same(x: Tensor) -> Tensor:
+    return x.detach()
+
+
+@pytest.mark.parametrize("role", ["activation", "error", "weight", "gradient"])
+def test_each_role_alone(role: str) -> None:
+    chosen: dict[str, Any] = {"activation": FORWARD, "error": BACKWARD, "weight": FORWARD, "gradient": HIGH}
+    net, x, sent = Forked(), 4 * pictures(2, side=8), sent_back()
+    by = Roundings(**{name: chosen[name] if name == role else same for name in chosen})
+    out, gradients = forked_step(net, x, sent, by)
+    apply(chosen[role].rule(Plan.uniform(), role), net, mode="simulate")
+    ours, found = step(net, x, sent)
+    assert torch.equal(ours, out)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet50"])
+def test_an_exact_plan_changes_no_bit(name: str) -> None:
+    torch.manual_seed(0)
+    model, (x, target) = MODELS[name](), random_batch(name, 2)
+    loss = token_loss if name in OF_TEXT else cross_entropy
+    plain = copy.deepcopy(model)
+    session = apply(Plan.uniform(), model, mode="simulate")
+    with session.following():
+        ours = loss(model(x), target)
+    theirs = loss(plain(x), target)
+    ours.backward(), theirs.backward()
+    assert torch.equal(ours, theirs)
+    for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert torch.equal(p.grad, q.grad), key
+    assert not session.changes
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("resnet50", "lstm")])
+def test_slots_have_the_names_of_traces(name: str) -> None:
+    """A recurrent layer is one operation here, so what it saves inside has no slot."""
+    model, batch = MODELS[name](), random_batch(name, 2)
+    loss = token_loss if name in OF_TEXT else cross_entropy
+    answered = {known for value in outline(model, batch, loss=loss).values for known in value.names}
+    for slot in trace_step(model, batch, loss=loss, device="cpu").activations:
+        if Use.VALUE in slot.uses:
+            assert set(slot.names) <= answered, slot.names
+
+
+def test_a_plan_may_name_a_value_by_who_saves_it() -> None:
+    x, sent = pictures(2, side=8), sent_back()
+    outputs: list[Tensor] = []
+    for key in ("bn:input", "conv:output", "fc:input"):
+        net = Forked()
+        with apply(Plan.uniform().set(key, "e2m1fn"), net, mode="simulate"):
+            outputs.append(step(net, x, sent)[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_backward_uses_the_rounded_output_of_what_needs_its_own() -> None:
+    coarse = Float("e4m0f", 0, -6, 8, "saturate")
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sigmoid()
+
+    x = torch.linspace(-2, 2, 9, requires_grad=True)
+    net = Net()
+    apply(coarse.rule(Plan.uniform(), "activation=:sigmoid.output"), net, mode="simulate")
+    y = net(x)
+    y.backward(torch.ones(9))
+    rounded = coarse(torch.sigmoid(x))
+    assert torch.equal(y, rounded)
+    assert torch.equal(x.grad, rounded * (1 - rounded))
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_in_place_operations_make_values_too(is_in_place: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x)
+            if is_in_place:
+                h *= 3.0
+                h.relu_()
+                return h
+            return (h * 3.0).relu()
+
+    net, plan = Net(), paper_plan()
+    apply(plan, net, mode="simulate")
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    out, found = step(net, x, torch.ones(4, 8))
+    h = FORWARD(torch.nn.functional.linear(FORWARD(x), FORWARD(net.fc.weight), FORWARD(net.fc.bias)))
+    assert torch.equal(out, FORWARD(FORWARD(h * 3.0).relu()))
+    assert torch.equal(found["fc.bias"], HIGH((3.0 * (h > 0)).sum(0)))
+
+
+def test_a_loss_outside_is_rounded_where_it_is_followed() -> None:
+    torch.manual_seed(0)
+    net, x, target = nn.Sequential(nn.Linear(6, 4)), 3 * torch.randn(30, 6), torch.randint(4, (30,))
+    coarse = Float("e4m3f", 3, -6, 8, "saturate")
+    session = apply(coarse.rule(Plan.uniform(), "activation"), net, mode="simulate")
+    with session.following():
+        loss = cross_entropy(net(x), target)
+    log = coarse(torch.log_softmax(coarse(torch.nn.functional.linear(coarse(x), net[0].weight, net[0].bias)), 1))
+    assert loss.item() == coarse(-log.gather(1, target[:, None]).mean()).item()
+    with session.following():
+        model_alone = net(x)
+    assert torch.equal(model_alone, net(x)), "names and inputs are the model's own inside of what is followed"
+
+
+def test_evaluation_rounds_too_and_remembers_nothing() -> None:
+    net, x = Forked(), pictures(2, side=8)
+    session = apply(FORWARD.rule(Plan.uniform(), "activation"), net, mode=Simulate(raised=Plan.uniform()))
+    with torch.no_grad():
+        net.eval()
+        assert torch.equal(net(100 * x), FORWARD(net(100 * x)))
+    net.train()(0.001 * x)
+    session.promote()
+    assert not session.promotions, "what overflowed in evaluation is not looked at"
+
+
+def test_weights_are_rounded_copies_and_the_parameter_is_the_master() -> None:
+    net = Forked()
+    before = copy.deepcopy(net.state_dict())
+    apply(FORWARD.rule(Plan.uniform(), "weight"), net, mode="simulate")
+    step(net, pictures(2, side=8), sent_back())
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-20)
+    optimizer.step()
+    assert net.fc.weight.grad is not None
+    assert torch.equal(net.fc.weight, before["fc.weight"] - 2.0**-20 * net.fc.weight.grad)
+
+
+def test_stochastic_rounding_follows_seed_and_pass() -> None:
+    def outputs(seed: int) -> list[Tensor]:
+        net = Forked()
+        apply(Plan.uniform(activation="e4m1f", rounding="stochastic", overflow="saturate"), net, seed=seed, mode="simulate")
+        return [net(pictures(2, side=8)).detach() for _ in range(2)]
+
+    first, again, other = outputs(1), outputs(1), outputs(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], first[1]) and not torch.equal(first[0], other[0])
+
+
+def test_blocks_are_rounded_by_the_codec() -> None:
+    net, x = Forked(), pictures(2, side=8)
+    plain = net(x).detach()
+    apply(Plan.uniform().set("fc:output", "int4/4@fp32"), net, mode="simulate")
+    assert torch.equal(net(x), round_trip(plain, "int4/4@fp32", rounding="stochastic", seed=_seed("fc:output")))
+
+
+def _seed(name: str) -> Any:
+    from zlib import crc32
+
+    from paredown import Seed
+
+    return Seed(0, crc32(f"activation={name}".encode()), 1)
+
+
+# --- the session --------------------------------------------------------------------------------------------------------
+
+
+def test_closing_gives_the_plain_model_back() -> None:
+    net, x, sent = Forked(), pictures(2, side=8), sent_back()
+    out, gradients = step(net, x, sent)
+    session = apply(paper_plan(), net, mode="simulate")
+    assert not torch.equal(step(net, x, sent)[0], out)
+    with pytest.raises(ApplyError, match="has a session already"):
+        apply(paper_plan(), net)
+    session.close()
+    again, found = step(net, x, sent)
+    assert torch.equal(again, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
+    apply(paper_plan(), net, mode="simulate").close()
+    assert "closed" in repr(session)
+
+
+def test_an_error_inside_leaves_nothing_behind() -> None:
+    net = Forked()
+    apply(paper_plan(), net, mode="simulate")
+    with pytest.raises(RuntimeError):
+        net(torch.randn(2, 7, 8, 8))
+    assert not torch.overrides._get_current_function_mode_stack()
+    y = torch.randn(5) * 1.2345678
+    assert torch.equal(y * 1.0, y)
+    out, gradients = forked_step(net, pictures(2, side=8), sent_back(), PAPER)
+    ours, found = step(net, pictures(2, side=8), sent_back())
+    assert torch.equal(ours, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
+
+
+def test_a_copy_is_a_plain_model() -> None:
+    net, x = Forked(), pictures(2, side=8)
+    out = net(x)
+    apply(paper_plan(), net, mode="simulate")
+    assert torch.equal(copy.deepcopy(net)(x), out)
+
+
+def test_what_is_not_there_is_told() -> None:
+    net, plan = Forked(), paper_plan().set("conv2:output", "e5m2f").set("conv:output", "e5m2f").set("residue", "int8")
+    session = apply(plan, net, mode="simulate")
+    net(pictures(2, side=8))
+    told = {row.slot: row.reason for row in session.changes}
+    assert told["conv2:output"] == "no such slot in this model"
+    assert "residue" in told and len(told) == 2
+
+
+def test_float64_is_left_alone_and_told() -> None:
+    net = Forked().double()
+    session = apply(FORWARD.rule(Plan.uniform(), "activation"), net, mode="simulate")
+    net(pictures(2, side=8).double())
+    assert {row.reason for row in session.changes} == {"its values are float64"}
+
+
+def test_models_that_look_at_numbers_run_with_the_names_of_makers() -> None:
+    class Net(Forked):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.sum().item() < 1e9 else -x)
+
+    net, x, sent = Net(), pictures(2, side=8), sent_back()
+    out, gradients = forked_step(net, x, sent, PAPER)
+    session = apply(paper_plan(), net, mode="simulate")
+    ours, found = step(net, x, sent)
+    assert torch.equal(ours, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
+    assert "cannot be followed without running it" in session.changes[-1].reason
+
+
+@pytest.mark.parametrize("mode", ["pretend", None])
+def test_modes_are_two(mode: Any) -> None:
+    with pytest.raises(ApplyError, match="Allowed: 'store', 'simulate'"):
+        apply(Plan.uniform(), Forked(), mode=mode)
+    with pytest.raises(ApplyError, match=r"sums='twice' is unknown\. Allowed: exact, rounded"):
+        Simulate(sums="twice")
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(ApplyError, match="a compiled model cannot be simulated"):
+        apply(Plan.uniform(), torch.compile(Forked(), backend="eager"), mode="simulate")  # type: ignore[arg-type]
+
+
+def test_other_formats_for_the_same_slots() -> None:
+    net, x, sent = Forked(), pictures(2, side=8), sent_back()
+    session = apply(Plan.uniform(), net, mode=Simulate(all_live=True))
+    step(net, x, sent)
+    for plan, by in ((FORWARD.rule(Plan.uniform(), "activation"), Roundings(FORWARD, same, same, same)),):
+        with pytest.raises(ApplyError, match="a session keeps its roundings"):
+            session.set_plan(plan)
+        session.close()
+        session = apply(plan, net, mode=Simulate(all_live=True))
+        net(x)
+        other = Float("e5m2f", 2, -14, 16, "saturate")
+        session.set_plan(other.rule(Plan.uniform(), "activation"))
+        assert torch.equal(step(net, x, sent)[0], forked_step(net, x, sent, Roundings(other, same, same, same))[0])
+        session.set_plan(plan)
+        assert torch.equal(step(net, x, sent)[0], forked_step(net, x, sent, by)[0])
+    assert session.plan.find(("conv:output",), Role.ACTIVATION).format is not None

@@ -1,0 +1,183 @@
+"""On a GPU: one captured graph serves every format and goes on counting; TF32 where it is exact and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paredown import Plan, Role, apply
+from paredown.plan.calls import Operation
+from paredown.search.published import high_plan
+from paredown.session.places import Place, Places
+from paredown.session.products import Precision, are_narrow
+from paredown.session.simulated import Simulate
+from tests.session.nets import pictures
+from tests.session.rounded_nets import Forked, paper_plan, step
+
+ROLES = ("activation", "error", "weight", "gradient")
+FORMATS = {role: "e4m3b11f" for role in ROLES}
+PLANS = {
+    "all low": {role: "e4m3b11f" for role in ROLES},
+    "all high": {role: "e6m9f" for role in ROLES},
+    "activations alone": {"activation": "e3m2b5f"},
+    "as it is": {},
+    "weights and errors": {"weight": "int8", "error": "e5m2f"},
+}
+
+
+def plan_of(formats: dict[str, str], rounding: str) -> Plan:
+    plan = Plan.uniform()
+    for role, text in formats.items():
+        plan = plan.set(role, text, rounding=rounding, overflow="saturate")
+    return plan
+
+
+def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of `run` after three warm-up calls, and what it returns each time it is replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+@pytest.fixture
+def exactly_repeatable() -> None:
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exactly_repeatable")
+@pytest.mark.parametrize("rounding", ["nearest_away", "stochastic"])
+def test_one_graph_serves_every_format(rounding: str) -> None:
+    net, x = Forked().cuda(), pictures(2, side=8).cuda()
+    sent = torch.randn(2, 5, device="cuda")
+    session = apply(plan_of(FORMATS, rounding), net, seed=3, mode=Simulate(all_live=True))
+
+    def run() -> Tensor:
+        for p in net.parameters():
+            p.grad = None
+        out = net(x)
+        out.backward(sent)
+        return out
+
+    graph, out = captured(run)
+    gradients = {name: p.grad for name, p in net.named_parameters()}
+    for formats in PLANS.values():
+        plan = plan_of(formats, rounding)
+        session.set_plan(plan)
+        before = session.forwards
+        graph.replay()
+        assert session.forwards == before + 1, "the count goes on in the graph"
+        other = copy.deepcopy(net)
+        eager = apply(plan, other, seed=3, mode="simulate")
+        eager.load_state_dict({**eager.state_dict(), "forwards": before})
+        expected, found = step(other, x, sent)
+        assert torch.equal(out, expected), formats
+        for name, gradient in gradients.items():
+            assert gradient is not None and torch.equal(gradient, found[name]), (formats, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exactly_repeatable")
+def test_promotion_happens_inside_of_the_graph() -> None:
+    net, x = Forked().cuda(), pictures(2, side=8).cuda()
+    session = apply(paper_plan(), net, mode=Simulate(raised=high_plan()))
+    graph, out = captured(lambda: net(x))
+    assert not session.promotions
+    with torch.no_grad():
+        net.fc.weight.fill_(40.0)
+    graph.replay()  # sees it
+    low = out.clone()
+    graph.replay()  # and has raised it
+    assert "fc.weight" in {row.slot for row in session.promotions}
+    assert not torch.equal(low, out)
+    other = copy.deepcopy(net)
+    eager = apply(paper_plan(), other, mode=Simulate(raised=high_plan()))
+    state = session.state_dict()
+    eager.load_state_dict({**state, "forwards": state["forwards"] - 1})
+    assert torch.equal(other(x), out)
+
+
+@pytest.mark.gpu
+def test_a_gpu_rounds_what_a_cpu_rounds() -> None:
+    """Without products the arithmetic is the same, so that all bits are."""
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.relu() * 3.0 + x).relu()
+
+    for plan in (paper_plan(), plan_of(FORMATS, "stochastic")):
+        x = 10 * pictures(4).requires_grad_()
+        results: list[tuple[Tensor, Tensor]] = []
+        for device in ("cpu", "cuda"):
+            net, there = Net(), x.detach().to(device).requires_grad_()
+            apply(plan, net, seed=2, mode="simulate")
+            out = net(there)
+            out.backward(torch.ones_like(out) / 3)
+            assert there.grad is not None
+            results.append((out.detach().cpu(), there.grad.cpu()))
+        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.gpu
+def test_wide_formats_are_multiplied_in_float32() -> None:
+    """4097 has 13 significant bits: by TF32, which the user allowed, 4097 * 4097 would be 2^24."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        net = nn.Linear(64, 64, bias=False).cuda()
+        with torch.no_grad():
+            net.weight.copy_(4097 * torch.eye(64, device="cuda"))
+        x = 4097.0 * torch.ones(32, 64, device="cuda")
+        with apply(Plan.uniform(activation="e8m20f", weight="e8m20f", rounding="nearest_away"), net, mode="simulate"):
+            assert torch.equal(net(x).cpu(), torch.full((32, 64), 16785408.0))
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+# --- without a GPU ------------------------------------------------------------------------------------------------------
+
+
+def place_of(text: str | None, raised: str | None) -> list[Place | None]:
+    places = Places(Plan.uniform(activation=text), 0, raised=Plan.uniform(activation=raised) if raised else None, all_live=True)
+    return [places.of(("x",), Role.ACTIVATION)]
+
+
+@pytest.mark.parametrize(
+    ("text", "raised", "is_narrow"),
+    [
+        *(("e4m3b11f", None, True), ("e6m9f", None, True), ("e5m10", None, True), ("e8m11f", None, False), (None, None, False)),
+        *(("e4m3b11f", "e6m9f", True), ("e4m3b11f", "fp32", False), ("int8", None, True), ("int16", None, False)),
+    ],
+)
+def test_at_most_ten_mantissa_bits_are_narrow(text: str | None, raised: str | None, is_narrow: bool) -> None:
+    assert are_narrow(place_of(text, raised)) is is_narrow
+
+
+def test_switches_go_back_to_what_they_were() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    precision = Precision()
+    for is_narrow in (True, False):
+        precision.set(is_narrow)
+        assert torch.backends.cuda.matmul.allow_tf32 is is_narrow and torch.backends.cudnn.allow_tf32 is is_narrow
+    precision.restore()
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    seen: list[bool] = []
+    precision.around(y.grad_fn, not before[0])
+    y.grad_fn.register_prehook(lambda gradients: seen.append(torch.backends.cuda.matmul.allow_tf32))
+    y.sum().backward()
+    assert seen == [not before[0]] and torch.backends.cuda.matmul.allow_tf32 is before[0]
+    assert Operation("a:", "conv", [], [], 0).output_name(2) == "a:output2"
