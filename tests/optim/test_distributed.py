@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -21,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import paredown
 from paredown import Plan
 from paredown.optim import SGD, AdamW
+from tests.support.processes import needs_gloo, run_on_two
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+pytestmark = needs_gloo
 MOMENTS: dict[str, Any] = {"moment1": "int8/64@bf16", "moment2": "uint4/64@bf16"}
 
 
@@ -94,13 +91,8 @@ def trained(rank: int) -> list[float]:
     return found
 
 
-def worker(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    results = {"ddp": ddp(rank), "fsdp": fsdp(folder), "trained": trained(rank)}
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+def worker(rank: int, folder: Path) -> dict[str, Any]:
+    return {"ddp": ddp(rank), "fsdp": fsdp(str(folder)), "trained": trained(rank)}
 
 
 def one_process(folder: Path) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[Tensor]]:
@@ -124,11 +116,7 @@ def one_process(folder: Path) -> tuple[list[dict[str, Tensor]], list[dict[str, T
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries below, about this machine
 def test_two_processes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    first, second = run_on_two(worker, tmp_path)
 
     for name, weight in first["ddp"]["weights"].items():  # replicas round alike
         assert torch.equal(weight, second["ddp"]["weights"][name])

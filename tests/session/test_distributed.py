@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from paredown import Plan, apply
 from tests.session.nets import INT8, activations, assert_same, relative_error, rows, weighted
+from tests.support.processes import needs_gloo, run_on_two
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+pytestmark = needs_gloo
 PLANS = {"none": None, "exact": Plan.uniform(activation="fp32"), "int8": activations(INT8)}
 
 
@@ -55,27 +53,18 @@ def steps(
     return [g.clone() for g in found], slots
 
 
-def worker(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    results = {
+def worker(rank: int, folder: Path) -> dict[Any, Any]:
+    return {
         (wrap.__name__, name, is_first): steps(wrap, plan, rank, is_first=is_first)
         for wrap in (replicated, sharded)
         for name, plan in PLANS.items()
         for is_first in (True, False)
     }
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries below, about this machine
 def test_two_processes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    results = run_on_two(worker, tmp_path)
     alone = small()
     for number in range(2):
         for rank in range(2):

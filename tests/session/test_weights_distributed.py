@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,9 @@ from paredown import Plan, apply
 from paredown.optim.outside import PackedParameter
 from tests.session.nets import assert_same, relative_error, rows, weighted
 from tests.session.test_distributed import replicated, sharded, small
+from tests.support.processes import needs_gloo, run_on_two
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+pytestmark = needs_gloo
 PLAN = Plan.uniform(weight="int8/64@e8m0")
 
 
@@ -55,10 +53,7 @@ def steps(
     return [g.clone() for g in found], said
 
 
-def worker(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def worker(rank: int, folder: Path) -> dict[Any, Any]:
     results: dict[Any, Any] = {
         (wrap.__name__, packs, is_first): steps(wrap, rank, packs=packs, is_first=is_first)
         for wrap in (replicated, sharded)
@@ -76,17 +71,12 @@ def worker(rank: int, port: int, folder: str) -> None:
         dist.broadcast(net[0][0].weight.data, 0)
     results["sent"] = net[1].weight.detach().clone(), net[3].weight.detach().clone(), net[0][0].weight.detach().clone()
     session.close()
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries below, about this machine
 def test_two_processes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    results = run_on_two(worker, tmp_path)
     sent = [result.pop("sent") for result in results]
     assert_same(sent[0], sent[1])
     assert torch.equal(sent[0][0], of_rank(0)[1].weight)
