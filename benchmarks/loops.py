@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,50 @@ class Log:
         self.rows.append(asdict(row))
         if self.path:
             self.path.write_text(json.dumps(self.runs, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Table:
+    """How the rows of a benchmark are told, and joined where several processes made them."""
+
+    file: str
+    row_type: type[Any]
+    ways: tuple[str, ...]  # in the order of the table
+    summaries: Callable[[Sequence[Any]], Iterator[Any]]
+    line: Callable[[Any], str]
+
+    def tell(self, log: Log, rows: Iterable[Any]) -> None:
+        """Write rows down and print them."""
+        for row in rows:
+            log.add(row)
+            print(self.line(row), flush=True)
+
+    def merge(self, paths: Sequence[Path], folder: Path) -> None:
+        """The runs in all files as one, with their means; appended to the file in `folder`."""
+        runs = [run for path in paths for run in json.loads(path.read_text())]
+        names = {field.name for field in fields(self.row_type)}
+        told = [{k: v for k, v in row.items() if k in names} for run in runs for row in run["rows"] if row["seed"] is not None]
+        rows = [self.row_type(**row) for row in told]
+        order = {name: place for place, name in enumerate(self.ways)}
+        rows.sort(key=lambda row: (row.task, order.get(row.way, len(order)), row.seed))
+        joined = list(self.summaries(rows))
+        print("\n".join(self.line(row) for row in joined))
+        file = folder / self.file
+        before = json.loads(file.read_text()) if file.exists() else []
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps([*before, {**runs[0], "rows": [asdict(row) for row in (*rows, *joined)]}], indent=1) + "\n")
+
+
+def compared(values: Sequence[float], others: Sequence[float]) -> dict[str, float | None]:
+    """Mean and deviation of `values`, the difference of the means from `others`, and its standard error."""
+    both = len(values) > 1 and len(others) > 1
+    variance = statistics.variance(values) / len(values) + statistics.variance(others) / len(others) if both else 0.0
+    return {
+        "mean": statistics.mean(values) if values else None,
+        "deviation": statistics.stdev(values) if len(values) > 1 else None,
+        "difference": statistics.mean(values) - statistics.mean(others) if values and others else None,
+        "standard_error": math.sqrt(variance) if both else None,
+    }
 
 
 def gib(count: int | None) -> str:

@@ -20,19 +20,18 @@ error.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from loops import Log, common_options, failure, release
+from loops import Log, Table, common_options, compared, failure, release
 from lpmm_tasks import SETTINGS, Setting, device_of, settings_of
 from measure import RESULTS
 from torch import nn
@@ -218,9 +217,6 @@ def values_of(rows: Sequence[Row]) -> list[float]:
 
 def summary(rows: Sequence[Row], plain: Sequence[Row]) -> Row:
     """Means over the seeds of one way, runs that diverged left out and counted."""
-    values, others = values_of(rows), values_of(plain)
-    both = len(values) > 1 and len(others) > 1
-    variance = statistics.variance(values) / len(values) + statistics.variance(others) / len(others) if both else 0.0
     rates = {
         key: [getattr(row, key) for row in rows if getattr(row, key) is not None] for key in ("underflow", "flips", "dead_zone")
     }
@@ -230,10 +226,7 @@ def summary(rows: Sequence[Row], plain: Sequence[Row]) -> Row:
         **{key: statistics.mean(found) if found else None for key, found in rates.items()},
         seconds=sum(row.seconds or 0.0 for row in rows),
         num_runs=len(rows),
-        mean=statistics.mean(values) if values else None,
-        deviation=statistics.stdev(values) if len(values) > 1 else None,
-        difference=statistics.mean(values) - statistics.mean(others) if values and others else None,
-        standard_error=math.sqrt(variance) if both else None,
+        **compared(values_of(rows), values_of(plain)),
         num_diverged=sum(row.status == "diverged" for row in rows),
         num_failed=sum(row.status == "failed" for row in rows),
     )
@@ -265,19 +258,7 @@ def line(row: Row) -> str:
     return f"{head} seed {row.seed}  {figures}{rates}  {row.error or row.status}"
 
 
-def merge(paths: Sequence[Path], folder: Path) -> None:
-    """The runs in all files as one, with their means; appended to the file in `folder`."""
-    runs = [run for path in paths for run in json.loads(path.read_text())]
-    names = {field.name for field in fields(Row)}
-    rows = [Row(**{k: v for k, v in row.items() if k in names}) for run in runs for row in run["rows"] if row["seed"] is not None]
-    order = {name: place for place, name in enumerate(WAYS)}
-    rows.sort(key=lambda row: (row.task, order.get(row.way, len(order)), row.seed))
-    joined = list(summaries(rows))
-    print("\n".join(line(row) for row in joined))
-    file = folder / FILE
-    before = json.loads(file.read_text()) if file.exists() else []
-    folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps([*before, {**runs[0], "rows": [asdict(row) for row in (*rows, *joined)]}], indent=1) + "\n")
+TABLE = Table(FILE, Row, tuple(WAYS), summaries, line)
 
 
 def parse_options() -> argparse.Namespace:
@@ -296,7 +277,7 @@ def main() -> None:
     """Task by task and seed by seed all ways, so that what is there when it is stopped can be compared; then their means."""
     options = parse_options()
     if options.merge:
-        merge(options.merge, options.out or RESULTS)
+        TABLE.merge(options.merge, options.out or RESULTS)
         return
     device = device_of(options)
     torch.backends.cudnn.benchmark = True
@@ -305,11 +286,8 @@ def main() -> None:
         names = [name for name in setting.ways or WAYS if name in options.way]
         for seed, name in ((seed, name) for seed in setting.seeds for name in names):
             rows.append(attempt(setting, WAYS[name], seed, device))
-            log.add(rows[-1])
-            print(line(rows[-1]), flush=True)
-    for joined in summaries(rows):
-        log.add(joined)
-        print(line(joined), flush=True)
+            TABLE.tell(log, rows[-1:])
+    TABLE.tell(log, summaries(rows))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from paredown import Plan, Role, apply
 from paredown.plan.calls import Operation
 from paredown.search.published import high_plan
+from paredown.session import places
 from paredown.session.places import Place, Places
 from paredown.session.products import Precision, are_narrow
 from paredown.session.simulated import Simulate
 from tests.session.nets import pictures
-from tests.session.rounded_nets import Forked, paper_plan, step
+from tests.session.rounded_nets import BACKWARD, FORWARD, HIGH, Forked, Roundings, forked_step, paper_plan, step
 
 ROLES = ("activation", "error", "weight", "gradient")
 FORMATS = {role: "e4m3b11f" for role in ROLES}
@@ -149,9 +150,53 @@ def test_wide_formats_are_multiplied_in_float32() -> None:
 # --- without a GPU ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def tabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats in memory on the CPU too, read by kernels in Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    monkeypatch.setattr(places, "TABLED", ("cpu",))
+
+
+@pytest.mark.usefixtures("tabled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_kernels_round_a_step_as_it_is_written_by_hand() -> None:
+    net, x, sent = Forked(), 4 * pictures(2, side=8), torch.randn(2, 5)
+    out, gradients = forked_step(net, x, sent, Roundings(FORWARD, BACKWARD, FORWARD, HIGH))
+    apply(paper_plan(), net, mode="simulate")
+    ours, found = step(net, x, sent)
+    assert torch.equal(ours, out)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.usefixtures("tabled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rows_are_replaced_by_other_plans_and_by_promotion() -> None:
+    net, x, sent = Forked(), pictures(2, side=8), torch.randn(2, 5)
+    session = apply(plan_of(FORMATS, "nearest_away"), net, mode=Simulate(all_live=True))
+    plain = copy.deepcopy(net)
+    step(net, x, sent)
+    for formats in PLANS.values():
+        session.set_plan(plan_of(formats, "nearest_away"))
+        ours, found = step(net, x, sent)
+        other = copy.deepcopy(plain)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(places, "TABLED", ())
+            apply(plan_of(formats, "nearest_away"), other, mode="simulate")
+            expected, theirs = step(other, x, sent)
+        assert torch.equal(ours, expected) and all(torch.equal(found[name], g) for name, g in theirs.items()), formats
+    session.close()
+    session = apply(paper_plan(), net, mode=Simulate(raised=high_plan()))
+    with torch.no_grad():
+        net.fc.weight.fill_(40.0)
+    low, high = net(0.01 * x), net(0.01 * x)
+    assert "fc.weight" in {row.slot for row in session.promotions} and not torch.equal(low, high)
+
+
 def place_of(text: str | None, raised: str | None) -> list[Place | None]:
-    places = Places(Plan.uniform(activation=text), 0, raised=Plan.uniform(activation=raised) if raised else None, all_live=True)
-    return [places.of(("x",), Role.ACTIVATION)]
+    made = Places(Plan.uniform(activation=text), 0, raised=Plan.uniform(activation=raised) if raised else None, all_live=True)
+    return [made.of(("x",), Role.ACTIVATION)]
 
 
 @pytest.mark.parametrize(

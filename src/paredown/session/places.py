@@ -27,6 +27,7 @@ from paredown.roles import Role
 
 SPARE = 256  # rows for slots that are met later, such as those of a loss
 NEVER = -1
+TABLED = ("cuda",)  # devices on which formats are read from memory
 FORWARD = (Role.ACTIVATION, Role.WEIGHT)  # what promotion looks at
 
 
@@ -127,8 +128,8 @@ class Places:
         self._may_rise = torch.zeros(capacity, dtype=torch.bool, **make)
         for new, old in zip((self._promoted, self._shares, self._risen_at_share), before, strict=False):
             new[: len(old)] = old
-        is_cuda = self.device.type == "cuda"
-        self._table, self._next_rows = (LiveTable(capacity, self.device) if is_cuda else None for _ in range(2))
+        is_tabled = self.device.type in TABLED
+        self._table, self._next_rows = (LiveTable(capacity, self.device) if is_tabled else None for _ in range(2))
         if self._all:
             self._write(self._all)
 
@@ -179,7 +180,7 @@ class Places:
             past = (x.detach().abs() >= self._limits[place.number]).float().mean()
             self._shares[place.number].copy_(torch.maximum(self._shares[place.number], past))
         seed = Seed(self.seed, crc32(f"{place.role.value}={place.names[0]}".encode()), self._step())
-        if self._table is not None and x.is_cuda and place.is_live:
+        if self._table is not None and x.device.type == self.device.type and place.is_live:
             return self._table.round_(x, place.number, place.rounding, seed)
         now = place.raised if self.is_raised(place) else place.assignment
         return x if now.format is None else round_trip_(x, now.format, place.rounding, now.overflow, seed)

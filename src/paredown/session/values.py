@@ -207,12 +207,8 @@ class Straight(torch.autograd.Function):
     """A rounded copy, whose gradient passes straight through."""
 
     @staticmethod
-    def forward(x: Tensor, places: Places, place: Place, looks: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, places: Places, place: Place, looks: bool) -> Tensor:  # type: ignore[override]
         return places.rounded(x, place, looks=looks)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

@@ -96,22 +96,21 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Ten
 def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Seed, out: Tensor) -> Tensor:
     """`x` rounded to the element that `spec` describes when the kernel runs; see `run_time.describe`."""
     random = random_of(seed, x.numel(), rounding)
-    for tiles in _tiles(1, x.numel(), FP32, "round_trip"):
-        first_tile, _, numel, _, _ = tiles.offsets
-        constants = {name: tiles.constants[name] for name in ("MASKED", "TILE", "num_warps", "enable_fp_fusion")}
-        run_time.round_trip_kernel[(tiles.count,)](
-            bf16_as_integers(x),
-            out,
-            spec,
-            random.step,
-            numel,
-            first_tile,
-            *random.scalars,
-            ROUNDING=ROUNDINGS[rounding].value,
-            **random.constants,
-            **constants,
-        )
+    for launch in round_trips(x.numel(), rounding, random.step_in_memory, random.wide):
+        launch((bf16_as_integers(x), out, spec, random.step), random.scalars)
     return out
+
+
+@lru_cache(maxsize=4096)
+def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool) -> list[quick.Launch]:
+    """Launches for so many values."""
+    constants = {"ROUNDING": ROUNDINGS[rounding].value, "STEP_IN_MEMORY": step_in_memory, "WIDE": wide}
+    launches: list[quick.Launch] = []
+    for tiles in _tiles(1, numel, FP32, "round_trip"):
+        first_tile, _, cols, _, _ = tiles.offsets
+        own = {name: tiles.constants[name] for name in ("MASKED", "TILE", "num_warps", "enable_fp_fusion")}
+        launches.append(quick.Launch(run_time.round_trip_kernel, tiles.count, (cols, first_tile), {**constants, **own}))
+    return launches
 
 
 def largest_finite(x: Tensor) -> Tensor:
@@ -229,11 +228,6 @@ class Random(NamedTuple):
     scalars: tuple[int, int, int]  # first_index, k0, k1
     step_in_memory: bool
     wide: bool
-
-    @property
-    def constants(self) -> dict[str, bool]:
-        """As the kernels name them."""
-        return {"STEP_IN_MEMORY": self.step_in_memory, "WIDE": self.wide}
 
 
 NOT_RANDOM = Random(None, (0, 0, 0), False, False)

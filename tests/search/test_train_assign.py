@@ -1,0 +1,54 @@
+"""The benchmark of assignments runs: a few steps of small networks on pictures that are noise, and files that are joined."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def bench(*options: str) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_assign.py"), *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    source = np.random.default_rng(0)
+    arrays = {f"x_{part}": source.integers(0, 256, (num, 32, 32, 3), dtype=np.uint8) for part, num in (("train", 32), ("test", 16))}
+    labels = {f"y_{part}": source.integers(0, 10, num) for part, num in (("train", 32), ("test", 16))}
+    np.savez(tmp_path / "cifar10.npz", **arrays, **labels)
+    return tmp_path
+
+
+def test_processes_share_the_work_and_their_files_are_joined(data: Path, tmp_path: Path) -> None:
+    paths: list[Path] = []
+    for task, ways in (("squeezenet", ("fp32", "r0.5")), ("resnet18", ("fp32", "operator"))):
+        out = tmp_path / task
+        bench("--quick", "--data", str(data), "--task", task, "--way", *ways, "--seeds", "0", "--out", str(out))
+        paths.append(out / "train_assign.json")
+    printed = bench("--merge", *map(str, paths), "--out", str(tmp_path))
+    (joined,) = json.loads((tmp_path / "train_assign.json").read_text())
+    runs = [row for row in joined["rows"] if row["seed"] is not None]
+    assert [(row["task"], row["way"]) for row in runs] == [
+        *(("resnet18", "fp32"), ("resnet18", "operator"), ("squeezenet", "fp32"), ("squeezenet", "r0.5"))
+    ]
+    assert all(row["status"] in ("done", "diverged") and row["train_loss"] > 0 for row in runs), [row["error"] for row in runs]
+    by_way = {(row["task"], row["way"]): row for row in runs}
+    assert by_way["squeezenet", "r0.5"]["low_ratio"] == pytest.approx(0.52, abs=0.02)
+    assert by_way["squeezenet", "r0.5"]["memory"] / by_way["squeezenet", "fp32"]["memory"] == pytest.approx(
+        (2 - 0.52) / 4, abs=0.005
+    )
+    assert by_way["resnet18", "operator"]["low_ratio"] == pytest.approx(0.273, abs=0.005)
+    assert len([row for row in joined["rows"] if row["status"] == "summary"]) == 4
+    assert printed.count("against fp32") == 4
