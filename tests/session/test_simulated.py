@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from paredown import ApplyError, Plan, Role, apply, round_trip, trace_step
 from paredown.models import MODELS, OF_TEXT, random_batch
@@ -206,6 +207,55 @@ def _seed(name: str) -> Any:
     from paredown import Seed
 
     return Seed(0, crc32(f"activation={name}".encode()), 1)
+
+
+class Checkpointed(Forked):
+    """The same; `is_again` computes norm and ReLU again in backward."""
+
+    is_again = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Sequential(self.bn, self.relu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        part = checkpoint(self.second, x, use_reentrant=False) if self.is_again else self.second(x)
+        return self.fc((part + x).flatten(1))
+
+
+@pytest.mark.parametrize("rounding", ["nearest_away", "stochastic"])
+def test_checkpointed_parts_are_rounded_alike_when_they_are_computed_again(rounding: str) -> None:
+    plan = Plan.uniform(activation="e4m3b11f", weight="e4m3b11f", error="e5m2f", rounding=rounding, overflow="saturate")
+    results: list[dict[str, Tensor]] = []
+    for is_again in (False, True):
+        net = Checkpointed()
+        net.is_again = is_again
+        apply(plan, net, seed=3, mode="simulate")
+        results.append(step(net, 4 * pictures(2, side=8), sent_back())[1])
+        assert not torch.overrides._get_current_function_mode_stack()
+    assert all(torch.equal(results[1][name], gradient) for name, gradient in results[0].items())
+
+
+def test_looking_at_a_tensor_changes_nothing() -> None:
+    class Net(Forked):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)
+            assert "tensor" in repr(x) and f"{x.sum():.3f}"
+            return self.fc((self.relu(self.bn(x)) + x).flatten(1))
+
+    out, gradients = forked_step(Net(), pictures(2, side=8), sent_back(), PAPER)
+    net = Net()
+    apply(paper_plan(), net, mode="simulate")
+    ours, found = step(net, pictures(2, side=8), sent_back())
+    assert torch.equal(ours, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
+
+
+def test_a_model_that_is_compiled_later_says_so() -> None:
+    net = Forked()
+    session = apply(paper_plan(), net, mode="simulate")
+    torch.compile(net, backend="eager")(pictures(2, side=8))
+    assert "torch.compile runs the model" in session.changes[-1].reason
 
 
 # --- the session --------------------------------------------------------------------------------------------------------

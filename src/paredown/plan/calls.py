@@ -7,7 +7,8 @@
 These are the names that `Watch` gives to what operations save of their own outputs. An operation is what torch does in one call below
 Python: functions that are written in Python themselves (multi-head attention) are followed inside, and the cross entropy is its two halves,
 log_softmax and nll_loss. Views, copies and casts move values and make none: their results are the value that they came from. It leaves out
-what runs outside of Python's sight: compiled and scripted parts, what checkpointing computes again.
+what runs outside of Python's sight: compiled and scripted parts. What checkpointing computes again in backward is followed from module
+to module, each call taken for the module's first.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -51,6 +52,9 @@ SAME_OP = {
     **{"nll_loss_nd": "nll_loss", "truediv": "div", "_softmax": "softmax"},
 }
 PRODUCTS = frozenset(("conv", "linear", "matmul"))  # where a group of the mixed-precision paper ends
+# What a person looks at, and what begins another pass
+NOT_OF_THE_MODEL = frozenset((Tensor.__repr__, Tensor.__format__, Tensor.backward, Tensor.register_hook, Tensor.__deepcopy__))
+NO_BACKWARD = -1
 CHECKS = re.compile("has_torch_function(_unary|_variadic)?")
 CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
 
@@ -179,6 +183,9 @@ class Calls(TorchFunctionMode):
         return getattr(self._running, "frames", None) is not None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self.is_running and torch._C._current_graph_task_id() != NO_BACKWARD:
+            self.start()  # a part that checkpointing computes again, in backward
+            self._running.again = module
         if self.is_running:
             path, is_leaf = self._paths.get(module) or ("", False)
             self._running.times[path] = times = self._running.times.get(path, 0) + 1
@@ -187,12 +194,15 @@ class Calls(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.is_running and len(self._running.frames) > 1:
             self._running.frames.pop()
+            if len(self._running.frames) == 1 and getattr(self._running, "again", None) is module:
+                self._running.again = None
+                self.stop()
 
     # --- what -----------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.is_running:
+        if not self.is_running or func in NOT_OF_THE_MODEL:
             return func(*args, **kwargs)
         if isinstance(func, FunctionType) and func not in self._running.open:
             return self._inside(func, args, kwargs)

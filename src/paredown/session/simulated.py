@@ -9,8 +9,9 @@
 Products accumulate in float32, by TF32 on a GPU where both operands have at most 10 mantissa bits. Slots have the names that traces and
 plans use; an activation answers to the name of what made it (`relu:output`) and to those under which it is saved (`conv2:input`).
 
-Not followed: what torch.compile runs, and what checkpointing computes again in backward. Losses outside of the model are, if they are
-called inside `with session.following():`.
+Not followed: what torch.compile runs. Checkpointed modules are rounded alike when backward computes them again (with
+use_reentrant=False; the older form loses the gradients at the borders of a part). Losses outside of the model are rounded if they
+are called inside `with session.following():`.
 """
 
 from __future__ import annotations
