@@ -32,7 +32,7 @@ FORWARD = (Role.ACTIVATION, Role.WEIGHT)  # what promotion looks at
 
 
 class Promotion(NamedTuple):
-    """A slot that was raised: before which forward pass, and the share of its values that had overflowed."""
+    """A slot that was raised: after how many forward passes, and the share of its values that had overflowed."""
 
     slot: str
     forward: int
@@ -176,11 +176,12 @@ class Places:
         if x.dtype not in FLOATS:
             self.refused[place.key] = f"its values are {str(x.dtype).removeprefix('torch.')}"
             return x
-        if looks and self.raised is not None and x.numel():
+        is_here = x.device == self.device
+        if looks and is_here and self.raised is not None and x.numel():
             past = (x.detach().abs() >= self._limits[place.number]).float().mean()
             self._shares[place.number].copy_(torch.maximum(self._shares[place.number], past))
         seed = Seed(self.seed, crc32(f"{place.role.value}={place.names[0]}".encode()), self._step())
-        if self._table is not None and x.device.type == self.device.type and place.is_live:
+        if self._table is not None and is_here and place.is_live:
             return self._table.round_(x, place.number, place.rounding, seed)
         now = place.raised if self.is_raised(place) else place.assignment
         return x if now.format is None else round_trip_(x, now.format, place.rounding, now.overflow, seed)

@@ -16,6 +16,8 @@ from paredown.formats.format import Format
 from paredown.session.places import Place
 
 TF32_BITS = 10
+# Not allow_tf32, which cannot be read once the user has set these; it reads as before when they are put back
+SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
 
 
 def is_narrow(format: Format | None) -> bool:
@@ -38,19 +40,20 @@ class Precision:
     """Torch's switches of TF32 during a product; `restore` puts them back."""
 
     def __init__(self) -> None:
-        self._before: tuple[Any, Any] | None = None
+        self._before: tuple[str, ...] | None = None
 
     def set(self, is_narrow: bool) -> None:
         """TF32 or not, for what is launched from now on."""
         if self._before is None:
-            self._before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_narrow
+            self._before = tuple(switch.fp32_precision for switch in SWITCHES)
+        for switch in SWITCHES:
+            switch.fp32_precision = "tf32" if is_narrow else "ieee"
 
     def restore(self) -> None:
         """As it was."""
-        if self._before is not None:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
-            self._before = None
+        for switch, before in zip(SWITCHES, self._before or (), strict=False):
+            switch.fp32_precision = before
+        self._before = None
 
     def around(self, node: Any, is_narrow: bool) -> None:
         """The same in backward, while `node` runs."""

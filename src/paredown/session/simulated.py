@@ -111,9 +111,7 @@ class SimulatedSession:
     @property
     def changes(self) -> Changes:
         """What is not as it was asked for, slot by slot; complete after the first forward pass."""
-        rows = [
-            Change(p.slot, "as planned", "raised", f"{p.share:.1%} overflowed before pass {p.forward}") for p in self.promotions
-        ]
+        rows = [Change(p.slot, "as planned", "raised", f"{p.share:.1%} overflowed by pass {p.forward}") for p in self.promotions]
         rows += [Change(slot, "a format", "as it is", reason) for slot, reason in self._places.refused.items()]
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         residue = self.plan.find(("",), Role.RESIDUE).format
@@ -181,6 +179,8 @@ class SimulatedSession:
 
     def _prepare(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """All that comes before a pass: the arguments, rounded."""
+        first = next((t for tensors in (model.parameters(), tensors_in((args, kwargs))) for t in tensors), None)
+        self._places.move(first.device if first is not None else torch.device("cpu"))
         if self._outline is None:
             self._learn(model, args, kwargs)
         self._hook_parameters(model)
@@ -201,8 +201,6 @@ class SimulatedSession:
 
     def _learn(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The names of all slots, by one pass on fake tensors; without it a slot has the name of its maker alone."""
-        first = next((t for t in (*model.parameters(), *tensors_in((args, kwargs)))), None)
-        self._places.move(first.device if first is not None else torch.device("cpu"))
         try:
             self._outline = of_call(model, args, kwargs)
         except Exception as error:  # whatever a user's model does with tensors that have no numbers
