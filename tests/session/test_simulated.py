@@ -237,6 +237,20 @@ def test_checkpointed_parts_are_rounded_alike_when_they_are_computed_again(round
     assert all(torch.equal(results[1][name], gradient) for name, gradient in results[0].items())
 
 
+def test_sessions_do_not_take_each_others_values() -> None:
+    """What one model made is an input to the other, and the caller's tensors bear no mark."""
+    first, second, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(3, 4)
+    coarse = Float("e4m1f", 1, -6, 8, "saturate")
+    apply(FORWARD.rule(Plan.uniform(), "activation"), first, mode="simulate")
+    other = apply(coarse.rule(Plan.uniform(), "activation"), second, mode="simulate")
+    h = first(x)
+    assert not vars(x)
+    assert torch.equal(second(h), coarse(torch.nn.functional.linear(coarse(h), second.weight, second.bias)))
+    with other.following():
+        summed = h + h
+    assert torch.equal(summed, coarse(h.detach() + h.detach()))
+
+
 def test_looking_at_a_tensor_changes_nothing() -> None:
     class Net(Forked):
         def forward(self, x: Tensor) -> Tensor:

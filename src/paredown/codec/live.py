@@ -70,19 +70,20 @@ class LiveTable:
         fields = torch.tensor([list(fields_of(*rows[place])) for place in places], dtype=torch.int32).view(-1, NUM_FIELDS)
         self.rows[torch.tensor(places, device=self.device)] = fields.to(self.device)
 
-    def round_(self, x: Tensor, place: int, rounding: Rounding, seed: Seed) -> Tensor:
-        """`x` rounded in place to the format that stands in the table when the kernel runs."""
+    def round_into(self, x: Tensor, out: Tensor, place: int, rounding: Rounding, seed: Seed) -> Tensor:
+        """`x` rounded to the format that stands in the table when the kernel runs; `out` may be `x`, or like it."""
         kernels = backend.find_kernels()
         if kernels is None:
             raise CodecError("formats in memory need Triton: install it, or keep tensors on the CPU.")
-        row, values = self.rows[place], flat(x.data)
-        if values is None:
-            values = x.data.contiguous().view(-1)
-            kernels.round_trip_at_run_time(values, row, rounding, seed, values)
-            x.data.copy_(values.view(x.shape))
-        elif values.numel():
-            kernels.round_trip_at_run_time(values, row, rounding, seed, values)
-        return x
+        source, target = flat(x.data), flat(out.data)
+        has_gaps = source is None or target is None or x.stride() != out.stride()
+        if has_gaps:
+            source = target = x.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        if x.numel():
+            kernels.round_trip_at_run_time(source, self.rows[place], rounding, seed, target)
+        if has_gaps and target is not None:
+            out.data.copy_(target.view(x.shape))
+        return out
 
 
 @cache

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from paredown.plan.graph import next_number
 from paredown.plan.watch import Hook, is_plain_leaf
 
-VALUE = "_paredown_value"  # the attribute of a tensor that says what it is
+MARK = "_paredown_value"  # the attribute of a tensor that says what it is, and to whom
 MOVES = frozenset(
     (
         *("reshape", "flatten", "contiguous", "clone", "detach", "expand", "repeat", "repeat_interleave", "roll", "flip", "unfold"),
@@ -76,6 +76,7 @@ class Operation:
     sources: list[Source]
     weights: list[nn.Parameter]
     first: int
+    num_unknown: int = 0  # floats that it takes and that are neither
 
     def output_name(self, number: int) -> str:
         """The name of its output; those after the first are numbered."""
@@ -228,10 +229,11 @@ class Calls(TorchFunctionMode):
         if op in MOVES:
             return self._moved(self._call(func, args, kwargs, tensors), op, tensors)
         versions = [t._version for t in tensors]
-        sources = [Source(getattr(t, VALUE), (t.grad_fn, t.output_nr)) for t in tensors if hasattr(t, VALUE)]
+        values = [(t, known(t, self._listener)) for t in tensors]
+        sources = [Source(value, (t.grad_fn, t.output_nr)) for t, value in values if value is not None]
         weights = [cast("nn.Parameter", t) for t in tensors if is_weight(t)]
-        frame = self._running.frames[-1]
-        operation = Operation("", op, sources, weights, next_number())
+        frame, num_unknown = self._running.frames[-1], len(tensors) - len(sources) - len(weights)
+        operation = Operation("", op, sources, weights, next_number(), num_unknown)
         self._listener.begins(operation)
         out = self._call(func, args, kwargs, tensors)
         storages = {_storage(t) for t, version in zip(tensors, versions, strict=True) if t._version == version}
@@ -240,25 +242,36 @@ class Calls(TorchFunctionMode):
             return self._moved(out, op, tensors)
         operation.name = frame.prefix(op)
         for number, tensor in enumerate(made, 1):
-            setattr(tensor, VALUE, self._listener.made(operation, tensor, number))
+            mark(tensor, self._listener, self._listener.made(operation, tensor, number))
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
         """`out`, known as the value that it came from, or as a part of it."""
-        source = next((t for t in tensors if hasattr(t, VALUE)), None)
+        source = next((t for t in tensors if known(t, self._listener) is not None), None)
         if source is None:
             return out
         for tensor in leaves(out):
             if tensor.is_floating_point() and tensor is not source:
                 is_part = 0 < tensor.numel() < source.numel()
                 name = f"{self._running.frames[-1].prefix(op)}output" if is_part else ""
-                setattr(tensor, VALUE, self._listener.moved(getattr(source, VALUE), tensor, name))
+                mark(tensor, self._listener, self._listener.moved(known(source, self._listener), tensor, name))
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
         if any(is_weight(t) for t in tensors) and not func.__name__.endswith("_"):
             args, kwargs = replaced(args, self._listener.taken), replaced(kwargs, self._listener.taken)
         return func(*args, **kwargs)
+
+
+def mark(tensor: Tensor, listener: Listener, value: Any) -> None:
+    """From now on `tensor` is this value to this listener."""
+    setattr(tensor, MARK, (listener, value))
+
+
+def known(tensor: Tensor, listener: Listener) -> Any:
+    """What a tensor is to this listener; None where it is nothing, or something to another one."""
+    marked = getattr(tensor, MARK, None)
+    return marked[1] if marked is not None and marked[0] is listener else None
 
 
 def leaves(values: Any) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from paredown.plan.calls import PRODUCTS, VALUE, Calls, Listener, Operation
+from paredown.plan.calls import PRODUCTS, Calls, Listener, Operation, mark
 from paredown.plan.fakes import Fakes, check_model, faked
 from paredown.plan.graph import Saved, tensors_in
 from paredown.plan.watch import Watch
@@ -174,5 +174,5 @@ class Seen(Listener):
         self._kept.append(tensor)
         if row["op"] != PART:
             self._places[tensor.untyped_storage()._cdata] = place
-        setattr(tensor, VALUE, place)
+        mark(tensor, self, place)
         return place

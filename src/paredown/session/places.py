@@ -56,6 +56,11 @@ class Place:
         return slot_key(self.names[0], self.role)
 
     @property
+    def tensor_id(self) -> int:
+        """What tells its random bits from those of others."""
+        return crc32(f"{self.role.value}={self.names[0]}".encode())
+
+    @property
     def is_plain(self) -> bool:
         """Whether no format is given to it, now or later."""
         return self.assignment.format is None and self.raised.format is None
@@ -173,22 +178,28 @@ class Places:
 
     def round_(self, x: Tensor, place: Place, *, looks: bool = False) -> Tensor:
         """`x` rounded in place, out of autograd's sight; `looks`: what overflows is counted before."""
+        return self._round(x, x, place, looks=looks)
+
+    def rounded(self, x: Tensor, place: Place, *, looks: bool = False) -> Tensor:
+        """A rounded copy."""
+        x = x.detach()
+        if self._table is not None and x.device == self.device and place.is_live:
+            return self._round(x, torch.empty_like(x), place, looks=looks)
+        return self.round_(x.clone(), place, looks=looks)
+
+    def _round(self, x: Tensor, out: Tensor, place: Place, *, looks: bool) -> Tensor:
         if x.dtype not in FLOATS:
             self.refused[place.key] = f"its values are {str(x.dtype).removeprefix('torch.')}"
-            return x
+            return out if out is x else out.copy_(x)
         is_here = x.device == self.device
         if looks and is_here and self.raised is not None and x.numel():
             past = (x.detach().abs() >= self._limits[place.number]).float().mean()
             self._shares[place.number].copy_(torch.maximum(self._shares[place.number], past))
-        seed = Seed(self.seed, crc32(f"{place.role.value}={place.names[0]}".encode()), self._step())
+        seed = Seed(self.seed, place.tensor_id, self._step())
         if self._table is not None and is_here and place.is_live:
-            return self._table.round_(x, place.number, place.rounding, seed)
+            return self._table.round_into(x, out, place.number, place.rounding, seed)
         now = place.raised if self.is_raised(place) else place.assignment
         return x if now.format is None else round_trip_(x, now.format, place.rounding, now.overflow, seed)
-
-    def rounded(self, x: Tensor, place: Place, *, looks: bool = False) -> Tensor:
-        """A rounded copy."""
-        return self.round_(x.detach().clone(), place, looks=looks)
 
     def _step(self) -> Any:
         return self._counter if self._table is not None else self.forwards

@@ -8,7 +8,7 @@ Accumulation is float32 either way. Only CUDA has TF32; elsewhere nothing is don
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +17,7 @@ from paredown.session.places import Place
 
 TF32_BITS = 10
 # Not allow_tf32, which cannot be read once the user has set these; it reads as before when they are put back
-SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn).conv)
 
 
 def is_narrow(format: Format | None) -> bool:
