@@ -194,6 +194,17 @@ def test_stochastic_rounding_follows_seed_and_pass() -> None:
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[0], other[0])
 
 
+def test_another_count_of_passes_has_other_random_bits() -> None:
+    plan = Plan.uniform(activation="e4m1f", rounding="stochastic", overflow="saturate")
+    net, x = Forked(), pictures(2, side=8)
+    session = apply(plan, net, mode="simulate")
+    first = net(x).detach()
+    session.set_plan(plan, forwards=1_000_000)
+    assert not torch.equal(net(x), first) and session.forwards == 1_000_001
+    session.set_plan(plan, forwards=0)
+    assert torch.equal(net(x), first)
+
+
 def test_blocks_are_rounded_by_the_codec() -> None:
     net, x = Forked(), pictures(2, side=8)
     plain = net(x).detach()
@@ -249,6 +260,14 @@ def test_sessions_do_not_take_each_others_values() -> None:
     with other.following():
         summed = h + h
     assert torch.equal(summed, coarse(h.detach() + h.detach()))
+
+
+def test_a_model_of_one_layer_has_the_names_of_its_trace() -> None:
+    layer, x = nn.Linear(64, 64), torch.randn(64, 64)
+    found = outline(layer, (x,))
+    assert [value.names for value in found.values] == [("input1", ":input"), (":output",)]
+    saved = trace_step(layer, (x, x), loss=nn.functional.mse_loss, device="cpu").activations
+    assert all(slot.name.startswith("loss:") for slot in saved), "the caller holds its input"
 
 
 def test_looking_at_a_tensor_changes_nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paredown import Plan, Role, apply
-from paredown.plan.calls import Operation
+from paredown.plan.operations import Operation
 from paredown.search.published import high_plan
 from paredown.session import places
 from paredown.session.places import Place, Places

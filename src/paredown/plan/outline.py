@@ -21,9 +21,10 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from paredown.plan.calls import PRODUCTS, Calls, Listener, Operation, mark
+from paredown.plan.calls import Calls
 from paredown.plan.fakes import Fakes, check_model, faked
 from paredown.plan.graph import Saved, tensors_in
+from paredown.plan.operations import PRODUCTS, Listener, Operation, mark
 from paredown.plan.watch import Watch
 from paredown.roles import Role
 

@@ -103,10 +103,14 @@ class SimulatedSession:
         """Raise what overflowed in the last training pass. Each training pass begins with this, in a captured graph too."""
         self._places.promote()
 
-    def set_plan(self, plan: Plan) -> None:
-        """Other formats for the same slots, also for a CUDA graph that was captured; `Simulate(all_live=True)` has every slot."""
+    def set_plan(self, plan: Plan, *, forwards: int | None = None) -> None:
+        """Other formats for the same slots, also for a CUDA graph that was captured; `Simulate(all_live=True)` has every slot.
+
+        `forwards`: where the count of passes goes on. One that no other run comes to has random bits of its own, as another seed has.
+        """
         self._places.set_plan(plan)
         self._values.relearn()
+        self._places.forwards = self.forwards if forwards is None else forwards
 
     @property
     def changes(self) -> Changes:

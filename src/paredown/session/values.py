@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from paredown.errors import ApplyError
-from paredown.plan.calls import PRODUCTS, Listener, Operation, known, mark
 from paredown.plan.graph import NO_SEQUENCE, tensors_in
+from paredown.plan.operations import PRODUCTS, Listener, Operation, known, mark
 from paredown.plan.outline import INPUT, Outline
 from paredown.plan.plan import Plan
 from paredown.roles import Role
