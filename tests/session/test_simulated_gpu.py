@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paredown import Plan, Role, apply
+from paredown import ApplyError, Plan, Role, apply
 from paredown.plan.operations import Operation
 from paredown.search.published import high_plan
 from paredown.session import places
@@ -82,7 +82,7 @@ def test_one_graph_serves_every_format(rounding: str) -> None:
         graph.replay()
         assert session.forwards == before + 1, "the count goes on in the graph"
         other = copy.deepcopy(net)
-        eager = apply(plan, other, seed=3, mode="simulate")
+        eager = apply(plan, other, seed=3, mode=Simulate(all_live=True))
         eager.load_state_dict({**eager.state_dict(), "forwards": before})
         expected, found = step(other, x, sent)
         assert torch.equal(out, expected), formats
@@ -189,6 +189,9 @@ def test_rows_are_replaced_by_other_plans_and_by_promotion() -> None:
         assert torch.equal(ours, expected) and all(torch.equal(found[name], g) for name, g in theirs.items()), formats
     session.close()
     session = apply(paper_plan(), net, mode=Simulate(raised=high_plan()))
+    net(x)
+    with pytest.raises(ApplyError, match="may run in TF32"):
+        session.set_plan(plan_of({"activation": "e8m20f"}, "nearest_away"))
     with torch.no_grad():
         net.fc.weight.fill_(40.0)
     low, high = net(0.01 * x), net(0.01 * x)

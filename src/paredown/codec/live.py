@@ -19,6 +19,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
 NUM_FIELDS = 12  # of a row
+TF32_BITS = 10  # of a mantissa
 AS_IT_IS = Format.parse("fp32")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,6 +29,15 @@ def is_live(format: Format | None) -> bool:
     return format is None or (
         format.block is None and format.element.kind is not Kind.TABLE and format.element.min_exponent >= -126
     )
+
+
+def is_narrow(format: Format | None) -> bool:
+    """Whether values of this format go into a TF32 product as they are.
+
+    >>> is_narrow(Format.parse("e6m9f")), is_narrow(Format.parse("int16")), is_narrow(None)
+    (True, False, False)
+    """
+    return format is not None and format.block is None and not format.element.table and format.element.mantissa_bits <= TF32_BITS
 
 
 def overflow_limit(format: Format | None) -> float:

@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from paredown.codec.live import FLOATS, LiveTable, is_live, overflow_limit, round_trip_
+from paredown.codec.live import FLOATS, LiveTable, is_live, is_narrow, overflow_limit, round_trip_
 from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.assignment import AS_IS, Assignment
@@ -150,6 +150,11 @@ class Places:
             asked = plan.find(place.names, place.role)
             if self._table is not None and not (is_live(asked.format) and place.is_live):
                 raise ApplyError(f"slot {place.key!r}: {asked} cannot be read from memory. Blocks need a session of their own.")
+            if self._table is not None and not self.all_live and is_narrow(place.assignment.format) and not is_narrow(asked.format):
+                raise ApplyError(
+                    f"slot {place.key!r} has at most 10 mantissa bits and its products may run in TF32, which {asked} does not allow. "
+                    "Apply with Simulate(all_live=True)."
+                )
             if asked.format is not None and asked.rounding_in(place.role) is not place.rounding:
                 raise ApplyError(
                     f"slot {place.key!r} rounds by {place.rounding.value}, and the new plan says {asked.rounding_in(place.role).value}: "

@@ -12,21 +12,11 @@ from typing import Any, cast
 
 import torch
 
-from paredown.formats.format import Format
+from paredown.codec.live import is_narrow
 from paredown.session.places import Place
 
-TF32_BITS = 10
 # Not allow_tf32, which cannot be read once the user has set these; it reads as before when they are put back
 SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn).conv)
-
-
-def is_narrow(format: Format | None) -> bool:
-    """Whether values of this format go into a TF32 product as they are.
-
-    >>> is_narrow(Format.parse("e6m9f")), is_narrow(Format.parse("int16")), is_narrow(None)
-    (True, False, False)
-    """
-    return format is not None and format.block is None and not format.element.table and format.element.mantissa_bits <= TF32_BITS
 
 
 def are_narrow(places: Iterable[Place | None]) -> bool:

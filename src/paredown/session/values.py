@@ -35,7 +35,8 @@ class Simulate:
     `raised`: the plan whose assignments activations and weights get for good once `share` of their values overflow in one training
     pass. `sums`: where several operations take an activation, "exact" rounds what each sends back and not the sum, "rounded" the
     sum alone. `gradients`: rounded in "backward" or before the optimizer's "step". `first_weights`: "exact" computes with the
-    parameters as they are until the first step. `all_live`: every slot can be given a format later by `session.set_plan`.
+    parameters as they are until the first step. `all_live`: every slot can be given any format later by `session.set_plan`, so
+    that no product runs in TF32.
     """
 
     raised: Plan | None = None
@@ -121,7 +122,7 @@ class Values(Listener):
     def begins(self, operation: Operation) -> None:
         """TF32 or not."""
         if self._is_product(operation):
-            self.precision.set(are_narrow(self._operands(operation)))
+            self.precision.set(self._are_narrow(self._operands(operation)))
 
     def made(self, operation: Operation, out: Tensor, number: int) -> Known:
         """Round what an operation made, and what it will send back."""
@@ -151,6 +152,10 @@ class Values(Listener):
         weights = [self.places.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
+    def _are_narrow(self, places: list[Place | None]) -> bool:
+        """Whether TF32 is exact, now and whatever formats come later."""
+        return not self.how.all_live and are_narrow(places)
+
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: Operation, out: Tensor, value: Known) -> None:
@@ -164,7 +169,8 @@ class Values(Listener):
         is_product = self._is_product(operation)
         if not is_product and all(place is None for *_, place in edges):
             return
-        is_narrow = is_product and are_narrow([*self._operands(operation), value.error]) and (is_summed or value.num_uses == 1)
+        is_one = is_summed or value.num_uses == 1  # a sum of several has more bits than they have
+        is_narrow = is_product and is_one and self._are_narrow([*self._operands(operation), value.error])
         for node in _nodes(out.grad_fn, operation.first):
             places = _leaving(node, edges)
             if places:
