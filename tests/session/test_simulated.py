@@ -270,6 +270,19 @@ def test_a_model_of_one_layer_has_the_names_of_its_trace() -> None:
     assert all(slot.name.startswith("loss:") for slot in saved), "the caller holds its input"
 
 
+def test_a_session_that_begins_with_evaluation_knows_the_names_of_training() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).eval()
+    session = apply(Plan.uniform().set("2:input", "e2m1fn"), net, mode="simulate")
+    with torch.no_grad():
+        net(torch.randn(4, 8))
+    assert not session.changes and not net.training
+    seen: list[Tensor] = []
+    net[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    net.train()(torch.randn(4, 8))
+    assert torch.equal(seen[0], round_trip(seen[0], "e2m1fn", overflow="saturate"))
+
+
 def test_looking_at_a_tensor_changes_nothing() -> None:
     class Net(Forked):
         def forward(self, x: Tensor) -> Tensor:

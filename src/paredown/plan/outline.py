@@ -95,9 +95,11 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, Fakes], Any] | None = None
 ) -> Outline:
-    """The outline of one call of `model`, and of what `after` does with its output."""
+    """The outline of one call of `model`, and of what `after` does with its output; of a training pass where no gradient is wanted now."""
     fakes = Fakes()
     with faked(model, fakes):
+        if not torch.is_grad_enabled():
+            model.train()  # dropout makes values then
         names = {id(p): name for name, p in model.named_parameters()}
         seen = Seen(names)
         calls = Calls(model, seen)
