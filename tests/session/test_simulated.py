@@ -28,6 +28,7 @@ def sent_back(scale: float = 1.0) -> Tensor:
 
 
 def test_the_oracle_rounds_as_the_codec_does() -> None:
+    torch.manual_seed(0)
     x = torch.cat(
         [torch.randn(4000) * torch.exp2(torch.randint(-20, 20, (4000,)).float()), torch.tensor([31.0, 30.99, -31.0, 0.0])]
     )
@@ -376,6 +377,8 @@ def test_modes_are_two(mode: Any) -> None:
         apply(Plan.uniform(), Forked(), mode=mode)
     with pytest.raises(ApplyError, match=r"sums='twice' is unknown\. Allowed: exact, rounded"):
         Simulate(sums="twice")
+    with pytest.raises(ApplyError, match="share=1.5 is the part"):
+        Simulate(share=1.5)
 
 
 def test_a_compiled_model_is_refused() -> None:

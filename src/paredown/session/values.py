@@ -50,6 +50,10 @@ class Simulate:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ApplyError(f"Simulate: {name}={getattr(self, name)!r} is unknown. Allowed: {', '.join(allowed)}.")
+        if not 0 < self.share <= 1:
+            raise ApplyError(
+                f"Simulate: share={self.share} is the part of a tensor's values that may overflow, above 0 and at most 1."
+            )
 
 
 @dataclass(eq=False, slots=True)
