@@ -284,6 +284,28 @@ def test_a_session_that_begins_with_evaluation_knows_the_names_of_training() -> 
     assert torch.equal(seen[0], round_trip(seen[0], "e2m1fn", overflow="saturate"))
 
 
+@pytest.mark.parametrize("key", ["activation", ":getitem.output", "fc:input"])
+def test_a_part_may_have_a_format_of_its_own(key: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 1.0
+            return self.fc(h[:, :4]) + h[:, 4:]
+
+    coarse = Float("e4m1f", 1, -6, 8, "saturate")
+    net, x, q = Net(), torch.randn(3, 8, generator=torch.Generator().manual_seed(2)), Float("e4m3b11f", 3, -10, 4, "saturate")
+    plan = q.rule(Plan.uniform(), "activation")
+    apply(plan if key == "activation" else coarse.rule(plan, key), net, mode="simulate")
+    h = q(q(x) * 1.0)
+    whole = {"activation": h, "fc:input": coarse(h), ":getitem.output": h}[key]  # what saves a part names the whole
+    first = coarse(h[:, :4]) if key == ":getitem.output" else whole[:, :4]
+    assert torch.equal(net(x), q(q(nn.functional.linear(first, net.fc.weight, net.fc.bias)) + whole[:, 4:]))
+
+
 def test_looking_at_a_tensor_changes_nothing() -> None:
     class Net(Forked):
         def forward(self, x: Tensor) -> Tensor:
@@ -377,7 +399,7 @@ def test_modes_are_two(mode: Any) -> None:
         apply(Plan.uniform(), Forked(), mode=mode)
     with pytest.raises(ApplyError, match=r"sums='twice' is unknown\. Allowed: exact, rounded"):
         Simulate(sums="twice")
-    with pytest.raises(ApplyError, match="share=1.5 is the part"):
+    with pytest.raises(ApplyError, match=r"share=1\.5 is the part"):
         Simulate(share=1.5)
 
 

@@ -196,14 +196,16 @@ class Calls(TorchFunctionMode):
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
         """`out`, known as the value that it came from, or as a part of it."""
         source = next((t for t in tensors if known(t, self._listener) is not None), None)
-        if source is None:
-            return out
-        for tensor in leaves(out):
-            if tensor.is_floating_point() and tensor is not source:
-                is_part = 0 < tensor.numel() < source.numel()
-                name = f"{self._running.frames[-1].prefix(op)}output" if is_part else ""
-                mark(tensor, self._listener, self._listener.moved(known(source, self._listener), tensor, name))
-        return out
+        return out if source is None else replaced(out, lambda tensor: self._part(tensor, source, op), Tensor)
+
+    def _part(self, tensor: Tensor, source: Tensor, op: str) -> Tensor:
+        if not tensor.is_floating_point() or tensor is source:
+            return tensor
+        is_part = 0 < tensor.numel() < source.numel()
+        name = f"{self._running.frames[-1].prefix(op)}output" if is_part else ""
+        value, tensor = self._listener.moved(known(source, self._listener), tensor, name)
+        mark(tensor, self._listener, value)
+        return tensor
 
     def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
         if any(is_weight(t) for t in tensors) and not func.__name__.endswith("_"):

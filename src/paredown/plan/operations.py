@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -78,9 +78,12 @@ class Listener(ABC):
     def made(self, operation: Operation, out: Tensor, number: int) -> Any:
         """An output, which may be changed in place; the answer is the value that later operations take."""
 
-    def moved(self, value: Any, out: Tensor, name: str) -> Any:
-        """A view or a copy of a value, with a name of its own if it is a part, such as half of the channels: what it is known as."""
-        return value
+    def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
+        """A view or a copy of a value, with a name of its own if it is a part, such as half of the channels: what it is known as.
+
+        Beside it stands what later operations take.
+        """
+        return value, out
 
 
 def mark(tensor: Tensor, listener: Listener, value: Any) -> None:
@@ -110,13 +113,13 @@ def is_weight(tensor: Tensor) -> bool:
     return type(tensor) is nn.Parameter or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter))
 
 
-def replaced(values: Any, by: Callable[[nn.Parameter], Tensor]) -> Any:
-    """The same nest with something else for its parameters."""
+def replaced(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = nn.Parameter) -> Any:
+    """The same nest with something else for its parameters, or for all of its tensors."""
     if isinstance(values, Tensor):
-        return by(cast("nn.Parameter", values)) if is_weight(values) else values
+        return by(values) if kind is Tensor or is_weight(values) else values
     if isinstance(values, dict):
-        return {key: replaced(value, by) for key, value in values.items()}
-    return type(values)([replaced(value, by) for value in values]) if type(values) in (tuple, list) else values
+        return {key: replaced(value, by, kind) for key, value in values.items()}
+    return type(values)([replaced(value, by, kind) for value in values]) if type(values) in (tuple, list) else values
 
 
 @cache

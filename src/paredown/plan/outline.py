@@ -147,11 +147,11 @@ class Seen(Listener):
         weights = tuple(dict.fromkeys(self._names[id(w)] for w in operation.weights if id(w) in self._names))
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
-    def moved(self, value: int, out: Tensor, name: str) -> int:
+    def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
         """Who saves the copy saves the value; a part is one of its own, as the paper counts."""
         self._kept.append(out)
         self._places.setdefault(out.untyped_storage()._cdata, value)
-        return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value
+        return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out
 
     def saved(self, saved: Saved) -> None:
         """One tensor that autograd saved: the value has this name too."""

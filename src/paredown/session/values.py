@@ -139,6 +139,15 @@ class Values(Listener):
             self._hook_errors(operation, out, value)
         return value
 
+    def moved(self, value: Known, out: Tensor, name: str) -> tuple[Known, Tensor]:
+        """A part of a value is rounded as that is, unless the plan gives it something else."""
+        if not name:
+            return value, out
+        part = self._value(name)
+        if part.activation is None or (value.activation is not None and part.activation.assignment == value.activation.assignment):
+            return Known(value.activation, part.error), out
+        return part, Straight.apply(out, self.places, part.activation, self.looks)
+
     def _value(self, name: str) -> Known:
         value = self._known.get(name)
         if value is None:
