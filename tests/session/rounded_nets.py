@@ -117,3 +117,16 @@ def step(model: nn.Module, x: Tensor, sent: Tensor) -> tuple[Tensor, dict[str, T
     out: Any = model(x)
     out.backward(sent)
     return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+PAPER = Roundings(FORWARD, BACKWARD, FORWARD, HIGH)
+
+
+def sent_back(scale: float = 1.0) -> Tensor:
+    """A gradient for the output of `Forked`."""
+    return scale * torch.randn(2, 5, generator=torch.Generator().manual_seed(9))
+
+
+def same(x: Tensor) -> Tensor:
+    """Not rounded."""
+    return x.detach()

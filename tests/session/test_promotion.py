@@ -15,7 +15,8 @@ from paredown import ApplyError, Plan, apply
 from paredown.models.sumlast import SumLastResNet
 from paredown.plan.outline import outline
 from paredown.search.demotion import ALL_HIGH, demote, low_ratio
-from paredown.search.published import FORMATS, high_plan, peppp_element, peppp_plan, plan_of
+from paredown.search.peppp import peppp_element, peppp_plan
+from paredown.search.published import FORMATS, high_plan, plan_of
 from paredown.session.simulated import Simulate
 from tests.session.nets import pictures
 from tests.session.rounded_nets import FORWARD, WIDE, Float, Forked, paper_plan

@@ -9,24 +9,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
-from paredown import ApplyError, Plan, Role, apply, round_trip, trace_step
+from paredown import Plan, apply, round_trip, trace_step
 from paredown.models import MODELS, OF_TEXT, random_batch
 from paredown.models.tokens import token_loss
 from paredown.plan.ops import Use
 from paredown.plan.outline import outline
 from paredown.session.simulated import Simulate
 from tests.session.nets import pictures
-from tests.session.rounded_nets import BACKWARD, FORWARD, HIGH, Float, Forked, Roundings, forked_step, paper_plan, step
-
-PAPER = Roundings(FORWARD, BACKWARD, FORWARD, HIGH)
-
-
-def sent_back(scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(2, 5, generator=torch.Generator().manual_seed(9))
+from tests.session.rounded_nets import (
+    BACKWARD,
+    FORWARD,
+    HIGH,
+    PAPER,
+    Float,
+    Forked,
+    Roundings,
+    forked_step,
+    paper_plan,
+    same,
+    sent_back,
+    step,
+)
 
 
 def test_the_oracle_rounds_as_the_codec_does() -> None:
+    torch.manual_seed(0)
     x = torch.cat(
         [torch.randn(4000) * torch.exp2(torch.randint(-20, 20, (4000,)).float()), torch.tensor([31.0, 30.99, -31.0, 0.0])]
     )
@@ -45,10 +54,6 @@ def test_a_step_is_the_one_written_by_hand(sums: str, scale: float) -> None:
     assert torch.equal(ours, out)
     torch.testing.assert_close(found, gradients, rtol=0, atol=0, equal_nan=True)
     assert scale < 1e4 or any(not gradient.isfinite().all() for gradient in gradients.values()), "errors overflow to infinity"
-
-
-def same(x: Tensor) -> Tensor:
-    return x.detach()
 
 
 @pytest.mark.parametrize("role", ["activation", "error", "weight", "gradient"])
@@ -193,6 +198,17 @@ def test_stochastic_rounding_follows_seed_and_pass() -> None:
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[0], other[0])
 
 
+def test_another_count_of_passes_has_other_random_bits() -> None:
+    plan = Plan.uniform(activation="e4m1f", rounding="stochastic", overflow="saturate")
+    net, x = Forked(), pictures(2, side=8)
+    session = apply(plan, net, mode="simulate")
+    first = net(x).detach()
+    session.set_plan(plan, forwards=1_000_000)
+    assert not torch.equal(net(x), first) and session.forwards == 1_000_001
+    session.set_plan(plan, forwards=0)
+    assert torch.equal(net(x), first)
+
+
 def test_blocks_are_rounded_by_the_codec() -> None:
     net, x = Forked(), pictures(2, side=8)
     plain = net(x).detach()
@@ -208,98 +224,107 @@ def _seed(name: str) -> Any:
     return Seed(0, crc32(f"activation={name}".encode()), 1)
 
 
-# --- the session --------------------------------------------------------------------------------------------------------
+class Checkpointed(Forked):
+    """The same; `is_again` computes norm and ReLU again in backward."""
+
+    is_again = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Sequential(self.bn, self.relu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        part = checkpoint(self.second, x, use_reentrant=False) if self.is_again else self.second(x)
+        return self.fc((part + x).flatten(1))
 
 
-def test_closing_gives_the_plain_model_back() -> None:
-    net, x, sent = Forked(), pictures(2, side=8), sent_back()
-    out, gradients = step(net, x, sent)
-    session = apply(paper_plan(), net, mode="simulate")
-    assert not torch.equal(step(net, x, sent)[0], out)
-    with pytest.raises(ApplyError, match="has a session already"):
-        apply(paper_plan(), net)
-    session.close()
-    again, found = step(net, x, sent)
-    assert torch.equal(again, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
-    apply(paper_plan(), net, mode="simulate").close()
-    assert "closed" in repr(session)
+@pytest.mark.parametrize("rounding", ["nearest_away", "stochastic"])
+def test_checkpointed_parts_are_rounded_alike_when_they_are_computed_again(rounding: str) -> None:
+    plan = Plan.uniform(activation="e4m3b11f", weight="e4m3b11f", error="e5m2f", rounding=rounding, overflow="saturate")
+    results: list[dict[str, Tensor]] = []
+    for is_again in (False, True):
+        net = Checkpointed()
+        net.is_again = is_again
+        apply(plan, net, seed=3, mode="simulate")
+        results.append(step(net, 4 * pictures(2, side=8), sent_back())[1])
+        assert not torch.overrides._get_current_function_mode_stack()
+    assert all(torch.equal(results[1][name], gradient) for name, gradient in results[0].items())
 
 
-def test_an_error_inside_leaves_nothing_behind() -> None:
-    net = Forked()
+def test_sessions_do_not_take_each_others_values() -> None:
+    """What one model made is an input to the other, and the caller's tensors bear no mark."""
+    first, second, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(3, 4)
+    coarse = Float("e4m1f", 1, -6, 8, "saturate")
+    apply(FORWARD.rule(Plan.uniform(), "activation"), first, mode="simulate")
+    other = apply(coarse.rule(Plan.uniform(), "activation"), second, mode="simulate")
+    h = first(x)
+    assert not vars(x)
+    assert torch.equal(second(h), coarse(torch.nn.functional.linear(coarse(h), second.weight, second.bias)))
+    with other.following():
+        summed = h + h
+    assert torch.equal(summed, coarse(h.detach() + h.detach()))
+
+
+def test_a_model_of_one_layer_has_the_names_of_its_trace() -> None:
+    layer, x = nn.Linear(64, 64), torch.randn(64, 64)
+    found = outline(layer, (x,))
+    assert [value.names for value in found.values] == [("input1", ":input"), (":output",)]
+    saved = trace_step(layer, (x, x), loss=nn.functional.mse_loss, device="cpu").activations
+    assert all(slot.name.startswith("loss:") for slot in saved), "the caller holds its input"
+
+
+def test_a_session_that_begins_with_evaluation_knows_the_names_of_training() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).eval()
+    session = apply(Plan.uniform().set("2:input", "e2m1fn"), net, mode="simulate")
+    with torch.no_grad():
+        net(torch.randn(4, 8))
+    assert not session.changes and not net.training
+    seen: list[Tensor] = []
+    net[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    net.train()(torch.randn(4, 8))
+    assert torch.equal(seen[0], round_trip(seen[0], "e2m1fn", overflow="saturate"))
+
+
+@pytest.mark.parametrize("key", ["activation", ":getitem.output", "fc:input"])
+def test_a_part_may_have_a_format_of_its_own(key: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 1.0
+            return self.fc(h[:, :4]) + h[:, 4:]
+
+    coarse = Float("e4m1f", 1, -6, 8, "saturate")
+    net, x, q = Net(), torch.randn(3, 8, generator=torch.Generator().manual_seed(2)), Float("e4m3b11f", 3, -10, 4, "saturate")
+    plan = q.rule(Plan.uniform(), "activation")
+    apply(plan if key == "activation" else coarse.rule(plan, key), net, mode="simulate")
+    h = q(q(x) * 1.0)
+    whole = {"activation": h, "fc:input": coarse(h), ":getitem.output": h}[key]  # what saves a part names the whole
+    first = coarse(h[:, :4]) if key == ":getitem.output" else whole[:, :4]
+    assert torch.equal(net(x), q(q(nn.functional.linear(first, net.fc.weight, net.fc.bias)) + whole[:, 4:]))
+
+
+def test_looking_at_a_tensor_changes_nothing() -> None:
+    class Net(Forked):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)
+            assert "tensor" in repr(x) and f"{x.sum():.3f}"
+            return self.fc((self.relu(self.bn(x)) + x).flatten(1))
+
+    out, gradients = forked_step(Net(), pictures(2, side=8), sent_back(), PAPER)
+    net = Net()
     apply(paper_plan(), net, mode="simulate")
-    with pytest.raises(RuntimeError):
-        net(torch.randn(2, 7, 8, 8))
-    assert not torch.overrides._get_current_function_mode_stack()
-    y = torch.randn(5) * 1.2345678
-    assert torch.equal(y * 1.0, y)
-    out, gradients = forked_step(net, pictures(2, side=8), sent_back(), PAPER)
     ours, found = step(net, pictures(2, side=8), sent_back())
     assert torch.equal(ours, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
 
 
-def test_a_copy_is_a_plain_model() -> None:
-    net, x = Forked(), pictures(2, side=8)
-    out = net(x)
-    apply(paper_plan(), net, mode="simulate")
-    assert torch.equal(copy.deepcopy(net)(x), out)
-
-
-def test_what_is_not_there_is_told() -> None:
-    net, plan = Forked(), paper_plan().set("conv2:output", "e5m2f").set("conv:output", "e5m2f").set("residue", "int8")
-    session = apply(plan, net, mode="simulate")
-    net(pictures(2, side=8))
-    told = {row.slot: row.reason for row in session.changes}
-    assert told["conv2:output"] == "no such slot in this model"
-    assert "residue" in told and len(told) == 2
-
-
-def test_float64_is_left_alone_and_told() -> None:
-    net = Forked().double()
-    session = apply(FORWARD.rule(Plan.uniform(), "activation"), net, mode="simulate")
-    net(pictures(2, side=8).double())
-    assert {row.reason for row in session.changes} == {"its values are float64"}
-
-
-def test_models_that_look_at_numbers_run_with_the_names_of_makers() -> None:
-    class Net(Forked):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x if x.sum().item() < 1e9 else -x)
-
-    net, x, sent = Net(), pictures(2, side=8), sent_back()
-    out, gradients = forked_step(net, x, sent, PAPER)
+def test_a_model_that_is_compiled_later_says_so() -> None:
+    net = Forked()
     session = apply(paper_plan(), net, mode="simulate")
-    ours, found = step(net, x, sent)
-    assert torch.equal(ours, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
-    assert "cannot be followed without running it" in session.changes[-1].reason
-
-
-@pytest.mark.parametrize("mode", ["pretend", None])
-def test_modes_are_two(mode: Any) -> None:
-    with pytest.raises(ApplyError, match="Allowed: 'store', 'simulate'"):
-        apply(Plan.uniform(), Forked(), mode=mode)
-    with pytest.raises(ApplyError, match=r"sums='twice' is unknown\. Allowed: exact, rounded"):
-        Simulate(sums="twice")
-
-
-def test_a_compiled_model_is_refused() -> None:
-    with pytest.raises(ApplyError, match="a compiled model cannot be simulated"):
-        apply(Plan.uniform(), torch.compile(Forked(), backend="eager"), mode="simulate")  # type: ignore[arg-type]
-
-
-def test_other_formats_for_the_same_slots() -> None:
-    net, x, sent = Forked(), pictures(2, side=8), sent_back()
-    session = apply(Plan.uniform(), net, mode=Simulate(all_live=True))
-    step(net, x, sent)
-    for plan, by in ((FORWARD.rule(Plan.uniform(), "activation"), Roundings(FORWARD, same, same, same)),):
-        with pytest.raises(ApplyError, match="a session keeps its roundings"):
-            session.set_plan(plan)
-        session.close()
-        session = apply(plan, net, mode=Simulate(all_live=True))
-        net(x)
-        other = Float("e5m2f", 2, -14, 16, "saturate")
-        session.set_plan(other.rule(Plan.uniform(), "activation"))
-        assert torch.equal(step(net, x, sent)[0], forked_step(net, x, sent, Roundings(other, same, same, same))[0])
-        session.set_plan(plan)
-        assert torch.equal(step(net, x, sent)[0], forked_step(net, x, sent, by)[0])
-    assert session.plan.find(("conv:output",), Role.ACTIVATION).format is not None
+    torch.compile(net, backend="eager")(pictures(2, side=8))
+    assert "torch.compile runs the model" in session.changes[-1].reason

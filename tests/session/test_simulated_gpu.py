@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from paredown import Plan, Role, apply
-from paredown.plan.calls import Operation
+from paredown import ApplyError, Plan, Role, apply
+from paredown.plan.operations import Operation
 from paredown.search.published import high_plan
 from paredown.session import places
 from paredown.session.places import Place, Places
@@ -52,9 +53,9 @@ def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 
 @pytest.fixture
-def exactly_repeatable() -> None:
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
+def exactly_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
 @pytest.mark.gpu
@@ -81,7 +82,7 @@ def test_one_graph_serves_every_format(rounding: str) -> None:
         graph.replay()
         assert session.forwards == before + 1, "the count goes on in the graph"
         other = copy.deepcopy(net)
-        eager = apply(plan, other, seed=3, mode="simulate")
+        eager = apply(plan, other, seed=3, mode=Simulate(all_live=True))
         eager.load_state_dict({**eager.state_dict(), "forwards": before})
         expected, found = step(other, x, sent)
         assert torch.equal(out, expected), formats
@@ -101,12 +102,12 @@ def test_promotion_happens_inside_of_the_graph() -> None:
     graph.replay()  # sees it
     low = out.clone()
     graph.replay()  # and has raised it
-    assert "fc.weight" in {row.slot for row in session.promotions}
+    promotions = [list(row) for row in session.promotions]
+    assert "fc.weight" in {row[0] for row in promotions}
     assert not torch.equal(low, out)
     other = copy.deepcopy(net)
     eager = apply(paper_plan(), other, mode=Simulate(raised=high_plan()))
-    state = session.state_dict()
-    eager.load_state_dict({**state, "forwards": state["forwards"] - 1})
+    eager.load_state_dict({**eager.state_dict(), "forwards": session.forwards - 1, "promotions": promotions})
     assert torch.equal(other(x), out)
 
 
@@ -188,6 +189,9 @@ def test_rows_are_replaced_by_other_plans_and_by_promotion() -> None:
         assert torch.equal(ours, expected) and all(torch.equal(found[name], g) for name, g in theirs.items()), formats
     session.close()
     session = apply(paper_plan(), net, mode=Simulate(raised=high_plan()))
+    net(x)
+    with pytest.raises(ApplyError, match="may run in TF32"):
+        session.set_plan(plan_of({"activation": "e8m20f"}, "nearest_away"))
     with torch.no_grad():
         net.fc.weight.fill_(40.0)
     low, high = net(0.01 * x), net(0.01 * x)
@@ -210,19 +214,32 @@ def test_at_most_ten_mantissa_bits_are_narrow(text: str | None, raised: str | No
     assert are_narrow(place_of(text, raised)) is is_narrow
 
 
-def test_switches_go_back_to_what_they_were() -> None:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    precision = Precision()
-    for is_narrow in (True, False):
-        precision.set(is_narrow)
-        assert torch.backends.cuda.matmul.allow_tf32 is is_narrow and torch.backends.cudnn.allow_tf32 is is_narrow
-    precision.restore()
-    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
-    x = torch.ones(3, requires_grad=True)
-    y = x * 2
-    seen: list[bool] = []
-    precision.around(y.grad_fn, not before[0])
-    y.grad_fn.register_prehook(lambda gradients: seen.append(torch.backends.cuda.matmul.allow_tf32))
-    y.sum().backward()
-    assert seen == [not before[0]] and torch.backends.cuda.matmul.allow_tf32 is before[0]
+def switches() -> tuple[Any, ...]:
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_switches_go_back_to_what_they_were(allowed: bool) -> None:
+    first, default = switches(), torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        before, precision = switches(), Precision()
+        for is_narrow, text in ((True, "tf32"), (False, "ieee")):
+            precision.set(is_narrow)
+            assert switches() == (text, text)
+        precision.restore()
+        assert switches() == before and torch.backends.cuda.matmul.allow_tf32 is allowed
+        y: Any = torch.ones(3, requires_grad=True) * 2
+        seen: list[Any] = []
+        precision.around(y.grad_fn, True)
+        y.grad_fn.register_prehook(lambda gradients: seen.append(switches()))
+        y.sum().backward()
+        assert seen == [("tf32", "tf32")] and switches() == before
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = default
+        for switch, text in zip((torch.backends.cuda.matmul, torch.backends.cudnn.conv), first, strict=True):
+            switch.fp32_precision = text
+
+
+def test_outputs_after_the_first_are_numbered() -> None:
     assert Operation("a:", "conv", [], [], 0).output_name(2) == "a:output2"

@@ -19,6 +19,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
 NUM_FIELDS = 12  # of a row
+TF32_BITS = 10  # of a mantissa
 AS_IT_IS = Format.parse("fp32")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,6 +29,15 @@ def is_live(format: Format | None) -> bool:
     return format is None or (
         format.block is None and format.element.kind is not Kind.TABLE and format.element.min_exponent >= -126
     )
+
+
+def is_narrow(format: Format | None) -> bool:
+    """Whether values of this format go into a TF32 product as they are.
+
+    >>> is_narrow(Format.parse("e6m9f")), is_narrow(Format.parse("int16")), is_narrow(None)
+    (True, False, False)
+    """
+    return format is not None and format.block is None and not format.element.table and format.element.mantissa_bits <= TF32_BITS
 
 
 def overflow_limit(format: Format | None) -> float:
@@ -70,19 +80,20 @@ class LiveTable:
         fields = torch.tensor([list(fields_of(*rows[place])) for place in places], dtype=torch.int32).view(-1, NUM_FIELDS)
         self.rows[torch.tensor(places, device=self.device)] = fields.to(self.device)
 
-    def round_(self, x: Tensor, place: int, rounding: Rounding, seed: Seed) -> Tensor:
-        """`x` rounded in place to the format that stands in the table when the kernel runs."""
+    def round_into(self, x: Tensor, out: Tensor, place: int, rounding: Rounding, seed: Seed) -> Tensor:
+        """`x` rounded to the format that stands in the table when the kernel runs; `out` may be `x`, or like it."""
         kernels = backend.find_kernels()
         if kernels is None:
             raise CodecError("formats in memory need Triton: install it, or keep tensors on the CPU.")
-        row, values = self.rows[place], flat(x.data)
-        if values is None:
-            values = x.data.contiguous().view(-1)
-            kernels.round_trip_at_run_time(values, row, rounding, seed, values)
-            x.data.copy_(values.view(x.shape))
-        elif values.numel():
-            kernels.round_trip_at_run_time(values, row, rounding, seed, values)
-        return x
+        source, target = flat(x.data), flat(out.data)
+        has_gaps = source is None or target is None or x.stride() != out.stride()
+        if has_gaps:
+            source = target = x.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        if x.numel():
+            kernels.round_trip_at_run_time(source, self.rows[place], rounding, seed, target)
+        if has_gaps and target is not None:
+            out.data.copy_(target.view(x.shape))
+        return out
 
 
 @cache

@@ -7,20 +7,18 @@
 These are the names that `Watch` gives to what operations save of their own outputs. An operation is what torch does in one call below
 Python: functions that are written in Python themselves (multi-head attention) are followed inside, and the cross entropy is its two halves,
 log_softmax and nll_loss. Views, copies and casts move values and make none: their results are the value that they came from. It leaves out
-what runs outside of Python's sight: compiled and scripted parts, what checkpointing computes again.
+what runs outside of Python's sight: compiled and scripted parts. What checkpointing computes again in backward is followed from module
+to module, each call taken for the module's first.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-import re
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from types import FunctionType
 from typing import Any, cast, final
 
@@ -30,72 +28,26 @@ from torch.nn.functional import log_softmax, nll_loss
 from torch.overrides import TorchFunctionMode
 
 from paredown.plan.graph import next_number
+from paredown.plan.operations import (
+    MOVES,
+    READS,
+    Listener,
+    Operation,
+    Source,
+    is_weight,
+    known,
+    leaves,
+    mark,
+    op_of,
+    reopened,
+    replaced,
+)
 from paredown.plan.watch import Hook, is_plain_leaf
 
-VALUE = "_paredown_value"  # the attribute of a tensor that says what it is
-MOVES = frozenset(
-    (
-        *("reshape", "flatten", "contiguous", "clone", "detach", "expand", "repeat", "repeat_interleave", "roll", "flip", "unfold"),
-        *("to", "type", "float", "half", "bfloat16", "getitem", "index_select", "gather", "take_along_dim"),
-        *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
-    )
-)
-READS = frozenset(("get", "set", "delete"))  # attributes of tensors
-SAME_OP = {
-    **dict.fromkeys(("conv_transpose", "convolution"), "conv"),
-    **dict.fromkeys(("mm", "addmm"), "linear"),
-    **dict.fromkeys(("bmm", "baddbmm", "einsum", "mv"), "matmul"),
-    **dict.fromkeys(("adaptive_avg_pool",), "avg_pool"),
-    **dict.fromkeys(("adaptive_max_pool", "max_pool2d_with_indices"), "max_pool"),
-    **dict.fromkeys(("feature_dropout", "native_dropout", "alpha_dropout"), "dropout"),
-    **{"nll_loss_nd": "nll_loss", "truediv": "div", "_softmax": "softmax"},
-}
-PRODUCTS = frozenset(("conv", "linear", "matmul"))  # where a group of the mixed-precision paper ends
-CHECKS = re.compile("has_torch_function(_unary|_variadic)?")
+# What a person looks at, and what begins another pass
+NOT_OF_THE_MODEL = frozenset((Tensor.__repr__, Tensor.__format__, Tensor.backward, Tensor.register_hook, Tensor.__deepcopy__))
+NO_BACKWARD = -1
 CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
-
-
-@dataclass(eq=False, slots=True)
-class Source:
-    """A value that an operation takes: what it is, and where autograd sends its gradient."""
-
-    value: Any
-    edge: tuple[Any, int]  # node of autograd and the number of its output
-
-
-@dataclass(eq=False, slots=True)
-class Operation:
-    """One call: its name, what it takes, and the first node of autograd that it may have made."""
-
-    name: str  # of what it makes, without "output"
-    op: str
-    sources: list[Source]
-    weights: list[nn.Parameter]
-    first: int
-
-    def output_name(self, number: int) -> str:
-        """The name of its output; those after the first are numbered."""
-        return f"{self.name}output{number if number > 1 else ''}"
-
-
-class Listener(ABC):
-    """Who is told."""
-
-    @abstractmethod
-    def taken(self, weight: nn.Parameter) -> Tensor:
-        """What an operation gets in place of a parameter."""
-
-    @abstractmethod
-    def begins(self, operation: Operation) -> None:
-        """An operation is about to run."""
-
-    @abstractmethod
-    def made(self, operation: Operation, out: Tensor, number: int) -> Any:
-        """An output, which may be changed in place; the answer is the value that later operations take."""
-
-    def moved(self, value: Any, out: Tensor, name: str) -> Any:
-        """A view or a copy of a value, with a name of its own if it is a part, such as half of the channels: what it is known as."""
-        return value
 
 
 @dataclass(eq=False, slots=True)
@@ -156,7 +108,8 @@ class Calls(TorchFunctionMode):
             self.__enter__()
             self._running.open, self._running.outer = list[Any](), list[Any]()
         self._running.outer.append((outer, getattr(self._running, "times", None)))
-        self._running.frames, self._running.times = [Frame(path, False)], dict[str, int]()
+        self._running.frames = [Frame(path, not path and is_plain_leaf(self._model))]
+        self._running.times = dict[str, int]()
 
     def stop(self) -> None:
         """It ended."""
@@ -179,6 +132,9 @@ class Calls(TorchFunctionMode):
         return getattr(self._running, "frames", None) is not None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self.is_running and torch._C._current_graph_task_id() != NO_BACKWARD:
+            self.start()  # a part that checkpointing computes again, in backward
+            self._running.again = module
         if self.is_running:
             path, is_leaf = self._paths.get(module) or ("", False)
             self._running.times[path] = times = self._running.times.get(path, 0) + 1
@@ -187,12 +143,15 @@ class Calls(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.is_running and len(self._running.frames) > 1:
             self._running.frames.pop()
+            if len(self._running.frames) == 1 and getattr(self._running, "again", None) is module:
+                self._running.again = None
+                self.stop()
 
     # --- what -----------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.is_running:
+        if not self.is_running or func in NOT_OF_THE_MODEL:
             return func(*args, **kwargs)
         if isinstance(func, FunctionType) and func not in self._running.open:
             return self._inside(func, args, kwargs)
@@ -218,10 +177,11 @@ class Calls(TorchFunctionMode):
         if op in MOVES:
             return self._moved(self._call(func, args, kwargs, tensors), op, tensors)
         versions = [t._version for t in tensors]
-        sources = [Source(getattr(t, VALUE), (t.grad_fn, t.output_nr)) for t in tensors if hasattr(t, VALUE)]
+        values = [(t, known(t, self._listener)) for t in tensors]
+        sources = [Source(value, (t.grad_fn, t.output_nr)) for t, value in values if value is not None]
         weights = [cast("nn.Parameter", t) for t in tensors if is_weight(t)]
-        frame = self._running.frames[-1]
-        operation = Operation("", op, sources, weights, next_number())
+        frame, num_unknown = self._running.frames[-1], len(tensors) - len(sources) - len(weights)
+        operation = Operation("", op, sources, weights, next_number(), num_unknown)
         self._listener.begins(operation)
         out = self._call(func, args, kwargs, tensors)
         storages = {_storage(t) for t, version in zip(tensors, versions, strict=True) if t._version == version}
@@ -230,78 +190,27 @@ class Calls(TorchFunctionMode):
             return self._moved(out, op, tensors)
         operation.name = frame.prefix(op)
         for number, tensor in enumerate(made, 1):
-            setattr(tensor, VALUE, self._listener.made(operation, tensor, number))
+            mark(tensor, self._listener, self._listener.made(operation, tensor, number))
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
         """`out`, known as the value that it came from, or as a part of it."""
-        source = next((t for t in tensors if hasattr(t, VALUE)), None)
-        if source is None:
-            return out
-        for tensor in leaves(out):
-            if tensor.is_floating_point() and tensor is not source:
-                is_part = 0 < tensor.numel() < source.numel()
-                name = f"{self._running.frames[-1].prefix(op)}output" if is_part else ""
-                setattr(tensor, VALUE, self._listener.moved(getattr(source, VALUE), tensor, name))
-        return out
+        source = next((t for t in tensors if known(t, self._listener) is not None), None)
+        return out if source is None else replaced(out, lambda tensor: self._part(tensor, source, op), Tensor)
+
+    def _part(self, tensor: Tensor, source: Tensor, op: str) -> Tensor:
+        if not tensor.is_floating_point() or tensor is source:
+            return tensor
+        is_part = 0 < tensor.numel() < source.numel()
+        name = f"{self._running.frames[-1].prefix(op)}output" if is_part else ""
+        value, tensor = self._listener.moved(known(source, self._listener), tensor, name)
+        mark(tensor, self._listener, value)
+        return tensor
 
     def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
         if any(is_weight(t) for t in tensors) and not func.__name__.endswith("_"):
             args, kwargs = replaced(args, self._listener.taken), replaced(kwargs, self._listener.taken)
         return func(*args, **kwargs)
-
-
-def leaves(values: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from leaves(value)
-    elif isinstance(values, dict):
-        yield from leaves(list(values.values()))
-
-
-def is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter; asking its type first takes a tenth of the time."""
-    return type(tensor) is nn.Parameter or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter))
-
-
-def replaced(values: Any, by: Callable[[nn.Parameter], Tensor]) -> Any:
-    """The same nest with something else for its parameters."""
-    if isinstance(values, Tensor):
-        return by(cast("nn.Parameter", values)) if is_weight(values) else values
-    if isinstance(values, dict):
-        return {key: replaced(value, by) for key, value in values.items()}
-    return type(values)([replaced(value, by) for value in values]) if type(values) in (tuple, list) else values
-
-
-@cache
-def op_of(func: Any) -> str:
-    """The name of an operation, alike for its forms: conv2d and conv1d are conv, `+`, add and add_ are add.
-
-    >>> [op_of(f) for f in (torch.conv2d, Tensor.__iadd__, Tensor.relu_, torch.max_pool2d)]
-    ['conv', 'add', 'relu', 'max_pool']
-    """
-    text = getattr(func, "__name__", "")
-    plain = text.strip("_")
-    if text.startswith("__") and plain[:1] in "ir" and plain[1:] in ("add", "sub", "mul", "truediv", "matmul", "pow", "div"):
-        plain = plain[1:]
-    plain = re.sub("[123]d$", "", plain)
-    return SAME_OP.get(plain, plain)
-
-
-@cache
-def reopened(func: FunctionType) -> Callable[..., Any]:
-    """A function of torch without its first look for modes: called inside of one, its body runs, and what that calls is seen."""
-    checks = {name: _no for name in func.__globals__ if CHECKS.fullmatch(name)}
-    made = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
-
-
-def _no(*args: Any) -> bool:
-    return False
 
 
 def _halves(

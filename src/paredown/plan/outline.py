@@ -21,9 +21,10 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from paredown.plan.calls import PRODUCTS, VALUE, Calls, Listener, Operation
+from paredown.plan.calls import Calls
 from paredown.plan.fakes import Fakes, check_model, faked
 from paredown.plan.graph import Saved, tensors_in
+from paredown.plan.operations import PRODUCTS, Listener, Operation, mark
 from paredown.plan.watch import Watch
 from paredown.roles import Role
 
@@ -94,9 +95,11 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, Fakes], Any] | None = None
 ) -> Outline:
-    """The outline of one call of `model`, and of what `after` does with its output."""
+    """The outline of one call of `model`, and of what `after` does with its output; of a training pass where no gradient is wanted now."""
     fakes = Fakes()
     with faked(model, fakes):
+        if not torch.is_grad_enabled():
+            model.train()  # dropout makes values then
         names = {id(p): name for name, p in model.named_parameters()}
         seen = Seen(names)
         calls = Calls(model, seen)
@@ -144,11 +147,11 @@ class Seen(Listener):
         weights = tuple(dict.fromkeys(self._names[id(w)] for w in operation.weights if id(w) in self._names))
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
-    def moved(self, value: int, out: Tensor, name: str) -> int:
+    def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
         """Who saves the copy saves the value; a part is one of its own, as the paper counts."""
         self._kept.append(out)
         self._places.setdefault(out.untyped_storage()._cdata, value)
-        return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value
+        return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out
 
     def saved(self, saved: Saved) -> None:
         """One tensor that autograd saved: the value has this name too."""
@@ -174,5 +177,5 @@ class Seen(Listener):
         self._kept.append(tensor)
         if row["op"] != PART:
             self._places[tensor.untyped_storage()._cdata] = place
-        setattr(tensor, VALUE, place)
+        mark(tensor, self, place)
         return place

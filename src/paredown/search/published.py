@@ -1,4 +1,4 @@
-"""The assignments that the papers compare, as plans for `apply(plan, model, mode="simulate")`.
+"""The assignments that the mixed-precision paper compares, as plans for `apply(plan, model, mode="simulate")`.
 
     all_high, all_low         one level for everything (gradients of parameters stay high)
     operator                  HFP8: what a product takes and its weight in e4m3, the gradient of what it made in e5m2; the ends are high
@@ -8,19 +8,17 @@
 to 4), rounding is to nearest with ties away from zero; forward what is too large becomes the largest value, backward infinity, for the loss
 scaler to see. Otherwise than in the paper's code NaN stays NaN.
 
-PEPPP's plan rounds stochastically. Its formats have no subnormals and one exponent less at the top than at the bottom.
-
 >>> from paredown.formats.element import Element
 >>> [(Element.parse(text).max_value, Element.parse(text).smallest) for text in (FORMATS.forward, FORMATS.backward)]
 [(30.0, 0.0001220703125), (114688.0, 1.52587890625e-05)]
->>> Element.parse(FORMATS.high).max_value, Element.parse(peppp_element(4, 3)).smallest
-(8581545984.0, 0.0078125)
+>>> Element.parse(FORMATS.high).max_value
+8581545984.0
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from paredown.formats.rounding import Overflow, Rounding
@@ -133,36 +131,3 @@ BASELINES: dict[str, Callable[[Outline], Low]] = {
     "operator": operator,
     "amp": amp,
 }
-
-
-# --- PEPPP ------------------------------------------------------------------------------------------------------------
-
-# Where its network has a quantiser, by the names of `models/sumlast.py`: not between the norms and what follows them
-PEPPP_LOW = ("relu:output", "*conv1:output", "*conv2:output", "*relu?:output", "*downsample.1:output", "*add.output")
-PEPPP_HIGH = ("input1", "fc:output")
-
-
-def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
-    """A float of PEPPP: exponents from -(2^(e-1) - 1) to 2^(e-1) - 1, every code a number, no subnormals.
-
-    With 8 exponent bits the smallest exponent is -126 instead of -127, as float32's is.
-    """
-    bias = min(1 << (exponent_bits - 1), 127)
-    return f"e{exponent_bits}m{mantissa_bits}b{bias}fns"
-
-
-def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
-    """PEPPP's configuration of (exponent bits, mantissa bits) for `models/sumlast.py`: what is where, all rounded stochastically.
-
-    Weights, gradients and activations are low, input, logits, masters and momentum high. The stem's convolution is not rounded, and
-    gradients are rounded as they are summed up: `Simulate(sums=ROUNDED, gradients=AT_STEP)`.
-    """
-    texts = {False: peppp_element(*low), True: peppp_element(*high)}
-    given = {is_high: Assignment.parse(text, Rounding.STOCHASTIC, Overflow.SATURATE) for is_high, text in texts.items()}
-    rules = [(role.value, given[False]) for role in (Role.WEIGHT, Role.GRADIENT)]
-    rules += [(role.value, given[True]) for role in (Role.MASTER, Role.MOMENT1)]
-    for role in (Role.ACTIVATION, Role.ERROR):
-        rules += [(f"{role.value}={pattern}", given[False]) for pattern in PEPPP_LOW]
-        rules += [(f"{role.value}={name}", given[True]) for name in PEPPP_HIGH]
-        rules += [(f"{role.value}=conv1:output", Assignment())]
-    return replace(Plan(tuple(rules)), reason=f"PEPPP: low {texts[False]}, high {texts[True]}")

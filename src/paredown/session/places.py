@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from paredown.codec.live import FLOATS, LiveTable, is_live, overflow_limit, round_trip_
+from paredown.codec.live import FLOATS, LiveTable, is_live, is_narrow, overflow_limit, round_trip_
 from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.assignment import AS_IS, Assignment
@@ -32,7 +32,7 @@ FORWARD = (Role.ACTIVATION, Role.WEIGHT)  # what promotion looks at
 
 
 class Promotion(NamedTuple):
-    """A slot that was raised: before which forward pass, and the share of its values that had overflowed."""
+    """A slot that was raised: after how many forward passes, and the share of its values that had overflowed."""
 
     slot: str
     forward: int
@@ -54,6 +54,11 @@ class Place:
     def key(self) -> str:
         """As a plan names it."""
         return slot_key(self.names[0], self.role)
+
+    @property
+    def tensor_id(self) -> int:
+        """What tells its random bits from those of others."""
+        return crc32(f"{self.role.value}={self.names[0]}".encode())
 
     @property
     def is_plain(self) -> bool:
@@ -145,6 +150,11 @@ class Places:
             asked = plan.find(place.names, place.role)
             if self._table is not None and not (is_live(asked.format) and place.is_live):
                 raise ApplyError(f"slot {place.key!r}: {asked} cannot be read from memory. Blocks need a session of their own.")
+            if self._table is not None and not self.all_live and is_narrow(place.assignment.format) and not is_narrow(asked.format):
+                raise ApplyError(
+                    f"slot {place.key!r} has at most 10 mantissa bits and its products may run in TF32, which {asked} does not allow. "
+                    "Apply with Simulate(all_live=True)."
+                )
             if asked.format is not None and asked.rounding_in(place.role) is not place.rounding:
                 raise ApplyError(
                     f"slot {place.key!r} rounds by {place.rounding.value}, and the new plan says {asked.rounding_in(place.role).value}: "
@@ -173,21 +183,28 @@ class Places:
 
     def round_(self, x: Tensor, place: Place, *, looks: bool = False) -> Tensor:
         """`x` rounded in place, out of autograd's sight; `looks`: what overflows is counted before."""
-        if x.dtype not in FLOATS:
-            self.refused[place.key] = f"its values are {str(x.dtype).removeprefix('torch.')}"
-            return x
-        if looks and self.raised is not None and x.numel():
-            past = (x.detach().abs() >= self._limits[place.number]).float().mean()
-            self._shares[place.number].copy_(torch.maximum(self._shares[place.number], past))
-        seed = Seed(self.seed, crc32(f"{place.role.value}={place.names[0]}".encode()), self._step())
-        if self._table is not None and x.device.type == self.device.type and place.is_live:
-            return self._table.round_(x, place.number, place.rounding, seed)
-        now = place.raised if self.is_raised(place) else place.assignment
-        return x if now.format is None else round_trip_(x, now.format, place.rounding, now.overflow, seed)
+        return self._round(x, x, place, looks=looks)
 
     def rounded(self, x: Tensor, place: Place, *, looks: bool = False) -> Tensor:
         """A rounded copy."""
-        return self.round_(x.detach().clone(), place, looks=looks)
+        x = x.detach()
+        if self._table is not None and x.device == self.device and place.is_live:
+            return self._round(x, torch.empty_like(x), place, looks=looks)
+        return self.round_(x.clone(), place, looks=looks)
+
+    def _round(self, x: Tensor, out: Tensor, place: Place, *, looks: bool) -> Tensor:
+        if x.dtype not in FLOATS:
+            self.refused[place.key] = f"its values are {str(x.dtype).removeprefix('torch.')}"
+            return out if out is x else out.copy_(x)
+        is_here = x.device == self.device
+        if looks and is_here and self.raised is not None and x.numel():
+            past = (x.detach().abs() >= self._limits[place.number]).float().mean()
+            self._shares[place.number].copy_(torch.maximum(self._shares[place.number], past))
+        seed = Seed(self.seed, place.tensor_id, self._step())
+        if self._table is not None and is_here and place.is_live:
+            return self._table.round_into(x, out, place.number, place.rounding, seed)
+        now = place.raised if self.is_raised(place) else place.assignment
+        return x if now.format is None else round_trip_(x, now.format, place.rounding, now.overflow, seed)
 
     def _step(self) -> Any:
         return self._counter if self._table is not None else self.forwards

@@ -8,23 +8,15 @@ Accumulation is float32 either way. Only CUDA has TF32; elsewhere nothing is don
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from paredown.formats.format import Format
+from paredown.codec.live import is_narrow
 from paredown.session.places import Place
 
-TF32_BITS = 10
-
-
-def is_narrow(format: Format | None) -> bool:
-    """Whether values of this format go into a TF32 product as they are.
-
-    >>> is_narrow(Format.parse("e6m9f")), is_narrow(Format.parse("int16")), is_narrow(None)
-    (True, False, False)
-    """
-    return format is not None and format.block is None and not format.element.table and format.element.mantissa_bits <= TF32_BITS
+# Not allow_tf32, which cannot be read once the user has set these; it reads as before when they are put back
+SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn).conv)
 
 
 def are_narrow(places: Iterable[Place | None]) -> bool:
@@ -38,19 +30,20 @@ class Precision:
     """Torch's switches of TF32 during a product; `restore` puts them back."""
 
     def __init__(self) -> None:
-        self._before: tuple[Any, Any] | None = None
+        self._before: tuple[str, ...] | None = None
 
     def set(self, is_narrow: bool) -> None:
         """TF32 or not, for what is launched from now on."""
         if self._before is None:
-            self._before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_narrow
+            self._before = tuple(switch.fp32_precision for switch in SWITCHES)
+        for switch in SWITCHES:
+            switch.fp32_precision = "tf32" if is_narrow else "ieee"
 
     def restore(self) -> None:
         """As it was."""
-        if self._before is not None:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
-            self._before = None
+        for switch, before in zip(SWITCHES, self._before or (), strict=False):
+            switch.fp32_precision = before
+        self._before = None
 
     def around(self, node: Any, is_narrow: bool) -> None:
         """The same in backward, while `node` runs."""

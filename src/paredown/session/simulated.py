@@ -9,8 +9,9 @@
 Products accumulate in float32, by TF32 on a GPU where both operands have at most 10 mantissa bits. Slots have the names that traces and
 plans use; an activation answers to the name of what made it (`relu:output`) and to those under which it is saved (`conv2:input`).
 
-Not followed: what torch.compile runs, and what checkpointing computes again in backward. Losses outside of the model are, if they are
-called inside `with session.following():`.
+Not followed: what torch.compile runs. Checkpointed modules are rounded alike when backward computes them again (with
+use_reentrant=False; the older form loses the gradients at the borders of a part). Losses outside of the model are rounded if they
+are called inside `with session.following():`.
 """
 
 from __future__ import annotations
@@ -102,17 +103,19 @@ class SimulatedSession:
         """Raise what overflowed in the last training pass. Each training pass begins with this, in a captured graph too."""
         self._places.promote()
 
-    def set_plan(self, plan: Plan) -> None:
-        """Other formats for the same slots, also for a CUDA graph that was captured; `Simulate(all_live=True)` has every slot."""
+    def set_plan(self, plan: Plan, *, forwards: int | None = None) -> None:
+        """Other formats for the same slots, also for a CUDA graph that was captured; `Simulate(all_live=True)` has every slot.
+
+        `forwards`: where the count of passes goes on. One that no other run comes to has random bits of its own, as another seed has.
+        """
         self._places.set_plan(plan)
         self._values.relearn()
+        self._places.forwards = self.forwards if forwards is None else forwards
 
     @property
     def changes(self) -> Changes:
         """What is not as it was asked for, slot by slot; complete after the first forward pass."""
-        rows = [
-            Change(p.slot, "as planned", "raised", f"{p.share:.1%} overflowed before pass {p.forward}") for p in self.promotions
-        ]
+        rows = [Change(p.slot, "as planned", "raised", f"{p.share:.1%} overflowed by pass {p.forward}") for p in self.promotions]
         rows += [Change(slot, "a format", "as it is", reason) for slot, reason in self._places.refused.items()]
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         residue = self.plan.find(("",), Role.RESIDUE).format
@@ -180,6 +183,8 @@ class SimulatedSession:
 
     def _prepare(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """All that comes before a pass: the arguments, rounded."""
+        first = next((t for tensors in (model.parameters(), tensors_in((args, kwargs))) for t in tensors), None)
+        self._places.move(first.device if first is not None else torch.device("cpu"))
         if self._outline is None:
             self._learn(model, args, kwargs)
         self._hook_parameters(model)
@@ -200,8 +205,6 @@ class SimulatedSession:
 
     def _learn(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The names of all slots, by one pass on fake tensors; without it a slot has the name of its maker alone."""
-        first = next((t for t in (*model.parameters(), *tensors_in((args, kwargs)))), None)
-        self._places.move(first.device if first is not None else torch.device("cpu"))
         try:
             self._outline = of_call(model, args, kwargs)
         except Exception as error:  # whatever a user's model does with tensors that have no numbers

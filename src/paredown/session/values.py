@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from paredown.errors import ApplyError
-from paredown.plan.calls import PRODUCTS, VALUE, Listener, Operation
 from paredown.plan.graph import NO_SEQUENCE, tensors_in
+from paredown.plan.operations import PRODUCTS, Listener, Operation, known, mark
 from paredown.plan.outline import INPUT, Outline
 from paredown.plan.plan import Plan
 from paredown.roles import Role
@@ -35,7 +35,8 @@ class Simulate:
     `raised`: the plan whose assignments activations and weights get for good once `share` of their values overflow in one training
     pass. `sums`: where several operations take an activation, "exact" rounds what each sends back and not the sum, "rounded" the
     sum alone. `gradients`: rounded in "backward" or before the optimizer's "step". `first_weights`: "exact" computes with the
-    parameters as they are until the first step. `all_live`: every slot can be given a format later by `session.set_plan`.
+    parameters as they are until the first step. `all_live`: every slot can be given any format later by `session.set_plan`, so
+    that no product runs in TF32.
     """
 
     raised: Plan | None = None
@@ -49,6 +50,10 @@ class Simulate:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ApplyError(f"Simulate: {name}={getattr(self, name)!r} is unknown. Allowed: {', '.join(allowed)}.")
+        if not 0 < self.share <= 1:
+            raise ApplyError(
+                f"Simulate: share={self.share} is the part of a tensor's values that may overflow, above 0 and at most 1."
+            )
 
 
 @dataclass(eq=False, slots=True)
@@ -93,16 +98,16 @@ class Values(Listener):
         self._weights.clear()
         self.precision.restore()
         for tensor in tensors_in(output) if self.how.sums == "exact" else ():
-            known = getattr(tensor, VALUE, None)
-            if isinstance(known, Known) and known.error is not None and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._rounder(known.error))
+            value: Known | None = known(tensor, self)
+            if value is not None and value.error is not None and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._rounder(value.error))
 
     def _input(self, tensor: Tensor, number: int) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        known = self._value(f"{INPUT}{number}")
-        tensor = Straight.apply(tensor, self.places, known.activation, self.looks) if known.activation else tensor.view_as(tensor)
-        setattr(tensor, VALUE, known)
+        value = self._value(f"{INPUT}{number}")
+        tensor = Straight.apply(tensor, self.places, value.activation, self.looks) if value.activation else tensor.view_as(tensor)
+        mark(tensor, self, value)
         return tensor
 
     # --- forward --------------------------------------------------------------------------------------------------------
@@ -121,24 +126,33 @@ class Values(Listener):
     def begins(self, operation: Operation) -> None:
         """TF32 or not."""
         if self._is_product(operation):
-            self.precision.set(are_narrow(self._operands(operation)))
+            self.precision.set(self._are_narrow(self._operands(operation)))
 
     def made(self, operation: Operation, out: Tensor, number: int) -> Known:
         """Round what an operation made, and what it will send back."""
         if self._is_product(operation):
             self.precision.restore()
-        known = self._value(operation.output_name(number))
-        if known.activation is not None:
-            self.places.round_(out, known.activation, looks=self.looks)
+        value = self._value(operation.output_name(number))
+        if value.activation is not None:
+            self.places.round_(out, value.activation, looks=self.looks)
         if out.requires_grad:
-            self._hook_errors(operation, out, known)
-        return known
+            self._hook_errors(operation, out, value)
+        return value
+
+    def moved(self, value: Known, out: Tensor, name: str) -> tuple[Known, Tensor]:
+        """A part of a value is rounded as that is, unless the plan gives it something else."""
+        if not name:
+            return value, out
+        part = self._value(name)
+        if part.activation is None or (value.activation is not None and part.activation.assignment == value.activation.assignment):
+            return Known(value.activation, part.error), out
+        return part, Straight.apply(out, self.places, part.activation, self.looks)
 
     def _value(self, name: str) -> Known:
-        known = self._known.get(name)
-        if known is None:
-            self._known[name] = known = self._slots((name,), 1)
-        return known
+        value = self._known.get(name)
+        if value is None:
+            self._known[name] = value = self._slots((name,), 1)
+        return value
 
     def _slots(self, names: tuple[str, ...], num_uses: int) -> Known:
         return Known(self.places.of(names, Role.ACTIVATION), self.places.of(names, Role.ERROR), num_uses)
@@ -149,22 +163,27 @@ class Values(Listener):
     def _operands(self, operation: Operation) -> list[Place | None]:
         """The slots that a product reads; a bias is added in float32."""
         weights = [self.places.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
-        return [*(source.value.activation for source in operation.sources), *weights]
+        return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
+
+    def _are_narrow(self, places: list[Place | None]) -> bool:
+        """Whether TF32 is exact, now and whatever formats come later."""
+        return not self.how.all_live and are_narrow(places)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
-    def _hook_errors(self, operation: Operation, out: Tensor, known: Known) -> None:
+    def _hook_errors(self, operation: Operation, out: Tensor, value: Known) -> None:
         """Round gradients of what the operation took where they leave it, or the gradient of what it made where it is summed."""
         is_summed = self.how.sums == "rounded"
-        if is_summed and known.error is not None:
-            out.register_hook(self._rounder(known.error))
+        if is_summed and value.error is not None:
+            out.register_hook(self._rounder(value.error))
         edges = (
             [] if is_summed else [(*source.edge, source.value.error) for source in operation.sources if source.edge[0] is not None]
         )
         is_product = self._is_product(operation)
         if not is_product and all(place is None for *_, place in edges):
             return
-        is_narrow = is_product and are_narrow([*self._operands(operation), known.error]) and (is_summed or known.num_uses == 1)
+        is_one = is_summed or value.num_uses == 1  # a sum of several has more bits than they have
+        is_narrow = is_product and is_one and self._are_narrow([*self._operands(operation), value.error])
         for node in _nodes(out.grad_fn, operation.first):
             places = _leaving(node, edges)
             if places:

@@ -1,0 +1,93 @@
+"""PEPPP's configurations as plans for `models/sumlast.py`, and its memory of one.
+
+Low formats are for activations, their gradients, weights and their gradients; high ones for the input, the logits, masters and momentum.
+All are rounded stochastically. Its floats have no subnormals, and as many exponents above 0 as below.
+
+>>> from paredown.formats.element import Element
+>>> Element.parse(peppp_element(4, 3)).smallest, Element.parse(peppp_element(4, 3)).max_value
+(0.0078125, 240.0)
+
+Memory, for words of so many bits, of P parameters, I numbers of input, L logits and T outputs of modules:
+
+    bits = low * (P + 2 (T - L)) + high * (2 P + I + 2 L)
+
+T counts the output of every call of a module, quantisers, layers and the network itself included; 2 is for gradients.
+
+One thing is not as in the library that PEPPP used (QPyTorch 0.2.0): what lies between 0 and the smallest value is rounded
+stochastically here, as everything else is, and went to the nearer of the two there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from paredown.formats.element import Element
+from paredown.formats.rounding import Overflow, Rounding
+from paredown.plan.assignment import Assignment
+from paredown.plan.outline import INPUT, Outline, Value
+from paredown.plan.plan import Plan
+from paredown.roles import Role
+
+SUM = "add"
+# Where its network has a quantiser, by the names of `models/sumlast.py`: not between the norms and what follows them
+PEPPP_LOW = ("relu:output", "*conv1:output", "*conv2:output", "*relu?:output", "*downsample.1:output", "*add.output")
+PEPPP_HIGH = ("input1", "fc:output")
+
+
+def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
+    """A float of PEPPP: exponents from -(2^(e-1) - 1) to 2^(e-1) - 1, every code a number, no subnormals.
+
+    With 8 exponent bits the smallest exponent is -126 instead of -127, as float32's is.
+    """
+    bias = min(1 << (exponent_bits - 1), 127)
+    return f"e{exponent_bits}m{mantissa_bits}b{bias}fns"
+
+
+def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
+    """PEPPP's configuration of (exponent bits, mantissa bits) for `models/sumlast.py`: what is where, all rounded stochastically.
+
+    Weights, gradients and activations are low, input, logits, masters and momentum high. The stem's convolution is not rounded, and
+    gradients are rounded as they are summed up: `Simulate(sums=ROUNDED, gradients=AT_STEP)`.
+    """
+    texts = {False: peppp_element(*low), True: peppp_element(*high)}
+    given = {is_high: Assignment.parse(text, Rounding.STOCHASTIC, Overflow.SATURATE) for is_high, text in texts.items()}
+    rules = [(role.value, given[False]) for role in (Role.WEIGHT, Role.GRADIENT)]
+    rules += [(role.value, given[True]) for role in (Role.MASTER, Role.MOMENT1)]
+    for role in (Role.ACTIVATION, Role.ERROR):
+        rules += [(f"{role.value}={pattern}", given[False]) for pattern in PEPPP_LOW]
+        rules += [(f"{role.value}={name}", given[True]) for name in PEPPP_HIGH]
+        rules += [(f"{role.value}=conv1:output", Assignment())]
+    return replace(Plan(tuple(rules)), reason=f"PEPPP: low {texts[False]}, high {texts[True]}")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def num_outputs(outline: Outline) -> int:
+    """T: numbers in the outputs of all modules of PEPPP's network, as often as they are counted."""
+    modules = sum(value.numel for value in outline.values if value.op not in (INPUT, SUM))
+    quantisers = sum(value.numel for value in outline.values if _is_rounded(value))
+    sums = [value for value in outline.values if value.op == SUM]
+    layers = sum(value.numel for value in sums)
+    shortcuts = sum(value.numel for value in sums if outline.values[value.sources[1]].op == SUM or _is_first(outline, value))
+    return modules + quantisers + layers + shortcuts + outline.values[-1].numel
+
+
+def _is_rounded(value: Value) -> bool:
+    patterns = (*PEPPP_LOW, *PEPPP_HIGH)
+    return value.name != "conv1:output" and any(fnmatchcase(value.name, pattern) for pattern in patterns)
+
+
+def _is_first(outline: Outline, value: Value) -> bool:
+    """Whether a sum adds the stem's output."""
+    return outline.values[value.sources[1]].name == "relu:output"
+
+
+def memory_bytes(outline: Outline, low: str, high: str) -> float:
+    """PEPPP's memory of one step of its network: `outline` is of the model alone, without a loss."""
+    parameters, logits = sum(outline.weights.values()), outline.values[-1].numel
+    inputs = sum(value.numel for value in outline.values if value.op == INPUT)
+    low_numbers = parameters + 2 * (num_outputs(outline) - logits)
+    high_numbers = 2 * parameters + inputs + 2 * logits
+    return (Element.parse(low).width * low_numbers + Element.parse(high).width * high_numbers) / 8
