@@ -27,6 +27,7 @@ EXPORTS = {
     "Role",
     "Rounding",
     "Seed",
+    "Sensitivities",
     "Session",
     "Trace",
     "TraceError",

@@ -1,4 +1,4 @@
-"""Imports point one way: errors, roles <- formats <- codec, plan; codec <- optim; all <- session.
+"""Imports point one way: errors, roles <- formats <- codec, plan; codec <- optim; plan <- search; all <- session.
 
 What a layer may import is a row of ALLOWED; a new folder needs a new row.
 """
@@ -21,8 +21,9 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "plan": (frozenset({"errors", "roles", "formats"}), TORCH - {"triton"}),
     "models": (frozenset(), frozenset({"torch"})),
     "optim": (frozenset({"errors", "roles", "formats", "codec"}), TORCH),
-    "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim"}), frozenset({"torch"})),
-    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session"}), frozenset()),
+    "search": (frozenset({"errors", "roles", "formats", "plan"}), frozenset({"numpy"})),
+    "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search"}), frozenset({"torch"})),
+    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session"}), frozenset()),
 }
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paredown.plan.plan import Plan
     from paredown.plan.trace import Trace, trace_step
     from paredown.roles import Role
+    from paredown.search.sensitivity import Sensitivities
     from paredown.session.session import Session, apply
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "Role",
     "Rounding",
     "Seed",
+    "Sensitivities",
     "Session",
     "Trace",
     "TraceError",
@@ -73,6 +75,7 @@ _NAMES_OF = {
     "paredown.plan.plan": ("Plan",),
     "paredown.plan.trace": ("Trace", "trace_step"),
     "paredown.roles": ("Role",),
+    "paredown.search.sensitivity": ("Sensitivities",),
     "paredown.session.session": ("Session", "apply"),
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}

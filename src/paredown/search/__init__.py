@@ -1,0 +1,1 @@
+"""Which plan to take: arithmetic on traces, plans and measured errors."""
