@@ -36,6 +36,7 @@ EXPORTS = {
     "encode",
     "footprint",
     "optim",
+    "probe",
     "round_trip",
     "trace_step",
 }

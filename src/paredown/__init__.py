@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paredown.plan.trace import Trace, trace_step
     from paredown.roles import Role
     from paredown.search.sensitivity import Sensitivities
+    from paredown.session.probe import probe
     from paredown.session.session import Session, apply
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "encode",
     "footprint",
     "optim",
+    "probe",
     "round_trip",
     "trace_step",
 ]
@@ -76,6 +78,7 @@ _NAMES_OF = {
     "paredown.plan.trace": ("Trace", "trace_step"),
     "paredown.roles": ("Role",),
     "paredown.search.sensitivity": ("Sensitivities",),
+    "paredown.session.probe": ("probe",),
     "paredown.session.session": ("Session", "apply"),
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -60,6 +60,9 @@ class Decision:
     tensor_id: int
 
 
+Observer = Callable[[Saved, Piece, Waiting], None]
+
+
 @dataclass
 class Shelf:
     """Of the forward pass that is running: what waits already, and which storages stay as they are."""
@@ -80,6 +83,8 @@ class Activations:
         self.decisions: dict[str, Decision] = {}
         self.left: dict[str, str] = {}  # name -> why it was left alone
         self.returned: frozenset[str] = frozenset()  # what went back to being plain in the last forward pass
+        self.min_numel = MIN_NUMEL
+        self.on_packed: Observer = lambda saved, piece, waiting: None  # is told of everything that is put away
         self._decided: dict[tuple[Any, ...], Decision] = {}
         self._waiting: list[weakref.ref[Waiting]] = []  # of all forward passes whose backward may come
         self._running = threading.local()
@@ -125,7 +130,7 @@ class Activations:
             return
         piece = Piece(tensor)
         now: Shelf = self._running.now
-        if piece.numel < MIN_NUMEL or piece.address in now.plain:
+        if piece.numel < self.min_numel or piece.address in now.plain:
             return
         use = Use.MASK if saved.use is Use.VALUE and _is_float_mask(saved, tensor) else saved.use
         key = (*piece.key, use, _detail(saved, tensor))
@@ -145,6 +150,7 @@ class Activations:
         if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
             now.sources[saved.node._sequence_nr()] = view
         saved.raw.register_hooks(lambda _: view, View.tensor)
+        self.on_packed(saved, piece, waiting)
         if self.left:
             self.left.pop(saved.name, None)
 
