@@ -18,6 +18,8 @@ EXPORTS = {
     "Footprint",
     "Format",
     "FormatError",
+    "Guard",
+    "Limits",
     "OptimError",
     "Overflow",
     "PackedTensor",

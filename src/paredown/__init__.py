@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paredown.plan.trace import Trace, trace_step
     from paredown.roles import Role
     from paredown.search.sensitivity import Sensitivities
+    from paredown.session.guard import Guard, Limits
     from paredown.session.probe import probe
     from paredown.session.session import Session, apply
 
@@ -34,6 +35,8 @@ __all__ = [
     "Footprint",
     "Format",
     "FormatError",
+    "Guard",
+    "Limits",
     "OptimError",
     "Overflow",
     "PackedTensor",
@@ -78,6 +81,7 @@ _NAMES_OF = {
     "paredown.plan.trace": ("Trace", "trace_step"),
     "paredown.roles": ("Role",),
     "paredown.search.sensitivity": ("Sensitivities",),
+    "paredown.session.guard": ("Guard", "Limits"),
     "paredown.session.probe": ("probe",),
     "paredown.session.session": ("Session", "apply"),
 }

@@ -127,7 +127,7 @@ class Measure:
         again = torch.autograd.grad(self.loss, [p for p, _ in self.trained], retain_graph=True)
         self.board.restore()
         parts = torch.stack(
-            [_energy(g - exact) for g, (_, exact) in zip(again, self.trained, strict=True) if g is not None]
+            [_energy(g - exact) for g, (_, exact) in zip(again, self.trained, strict=True)]
         ).double()
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 

@@ -15,13 +15,13 @@ the same parameters, plain inside of their modules; outside they behave as `opti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paredown.errors import ApplyError
 from paredown.plan.graph import MIN_NUMEL
@@ -29,7 +29,12 @@ from paredown.plan.keys import Key
 from paredown.plan.plan import Plan
 from paredown.plan.watch import Watch
 from paredown.roles import FORMATTED, Role
+from paredown.search.sensitivity import Sensitivities
+from paredown.session.actions import Actions
 from paredown.session.changes import Change, Changes
+from paredown.session.explain import Explanation, explained
+from paredown.session.guard import Guard, checked_guard
+from paredown.session.guarded import Guarded
 from paredown.session.optimized import ask_for, asked_for, forget, state_changes
 from paredown.session.stored import Activations
 from paredown.session.weights import Weights
@@ -45,8 +50,8 @@ LATER = "store mode has no such tensor"
 class Session:
     """A plan at work on a model."""
 
-    def __init__(self, plan: Plan, model: nn.Module, seed: int, *, is_compiled: bool = False) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, model: nn.Module, seed: int, *, is_compiled: bool = False, guard: Guard | None = None) -> None:
+        self.plan = self.applied = plan  # a guard changes the first
         self._model = weakref.ref(model)
         self._packs_activations = any(Key.parse(key).role in (None, Role.ACTIVATION) for key, _ in plan.rules)
         if not self._packs_activations:
@@ -64,6 +69,7 @@ class Session:
             self._watch.detach()
             raise
         ask_for(rows)
+        self._guarded = Guarded(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._is_open = True
 
     @property
@@ -117,9 +123,37 @@ class Session:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
         return Changes(rows)
 
+    @property
+    def actions(self) -> Actions:
+        """What the guard did, step by step; nothing without one."""
+        return Actions(self._guarded.actions if self._guarded is not None else ())
+
+    @property
+    def sensitivities(self) -> Sensitivities | None:
+        """What the guard knows of them: those that it was given, or measured last."""
+        return self._guarded.sensitivities if self._guarded is not None else None
+
+    def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Sensitivities:
+        """Measure sensitivities anew, and let the guard settle the plan by them; `batch` and `loss` are as in `probe`."""
+        if self._guarded is None:
+            raise ApplyError("this session has no guard, which would use them: apply(plan, model, guard=Guard(trace)).")
+        with self.unpacked() if self.weight_bytes else nullcontext():
+            return self._guarded.reprobe(batch, loss)
+
+    def explain(self) -> Explanation:
+        """Slot by slot: what the plan asked for, what it is now, and why: lowered, pinned, held, raised later."""
+        slots = self._guarded.slots if self._guarded is not None else self._activations.decisions
+        return explained(self.applied, self._activations, self.changes, self.actions, slots)
+
     def state_dict(self) -> dict[str, Any]:
-        """The plan, the seed and the count of forward passes: with these, stochastic rounding goes on with the same bits."""
-        return {"version": VERSION, "plan": self.plan.to_json(), "seed": self.seed, "forwards": self.forwards}
+        """The plan, the seed and the count of forward passes: with these, stochastic rounding goes on with the same bits.
+
+        With a guard, the plan is the one that it came to, and all that the guard remembers is there too.
+        """
+        state = {"version": VERSION, "plan": self.plan.to_json(), "seed": self.seed, "forwards": self.forwards}
+        if self._guarded is not None:
+            state["guard"] = {"applied": self.applied.to_json(), **self._guarded.state_dict()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a session with the same plan was."""
@@ -127,17 +161,25 @@ class Session:
             raise ApplyError(
                 f"this is not the state of a session, version {VERSION}: it has {sorted(state)}. Give what session.state_dict() returned."
             )
-        other = Plan.from_json(state["plan"])
-        if other != self.plan:
+        guard: Mapping[str, Any] | None = state.get("guard")
+        if (guard is None) != (self._guarded is None):
+            has, had = ("no guard", "one") if self._guarded is None else ("a guard", "none")
+            raise ApplyError(f"this session has {has}, and the one whose state this is had {had}. Apply the plan in the same way.")
+        other = Plan.from_json(state["plan"] if guard is None else guard["applied"])
+        if other != self.applied:
             raise ApplyError(
-                f"the state belongs to another plan; they differ in:\n{self.plan.diff(other)}\nApply that plan, then load."
+                f"the state belongs to another plan; they differ in:\n{self.applied.diff(other)}\nApply that plan, then load."
             )
+        if guard is not None and self._guarded is not None:
+            self._guarded.load_state_dict(guard, Plan.from_json(state["plan"]))
         self._activations.seed, self._activations.forwards = int(state["seed"]), int(state["forwards"])
 
     def close(self) -> None:
         """Give the plain model back, its weights decoded. Graphs that are waiting for their backward still work."""
         self._watch.detach()
         self._weights.detach()
+        if self._guarded is not None:
+            self._guarded.close()
         model = self._model()
         if model is not None:
             forget(model)
@@ -169,6 +211,8 @@ class Session:
                 "a model with a paredown session was called inside torch.func (vmap, grad, jacrev ...), which forbids packing what it "
                 "saves. Call session.close() first, or use a copy: copy.deepcopy(model) is a plain model."
             )
+        if self._guarded is not None and self._guarded.is_probing:
+            return False
         if not self._packs_activations:  # activations as the user wrote it
             self._activations.forwards += 1
             return False
@@ -181,6 +225,11 @@ class Session:
             seen = self._activations.names | self._watch.small
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
             self._is_checked, self._watch.collects_small = True, False
+
+    def _change(self, plan: Plan) -> None:
+        """A guard came to another plan: it holds from the next forward pass on."""
+        self.plan = plan
+        self._activations.change(plan)
 
     def _parameter_slots(self) -> list[tuple[tuple[str, ...], Role]]:
         model = self._model()
@@ -199,8 +248,8 @@ class Session:
         return rows
 
 
-def apply(plan: Plan, model: nn.Module, *, seed: int = 0) -> Session:
-    """Put `plan` onto `model`, in place. `seed` is that of stochastic rounding."""
+def apply(plan: Plan, model: nn.Module, *, seed: int = 0, guard: Guard | None = None) -> Session:
+    """Put `plan` onto `model`, in place. `seed` is that of stochastic rounding. A `guard` changes the plan when rounding goes wrong."""
     if isinstance(plan, nn.Module) or isinstance(model, Plan):
         raise ApplyError("apply takes the plan first, then the model: paredown.apply(plan, model).")
     if not isinstance(plan, Plan) or not isinstance(model, nn.Module):
@@ -212,7 +261,7 @@ def apply(plan: Plan, model: nn.Module, *, seed: int = 0) -> Session:
         inside = inside or ("a model that this is a part of" if _is_part(model, other) else None)
         if inside:
             raise ApplyError(f"{inside} has a session already: call its close() before applying another plan. It is {session!r}.")
-    session = Session(plan, model, seed, is_compiled=is_compiled)
+    session = Session(plan, model, seed, is_compiled=is_compiled, guard=checked_guard(guard))
     _SESSIONS[model] = weakref.ref(session)
     return session
 

@@ -100,6 +100,11 @@ class Activations:
         self._waiting = [weakref.ref(waiting) for waiting in alive]
         return alive
 
+    def change(self, plan: Plan) -> None:
+        """Another plan, from the next forward pass on."""
+        self.plan = plan
+        self._decided.clear()
+
     def begin(self, *, is_sharded: bool) -> None:
         """A forward pass begins."""
         self.forwards += 1
