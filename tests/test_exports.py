@@ -33,6 +33,7 @@ EXPORTS = {
     "TraceError",
     "__version__",
     "apply",
+    "assign",
     "encode",
     "footprint",
     "optim",

@@ -177,7 +177,8 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
             f"footprint takes a Trace and a Plan, in this order, not {given}: footprint(trace_step(model, batch), plan)."
         )
     plan = plan or AS_WRITTEN
-    missing = plan.check([(tuple(saver.name for saver in slot.savers) or (slot.name,), slot.role) for slot in trace.slots])
+    residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # which a plan may make
+    missing = plan.check([*((slot.names, slot.role) for slot in trace.slots), *residues])
     allocator = DEVICES[trace.device]
     held = intervals(trace, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
