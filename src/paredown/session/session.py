@@ -6,8 +6,8 @@
     session.close()                                                      # the plain model again
 
 The model keeps its class, parameters, state_dict and keys; a copy of it is a plain model. No activation is packed without gradients (eval
-under no_grad), inside checkpointed parts (which are not kept at all), and in what torch.compile compiles as a whole. Packed weights are
-the same parameters, plain inside of their modules; outside they behave as `optim/outside.py` says.
+under no_grad), inside checkpointed parts (which are not kept at all; `plan.recompute` makes more of them), and in what torch.compile
+compiles as a whole. Packed weights are the same parameters, plain inside of their modules; outside they behave as `optim/outside.py` says.
 """
 
 # pyright: reportPrivateUsage=false
@@ -31,6 +31,7 @@ from paredown.plan.watch import Watch
 from paredown.roles import FORMATTED, Role
 from paredown.session.changes import Change, Changes
 from paredown.session.optimized import ask_for, asked_for, forget, state_changes
+from paredown.session.recomputed import Recomputed
 from paredown.session.stored import Activations
 from paredown.session.weights import Weights
 
@@ -56,6 +57,7 @@ class Session:
         self._modules = list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_NUMEL)
         rows = asked_for(model, plan)  # may refuse
+        self._recomputed = Recomputed(plan, model)  # may refuse too
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._watch.attach(follows=self._packs_activations)
         try:
@@ -63,6 +65,7 @@ class Session:
         except BaseException:
             self._watch.detach()
             raise
+        self._recomputed.attach()
         ask_for(rows)
         self._is_open = True
 
@@ -102,7 +105,8 @@ class Session:
                 rows.append(Change(name, str(decision.asked), str(decision.format or "as it is"), decision.reason))
         for name, reason in self._activations.left.items():
             wanted = asked((name,), Role.ACTIVATION).format
-            if wanted is not None and reason not in ("it is a weight", "it is a buffer"):
+            is_own = reason in ("it is a weight", "it is a buffer") or self._recomputed.has(name)
+            if wanted is not None and not is_own:
                 rows.append(Change(name, str(wanted), "as it is", reason))
         for name in sorted(self._activations.returned):
             wanted = asked((name,), Role.ACTIVATION).format
@@ -115,6 +119,8 @@ class Session:
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
+        if self._watch.was_compiled:
+            rows += [Change(path, "computed again", "saved", COMPILED) for path in self._recomputed.paths]
         return Changes(rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,6 +143,7 @@ class Session:
     def close(self) -> None:
         """Give the plain model back, its weights decoded. Graphs that are waiting for their backward still work."""
         self._watch.detach()
+        self._recomputed.detach()
         self._weights.detach()
         model = self._model()
         if model is not None:
