@@ -35,6 +35,7 @@ EXPORTS = {
     "TraceError",
     "__version__",
     "apply",
+    "assign",
     "encode",
     "footprint",
     "optim",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paredown.plan.plan import Plan
     from paredown.plan.trace import Trace, trace_step
     from paredown.roles import Role
+    from paredown.search.assign import assign
     from paredown.search.sensitivity import Sensitivities
     from paredown.session.guard import Guard, Limits
     from paredown.session.probe import probe
@@ -52,6 +53,7 @@ __all__ = [
     "TraceError",
     "__version__",
     "apply",
+    "assign",
     "encode",
     "footprint",
     "optim",
@@ -80,6 +82,7 @@ _NAMES_OF = {
     "paredown.plan.plan": ("Plan",),
     "paredown.plan.trace": ("Trace", "trace_step"),
     "paredown.roles": ("Role",),
+    "paredown.search.assign": ("assign",),
     "paredown.search.sensitivity": ("Sensitivities",),
     "paredown.session.guard": ("Guard", "Limits"),
     "paredown.session.probe": ("probe",),

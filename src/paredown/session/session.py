@@ -6,8 +6,8 @@
     session.close()                                                      # the plain model again
 
 The model keeps its class, parameters, state_dict and keys; a copy of it is a plain model. No activation is packed without gradients (eval
-under no_grad), inside checkpointed parts (which are not kept at all), and in what torch.compile compiles as a whole. Packed weights are
-the same parameters, plain inside of their modules; outside they behave as `optim/outside.py` says.
+under no_grad), inside checkpointed parts (which are not kept at all; `plan.recompute` makes more of them), and in what torch.compile
+compiles as a whole. Packed weights are the same parameters, plain inside of their modules; outside they behave as `optim/outside.py` says.
 """
 
 # pyright: reportPrivateUsage=false
@@ -36,6 +36,7 @@ from paredown.session.explain import Explanation, explained
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guarded import Guarded
 from paredown.session.optimized import ask_for, asked_for, forget, state_changes
+from paredown.session.recomputed import Recomputed
 from paredown.session.stored import Activations
 from paredown.session.weights import Weights
 
@@ -61,6 +62,7 @@ class Session:
         self._modules = list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_NUMEL)
         rows = asked_for(model, plan)  # may refuse
+        self._recomputed = Recomputed(plan, model)  # may refuse too
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._watch.attach(follows=self._packs_activations)
         try:
@@ -68,6 +70,7 @@ class Session:
         except BaseException:
             self._watch.detach()
             raise
+        self._recomputed.attach()
         ask_for(rows)
         self._guarded = Guarded(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._is_open = True
@@ -108,7 +111,8 @@ class Session:
                 rows.append(Change(name, str(decision.asked), str(decision.format or "as it is"), decision.reason))
         for name, reason in self._activations.left.items():
             wanted = asked((name,), Role.ACTIVATION).format
-            if wanted is not None and reason not in ("it is a weight", "it is a buffer"):
+            is_own = reason in ("it is a weight", "it is a buffer") or self._recomputed.has(name)
+            if wanted is not None and not is_own:
                 rows.append(Change(name, str(wanted), "as it is", reason))
         for name in sorted(self._activations.returned):
             wanted = asked((name,), Role.ACTIVATION).format
@@ -121,6 +125,8 @@ class Session:
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
+        if self._watch.was_compiled:
+            rows += [Change(path, "computed again", "saved", COMPILED) for path in self._recomputed.paths]
         return Changes(rows)
 
     @property
@@ -177,6 +183,7 @@ class Session:
     def close(self) -> None:
         """Give the plain model back, its weights decoded. Graphs that are waiting for their backward still work."""
         self._watch.detach()
+        self._recomputed.detach()
         self._weights.detach()
         if self._guarded is not None:
             self._guarded.close()
