@@ -23,6 +23,7 @@ from paredown.plan.keys import slot_key
 from paredown.plan.ops import Use
 from paredown.plan.parameters import given_to
 from paredown.plan.plan import Plan
+from paredown.plan.recompute import recomputed
 from paredown.plan.record import Trace
 from paredown.plan.replay import Choice, activations, choices, model_memory
 from paredown.plan.sizes import say_bytes
@@ -66,8 +67,8 @@ def repair(
     sensitivities: Sensitivities | None = None,
 ) -> Repaired:
     """`plan` with the slots `raised`, the worst first, one level up, and others but those that it `keeps` down as far as it takes."""
+    check(trace, plan, budget_bytes)
     state = State.of(trace, plan, sensitivities)
-    state.check(budget_bytes)
     up = [name for name in dict.fromkeys(raised) if state.can_rise(name)]
     now = {name: state.bits_now(name) for name in keeps if name in state.item_of}
     best, count, refused = state.now, 0, len(up) + 1  # `count` can be paid for, `refused` cannot
@@ -83,13 +84,20 @@ def settle(
     trace: Trace, plan: Plan, budget_bytes: int, *, keeps: Collection[str] = (), sensitivities: Sensitivities | None = None
 ) -> Repaired:
     """The plan of least predicted error for activations, none of `keeps` lower than it is; `plan` itself where that is little better."""
+    check(trace, plan, budget_bytes)
     state = State.of(trace, plan, sensitivities)
-    state.check(budget_bytes)
     floors = {name: state.bits_now(name) for name in keeps if name in state.item_of}
     found = state.paid(state.ledger.starts, floors, budget_bytes)
     if found is None or state.ledger.error(found) > CLEARLY * state.ledger.error(state.now):
         return Repaired(plan)
     return state.repaired(found)
+
+
+def check(trace: Trace, plan: Plan, budget_bytes: int) -> None:
+    """Refuse a plan that is not within the budget itself."""
+    peak = footprint(trace, plan).peak_bytes
+    if peak > budget_bytes:
+        raise BudgetError(f"the plan to repair needs {say_bytes(peak)}, more than the budget of {say_bytes(budget_bytes)}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +110,12 @@ class State:
     now: Ints
     bits: dict[str, dict[int, float]]  # of a slot, by row
     item_of: dict[str, int]
+    totals: Ints  # bytes times ticks of each row
 
     @staticmethod
     def of(trace: Trace, plan: Plan, sensitivities: Sensitivities | None) -> State:
         """The state of a run under `plan`."""
+        trace = recomputed(trace, plan.recompute)
         error_of = expected_error if sensitivities is None else measured_error(trace, sensitivities, LEVELS)
         chosen = choices(trace, plan)
         items = [_with_now(item, chosen, error_of) for item in activation_items(trace, lambda _: LEVELS, error_of, is_free=False)]
@@ -120,13 +130,8 @@ class State:
                 for (name, _), format in option.formats:
                     bits.setdefault(name, {})[row] = bits_of(format)
         item_of = {slot.name: number for number, item in enumerate(items) for slot in item.slots}
-        return State(trace, plan, ledger, now, bits, item_of)
-
-    def check(self, budget_bytes: int) -> None:
-        """Refuse a plan that is not within the budget itself."""
-        peak = footprint(self.trace, self.plan).peak_bytes
-        if peak > budget_bytes:
-            raise BudgetError(f"the plan to repair needs {say_bytes(peak)}, more than the budget of {say_bytes(budget_bytes)}.")
+        totals = np.array([option.total for item in ledger.items for option in item.options], dtype=np.int64)
+        return State(trace, plan, ledger, now, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
         """Bits of a value of a slot when these rows are chosen; infinity for as it is."""
@@ -153,7 +158,7 @@ class State:
                 if self.bits[name][row] > self.bits[name][now] and all(self.bits[s][row] >= self.bits[s][now] for s in slots)
             ]
             if rows:
-                chosen[item] = min(rows, key=lambda row: (self._option(row).total, self._option(row).error))
+                chosen[item] = min(rows, key=lambda row: (int(self.totals[row]), self._option(row).error))
         return chosen
 
     def paid(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
@@ -179,9 +184,10 @@ class State:
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
         """The row that costs least error for a byte that it frees at the tick."""
         now = chosen[self.ledger.item_of[allowed]]
-        column = self.ledger.held[:, tick]
+        column, totals = self.ledger.held[:, tick], self.totals
         freed = column[now] - column[allowed]
-        rows, now, freed = (part[freed > 0] for part in (allowed, now, freed))
+        is_lower = (freed > 0) & (totals[allowed] < totals[now])  # of all ticks together too: it never comes back
+        rows, now, freed = (part[is_lower] for part in (allowed, now, freed))
         if not len(rows):
             return None
         cost = np.maximum(self.ledger.errors[rows] - self.ledger.errors[now], 0) / freed

@@ -31,7 +31,8 @@ class Limits:
     """When a guard acts. Errors are squared and relative: |x - decoded|^2 / |x|^2.
 
     `every`: a slot is looked at in one forward pass of so many. `error`: a slot that loses more than this is raised. `jump`: so is one
-    whose error, or whose largest value where that matters, is so many times what it was. `gradient_jump`: a step whose gradient norm is so
+    whose error, or whose largest value where that matters (no scale of its own; the root of it where it stands in an exponent), is so many
+    times what it was. `gradient_jump`: a step whose gradient norm is so
     many times the usual one is left out. `hold`: for so many steps a slot that was raised is not lowered. `patience`: after so many steps
     in a row were left out for finite gradients, they are taken as they are.
     """
@@ -39,7 +40,7 @@ class Limits:
     every: int = EVERY
     error: float = 1.5
     jump: float = 16.0
-    gradient_jump: float = 100.0
+    gradient_jump: float = 30.0
     hold: int = 1000
     patience: int = 4
 
@@ -94,8 +95,10 @@ class Guard:
         return allowed
 
 
-def checked_guard(guard: Any) -> Guard | None:
-    """What `apply` was given as a guard."""
+def checked_guard(guard: Any, plan: Plan) -> Guard | None:
+    """What `apply` was given as a guard, if `plan` is within its budget."""
+    if isinstance(guard, Guard):
+        guard.budget_for(plan)
     if guard is None or isinstance(guard, Guard):
         return guard
     raise ApplyError(

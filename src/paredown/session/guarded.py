@@ -16,9 +16,9 @@ that differs between them: all do the same. With nothing packed a guard does not
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from math import inf, isfinite
+from math import inf, isfinite, sqrt
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paredown.errors import ApplyError
+from paredown.optim.registry import owner_of
 from paredown.plan.plan import Plan
 from paredown.search.repair import Repaired, repair, settle
 from paredown.search.sensitivity import Sensitivities
@@ -47,7 +48,9 @@ NO_ROOM = "nobody else can pay for it within the budget"
 class Guarded:
     """The guard of one session. `change` puts another plan to work."""
 
-    def __init__(self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]) -> None:
+    def __init__(
+        self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]
+    ) -> None:
         self.guard, self.plan, self._model, self._change = guard, plan, weakref.ref(model), change
         self.budget_bytes = guard.budget_for(plan)
         self.slots = {slot.name: slot for slot in guard.trace.activations if not slot.stays}
@@ -73,6 +76,8 @@ class Guarded:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
         if not parameters or not self._signals.has_any or not getattr(optimizer, "updates_next", True):
             return
+        if owner_of(parameters[0]) not in (None, optimizer):
+            return  # torch's own, inside of one of paredown.optim, whose step it is
         has_scaler = getattr(optimizer, "found_inf", None) is not None  # a GradScaler leaves steps out by itself
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm, looks = self._signals.read(None if has_scaler else total_norm(gradients))
@@ -128,20 +133,25 @@ class Guarded:
             if not isfinite(look.largest):
                 continue  # the forward pass is not finite itself: no format is to blame
             if look.error > limits.error:
-                said = "values past its largest one become infinite" if look.error == inf else f"it loses {look.error:.3g} of its energy"
+                said = (
+                    "values past its largest one become infinite"
+                    if look.error == inf
+                    else f"it loses {look.error:.3g} of its energy"
+                )
                 found[name] = look.error, said
             elif before is not None and look.error > max(NOTICED, limits.jump * before.error):
                 found[name] = look.error, f"its rounding error rose from {before.error:.2g} to {look.error:.2g}"
-            elif before is not None and look.largest > limits.jump * before.largest > 0 and self._minds_size(name):
+            elif before is not None and look.largest > self._growth(name) * before.largest > 0:
                 found[name] = look.error, f"its largest value rose from {before.largest:.3g} to {look.largest:.3g}"
         return {name: why for name, (_, why) in sorted(found.items(), key=lambda row: (-row[1][0], row[0]))}
 
-    def _minds_size(self, name: str) -> bool:
-        """Whether larger values make rounding worse: where backward is not linear, and where no block has a scale of its own."""
+    def _growth(self, name: str) -> float:
+        """By what the largest value may grow: by much where no block has a scale of its own, by less where backward is not linear."""
+        if self.slots[name].pin is not None:
+            return sqrt(self.guard.limits.jump)  # two of them are multiplied with each other in an exponent
         decision = self._activations.decisions.get(name)
-        return self.slots[name].pin is not None or (
-            decision is not None and decision.format is not None and decision.format.block is None
-        )
+        is_scaled = decision is None or decision.format is None or decision.format.block is not None
+        return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, looks: Mapping[str, Look]) -> list[str]:
         """Slots to raise where gradients are wrong and no slot is: those that are pinned, then by error; more from time to time."""
@@ -193,7 +203,7 @@ class Guarded:
         return self.sensitivities
 
     @contextmanager
-    def _probing(self) -> Iterator[None]:
+    def _probing(self) -> Generator[None]:
         self.is_probing = True
         try:
             yield

@@ -11,6 +11,7 @@ from paredown.session.guard import probe_steps
 from paredown.session.signals import Look
 
 LEARNED = 10  # gradient norms that are seen before one counts as unusual
+MOST = 2.0  # one norm counts as no more than so many usual ones
 KEPT = 0.9  # how much of what is usual stays when a new number comes
 
 
@@ -42,7 +43,7 @@ class Memory:
         """Take what was seen into account."""
         self.num_left_out = 0 if is_taken else self.num_left_out + 1
         if is_taken and norm is not None:
-            self.norm = _mixed(self.norm, norm) if self.num_norms else norm
+            self.norm = _mixed(self.norm, min(norm, MOST * self.norm)) if self.num_norms else norm
             self.num_norms += 1
         if is_taken:
             self.suspicions = 0
@@ -66,7 +67,8 @@ class Memory:
     def from_json(value: Mapping[str, Any]) -> Memory:
         """The memory whose `to_json` is `value`."""
         looks = {name: Look(*pair) for name, pair in value["looks"].items()}
-        return Memory(**{**value, "looks": looks, "held_until": dict(value["held_until"])})
+        parts: dict[str, Any] = {**value, "looks": looks, "held_until": dict(value["held_until"])}
+        return Memory(**parts)
 
 
 def _mixed(usual: float, now: float) -> float:

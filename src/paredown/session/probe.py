@@ -126,9 +126,7 @@ class Measure:
         self.board.lower(dict.fromkeys(names, format), turn=1)
         again = torch.autograd.grad(self.loss, [p for p, _ in self.trained], retain_graph=True)
         self.board.restore()
-        parts = torch.stack(
-            [_energy(g - exact) for g, (_, exact) in zip(again, self.trained, strict=True)]
-        ).double()
+        parts = torch.stack([_energy(g - exact) for g, (_, exact) in zip(again, self.trained, strict=True)]).double()
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 
     def _extend(self, found: Mapping[str, dict[str, float]], known: Format, formats: Sequence[Format]) -> None:

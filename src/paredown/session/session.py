@@ -268,7 +268,7 @@ def apply(plan: Plan, model: nn.Module, *, seed: int = 0, guard: Guard | None = 
         inside = inside or ("a model that this is a part of" if _is_part(model, other) else None)
         if inside:
             raise ApplyError(f"{inside} has a session already: call its close() before applying another plan. It is {session!r}.")
-    session = Session(plan, model, seed, is_compiled=is_compiled, guard=checked_guard(guard))
+    session = Session(plan, model, seed, is_compiled=is_compiled, guard=checked_guard(guard, plan))
     _SESSIONS[model] = weakref.ref(session)
     return session
 

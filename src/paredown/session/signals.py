@@ -5,8 +5,8 @@ For each slot two numbers, of the forward pass in which it was looked at last si
     error       |x - decoded|^2 / |x|^2, of a piece of 4096 values, or of all of them in a full look
     largest     max |x|, of all values
 
-Nothing waits for the device until `read`, which is one transfer for all slots and the gradient norm, and one reduction where several processes
-train: the largest of each number counts, so that all of them read the same.
+Nothing waits for the device until `read`, which is one transfer for all slots and the gradient norm, and one reduction where several
+processes train: the largest of each number counts, so that all of them read the same.
 """
 
 # pyright: reportPrivateUsage=false
