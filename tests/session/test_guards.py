@@ -286,6 +286,39 @@ def test_optimizers_of_paredown_leave_steps_out_too(tier: str, microbatches: int
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)), "it goes on"
 
 
+def test_what_a_grad_scaler_leaves_out_is_no_alarm() -> None:
+    model = Loud()
+    session = pare.apply(pare.Plan.uniform(activation=INT8), model, guard=pare.Guard(traced(model)))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(1e4 * mse_loss(model(BATCH[0]), BATCH[1])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() < 2.0**127, "it left steps out"
+    assert session.actions == ()
+
+
+def test_probes_with_packed_weights_and_gradients() -> None:
+    model, part = Loud(), (BATCH[0][:16], BATCH[1][:16])
+    plan = pare.Plan.preset("lpmm").set("activation", INT4)
+    found: list[list[Tensor]] = []
+    for batch in (None, part):
+        model = Loud()
+        session = pare.apply(plan, model, guard=pare.Guard(traced(model), batch=batch, loss=mse_loss))
+        optimizer = pare.optim.AdamW(model.parameters(), 1e-3)
+        for step in range(11):
+            optimizer.zero_grad()
+            mse_loss(model(BATCH[0]), BATCH[1]).backward()
+            if step == 9:
+                gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            if step == 9:
+                found.append([*gradients, *weights(model)])
+        assert (session.sensitivities is not None) == (batch is not None)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "the step in which it probed is the same"
+
+
 def test_probes_anew_at_10_and_30_steps() -> None:
     model = Loud()
     trace = traced(model)

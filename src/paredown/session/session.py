@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -143,8 +143,7 @@ class Session:
         """Measure sensitivities anew, and let the guard settle the plan by them; `batch` and `loss` are as in `probe`."""
         if self._guarded is None:
             raise ApplyError("this session has no guard, which would use them: apply(plan, model, guard=Guard(trace)).")
-        with self.unpacked() if self.weight_bytes else nullcontext():
-            return self._guarded.reprobe(batch, loss)
+        return self._guarded.reprobe(batch, loss)
 
     def explain(self) -> Explanation:
         """Slot by slot: what the plan asked for, what it is now, and why: lowered, pinned, held, raised later."""
