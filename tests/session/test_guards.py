@@ -306,7 +306,7 @@ def test_probes_with_packed_weights_and_gradients() -> None:
     for batch in (None, part):
         model = Loud()
         session = pare.apply(plan, model, guard=pare.Guard(traced(model), batch=batch, loss=mse_loss))
-        optimizer = pare.optim.AdamW(model.parameters(), 1e-3)
+        optimizer, gradients = pare.optim.AdamW(model.parameters(), 1e-3), list[Tensor]()
         for step in range(11):
             optimizer.zero_grad()
             mse_loss(model(BATCH[0]), BATCH[1]).backward()

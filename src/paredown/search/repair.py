@@ -1,7 +1,7 @@
 """Another plan within the same budget, while a model trains: `repair` raises slots and lowers others for it, `settle` plans anew.
 
-    repair(trace, plan, budget_bytes, raised=["attn:query"])      one level up for these, and who costs the least error for a byte pays
-    settle(trace, plan, budget_bytes, sensitivities=...)          the best formats of all activations, where that is clearly better
+    repair(plan, terms, raised=["attn:query"])      one level up for these, and who costs the least error for a byte pays
+    settle(plan, terms)                             the best formats of all activations, where that is clearly better
 
 Formats of weights, gradients and optimizer state stay what they are: they cannot be changed in the middle of a run. The budget is never
 exceeded: if nobody can pay for all that should be raised, the last of them are refused.
@@ -57,47 +57,47 @@ class Repaired:
     refused: tuple[str, ...] = ()
 
 
-def repair(
-    trace: Trace,
-    plan: Plan,
-    budget_bytes: int,
-    *,
-    raised: Sequence[str],
-    keeps: Collection[str] = (),
-    sensitivities: Sensitivities | None = None,
-) -> Repaired:
+@dataclass(frozen=True)
+class Terms:
+    """Within which a plan is repaired: the step, the budget, who is how sensitive, and the levels that activations may have."""
+
+    trace: Trace
+    budget_bytes: int
+    sensitivities: Sensitivities | None = None
+    levels: Ladder = LEVELS
+
+
+def repair(plan: Plan, terms: Terms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> Repaired:
     """`plan` with the slots `raised`, the worst first, one level up, and others but those that it `keeps` down as far as it takes."""
-    check(trace, plan, budget_bytes)
-    state = State.of(trace, plan, sensitivities)
+    check(plan, terms)
+    state = State.of(plan, terms)
     up = [name for name in dict.fromkeys(raised) if state.can_rise(name)]
     now = {name: state.bits_now(name) for name in keeps if name in state.item_of}
     best, count, refused = state.now, 0, len(up) + 1  # `count` can be paid for, `refused` cannot
     while refused - count > 1:
         middle = (count + refused) // 2
         risen = state.risen(up[:middle])
-        found = state.paid(risen, now | {name: state.bits_at(name, risen) for name in up[:middle]}, budget_bytes)
+        found = state.paid(risen, now | {name: state.bits_at(name, risen) for name in up[:middle]}, terms.budget_bytes)
         best, count, refused = (found, middle, refused) if found is not None else (best, count, middle)
     return state.repaired(best, raised=up[:count], refused=up[count:])
 
 
-def settle(
-    trace: Trace, plan: Plan, budget_bytes: int, *, keeps: Collection[str] = (), sensitivities: Sensitivities | None = None
-) -> Repaired:
+def settle(plan: Plan, terms: Terms, *, keeps: Collection[str] = ()) -> Repaired:
     """The plan of least predicted error for activations, none of `keeps` lower than it is; `plan` itself where that is little better."""
-    check(trace, plan, budget_bytes)
-    state = State.of(trace, plan, sensitivities)
+    check(plan, terms)
+    state = State.of(plan, terms)
     floors = {name: state.bits_now(name) for name in keeps if name in state.item_of}
-    found = state.paid(state.ledger.starts, floors, budget_bytes)
+    found = state.paid(state.ledger.starts, floors, terms.budget_bytes)
     if found is None or state.ledger.error(found) > CLEARLY * state.ledger.error(state.now):
         return Repaired(plan)
     return state.repaired(found)
 
 
-def check(trace: Trace, plan: Plan, budget_bytes: int) -> None:
+def check(plan: Plan, terms: Terms) -> None:
     """Refuse a plan that is not within the budget itself."""
-    peak = footprint(trace, plan).peak_bytes
-    if peak > budget_bytes:
-        raise BudgetError(f"the plan to repair needs {say_bytes(peak)}, more than the budget of {say_bytes(budget_bytes)}.")
+    peak, budget = footprint(terms.trace, plan).peak_bytes, terms.budget_bytes
+    if peak > budget:
+        raise BudgetError(f"the plan to repair needs {say_bytes(peak)}, more than the budget of {say_bytes(budget)}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +113,12 @@ class State:
     totals: Ints  # bytes times ticks of each row
 
     @staticmethod
-    def of(trace: Trace, plan: Plan, sensitivities: Sensitivities | None) -> State:
+    def of(plan: Plan, terms: Terms) -> State:
         """The state of a run under `plan`."""
-        trace = recomputed(trace, plan.recompute)
-        error_of = expected_error if sensitivities is None else measured_error(trace, sensitivities, LEVELS)
+        trace, levels, measured = recomputed(terms.trace, plan.recompute), terms.levels, terms.sensitivities
+        error_of = expected_error if measured is None else measured_error(trace, measured, levels)
         chosen = choices(trace, plan)
-        items = [_with_now(item, chosen, error_of) for item in activation_items(trace, lambda _: LEVELS, error_of, is_free=False)]
+        items = [_with_now(item, chosen, error_of) for item in activation_items(trace, lambda _: levels, error_of, is_free=False)]
         ledger = Ledger.of(trace, [*items, _parameters(trace, plan)])
         bits: dict[str, dict[int, float]] = {}
         now = ledger.starts.copy()

@@ -34,7 +34,8 @@ class Limits:
     whose error, or whose largest value where that matters (no scale of its own; the root of it where it stands in an exponent), is so many
     times what it was. `gradient_jump`: a step whose gradient norm is so
     many times the usual one is left out. `hold`: for so many steps a slot that was raised is not lowered. `patience`: after so many steps
-    in a row were left out for finite gradients, they are taken as they are.
+    in a row were left out for finite gradients, they are taken as they are. `levels`: the formats that activations may get, the best first;
+    None for as it is, bf16, and 8, 4 and 2 bits.
     """
 
     every: int = EVERY
@@ -43,6 +44,7 @@ class Limits:
     gradient_jump: float = 30.0
     hold: int = 1000
     patience: int = 4
+    levels: tuple[str | None, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("every", "hold", "patience"):

@@ -29,7 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paredown.errors import ApplyError
 from paredown.optim.registry import owner_of
 from paredown.plan.plan import Plan
-from paredown.search.repair import Repaired, repair, settle
+from paredown.search.repair import LEVELS, Repaired, Terms, repair, settle
+from paredown.search.search import ladder_of
 from paredown.search.sensitivity import Sensitivities
 from paredown.session.actions import THE_STEP, Action, Actions
 from paredown.session.guard import Guard
@@ -53,6 +54,7 @@ class Guarded:
     ) -> None:
         self.guard, self.plan, self._model, self._change = guard, plan, weakref.ref(model), change
         self.budget_bytes = guard.budget_for(plan)
+        self._levels = LEVELS if guard.limits.levels is None else ladder_of(guard.limits.levels)
         self.slots = {slot.name: slot for slot in guard.trace.activations if not slot.stays}
         self.sensitivities = guard.sensitivities
         self.memory = Memory()
@@ -63,6 +65,11 @@ class Guarded:
         self._parameters = {id(p) for p in model.parameters()}
         self._handle = register_optimizer_step_pre_hook(_weakly(self))
         weakref.finalize(self, self._handle.remove)
+
+    @property
+    def terms(self) -> Terms:
+        """Within which plans are repaired."""
+        return Terms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def close(self) -> None:
         """Look no more."""
@@ -97,17 +104,7 @@ class Guarded:
             wrong = dict.fromkeys(self._suspects(looks), f"{alarm}, and it is under suspicion")
         if wrong:
             keeps = {name for name in self.slots if memory.is_held(name) or self._is_tight(name)}
-            self._put(
-                repair(
-                    self.guard.trace,
-                    self.plan,
-                    self.budget_bytes,
-                    raised=list(wrong),
-                    keeps=keeps,
-                    sensitivities=self.sensitivities,
-                ),
-                wrong,
-            )
+            self._put(repair(self.plan, self.terms, raised=list(wrong), keeps=keeps), wrong)
         self._signals.looks_at_all = bool(alarm)
         memory.learn(norm if norm != UNSEEN else None, looks, is_taken=not alarm)
         if alarm:
@@ -198,8 +195,7 @@ class Guarded:
             found = probe(model, batch, self.guard.trace, loss=loss, backwards=REPROBE_BACKWARDS, seed=self.memory.steps)
         self.sensitivities = Sensitivities(_averaged(found.errors, self._signals.device), self.memory.steps)
         keeps = {name for name in self.slots if self.memory.is_held(name)}
-        repaired = settle(self.guard.trace, self.plan, self.budget_bytes, keeps=keeps, sensitivities=self.sensitivities)
-        self._put(repaired, {}, whole=f"sensitivities of step {self.memory.steps}")
+        self._put(settle(self.plan, self.terms, keeps=keeps), {}, whole=f"sensitivities of step {self.memory.steps}")
         return self.sensitivities
 
     @contextmanager
