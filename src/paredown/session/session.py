@@ -135,6 +135,11 @@ class Session:
         return Actions(self._guarded.actions if self._guarded is not None else ())
 
     @property
+    def budget_bytes(self) -> int | None:
+        """What the guard keeps to; None without one."""
+        return self._guarded.budget_bytes if self._guarded is not None else None
+
+    @property
     def sensitivities(self) -> Sensitivities | None:
         """What the guard knows of them: those that it was given, or measured last."""
         return self._guarded.sensitivities if self._guarded is not None else None
