@@ -26,11 +26,11 @@ NAMES = [name for name, row in METHODS.items() if not row.needs_sensitivities]
 
 
 def peaks(trace: Trace) -> tuple[int, int]:
-    """The least peak that the default method reaches, and that of the step as it is written."""
-    return Search.of(trace, METHODS["role"]).smallest.peak_bytes, footprint(trace).peak_bytes
+    """What no plan gets below, and the peak of the step as it is written."""
+    return Search.of(trace, METHODS["role"]).ledger.floor_bytes, footprint(trace).peak_bytes
 
 
-@examples(2500)
+@examples(2000)
 @given(seed=SEEDS, method=st.sampled_from(NAMES), share=st.floats(0, 1))
 def test_the_budget_is_never_exceeded(seed: int, method: str, share: float) -> None:
     trace = random_trace(seed)
@@ -39,7 +39,8 @@ def test_the_budget_is_never_exceeded(seed: int, method: str, share: float) -> N
     try:
         plan = assign(trace, budget, method=method, seed=seed)
     except BudgetError as error:
-        assert method != "role" and f"no plan of method {method!r}" in str(error)
+        assert f"no plan of method {method!r}" in str(error)
+        assert method != "role" or budget < Search.of(trace, METHODS["role"]).smallest.peak_bytes
         return
     assert footprint(trace, plan).peak_bytes <= budget
     assert Plan.from_json(plan.to_json()) == plan
@@ -94,9 +95,10 @@ def all_errors_and_peaks(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
 @examples(400)
 @given(seed=SEEDS, num=st.integers(1, 6))
 def test_the_error_is_within_2_percent_of_the_least_there_is(seed: int, num: int) -> None:
-    """Of up to six independent activations, of any sizes and lives, with the default ladder; ten budgets each.
+    """Of up to six independent activations, of any sizes and lives, with the default ladder; ten budgets each. The worst seen is the least.
 
-    With seven and eight of them 2 and 3 of 1000 budgets are further off, the worst at 6.7 times the least error.
+    With seven and eight of them 8 of 4,000 budgets were further off than 2 %, up to 140 times: three items have to change at once there, since
+    packing one more adds a decoded copy at another tick.
     """
     trace = random_trace(seed, num=num, has_parameters=False, is_simple=True)
     search = Search.of(trace, METHODS["role"])

@@ -23,18 +23,21 @@ paredown.errors.PlanError: method 'alphabet' is unknown. Allowed: size (...
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
+from paredown.plan.recompute import recomputed
 from paredown.plan.record import Trace
 from paredown.plan.sizes import parse_bytes, say_bytes
 from paredown.plan.slots import Slot
 from paredown.roles import Role
-from paredown.search.path import Point, best_within
+from paredown.search.items import LADDER
+from paredown.search.layers import Found, bearable_error, repeated_layers, with_layers
+from paredown.search.path import Point
 from paredown.search.refused import why_nothing_fits
 from paredown.search.search import Search, check_sensitivities, ladder_of, method_named
 from paredown.search.sensitivity import Sensitivities
@@ -51,11 +54,13 @@ def assign(
     sensitivities: Sensitivities | None = None,
     levels: Sequence[str | Format | None] | None = None,
     seed: int = 0,
+    recompute: bool | None = None,
 ) -> Plan:
     """The plan of least predicted error whose peak is within `budget`: bytes, "6GiB", or "50%" of the step as it is written.
 
     `method`: a row of METHODS. `levels`: the formats that activations may have, the best first (None: as it is), for comparisons; then
-    nothing else is lowered. `seed`: that of method "random".
+    nothing else is lowered. `seed`: that of method "random". `recompute`: whether layers may be computed again in backward, which costs
+    time: None where nothing else fits, True also where errors would be large, False never (layers.py).
     """
     if not isinstance(trace, Trace):
         raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
@@ -68,17 +73,39 @@ def assign(
     if ladder is None and written <= budget_bytes:
         reason = f"The step as it is written takes {say_bytes(written)} at its peak, within {say_bytes(budget_bytes)}."
         return Plan((), reason, made_for)
-    search = Search.of(trace, row, sensitivities=sensitivities, ladder=ladder, seed=seed)
-    best = best_within(search.points, budget_bytes)
-    if best is None:
-        raise BudgetError(why_nothing_fits(search, budget_bytes))
-    formats = search.formats(best)
-    reason = _reason(search, best, budget_bytes, written)
+
+    def searched(of: Trace) -> Search:
+        return Search.of(of, row, sensitivities=sensitivities, ladder=ladder, seed=seed)
+
+    search, best, layers = _found(trace, budget_bytes, searched, bearable_error(trace, ladder or LADDER), recompute)
+    reason = _reason(search, best, layers, budget_bytes, written)
     for is_short in (True, False):
-        plan = Plan(rules_of(trace, formats, is_short=is_short), reason, made_for)
+        plan = Plan(rules_of(search.trace, search.formats(best), is_short=is_short), reason, made_for, layers)
         if footprint(trace, plan).peak_bytes <= budget_bytes:
             return plan
     raise AssertionError(f"{plan} takes more than was planned, {best.peak_bytes} bytes")
+
+
+def _found(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search], bearable: float, recompute: bool | None) -> Found:
+    """What fits best, without layers that are computed again or with them."""
+    search = searched(trace)
+    best = search.best(budget_bytes)
+    if best is not None and (not recompute or best.error <= bearable):
+        return search, best, ()
+    if recompute is not False:
+        found = with_layers(trace, budget_bytes, searched, bearable)
+        if found is not None:
+            return found
+    if best is not None:
+        return search, best, ()
+    tried = [search, *_with_all(trace, searched, recompute)]
+    least = min(tried, key=lambda of: of.ledger.floor_bytes)
+    raise BudgetError(why_nothing_fits(least, budget_bytes, has_layers=recompute is not False))
+
+
+def _with_all(trace: Trace, searched: Callable[[Trace], Search], recompute: bool | None) -> list[Search]:
+    layers = tuple(repeated_layers(trace)) if recompute is not False else ()
+    return [searched(recomputed(trace, layers))] if layers else []
 
 
 def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
@@ -86,12 +113,13 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
     return {**told, "batch": list(trace.batch), "method": method, "budget_bytes": budget_bytes}
 
 
-def _reason(search: Search, best: Point, budget_bytes: int, written: int) -> str:
+def _reason(search: Search, best: Point, layers: tuple[str, ...], budget_bytes: int, written: int) -> str:
     """What was lowered, under which budget, to which peak."""
     formats = search.formats(best)
     lowered = [slot for slot in search.trace.activations if formats.get((slot.name, Role.ACTIVATION)) is not None]
-    parts = [_lowered(lowered, formats), _parameters(search, formats)]
-    done = " and ".join(part for part in parts if part) or "masks and indices in as few bits as they need"
+    again = f"{len(layers)} layer{'s' * (len(layers) > 1)} computed again in backward" if layers else ""
+    parts = [_lowered(lowered, formats), _parameters(search, formats), again]
+    done = ", ".join(part for part in parts if part) or "masks and indices in as few bits as they need"
     head = f"method {search.method.name} under {say_bytes(budget_bytes)}: {done}"
     peak = f"peak {say_bytes(best.peak_bytes)} instead of {say_bytes(written)}, predicted squared gradient error {best.error:.2g}"
     return f"{head}; {peak}."

@@ -27,18 +27,19 @@ class Frontier:
     def __init__(self) -> None:
         self.points: list[Point] = []
         self._peaks: list[int] = []
+        self._errors: list[float] = []
 
     def add(self, point: Point) -> bool:
         """Take a point in, if none here is as good; those that it beats leave."""
         place = bisect_right(self._peaks, point.peak_bytes)
-        if place and self.points[place - 1].error <= point.error:
+        if place and self._errors[place - 1] <= point.error:
             return False
         first = place - 1 if place and self._peaks[place - 1] == point.peak_bytes else place
         last = place
-        while last < len(self.points) and self.points[last].error >= point.error:
+        while last < len(self.points) and self._errors[last] >= point.error:
             last += 1
         self.points[first:last] = [point]
-        self._peaks[first:last] = [point.peak_bytes]
+        self._peaks[first:last], self._errors[first:last] = [point.peak_bytes], [point.error]
         return True
 
     def has(self, point: Point) -> bool:
@@ -48,7 +49,7 @@ class Frontier:
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
         """Which of these candidates are better than what is here, the best of each peak alone."""
-        own = np.array([np.inf, *(point.error for point in self.points)])
+        own = np.array([np.inf, *self._errors])
         here = own[np.searchsorted(np.array(self._peaks, dtype=np.int64), peaks, side="right")]
         found = np.flatnonzero(errors < here)
         found = found[np.lexsort((errors[found], peaks[found]))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,12 @@ class Ledger:
             rounding,
             footprint(trace).workspace_bytes,
         )
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """What no choice of rows gets below: at some tick, the least that each item can hold there."""
+        least = self.base + np.minimum.reduceat(self.held, self.starts, axis=0).sum(axis=0) if len(self.items) else self.base
+        return int(least.max(initial=0)) + self.workspace_bytes
 
     def load(self, chosen: Ints) -> Ints:
         """Bytes at each tick when these rows are chosen, one of each item."""

@@ -19,8 +19,8 @@ from paredown.search.search import Search
 NAMED = 3  # slots that an error names
 
 
-def why_nothing_fits(search: Search, budget_bytes: int) -> str:
-    """The sentences of a BudgetError."""
+def why_nothing_fits(search: Search, budget_bytes: int, *, has_layers: bool) -> str:
+    """The sentences of a BudgetError; `has_layers`: layers were tried to be computed again too."""
     smallest = search.smallest
     ledger = search.ledger
     place = int(ledger.total(ledger.load(smallest.chosen), smallest.chosen).argmax())
@@ -33,6 +33,7 @@ def why_nothing_fits(search: Search, budget_bytes: int) -> str:
     parts = [f"{head}.", f"Held up by {named}." if named else ""]
     parts += [f"Beside them, which no plan changes: {', '.join(more)}."] if more else []
     parts.append(_other_method(search, budget_bytes) or _without_pins(search, budget_bytes))
+    parts.append("Computing layers again in backward is counted in." if has_layers else "Layers were not to be computed again.")
     return " ".join(part for part in [*parts, _advice(search.trace)] if part)
 
 
@@ -56,7 +57,7 @@ def _without_pins(search: Search, budget_bytes: int) -> str:
     if not pinned:
         return ""
     free = replace(search.trace, slots=tuple(_unpinned(slot) for slot in search.trace.slots))
-    peak = Search.of(free, METHODS["role"]).smallest.peak_bytes
+    peak = Search.of(free, METHODS["role"], ladder=search.ladder).smallest.peak_bytes
     if peak > budget_bytes:
         return ""
     first = max(pinned, key=lambda slot: slot.nbytes)
@@ -75,7 +76,7 @@ def _other_method(search: Search, budget_bytes: int) -> str:
     """A sentence where the default method would do."""
     if search.method.order is None:
         return ""
-    peak = Search.of(search.trace, METHODS["role"]).smallest.peak_bytes
+    peak = Search.of(search.trace, METHODS["role"], ladder=search.ladder).smallest.peak_bytes
     return f"Method 'role' reaches {say_bytes(peak)}." if peak <= budget_bytes else ""
 
 

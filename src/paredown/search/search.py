@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from paredown.errors import PlanError
 from paredown.formats.format import Format
@@ -13,7 +14,7 @@ from paredown.plan.record import Trace
 from paredown.search.items import LADDER, Item, Ladder, activation_items, parameter_items
 from paredown.search.ledger import Ledger
 from paredown.search.methods import METHODS, Method, expected_error, ladder_for, measured_error
-from paredown.search.path import Point
+from paredown.search.path import Point, best_within
 from paredown.search.sensitivity import Sensitivities
 from paredown.search.written import Formats
 
@@ -27,7 +28,8 @@ class Search:
     trace: Trace
     method: Method
     ledger: Ledger
-    points: list[Point]
+    ladder: Ladder | None = None
+    seed: int = 0
 
     @staticmethod
     def of(
@@ -41,8 +43,16 @@ class Search:
         items = list(activation_items(trace, ladder_for(eligible, formats), error_of, is_free=is_free))
         lowers = method.lowers_parameters and ladder is None and trace.optimizer in SERVED
         items += parameter_items(trace) if lowers else map(_first_alone, parameter_items(trace))
-        ledger = Ledger.of(trace, items)
-        return Search(trace, method, ledger, method.points(ledger, seed))
+        return Search(trace, method, Ledger.of(trace, items), ladder, seed)
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """The points that a budget chooses from."""
+        return self.method.points(self.ledger, self.seed)
+
+    def best(self, budget_bytes: int) -> Point | None:
+        """The point of least error within the budget; None if there is none."""
+        return best_within(self.points, budget_bytes) if self.ledger.floor_bytes <= budget_bytes else None
 
     def formats(self, point: Point) -> Formats:
         """The format of each slot at a point; None for as it is."""
