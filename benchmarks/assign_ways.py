@@ -71,7 +71,7 @@ WAYS = {
         Way("int2 without pins, guarded", plan="int2/64@bf16", guard=True, has_pins=False),
     )
 }
-TIMED = ("full", "uniform int4", "checkpointing", "role as checkpointing", "lowest role")
+TIMED = ("full", "uniform int4", "checkpointing", "role as checkpointing", "lowest role", "lowest sensitivity")
 
 
 @contextmanager

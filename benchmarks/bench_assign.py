@@ -59,6 +59,7 @@ class Row:
     low_share: float | None = None  # of the values that are at the low level
     budget_bytes: int | None = None
     step_ms: float | None = None
+    probe_ms: float | None = None  # of one probe, 16 backwards of a part of the batch
     num_left_out: int | None = None  # steps, by a guard
     num_moves: int | None = None
     status: str = "done"  # or "diverged", "failed", "summary"
@@ -118,7 +119,11 @@ def run(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed: bo
 def _trained(planner: Planner, way: Way, row: Row) -> tuple[Row, Measured, pare.Session]:
     """Plan, apply and train."""
     seed = row.seed or 0
-    sensitivities = planner.probed(way) if way.method == "sensitivity" else None
+    sensitivities, probe_ms = None, None
+    for _ in range((1 + row.is_timed) * (way.method == "sensitivity")):  # the first time kernels are made
+        begun = now(planner.device)
+        sensitivities = planner.probed(way)
+        probe_ms = (now(planner.device) - begun) * 1e3
     plan = planner.plan(way, sensitivities, seed)
     guard = planner.guard(way, plan, sensitivities)
     session = pare.apply(plan, planner.model, seed=seed, guard=guard)
@@ -132,6 +137,7 @@ def _trained(planner: Planner, way: Way, row: Row) -> tuple[Row, Measured, pare.
     low = LEVELS[way.levels][-1] if way.levels else way.plan if "/" in way.plan else None
     row = replace(
         row,
+        probe_ms=probe_ms,
         predicted_peak=peak_of(planner.trace, session.plan),
         kept_bytes=kept_bytes(planner.trace, session.plan),
         low_share=low_share(planner.trace, session.plan, low),
@@ -203,7 +209,7 @@ def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
         rows[0],
         **{"seed": None, "value": None, "error": None, "status": "summary"},
         **{key: None if found is None else int(found) for key, found in bytes_of.items()},
-        **{key: mean_of(rows, key) for key in ("train_loss", "low_share", "step_ms")},
+        **{key: mean_of(rows, key) for key in ("train_loss", "low_share", "step_ms", "probe_ms")},
         num_runs=len(rows),
         mean=statistics.mean(values) if values else None,
         deviation=statistics.stdev(values) if len(values) > 1 else None,
@@ -225,6 +231,7 @@ def line(row: Row) -> str:
     mib = " ".join("       -" if count is None else f"{count / 2**20:8.1f}" for count in (row.peak_bytes, row.saved_bytes))
     predicted = "-" if row.predicted_peak is None else f"{row.predicted_peak / 2**20:.1f}"
     head = f"{row.task:21s} {row.way:30s} peak, saved {mib} MiB (predicted {predicted})  {number(row.step_ms, '.1f')} ms"
+    head += "" if row.probe_ms is None else f", probe {row.probe_ms:.0f} ms"
     if row.seed is None:
         lost = f"  {row.num_diverged} LOST" if row.num_diverged else ""
         spread = f"{number(row.mean)} +- {number(row.deviation)}"

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paredown.errors import ApplyError
 from paredown.formats.catalog import find_format
@@ -58,6 +59,10 @@ def probe(
     short, for nothing is packed meanwhile. The model is afterwards what it was: gradients, buffers, mode and random states.
     """
     wanted = _checked(formats, backwards, trace)
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ApplyError(
+            "the model is sharded (fully_shard), and gradients of shards come by hooks alone: probe it before it is sharded."
+        )
     board, parameters = Board(model, seed=seed), [p for p in model.parameters() if p.requires_grad]
     with unchanged(model), torch.enable_grad():
         value = board.forward(lambda: _loss(model, batch, trace, loss))
