@@ -177,8 +177,9 @@ def test_long_attention_with_large_logits_stays_finite() -> None:
     assert all(peak_of(trace, used) <= peak_of(trace, pare.Plan()) for used in run.plans)
 
 
-@pytest.mark.parametrize("plan", [pare.Plan(), pare.Plan.uniform(activation="fp32"), pare.Plan.uniform(activation=INT8)])
-def test_runs_that_nothing_is_wrong_with_are_left_alone(plan: pare.Plan) -> None:
+@pytest.mark.parametrize("format", [None, "fp32", INT8, INT2])
+def test_runs_that_nothing_is_wrong_with_are_left_alone(format: str | None) -> None:
+    plan = pare.Plan.uniform(activation=format)
     run = Run(plan, pare.Guard(traced(Loud()), limits=pare.Limits(every=1)))
     run.steps(40, becomes_loud(run))
     assert run.session.actions == ()

@@ -39,7 +39,7 @@ class Limits:
     """
 
     every: int = EVERY
-    error: float = 1.5
+    error: float = 4.0  # 2 bits lose 0.04 to 1.4, by how values are spread
     jump: float = 16.0
     gradient_jump: float = 30.0
     hold: int = 1000

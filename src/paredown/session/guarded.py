@@ -41,6 +41,7 @@ from paredown.session.stored import Activations
 
 REPROBE_BACKWARDS = 8  # six probes of about 12 step times each, of 10,000 steps
 NOTICED = 0.05  # an error below this is no reason to act, however fast it grew
+MILD = 8.0  # values below this do no harm in an exponent, in 8 bits
 SHARE = 8  # one of so many slots is raised at the first suspicion
 NOT_FINITE = "gradients are not finite"
 NO_ROOM = "nobody else can pay for it within the budget"
@@ -133,12 +134,12 @@ class Guarded:
                 said = (
                     "values past its largest one become infinite"
                     if look.error == inf
-                    else f"it loses {look.error:.3g} of its energy"
+                    else f"rounding it makes an error of {look.error:.3g} times its energy"
                 )
                 found[name] = look.error, said
             elif before is not None and look.error > max(NOTICED, limits.jump * before.error):
                 found[name] = look.error, f"its rounding error rose from {before.error:.2g} to {look.error:.2g}"
-            elif before is not None and look.largest > self._growth(name) * before.largest > 0:
+            elif before is not None and look.largest > max(MILD, self._growth(name) * before.largest):
                 found[name] = look.error, f"its largest value rose from {before.largest:.3g} to {look.largest:.3g}"
         return {name: why for name, (_, why) in sorted(found.items(), key=lambda row: (-row[1][0], row[0]))}
 
