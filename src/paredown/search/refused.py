@@ -28,6 +28,7 @@ def why_nothing_fits(search: Search, budget_bytes: int, *, has_layers: bool) -> 
     largest = sorted(ledger.items, key=lambda item: -sizes[item.name])[:NAMED]
     named = "; ".join(f"{item.name!r} {say_bytes(sizes[item.name])} ({_why(item)})" for item in largest if sizes[item.name])
     rest = _rest(search.trace, int(ledger.ticks[place]))
+    rest["workspace of libraries"] = ledger.workspace_bytes
     more = [f"{role} {say_bytes(size)}" for role, size in rest.items() if size]
     head = f"no plan of method {search.method.name!r} fits {say_bytes(budget_bytes)}; the smallest needs {say_bytes(smallest.peak_bytes)}"
     parts = [f"{head}.", f"Held up by {named}." if named else ""]
