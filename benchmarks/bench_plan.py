@@ -39,7 +39,7 @@ def full_steps() -> dict[str, Step]:
 
 def quick_steps() -> dict[str, Step]:
     """Small ones, for a test."""
-    return {"small gpt": (MODELS["gpt"], random_batch("gpt", 8), token_loss)}
+    return {"small gpt": (MODELS["gpt"], random_batch("gpt", 512), token_loss)}
 
 
 def traced(step: Step) -> pare.Trace:

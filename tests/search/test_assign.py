@@ -97,8 +97,8 @@ def all_errors_and_peaks(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
 def test_the_error_is_within_2_percent_of_the_least_there_is(seed: int, num: int) -> None:
     """Of up to six independent activations, of any sizes and lives, with the default ladder; ten budgets each. The worst seen is the least.
 
-    With seven and eight of them 8 of 4,000 budgets were further off than 2 %, up to 140 times: three items have to change at once there, since
-    packing one more adds a decoded copy at another tick.
+    With seven and eight of them 8 of 4,000 budgets were further off than 2 %, up to 140 times: three items have to change at once
+    there, since packing one more adds a decoded copy at another tick.
     """
     trace = random_trace(seed, num=num, has_parameters=False, is_simple=True)
     search = Search.of(trace, METHODS["role"])

@@ -16,9 +16,9 @@ import numpy as np
 from paredown.search.ledger import Ints, Ledger
 from paredown.search.path import Point
 
-WORK = 60_000_000  # additions: a quarter of a second
-LOOK = 50_000  # what a look takes whatever its size, as additions
-PAIRS = 1_000_000  # additions of one look, up to which two items are exchanged at once
+WORK = 40_000_000  # additions: a quarter of a second
+LOOK, ROW = 50_000, 20  # what a look, and a row of it, takes whatever its size, as additions
+PAIRS = 300_000  # additions of one look, up to which two items are exchanged at once
 
 
 class Frontier:
@@ -87,14 +87,17 @@ def _neighbours(ledger: Ledger, point: Point) -> tuple[Ints, Ints, np.ndarray, i
         a, b = np.triu_indices(len(rows), 1)
         differ = ledger.item_of[rows[a]] != ledger.item_of[rows[b]]
         first, second = np.append(rows, rows[a[differ]]), np.append(rows, rows[b[differ]])
-    is_pair = (first != second)[:, None]
-    more = ledger.held - ledger.held[now]
-    loads = ledger.load(point.chosen) + more[first] + np.where(is_pair, more[second], 0)
-    full = ledger.full_bytes - ledger.full_bytes[now]
-    fulls = ledger.full_bytes[point.chosen].sum() + full[first] + np.where(is_pair[:, 0], full[second], 0)
+    pairs = len(rows)  # from here on
+    loads = ledger.held[first] - ledger.held[now[first]]
+    loads += ledger.load(point.chosen)
+    loads[pairs:] += ledger.held[second[pairs:]] - ledger.held[now[second[pairs:]]]
+    change = ledger.full_bytes - ledger.full_bytes[now]
+    fulls = ledger.full_bytes[point.chosen].sum() + change[first]
+    fulls[pairs:] += change[second[pairs:]]
     for places, most in ledger.transients:
         loads[:, places] += (-(-np.minimum(most, fulls) // ledger.rounding) * ledger.rounding)[:, None]
     cost = ledger.errors - ledger.errors[now]
-    errors = point.error + cost[first] + np.where(is_pair[:, 0], cost[second], 0)
+    errors = point.error + cost[first]
+    errors[pairs:] += cost[second[pairs:]]
     peaks = loads.max(axis=1, initial=0) + ledger.workspace_bytes
-    return np.stack((first, second), axis=1), peaks, errors, loads.size + LOOK
+    return np.stack((first, second), axis=1), peaks, errors, loads.size + ROW * len(first) + LOOK

@@ -17,6 +17,7 @@ import numpy as np
 
 from paredown.search.ledger import Ints, Ledger
 
+RAISED = 100  # points of a path from which items are raised again, about
 TIGHT = 8  # ticks that are looked at before all others
 
 
@@ -36,13 +37,14 @@ def best_within(points: Iterable[Point], budget_bytes: int) -> Point | None:
 
 
 def greedy(ledger: Ledger) -> list[Point]:
-    """The points of the greedy path, and those that raising again makes of them."""
+    """The points of the greedy path, and those that raising again makes of them, or of some of them where there are many."""
     path = list(_down(ledger))
     found = list(path)
-    for before, point in zip([None, *path], path, strict=False):
+    for place in range(0, len(path), max(1, len(path) // RAISED)):
+        point = path[place]
         found += _raised(ledger, point, point.peak_bytes)
-        if before is not None and before.peak_bytes - 1 > point.peak_bytes:
-            found += _raised(ledger, point, before.peak_bytes - 1)
+        if place and path[place - 1].peak_bytes - 1 > point.peak_bytes:
+            found += _raised(ledger, point, path[place - 1].peak_bytes - 1)
     return found
 
 

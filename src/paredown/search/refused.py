@@ -26,8 +26,11 @@ def why_nothing_fits(search: Search, budget_bytes: int, *, has_layers: bool) -> 
     place = int(ledger.total(ledger.load(smallest.chosen), smallest.chosen).argmax())
     sizes = {item.name: int(ledger.held[row, place]) for item, row in zip(ledger.items, smallest.chosen, strict=True)}
     largest = sorted(ledger.items, key=lambda item: -sizes[item.name])[:NAMED]
-    named = "; ".join(f"{item.name!r} {say_bytes(sizes[item.name])} ({_why(item)})" for item in largest if sizes[item.name])
+    named = "; ".join(
+        f"{item.name!r} {say_bytes(sizes[item.name])} ({_why(item, sizes[item.name])})" for item in largest if sizes[item.name]
+    )
     rest = _rest(search.trace, int(ledger.ticks[place]))
+    rest["workspace of libraries"] = ledger.workspace_bytes
     more = [f"{role} {say_bytes(size)}" for role, size in rest.items() if size]
     head = f"no plan of method {search.method.name!r} fits {say_bytes(budget_bytes)}; the smallest needs {say_bytes(smallest.peak_bytes)}"
     parts = [f"{head}.", f"Held up by {named}." if named else ""]
@@ -37,13 +40,17 @@ def why_nothing_fits(search: Search, budget_bytes: int, *, has_layers: bool) -> 
     return " ".join(part for part in [*parts, _advice(search.trace)] if part)
 
 
-def _why(item: Item) -> str:
-    """What keeps an item from being smaller."""
+def _why(item: Item, nbytes: int) -> str:
+    """What keeps an item from being smaller than the `nbytes` that it holds at the peak."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
         return slot.stays or "a parameter with its gradient and optimizer state"
     pinned = next((s.pin for s in item.slots if s.pin is not None), None)
-    return slot.stays or (f"pinned: {pinned.reason}" if pinned is not None else "at its lowest")
+    if slot.stays:
+        return slot.stays
+    if pinned is not None:
+        return f"pinned: {pinned.reason}"
+    return "in use at that moment, as it is" if nbytes >= min(slot.nbytes for slot in item.slots) else "at its lowest"
 
 
 def _rest(trace: Trace, tick: int) -> dict[str, int]:
