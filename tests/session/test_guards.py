@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -142,8 +143,9 @@ def test_says_where_nobody_can_pay() -> None:
     trace = traced(Loud())
     plan = pare.Plan.uniform(activation=INT2).set("b:input", LOW)
     run = Run(plan, pare.Guard(trace, limits=pare.Limits(every=1)))
-    run.steps(10, becomes_loud(run))
-    assert any("nobody else can pay" in action.why for action in run.session.actions)
+    run.steps(60, becomes_loud(run))
+    assert sum("nobody else can pay" in action.why for action in run.session.actions if action.slot == "b:input") == 1
+    assert len(run.session.actions) < 20, "a run that cannot be helped does not fill its log"
     assert all(w.isfinite().all() for w in weights(run.model)), "steps are left out all the same"
 
 
@@ -209,7 +211,7 @@ def test_resumes_bit_for_bit_after_an_action() -> None:
     second = Run(plan, guard)
     second.model.load_state_dict(state[0])
     second.optimizer.load_state_dict(state[1])
-    second.session.load_state_dict(state[2])
+    second.session.load_state_dict(json.loads(json.dumps(state[2])))  # as a file has it
     assert second.session.plan == first.session.plan
     second.steps(12, lambda step: setattr(second.model, "loudness", LOUD))
     assert second.session.plan == whole.session.plan

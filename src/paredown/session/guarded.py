@@ -32,7 +32,7 @@ from paredown.plan.plan import Plan
 from paredown.search.repair import LEVELS, Repaired, Terms, repair, settle
 from paredown.search.search import ladder_of
 from paredown.search.sensitivity import Sensitivities
-from paredown.session.actions import THE_STEP, Action, Actions
+from paredown.session.actions import THE_STEP, Action
 from paredown.session.guard import Guard
 from paredown.session.memory import Memory
 from paredown.session.probe import probe
@@ -43,6 +43,7 @@ REPROBE_BACKWARDS = 8  # six probes of about 12 step times each, of 10,000 steps
 NOTICED = 0.05  # an error below this is no reason to act, however fast it grew
 MILD = 8.0  # values below this do no harm in an exponent, in 8 bits
 SHARE = 8  # one of so many slots is raised at the first suspicion
+TOLD = 8  # steps in a row that are written down each; then the 16th, the 32nd, ...
 NOT_FINITE = "gradients are not finite"
 NO_ROOM = "nobody else can pay for it within the budget"
 
@@ -103,13 +104,15 @@ class Guarded:
         wrong = self._wrong(looks)
         if alarm and not wrong and self._signals.looks_at_all:
             wrong = dict.fromkeys(self._suspects(looks), f"{alarm}, and it is under suspicion")
+        wrong = {name: why for name, why in wrong.items() if not memory.is_refused(name)}
         if wrong:
             keeps = {name for name in self.slots if memory.is_held(name) or self._is_tight(name)}
             self._put(repair(self.plan, self.terms, raised=list(wrong), keeps=keeps), wrong)
         self._signals.looks_at_all = bool(alarm)
         memory.learn(norm if norm != UNSEEN else None, looks, is_taken=not alarm)
-        if alarm:
-            self.actions.append(Action(memory.steps, THE_STEP, "due", "left out", alarm))
+        if alarm and (memory.num_left_out <= TOLD or memory.num_left_out.bit_count() == 1):
+            count = f", {memory.num_left_out} steps in a row" if memory.num_left_out > TOLD else ""
+            self.actions.append(Action(memory.steps, THE_STEP, "due", "left out", alarm + count))
         return not alarm
 
     def _alarm(self, norm: float) -> str:
@@ -183,6 +186,7 @@ class Guarded:
         for name in repaired.refused:
             there = str(self.plan.find((name,), self.slots[name].role).format or "as it is")
             self.actions.append(Action(steps, name, there, there, f"{why.get(name, whole)}; {NO_ROOM}"))
+            self.memory.refused_until[name] = steps + self.guard.limits.hold
         if repaired.moves:
             self.plan = repaired.plan
             self._change(repaired.plan)
@@ -227,10 +231,6 @@ class Guarded:
         self._signals.looks_at_all = bool(state["looks_at_all"])
         self.plan = plan
         self._change(plan)
-
-    def all_actions(self) -> Actions:
-        """What was done so far."""
-        return Actions(self.actions)
 
 
 def _weakly(guarded: Guarded) -> Callable[..., None]:

@@ -26,6 +26,7 @@ class Memory:
     num_norms: int = 0
     looks: dict[str, Look] = field(default_factory=dict[str, Look])
     held_until: dict[str, int] = field(default_factory=dict[str, int])
+    refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
     def usual_norm(self) -> float | None:
         """The usual gradient norm, once enough are known."""
@@ -34,6 +35,10 @@ class Memory:
     def is_held(self, name: str) -> bool:
         """Whether a slot was raised not long ago."""
         return self.held_until.get(name, -1) > self.steps
+
+    def is_refused(self, name: str) -> bool:
+        """Whether nobody could pay for a slot not long ago."""
+        return self.refused_until.get(name, -1) > self.steps
 
     def is_probe_due(self) -> bool:
         """Whether sensitivities are measured anew after this step."""
@@ -61,13 +66,14 @@ class Memory:
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""
         looks = {name: [look.error, look.largest] for name, look in self.looks.items()}
-        return {**vars(self), "looks": looks, "held_until": dict(self.held_until)}
+        return {**vars(self), "looks": looks, "held_until": dict(self.held_until), "refused_until": dict(self.refused_until)}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Memory:
         """The memory whose `to_json` is `value`."""
         looks = {name: Look(*pair) for name, pair in value["looks"].items()}
-        parts: dict[str, Any] = {**value, "looks": looks, "held_until": dict(value["held_until"])}
+        until = {name: dict(value[name]) for name in ("held_until", "refused_until")}
+        parts: dict[str, Any] = {**value, "looks": looks, **until}
         return Memory(**parts)
 
 
