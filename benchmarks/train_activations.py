@@ -243,14 +243,19 @@ def train(task: Task, model: nn.Module, source: torch.Generator, device: str) ->
         with torch.autocast(device, torch.bfloat16):
             loss = task.loss(model(x), target)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0 if task.metric == "loss" else 5.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, num_steps, task.peak_lr)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(task, model, optimizer, step)
         if step % CHECK_EVERY == 0 and not math.isfinite(loss.item()):
             break
     return loss.item()
+
+
+def update(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Clip, set the learning rate of this step, and take it."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0 if task.metric == "loss" else 5.0)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, task.size.num_steps, task.peak_lr)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def attempt(task: Task, way: Way, seed: int, device: str) -> Row:

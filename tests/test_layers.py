@@ -1,4 +1,4 @@
-"""Imports point one way: errors, roles <- formats <- codec, plan; codec <- optim; all <- session.
+"""Imports point one way: errors, roles <- formats <- codec, plan; codec <- optim; plan <- search; all <- session.
 
 What a layer may import is a row of ALLOWED; a new folder needs a new row.
 """
@@ -22,8 +22,8 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "search": (frozenset({"errors", "roles", "formats", "plan"}), frozenset({"numpy"})),
     "models": (frozenset(), frozenset({"torch"})),
     "optim": (frozenset({"errors", "roles", "formats", "codec"}), TORCH),
-    "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "search", "optim"}), frozenset({"torch"})),
-    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session"}), frozenset()),
+    "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search"}), frozenset({"torch"})),
+    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session"}), frozenset()),
 }
 
 

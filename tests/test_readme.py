@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+GUIDES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -34,7 +35,7 @@ def failures(text: str) -> str:
     return "".join(report)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/formats.md", "docs/optimizers.md", "docs/simulate.md"])
+@pytest.mark.parametrize("name", ["README.md", *GUIDES])
 def test_what_is_written_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples write files
     text = (ROOT / name).read_text(encoding="utf-8")

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from paredown.plan.plan import Plan
     from paredown.plan.trace import Trace, trace_step
     from paredown.roles import Role
+    from paredown.search.assign import assign
+    from paredown.search.sensitivity import Sensitivities
+    from paredown.session.guard import Guard, Limits
+    from paredown.session.probe import probe
     from paredown.session.session import Session, apply
 
 __version__ = "0.1.0"
@@ -32,6 +36,8 @@ __all__ = [
     "Footprint",
     "Format",
     "FormatError",
+    "Guard",
+    "Limits",
     "OptimError",
     "Overflow",
     "PackedTensor",
@@ -41,14 +47,17 @@ __all__ = [
     "Role",
     "Rounding",
     "Seed",
+    "Sensitivities",
     "Session",
     "Trace",
     "TraceError",
     "__version__",
     "apply",
+    "assign",
     "encode",
     "footprint",
     "optim",
+    "probe",
     "round_trip",
     "trace_step",
 ]
@@ -73,6 +82,10 @@ _NAMES_OF = {
     "paredown.plan.plan": ("Plan",),
     "paredown.plan.trace": ("Trace", "trace_step"),
     "paredown.roles": ("Role",),
+    "paredown.search.assign": ("assign",),
+    "paredown.search.sensitivity": ("Sensitivities",),
+    "paredown.session.guard": ("Guard", "Limits"),
+    "paredown.session.probe": ("probe",),
     "paredown.session.session": ("Session", "apply"),
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -37,4 +37,5 @@ def plans() -> st.SearchStrategy[Plan]:
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists
     )
     rules = st.lists(st.tuples(keys(), assignments()), max_size=6, unique_by=lambda rule: rule[0]).map(tuple)
-    return st.builds(Plan, rules, st.text(), st.dictionaries(st.text(), values, max_size=3))
+    modules = st.lists(st.text(min_size=1), max_size=3).map(tuple)
+    return st.builds(Plan, rules, st.text(), st.dictionaries(st.text(), values, max_size=3), modules)

@@ -40,9 +40,10 @@ def test_the_file_reads_well(tmp_path: Path) -> None:
     replace(plan, reason="why", made_for={"model": "net", "batch": 8}).save(tmp_path / "plan.json")
     assert (tmp_path / "plan.json").read_text() == (
         "{\n"
-        '  "version": 1,\n'
+        '  "version": 2,\n'
         '  "reason": "why",\n'
         '  "made_for": {"batch": 8, "model": "net"},\n'
+        '  "recompute": [],\n'
         '  "rules": [\n'
         '    ["activation", {"format": "int4/64@bf16", "rounding": null, "overflow": null}],\n'
         '    ["a.*", {"format": null, "rounding": null, "overflow": null}]\n'
@@ -59,11 +60,11 @@ WRONG_FILES = {
     "[]": "an object with version and rules; this is []",
     "{}": "an object with version and rules",
     '{"version": 1}': "an object with version and rules",
-    '{"version": 2, "slots": []}': "of version 2; this paredown reads up to 1. Update paredown",
+    '{"version": 3, "slots": []}': "of version 3; this paredown reads up to 2. Update paredown",
     '{"version": "1", "rules": []}': "version '1' is none",
     '{"version": true, "rules": []}': "version True is none",
     '{"version": 0, "rules": []}': "version 0 is none",
-    '{"version": 1, "rules": [], "rule": 1}': "field 'rule' is unknown in a plan of version 1. Allowed: version, reason",
+    '{"version": 1, "rules": [], "rule": 1}': "field 'rule' is unknown in a plan of version 2. Allowed: version, reason",
     '{"version": 1, "rules": {}}': "list of [key, {format, rounding, overflow}]",
     '{"version": 1, "rules": [["activation"]]}': "list of [key, {format, rounding, overflow}]",
     '{"version": 1, "rules": [["activation", "int4"]]}': "rule 'activation': expected format",

@@ -17,6 +17,9 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.plan.trace import trace_step
 from paredown.roles import Role
+from paredown.search.assign import assign
+from paredown.search.methods import METHODS
+from paredown.search.search import Search
 from paredown.session.session import apply
 
 PLANS = ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")
@@ -58,3 +61,28 @@ def test_activations_under_plans_within_3_percent(name: str, num: int) -> None:
             predicted = footprint(trace, plan).by_role[Role.ACTIVATION]
             assert predicted == pytest.approx(measured, rel=0.03), text
             loss.backward()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit", "gpt", "unet"])
+@pytest.mark.parametrize("method", ["role", "random"])
+def test_activations_under_assigned_plans_within_3_percent(name: str, method: str) -> None:
+    """Plans that keep some slots, lower others to several formats, and have some follow from others."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name](), random_batch(name, 16)
+    loss_fn = token_loss if name in OF_TEXT else nn.functional.cross_entropy
+    trace = trace_step(model, batch, loss=loss_fn, device="cpu")
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *batch)}
+    least, written = Search.of(trace, METHODS[method]).smallest.peak_bytes, footprint(trace).peak_bytes
+    for share in (0.7, 0.3):
+        plan = assign(trace, int(least + share * (written - least)), method=method, recompute=False)
+        with apply(plan, model) as session:
+            output = model(batch[0])
+            held = {*known, output.untyped_storage().data_ptr()}
+            loss = loss_fn(output, batch[1])
+            measured = session.stored_bytes + plainly_held(loss, held)
+            assert footprint(trace, plan).by_role[Role.ACTIVATION] == pytest.approx(measured, rel=0.03), share
+            loss.backward()
+            asked = [change for change in session.changes if change.slot[:1].isalpha() and "fewer" not in change.reason]
+            assert not [change for change in asked if "would take" in change.reason or "pinned" in change.reason], (
+                "it asks for what it gets"
+            )

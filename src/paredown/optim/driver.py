@@ -217,6 +217,12 @@ class Optimizer(torch.optim.Optimizer, ABC):
                 super().zero_grad(set_to_none)
             clear_factors(entry.gradient for entry in self._entries if entry.gradient is not None)
 
+    def drop_gradients(self) -> None:
+        """Forget all gradients: the `step()` that follows changes nothing, with microbatches too."""
+        self._end_of_sums()
+        self.zero_grad()
+        self._waiting = self.microbatches - 1
+
     def _before_unscale(self) -> None:
         """A GradScaler is about to unscale accumulators."""
         if not self.updates_next:

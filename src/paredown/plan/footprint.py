@@ -22,6 +22,7 @@ from itertools import accumulate
 from paredown.errors import PlanError
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
+from paredown.plan.recompute import modules_of, outermost, recomputed
 from paredown.plan.record import Trace
 from paredown.plan.replay import AS_WRITTEN, Choice, Interval, choices, intervals, model_memory, part_bytes
 from paredown.plan.sizes import parse_bytes, say_bytes
@@ -104,6 +105,11 @@ class Footprint:
         """Bytes kept for weights, gradients and optimizer state: what a step takes whatever its batch."""
         return sum(self.by_role.get(role, 0) for role in MODEL_ROLES)
 
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The modules whose forward pass runs twice in a step."""
+        return tuple(outermost(modules_of(self.trace), self.plan.recompute)) if self.plan.recompute else ()
+
     def by_module(self, depth: int | None = None) -> dict[str, int]:
         """Bytes kept, by module, the largest first; `depth` cuts paths to so many parts."""
         sums: Counter[str] = Counter()
@@ -122,7 +128,7 @@ class Footprint:
     @cached_property
     def as_written(self) -> Footprint:
         """The footprint of the step without a plan."""
-        return self if not self.plan.rules else footprint(self.trace)
+        return self if self.plan.changes_nothing else footprint(self.trace)
 
     def __repr__(self) -> str:
         head, rows = self._table()
@@ -151,12 +157,13 @@ class Footprint:
         peak = f"peak {say_bytes(self.peak_bytes)} ({say_bytes(self.low_bytes)} to {say_bytes(self.high_bytes)}), in {phase}"
         roles = [f"{role.value} {say_bytes(n)}" for role, n in self.by_role.items() if n]
         head = [f"Footprint of {trace.model} on {trace.device}, {trace.dtype}: {peak}", f"  kept: {', '.join(roles)}"]
+        head += [f"  computed again in backward: {', '.join(self.recomputed)}"] if self.recomputed else []
         head += [f"  model memory: {', '.join(self._tiers())}"] if trace.optimizer else []
-        plans = {"as written": AS_WRITTEN, **({"this plan": self.plan} if self.plan.rules else {})}
+        plans = {"as written": AS_WRITTEN, **({} if self.plan.changes_nothing else {"this plan": self.plan})}
         plans |= {name: Plan.preset(name) for name in SHOWN_PRESETS if name in PRESETS}
         rows = [["largest slots", *plans]]
-        chosen = [choices(trace, plan) for plan in plans.values()]
-        rows += [[slot.name, *(say_bytes(slot_bytes(slot, of[slot.name])) for of in chosen)] for slot in trace.largest]
+        chosen = [choices(recomputed(trace, plan.recompute), plan) for plan in plans.values()]
+        rows += [[slot.name, *(_cell(slot, of.get(slot.name)) for of in chosen)] for slot in trace.largest]
         peaks = (self.peak_bytes if plan == self.plan else peak_of(trace, plan) for plan in plans.values())
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
 
@@ -177,9 +184,11 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
             f"footprint takes a Trace and a Plan, in this order, not {given}: footprint(trace_step(model, batch), plan)."
         )
     plan = plan or AS_WRITTEN
-    missing = plan.check([(tuple(saver.name for saver in slot.savers) or (slot.name,), slot.role) for slot in trace.slots])
+    residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # which a plan may make
+    missing = plan.check([*((slot.names, slot.role) for slot in trace.slots), *residues])
     allocator = DEVICES[trace.device]
-    held = intervals(trace, plan)
+    seen = recomputed(trace, plan.recompute)
+    held = intervals(seen, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)
     exact = peak_tick(held, trace.length)[1]
@@ -200,7 +209,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
         peak_tick=tick,
         by_role=_sums(kept),
         at_peak=_sums(at_peak),
-        notes=(*trace.notes, *(f"the plan names {key}, which is no slot of this step" for key in missing)),
+        notes=(*seen.notes, *(f"the plan names {key}, which is no slot of this step" for key in missing)),
         _kept=kept,
     )
 
@@ -228,6 +237,10 @@ def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
     totals = list(accumulate(change))
     peak = max(totals)
     return totals.index(peak), peak
+
+
+def _cell(slot: Slot, chosen: Choice | None) -> str:
+    return "recomputed" if chosen is None else say_bytes(slot_bytes(slot, chosen))
 
 
 def slot_bytes(slot: Slot, chosen: Choice) -> int:

@@ -42,8 +42,8 @@ from paredown.plan.keys import ROLE_NAMES, Index, Key, Slot, bare_names, closest
 from paredown.plan.presets import PRESETS, ByRole
 from paredown.roles import FORMATTED, Role
 
-VERSION = 1  # of the JSON
-FIELDS = ("version", "reason", "made_for", "rules")
+VERSION = 2  # of the JSON: 2 has modules that are computed again, 1 is read too
+FIELDS = ("version", "reason", "made_for", "recompute", "rules")
 SHOWN = 20  # rules that repr prints
 
 
@@ -51,8 +51,8 @@ class Difference(NamedTuple):
     """A rule that two plans do not share; None: this one has no such rule. Equal sides: it is written in another place."""
 
     key: str
-    mine: Assignment | None
-    theirs: Assignment | None
+    mine: Assignment | str | None
+    theirs: Assignment | str | None
 
     def __str__(self) -> str:
         if self.mine == self.theirs:
@@ -70,11 +70,15 @@ class Differences(tuple[Difference, ...]):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Which format, rounding and overflow each slot gets, and why. `made_for` says for what: model, batch, device, as JSON values."""
+    """Which format, rounding and overflow each slot gets, and why. `made_for` says for what: model, batch, device, as JSON values.
+
+    `recompute`: paths of modules, or patterns, that are computed again in backward instead of being saved (torch.utils.checkpoint).
+    """
 
     rules: tuple[tuple[str, Assignment], ...] = ()
     reason: str = field(default="", hash=False)
     made_for: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    recompute: tuple[str, ...] = ()
     _index: Index = field(default=Index(()), init=False, compare=False)
     _found: dict[tuple[tuple[str, ...], Role], Assignment] = field(default_factory=dict, init=False, compare=False)  # by `find`
 
@@ -83,6 +87,7 @@ class Plan:
         pairs.sort(key=lambda pair: pair[0].place)  # stable: what was written later stays later
         object.__setattr__(self, "rules", tuple((str(key), assignment) for key, assignment in pairs))
         object.__setattr__(self, "made_for", _json_values(self.made_for))
+        object.__setattr__(self, "recompute", _modules(self.recompute))
         object.__setattr__(self, "_index", Index(key for key, _ in pairs))
         if not isinstance(self.reason, str):
             raise PlanError(f"the reason of a plan is text, not {type(self.reason).__name__}.")
@@ -91,7 +96,7 @@ class Plan:
                 raise PlanError(f"key {key!r} has two rules; a key has one. Leave one of them out.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (self.rules, self.reason, dict(self.made_for))  # a copy looks things up itself
+        return Plan, (self.rules, self.reason, dict(self.made_for), self.recompute)  # a copy looks things up itself
 
     @staticmethod
     def uniform(
@@ -134,6 +139,20 @@ class Plan:
             raise PlanError(f"there is no rule {key!r} to leave out. {has}")
         return replace(self, rules=tuple(rule for rule in self.rules if rule[0] != key))
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the step stays as the user wrote it."""
+        return not self.rules and not self.recompute
+
+    def recomputing(self, *modules: str) -> Plan:
+        """This plan with these modules, and those that it has, computed again in backward: paths or patterns.
+
+        >>> Plan().recomputing("layers.0", "layers.1")
+        Plan(0 rules)
+          computed again in backward: layers.0, layers.1
+        """
+        return replace(self, recompute=tuple(dict.fromkeys((*self.recompute, *modules))))
+
     def find(self, names: Sequence[str], role: Role) -> Assignment:
         """What the slot of this role gets whose savers have these names; a second look-up is one of a dict."""
         place = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
@@ -174,34 +193,43 @@ class Plan:
         shared = [key for key in mine if key in theirs]
         moved = {a for a, b in zip(shared, (key for key in theirs if key in mine), strict=True) if a != b}
         keys = [key for key in {**mine, **theirs} if key in moved or mine.get(key) != theirs.get(key)]
-        return Differences(Difference(key, mine.get(key), theirs.get(key)) for key in keys)
+        again = [module for module in dict.fromkeys((*self.recompute, *other.recompute))]
+        told = [(module, *("computed again" if module in of.recompute else None for of in (self, other))) for module in again]
+        rows = [Difference(key, mine.get(key), theirs.get(key)) for key in keys]
+        return Differences([*rows, *(Difference(f"module {row[0]}", *row[1:]) for row in told if row[1] != row[2])])
 
     def explain(self) -> str:
         """The plan in words, a line for each rule; a later line beats an earlier one."""
         lines = [self.reason] if self.reason else []
         said = zip(self._index.keys, self.rules, strict=True)
         lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in said]
-        return "\n".join([*lines, "Everything else stays as it is." if self.rules else "Everything stays as it is."])
+        lines += [f"computed again in backward: {', '.join(self.recompute)}"] if self.recompute else []
+        return "\n".join([*lines, f"Everything{' else' * (not self.changes_nothing)} stays as it is."])
 
     def __repr__(self) -> str:
-        if not self.rules:
+        if self.changes_nothing:
             return "Plan(): everything as it is"
-        width = max(len(key) for key, _ in self.rules[:SHOWN])
+        width = max((len(key) for key, _ in self.rules[:SHOWN]), default=0)
         lines = [f"  {key:{width}}  {assignment}" for key, assignment in self.rules[:SHOWN]]
         more = [f"  ... {len(self.rules) - SHOWN} more"] if len(self.rules) > SHOWN else []
-        return "\n".join([f"Plan({len(self.rules)} rule{'s' * (len(self.rules) > 1)})", *lines, *more])
+        more += [f"  computed again in backward: {', '.join(self.recompute)}"] if self.recompute else []
+        return "\n".join([f"Plan({len(self.rules)} rule{'s' * (len(self.rules) != 1)})", *lines, *more])
 
     def _repr_html_(self) -> str:
         said = [(str(key), a.say(key.role or Role.ACTIVATION)) for key, (_, a) in zip(self._index.keys, self.rules, strict=True)]
         rows = [f"<tr><td>{escape(key)}</td><td>{escape(text)}</td></tr>" for key, text in said[:SHOWN]]
         more = [f"<tr><td colspan=2>{len(self.rules) - SHOWN} more</td></tr>"] if len(self.rules) > SHOWN else []
+        more += (
+            [f"<tr><td>{escape(', '.join(self.recompute))}</td><td>computed again in backward</td></tr>"] if self.recompute else []
+        )
         head = f"<caption>{escape(self.reason)}</caption>" if self.reason else ""
         return "".join([f"<table>{head}<tr><th>slots</th><th>format</th></tr>", *rows, *more, "</table>"])
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: version, reason, made_for and the rules, [key, {format, rounding, overflow}] each."""
+        """The JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each."""
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
-        return {"version": VERSION, "reason": self.reason, "made_for": dict(self.made_for), "rules": rules}
+        head = {"version": VERSION, "reason": self.reason, "made_for": dict(self.made_for)}
+        return {**head, "recompute": list(self.recompute), "rules": rules}
 
     @staticmethod
     def from_json(value: Any) -> Plan:
@@ -217,7 +245,7 @@ class Plan:
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
             raise PlanError(f"the rules of a plan are a list of [key, {{format, rounding, overflow}}]; this is {_brief(rules)}.")
         parsed = tuple((key, _from_json(key, assignment)) for key, assignment in rules)
-        return Plan(parsed, value.get("reason", ""), value.get("made_for", {}))
+        return Plan(parsed, value.get("reason", ""), value.get("made_for", {}), value.get("recompute", ()))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON, a line for each rule; equal plans are equal files."""
@@ -250,6 +278,16 @@ def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
                 f"a rule is a pair (key, Assignment), not {_brief(pair)}; Plan.uniform(...).set(key, format) takes text."
             )
     return pairs
+
+
+def _modules(recompute: Any) -> tuple[str, ...]:
+    """Paths of modules, after a look at their types."""
+    paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
+    if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
+        raise PlanError(
+            f"recompute is a list of modules by path or pattern, such as ['layers.0', 'layers.1'], not {_brief(recompute)}."
+        )
+    return paths
 
 
 def _assignment(key: str, *parts: Any) -> Assignment:

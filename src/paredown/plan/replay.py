@@ -22,7 +22,7 @@ Everything else that the step allocates is an interval as it is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -103,8 +103,13 @@ def can_recompute(slot: Slot, source: Choice) -> bool:
 
 def choices(trace: Trace, plan: Plan) -> dict[str, Choice]:
     """What `plan` makes of every activation, by the name of its slot."""
-    chosen = {slot.name: choice(slot, plan) for slot in trace.activations}
-    for slot in trace.activations:
+    return with_recomputed(trace.activations, {slot.name: choice(slot, plan) for slot in trace.activations})
+
+
+def with_recomputed(slots: Iterable[Slot], chosen: dict[str, Choice]) -> dict[str, Choice]:
+    """`chosen`, with those that are computed again from what waits of others told apart."""
+    chosen = dict(chosen)
+    for slot in slots:
         source = chosen.get(slot.recomputed_from)
         if source is not None and chosen[slot.name].packs and can_recompute(slot, source):
             chosen[slot.name] = replace(chosen[slot.name], recomputed=True)
@@ -125,7 +130,7 @@ def part_bytes(slot: Slot, part: Part, chosen: Choice) -> int:
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     """All that the step holds under `plan`."""
-    return [*fixed(trace), *model_memory(trace, plan), *_activations(trace, plan)]
+    return [*fixed(trace), *model_memory(trace, plan), *activations(trace.activations, choices(trace, plan))]
 
 
 def fixed(trace: Trace) -> list[Interval]:
@@ -199,11 +204,11 @@ def _gradient(slot: Slot, weight: Slot, given: Given, ends: int) -> Iterator[Int
     yield Interval(Role.GRADIENT, slot.module, 0, ends, given.gradient.nbytes(slot.shape))
 
 
-def _activations(trace: Trace, plan: Plan) -> Iterator[Interval]:
+def activations(held: Iterable[Slot], chosen: Mapping[str, Choice]) -> Iterator[Interval]:
+    """Activations as was chosen for them; slots of one storage are given together."""
     storages: dict[int, list[Slot]] = defaultdict(list)
-    for slot in trace.activations:
+    for slot in held:
         storages[slot.storage].append(slot)
-    chosen = choices(trace, plan)
     for slots in storages.values():
         ends = 0
         for slot in slots:

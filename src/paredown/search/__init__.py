@@ -1,1 +1,1 @@
-"""Which formats to take: arithmetic on outlines, traces, plans and trials; nothing here runs a model."""
+"""Which plan to take: arithmetic on outlines, traces, plans and measured errors; nothing here runs a model."""

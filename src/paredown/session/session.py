@@ -6,8 +6,8 @@
     session.close()                                                      # the plain model again
 
 The model keeps its class, parameters, state_dict and keys; a copy of it is a plain model. No activation is packed without gradients (eval
-under no_grad), inside checkpointed parts (which are not kept at all), and in what torch.compile compiles as a whole. Packed weights are
-the same parameters, plain inside of their modules; outside they behave as `optim/outside.py` says.
+under no_grad), inside checkpointed parts (which are not kept at all; `plan.recompute` makes more of them), and in what torch.compile
+compiles as a whole. Packed weights are the same parameters, plain inside of their modules; outside they behave as `optim/outside.py` says.
 """
 
 # pyright: reportPrivateUsage=false
@@ -15,13 +15,13 @@ the same parameters, plain inside of their modules; outside they behave as `opti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paredown.errors import ApplyError
 from paredown.plan.graph import MIN_NUMEL
@@ -29,8 +29,14 @@ from paredown.plan.keys import Key
 from paredown.plan.plan import Plan
 from paredown.plan.watch import Watch
 from paredown.roles import FORMATTED, Role
+from paredown.search.sensitivity import Sensitivities
+from paredown.session.actions import Actions
 from paredown.session.changes import Change, Changes
+from paredown.session.explain import Explanation, explained
+from paredown.session.guard import Guard, checked_guard
+from paredown.session.guarded import Guarded
 from paredown.session.optimized import ask_for, asked_for, forget, state_changes
+from paredown.session.recomputed import Recomputed
 from paredown.session.simulated import Simulate, SimulatedSession
 from paredown.session.stored import Activations
 from paredown.session.weights import Weights
@@ -46,8 +52,8 @@ LATER = "store mode has no such tensor"
 class Session:
     """A plan at work on a model."""
 
-    def __init__(self, plan: Plan, model: nn.Module, seed: int, *, is_compiled: bool = False) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, model: nn.Module, seed: int, *, is_compiled: bool = False, guard: Guard | None = None) -> None:
+        self.plan = self.applied = plan  # a guard changes the first
         self._model = weakref.ref(model)
         self._packs_activations = any(Key.parse(key).role in (None, Role.ACTIVATION) for key, _ in plan.rules)
         if not self._packs_activations:
@@ -57,6 +63,7 @@ class Session:
         self._modules = list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_NUMEL)
         rows = asked_for(model, plan)  # may refuse
+        self._recomputed = Recomputed(plan, model)  # may refuse too
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._watch.attach(follows=self._packs_activations)
         try:
@@ -64,7 +71,9 @@ class Session:
         except BaseException:
             self._watch.detach()
             raise
+        self._recomputed.attach()
         ask_for(rows)
+        self._guarded = Guarded(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._is_open = True
 
     @property
@@ -103,7 +112,8 @@ class Session:
                 rows.append(Change(name, str(decision.asked), str(decision.format or "as it is"), decision.reason))
         for name, reason in self._activations.left.items():
             wanted = asked((name,), Role.ACTIVATION).format
-            if wanted is not None and reason not in ("it is a weight", "it is a buffer"):
+            is_own = reason in ("it is a weight", "it is a buffer") or self._recomputed.has(name)
+            if wanted is not None and not is_own:
                 rows.append(Change(name, str(wanted), "as it is", reason))
         for name in sorted(self._activations.returned):
             wanted = asked((name,), Role.ACTIVATION).format
@@ -116,11 +126,45 @@ class Session:
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
+        if self._watch.was_compiled:
+            rows += [Change(path, "computed again", "saved", COMPILED) for path in self._recomputed.paths]
         return Changes(rows)
 
+    @property
+    def actions(self) -> Actions:
+        """What the guard did, step by step; nothing without one."""
+        return Actions(self._guarded.actions if self._guarded is not None else ())
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What the guard keeps to; None without one."""
+        return self._guarded.budget_bytes if self._guarded is not None else None
+
+    @property
+    def sensitivities(self) -> Sensitivities | None:
+        """What the guard knows of them: those that it was given, or measured last."""
+        return self._guarded.sensitivities if self._guarded is not None else None
+
+    def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Sensitivities:
+        """Measure sensitivities anew, and let the guard settle the plan by them; `batch` and `loss` are as in `probe`."""
+        if self._guarded is None:
+            raise ApplyError("this session has no guard, which would use them: apply(plan, model, guard=Guard(trace)).")
+        return self._guarded.reprobe(batch, loss)
+
+    def explain(self) -> Explanation:
+        """Slot by slot: what the plan asked for, what it is now, and why: lowered, pinned, held, raised later."""
+        slots = self._guarded.slots if self._guarded is not None else self._activations.decisions
+        return explained(self.applied, self._activations, self.changes, self.actions, slots)
+
     def state_dict(self) -> dict[str, Any]:
-        """The plan, the seed and the count of forward passes: with these, stochastic rounding goes on with the same bits."""
-        return {"version": VERSION, "plan": self.plan.to_json(), "seed": self.seed, "forwards": self.forwards}
+        """The plan, the seed and the count of forward passes: with these, stochastic rounding goes on with the same bits.
+
+        With a guard, the plan is the one that it came to, and all that the guard remembers is there too.
+        """
+        state = {"version": VERSION, "plan": self.plan.to_json(), "seed": self.seed, "forwards": self.forwards}
+        if self._guarded is not None:
+            state["guard"] = {"applied": self.applied.to_json(), **self._guarded.state_dict()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a session with the same plan was."""
@@ -128,17 +172,26 @@ class Session:
             raise ApplyError(
                 f"this is not the state of a session, version {VERSION}: it has {sorted(state)}. Give what session.state_dict() returned."
             )
-        other = Plan.from_json(state["plan"])
-        if other != self.plan:
+        guard: Mapping[str, Any] | None = state.get("guard")
+        if (guard is None) != (self._guarded is None):
+            has, had = ("no guard", "one") if self._guarded is None else ("a guard", "none")
+            raise ApplyError(f"this session has {has}, and the one whose state this is had {had}. Apply the plan in the same way.")
+        other = Plan.from_json(state["plan"] if guard is None else guard["applied"])
+        if other != self.applied:
             raise ApplyError(
-                f"the state belongs to another plan; they differ in:\n{self.plan.diff(other)}\nApply that plan, then load."
+                f"the state belongs to another plan; they differ in:\n{self.applied.diff(other)}\nApply that plan, then load."
             )
+        if guard is not None and self._guarded is not None:
+            self._guarded.load_state_dict(guard, Plan.from_json(state["plan"]))
         self._activations.seed, self._activations.forwards = int(state["seed"]), int(state["forwards"])
 
     def close(self) -> None:
         """Give the plain model back, its weights decoded. Graphs that are waiting for their backward still work."""
         self._watch.detach()
+        self._recomputed.detach()
         self._weights.detach()
+        if self._guarded is not None:
+            self._guarded.close()
         model = self._model()
         if model is not None:
             forget(model)
@@ -168,6 +221,8 @@ class Session:
                 "a model with a paredown session was called inside torch.func (vmap, grad, jacrev ...), which forbids packing what it "
                 "saves. Call session.close() first, or use a copy: copy.deepcopy(model) is a plain model."
             )
+        if self._guarded is not None and self._guarded.is_probing:
+            return False
         if not self._packs_activations:  # activations as the user wrote it
             self._activations.forwards += 1
             return False
@@ -180,6 +235,11 @@ class Session:
             seen = self._activations.names | self._watch.small
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
             self._is_checked, self._watch.collects_small = True, False
+
+    def _change(self, plan: Plan) -> None:
+        """A guard came to another plan: it holds from the next forward pass on."""
+        self.plan = plan
+        self._activations.change(plan)
 
     def _parameter_slots(self) -> list[tuple[tuple[str, ...], Role]]:
         model = self._model()
@@ -199,13 +259,18 @@ class Session:
 
 
 @overload
-def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["store"] = "store") -> Session: ...
+def apply(
+    plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["store"] = "store", guard: Guard | None = None
+) -> Session: ...
 @overload
 def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["simulate"] | Simulate) -> SimulatedSession: ...
-def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: str | Simulate = "store") -> Session | SimulatedSession:
+def apply(
+    plan: Plan, model: nn.Module, *, seed: int = 0, mode: str | Simulate = "store", guard: Guard | None = None
+) -> Session | SimulatedSession:
     """Put `plan` onto `model`, in place. `seed` is that of stochastic rounding.
 
     `mode`: "store" makes tensors wait packed; "simulate", or a `Simulate` with choices of its own, makes arithmetic see rounded values.
+    A `guard` changes the plan of a store session when rounding goes wrong.
     """
     if isinstance(plan, nn.Module) or isinstance(model, Plan):
         raise ApplyError("apply takes the plan first, then the model: paredown.apply(plan, model).")
@@ -218,18 +283,24 @@ def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: str | Simulate =
         inside = inside or ("a model that this is a part of" if _is_part(model, other) else None)
         if inside:
             raise ApplyError(f"{inside} has a session already: call its close() before applying another plan. It is {session!r}.")
-    session = _session(plan, model, seed, mode, is_compiled=is_compiled)
+    session = _session(plan, model, seed, mode, is_compiled=is_compiled, guard=guard)
     _SESSIONS[model] = weakref.ref(session)
     return session
 
 
-def _session(plan: Plan, model: nn.Module, seed: int, mode: str | Simulate, *, is_compiled: bool) -> Session | SimulatedSession:
+def _session(
+    plan: Plan, model: nn.Module, seed: int, mode: str | Simulate, *, is_compiled: bool, guard: Guard | None
+) -> Session | SimulatedSession:
     if mode == "store":
-        return Session(plan, model, seed, is_compiled=is_compiled)
+        return Session(plan, model, seed, is_compiled=is_compiled, guard=checked_guard(guard, plan))
     if mode != "simulate" and not isinstance(mode, Simulate):
         raise ApplyError(f"mode {mode!r} is unknown. Allowed: 'store', 'simulate', or a paredown.session.simulated.Simulate.")
     if is_compiled:
         raise ApplyError("a compiled model cannot be simulated: its operations are not seen. Apply the plan to the model inside.")
+    if guard is not None:
+        raise ApplyError(
+            "a guard keeps a memory budget, and simulate mode saves no memory: Simulate(raised=...) raises what overflows."
+        )
     return SimulatedSession(plan, model, seed, Simulate() if isinstance(mode, str) else mode, on_close=_close)
 
 

@@ -60,6 +60,9 @@ class Decision:
     tensor_id: int
 
 
+Observer = Callable[[Saved, Piece, Waiting], None]
+
+
 @dataclass
 class Shelf:
     """Of the forward pass that is running: what waits already, and which storages stay as they are."""
@@ -80,6 +83,8 @@ class Activations:
         self.decisions: dict[str, Decision] = {}
         self.left: dict[str, str] = {}  # name -> why it was left alone
         self.returned: frozenset[str] = frozenset()  # what went back to being plain in the last forward pass
+        self.min_numel = MIN_NUMEL
+        self.on_packed: Observer = lambda saved, piece, waiting: None  # is told of everything that is put away
         self._decided: dict[tuple[Any, ...], Decision] = {}
         self._waiting: list[weakref.ref[Waiting]] = []  # of all forward passes whose backward may come
         self._running = threading.local()
@@ -94,6 +99,11 @@ class Activations:
         alive = [waiting for ref in self._waiting if (waiting := ref()) is not None]
         self._waiting = [weakref.ref(waiting) for waiting in alive]
         return alive
+
+    def change(self, plan: Plan) -> None:
+        """Another plan, from the next forward pass on."""
+        self.plan = plan
+        self._decided.clear()
 
     def begin(self, *, is_sharded: bool) -> None:
         """A forward pass begins."""
@@ -125,7 +135,7 @@ class Activations:
             return
         piece = Piece(tensor)
         now: Shelf = self._running.now
-        if piece.numel < MIN_NUMEL or piece.address in now.plain:
+        if piece.numel < self.min_numel or piece.address in now.plain:
             return
         use = Use.MASK if saved.use is Use.VALUE and _is_float_mask(saved, tensor) else saved.use
         key = (*piece.key, use, _detail(saved, tensor))
@@ -145,6 +155,7 @@ class Activations:
         if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
             now.sources[saved.node._sequence_nr()] = view
         saved.raw.register_hooks(lambda _: view, View.tensor)
+        self.on_packed(saved, piece, waiting)
         if self.left:
             self.left.pop(saved.name, None)
 

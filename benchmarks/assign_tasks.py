@@ -1,0 +1,75 @@
+"""What bench_assign trains: ResNet-18 and a small ViT on CIFAR-10, a small GPT on English bytes, all under bf16 autocast."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from train_activations import Size, Task, picture_task, text_task
+
+from paredown.models import MODELS
+
+LOUD = 100.0  # what a loud task multiplies pictures with: the norms behind the first layer take it away again
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one task: to judge by, to take times of, and for a look on the CPU."""
+
+    full: Size
+    timed: Size
+    quick: Size
+
+
+SIZES = {
+    "resnet18": Sizes(Size(64, 250, 128), Size(64, 30, 1024), Size(8, 4, 32, num_judged=64)),
+    "vit": Sizes(Size(192, 250, 128, 6), Size(384, 30, 512, 12), Size(32, 4, 8, 2, num_judged=64)),
+    "gpt": Sizes(Size(192, 250, 32, 6, 256, 512), Size(768, 20, 16, 12, 1024, 64), Size(64, 4, 4, 2, 64, 16)),
+}
+
+
+def vit_task(folder: Path, device: str, size: Size) -> Task:
+    """A ViT of patches of 4 x 4: AdamW."""
+    base = picture_task(folder, device, size)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.05, fused=True)
+
+    shape = {"dim": size.width, "num_layers": size.num_layers, "num_heads": max(size.width // 32, 1)}
+    return replace(base, name="vit on CIFAR-10", build=lambda: MODELS["vit"](**shape), optimizer=optimizer, peak_lr=1e-3)
+
+
+MAKERS: dict[str, Callable[[Path, str, Size], Task]] = {"resnet18": picture_task, "vit": vit_task, "gpt": text_task}
+RULES = {"resnet18": "sgdm", "vit": "adamw", "gpt": "adamw"}  # as traces name them
+LAYERS = {"resnet18": ("layer?.?",), "vit": ("layers.*",), "gpt": ("layers.*",)}  # what plain checkpointing computes again
+LOWEST = {"resnet18": 1 / 4, "vit": 1 / 3, "gpt": 1 / 3}  # of the activation bytes as written
+
+
+def loud(task: Task) -> Task:
+    """The same task on pictures of large numbers."""
+
+    def batches(num: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
+        x, target = task.batches(num, source)
+        return LOUD * x, target
+
+    def judge(model: nn.Module) -> float:
+        handle = model.register_forward_pre_hook(lambda module, args: (LOUD * args[0], *args[1:]))
+        try:
+            return task.judge(model)
+        finally:
+            handle.remove()
+
+    return replace(task, batches=batches, judge=judge)
+
+
+def tasks_of(options: argparse.Namespace, device: str) -> Iterator[tuple[str, Task]]:
+    """The tasks that were asked for, by name."""
+    for name in options.model or MAKERS:
+        sizes = SIZES[name]
+        size = sizes.quick if options.quick else sizes.timed if options.timed else sizes.full
+        steps = size.num_steps if options.quick or options.timed else max(int(options.share * size.num_steps), 1)
+        yield name, MAKERS[name](options.data, device, replace(size, num_steps=steps))

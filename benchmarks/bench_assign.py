@@ -1,0 +1,303 @@
+"""Which assignments train as well as bf16 autocast, at equal peaks, three seeds; rows in results/assign.json.
+
+    PAREDOWN_DATA=folder python benchmarks/bench_assign.py                         # one GPU, one process; --data folder does the same
+    python benchmarks/bench_assign.py --part 3/12 --out part3                      # every twelfth run, for processes side by side
+    python benchmarks/bench_assign.py --timed                                      # milliseconds of a step, larger, alone on the GPU
+    python benchmarks/bench_assign.py --merge part*/assign.json --out folder       # what several processes found, with its means
+    python benchmarks/bench_assign.py --quick                                      # a few steps of small ones on the CPU
+
+ResNet-18 and a small ViT learn CIFAR-10, a small GPT learns English byte by byte, all under bf16 autocast, which is `full`. Ways
+differ in which saved activations wait in which format (assign_ways.py). Runs of one seed start alike and see the same batches. `difference`
+is that of the means from full, with its standard error. Times of runs that share a GPU say nothing: those of --timed do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from assign_tasks import MAKERS, loud, tasks_of
+from assign_ways import LEVELS, TIMED, WAYS, Planner, Way, kept_bytes, low_share, without_pins
+from loops import Log, common_options, failure, release
+from torch import nn
+from train_activations import CHECK_EVERY, Task, number, update
+
+import paredown as pare
+from paredown.plan.footprint import peak_of
+from paredown.session.actions import THE_STEP
+
+FILE = "assign.json"
+WARM = 10  # steps before times are taken
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run, or what the runs of one way have in common (seed None)."""
+
+    task: str
+    way: str
+    metric: str
+    num_steps: int
+    batch: int
+    is_timed: bool = False
+    seed: int | None = None
+    value: float | None = None
+    train_loss: float | None = None
+    predicted_peak: int | None = None
+    peak_bytes: int | None = None  # measured
+    kept_bytes: int | None = None  # activations between forward and backward, predicted
+    saved_bytes: int | None = None  # the same, measured: what a forward pass leaves allocated
+    low_share: float | None = None  # of the values that are at the low level
+    budget_bytes: int | None = None
+    step_ms: float | None = None
+    probe_ms: float | None = None  # of one probe, 16 backwards of a part of the batch
+    num_left_out: int | None = None  # steps, by a guard
+    num_moves: int | None = None
+    status: str = "done"  # or "diverged", "failed", "summary"
+    num_runs: int | None = None
+    mean: float | None = None
+    deviation: float | None = None
+    difference: float | None = None  # of the means, from full
+    standard_error: float | None = None
+    num_diverged: int | None = None
+    error: str | None = None
+
+
+@dataclass
+class Measured:
+    """What was measured while a model trained."""
+
+    train_loss: float = math.nan
+    saved_bytes: int | None = None
+    step_ms: float | None = None
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed: bool) -> Row:
+    """Train once and judge."""
+    release(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    task = loud(task) if way.is_loud and task.larger_is_better else task
+    torch.manual_seed(seed)
+    model = task.build().to(device).train()
+    planner = Planner(name, task, model, task.batches(task.size.batch, torch.Generator(device).manual_seed(seed)), device)
+    pinned = planner.trace
+    with nullcontext() if way.has_pins else without_pins():
+        planner = planner if way.has_pins else replace(planner, pinned=pinned)
+        row, measured, session = _trained(planner, way, first_row(task, way, seed, is_timed=is_timed))
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        value = math.nan if is_timed else task.judge(model.eval())
+    is_better = is_timed or (value > 1.2 * task.guessing if task.larger_is_better else value < task.guessing)
+    is_done = math.isfinite(measured.train_loss) and (is_timed or math.isfinite(value)) and is_better
+    left_out = [action for action in session.actions if action.slot == THE_STEP]
+    return replace(
+        row,
+        value=value if math.isfinite(value) else None,
+        train_loss=measured.train_loss if math.isfinite(measured.train_loss) else None,
+        peak_bytes=peak,
+        saved_bytes=measured.saved_bytes,
+        step_ms=measured.step_ms,
+        num_left_out=len(left_out),
+        num_moves=len(session.actions) - len(left_out),
+        status="done" if is_done else "diverged",
+    )
+
+
+def _trained(planner: Planner, way: Way, row: Row) -> tuple[Row, Measured, pare.Session]:
+    """Plan, apply and train."""
+    seed = row.seed or 0
+    sensitivities, probe_ms = None, None
+    for _ in range((1 + row.is_timed) * (way.method == "sensitivity")):  # the first time kernels are made
+        begun = now(planner.device)
+        sensitivities = planner.probed(way)
+        probe_ms = (now(planner.device) - begun) * 1e3
+    plan = planner.plan(way, sensitivities, seed)
+    guard = planner.guard(way, plan, sensitivities)
+    session = pare.apply(plan, planner.model, seed=seed, guard=guard)
+    if planner.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        source = torch.Generator(planner.device).manual_seed(1000 + seed)
+        measured = train(planner.task, planner.model, source, planner.device)
+    finally:
+        session.close()
+    low = LEVELS[way.levels][-1] if way.levels else way.plan if "/" in way.plan else None
+    row = replace(
+        row,
+        probe_ms=probe_ms,
+        predicted_peak=peak_of(planner.trace, session.plan),
+        kept_bytes=kept_bytes(planner.trace, session.plan),
+        low_share=low_share(planner.trace, session.plan, low),
+        budget_bytes=session.budget_bytes if guard is not None else planner.budget(way) if way.method else None,
+    )
+    return row, measured, session
+
+
+def train(task: Task, model: nn.Module, source: torch.Generator, device: str) -> Measured:
+    """All steps, or as many as the loss is finite for when looked at."""
+    optimizer, num_steps, found = task.optimizer(model), task.size.num_steps, Measured()
+    total, since, begun = torch.zeros((), device=device), 0, 0.0
+    for step in range(num_steps):
+        if step == min(WARM, num_steps - 1):
+            begun = now(device)
+        x, target = task.batches(task.size.batch, source)
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        with torch.autocast(device, torch.bfloat16):
+            loss = task.loss(model(x), target)
+        if device == "cuda" and step == num_steps - 1:
+            found.saved_bytes = torch.cuda.memory_allocated() - before
+        loss.backward()
+        update(task, model, optimizer, step)
+        total, since = total + loss.detach(), since + 1
+        if step % CHECK_EVERY == CHECK_EVERY - 1 or step == num_steps - 1:
+            found.train_loss, total, since = total.item() / since, torch.zeros_like(total), 0
+            if not math.isfinite(found.train_loss):
+                break
+    found.step_ms = (now(device) - begun) / max(step + 1 - min(WARM, num_steps - 1), 1) * 1e3
+    return found
+
+
+def now(device: str) -> float:
+    """Seconds, when the device is done with what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def first_row(task: Task, way: Way, seed: int, *, is_timed: bool) -> Row:
+    """What is asked for."""
+    return Row(task.name, way.name, task.metric, task.size.num_steps, task.size.batch, is_timed, seed)
+
+
+def attempt(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed: bool) -> Row:
+    """`run`, an error being a row too."""
+    try:
+        return run(name, task, way, seed, device, is_timed=is_timed)
+    except Exception as error:
+        return replace(first_row(task, way, seed, is_timed=is_timed), status="failed", error=failure(error))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def mean_of(rows: Sequence[Row], name: str) -> float | None:
+    """The mean of a column, None where no row has it."""
+    found = [getattr(row, name) for row in rows if getattr(row, name) is not None]
+    return statistics.mean(found) if found else None
+
+
+def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
+    """Means over the seeds of one way, runs that diverged left out and counted."""
+    values, others = ([row.value for row in of if row.status == "done" and row.value is not None] for of in (rows, full))
+    both = len(values) > 1 and len(others) > 1
+    variance = statistics.variance(values) / len(values) + statistics.variance(others) / len(others) if both else 0.0
+    bytes_of = {key: mean_of(rows, key) for key in ("predicted_peak", "peak_bytes", "kept_bytes", "saved_bytes", "budget_bytes")}
+    return replace(
+        rows[0],
+        **{"seed": None, "value": None, "error": None, "status": "summary"},
+        **{key: None if found is None else int(found) for key, found in bytes_of.items()},
+        **{key: mean_of(rows, key) for key in ("train_loss", "low_share", "step_ms", "probe_ms")},
+        num_runs=len(rows),
+        mean=statistics.mean(values) if values else None,
+        deviation=statistics.stdev(values) if len(values) > 1 else None,
+        difference=statistics.mean(values) - statistics.mean(others) if values and others else None,
+        standard_error=math.sqrt(variance) if both else None,
+        num_diverged=sum(row.status != "done" for row in rows),
+    )
+
+
+def summaries(rows: Sequence[Row]) -> Iterator[Row]:
+    """One for each task and way, in the order of the runs."""
+    for task, way, is_timed in dict.fromkeys((row.task, row.way, row.is_timed) for row in rows):
+        like = [row for row in rows if row.task == task and row.is_timed == is_timed]
+        yield summary([row for row in like if row.way == way], [row for row in like if row.way == "full"])
+
+
+def line(row: Row) -> str:
+    """One line of the table."""
+    mib = " ".join("       -" if count is None else f"{count / 2**20:8.1f}" for count in (row.peak_bytes, row.saved_bytes))
+    predicted = "-" if row.predicted_peak is None else f"{row.predicted_peak / 2**20:.1f}"
+    head = f"{row.task:21s} {row.way:30s} peak, saved {mib} MiB (predicted {predicted})  {number(row.step_ms, '.1f')} ms"
+    head += "" if row.probe_ms is None else f", probe {row.probe_ms:.0f} ms"
+    if row.seed is None:
+        lost = f"  {row.num_diverged} LOST" if row.num_diverged else ""
+        spread = f"{number(row.mean)} +- {number(row.deviation)}"
+        against = f"{number(row.difference, '+.4f')} +- {number(row.standard_error)} against full"
+        return f"{head}  {row.metric} {spread} ({row.num_runs} runs)  {against}{lost}"
+    acted = f"  left out {row.num_left_out}, moved {row.num_moves}" if row.num_left_out or row.num_moves else ""
+    figures = f"{row.metric} {number(row.value)}  train loss {number(row.train_loss)}"
+    return f"{head}  seed {row.seed}  {figures}{acted}  {row.error or row.status}"
+
+
+def rows_in(paths: Sequence[Path]) -> list[Row]:
+    """The runs in files of results."""
+    names = {field.name for field in fields(Row)}
+    rows = [row for path in paths for run in json.loads(path.read_text()) for row in run["rows"] if row["seed"] is not None]
+    order = {name: place for place, name in enumerate(WAYS)}
+    found = [Row(**{key: value for key, value in row.items() if key in names}) for row in rows]
+    return sorted(found, key=lambda row: (row.is_timed, row.task, order.get(row.way, len(order)), row.seed or 0))
+
+
+def parse_options() -> argparse.Namespace:
+    """What to run, and on which data."""
+    parser = common_options(__doc__)
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("PAREDOWN_DATA", "data")), help="folder (PAREDOWN_DATA)")
+    parser.add_argument("--task", nargs="+", dest="model", choices=tuple(MAKERS), help="only these")
+    parser.add_argument("--way", nargs="+", default=[""], help="only ways whose name contains one of these")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--share", type=float, default=1.0, help="of the steps, where time is short")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th run from the i-th on")
+    parser.add_argument("--timed", action="store_true", help="take times instead of training")
+    parser.add_argument("--merge", type=Path, nargs="+", help="files to join instead of training")
+    return parser.parse_args()
+
+
+def runs_of(options: argparse.Namespace, device: str) -> Iterator[tuple[str, Task, Way, int]]:
+    """The runs of this process, seed by seed, so that what is there when it is stopped can be compared."""
+    tasks = dict(tasks_of(options, device))
+    names = [name for name in (TIMED if options.timed else WAYS) if any(text in name for text in options.way)]
+    seeds = options.seeds[:1] if options.timed else options.seeds
+    every = [(name, WAYS[way], seed) for seed in seeds for way in names for name in tasks]
+    part, num_parts = map(int, options.part.split("/"))
+    return ((name, tasks[name], way, seed) for name, way, seed in every[part::num_parts])
+
+
+def main() -> None:
+    """All runs, then what those of one way have in common."""
+    options = parse_options()
+    device = "cpu" if options.quick else "cuda" if not options.merge else "cpu"
+    log = Log(FILE, device, options)
+    if options.merge:
+        rows = rows_in(options.merge)
+        for row in rows:
+            log.add(row)
+    else:
+        torch.backends.cudnn.benchmark = not options.quick
+        asked = runs_of(options, device)
+        rows = [told(log, attempt(name, task, way, seed, device, is_timed=options.timed)) for name, task, way, seed in asked]
+    for joined in summaries(rows):
+        told(log, joined)
+
+
+def told(log: Log, row: Row) -> Row:
+    """The row, written down and printed."""
+    log.add(row)
+    print(line(row), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""A step in which some modules are computed again in backward instead of being saved, told as a trace: torch.utils.checkpoint, foreseen.
+
+What only the inside of such a module saves is there while its forward pass needs it, and again from the tick at which its backward begins.
+Its inputs wait as they are, until its backward is done.
+
+    as written      inside  |##############################|
+    computed again  inside  |####|                   |#####|     at the first tick of the second, the module's whole forward pass runs
+                    input  |################################|
+
+A module that a step calls more than once is left as it is, and a note says so: which call a tensor belongs to is not told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from paredown.errors import PlanError
+from paredown.plan.keys import closest
+from paredown.plan.record import Trace
+from paredown.plan.slots import Output, Slot
+from paredown.roles import Role
+
+CALL = re.compile(r"@\d+")  # what a path has after the first call of a module
+INPUT = "a module that is computed again starts from it"
+
+
+def outermost(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The paths that match a pattern, without those inside of another one that does.
+
+    >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
+    ['layers.0', 'layers.1']
+    """
+    known = dict.fromkeys(path for path in paths if path)
+    found: list[str] = []
+    for pattern in patterns:
+        matched = [path for path in known if fnmatchcase(path, pattern)]
+        if not matched:
+            near = f"Closest of {len(known)}: {closest(pattern, known)}." if known else "There is none."
+            raise PlanError(f"recompute {pattern!r} is no module. {near}")
+        found += matched
+    return [path for path in dict.fromkeys(found) if not any(is_inside(path, other) for other in found if other != path)]
+
+
+def is_inside(path: str, module: str) -> bool:
+    """Whether a path is that of the module or of a part of it."""
+    return path == module or path.startswith(f"{module}.")
+
+
+def is_of(name: str, module: str) -> bool:
+    """Whether the name of a slot, or the path of a call, is of the module or of a part of it.
+
+    >>> is_of("layers.1.relu@2:output", "layers.1"), is_of("layers.10:input", "layers.1")
+    (True, False)
+    """
+    return is_inside(CALL.sub("", name.partition(":")[0]), module)
+
+
+def modules_of(trace: Trace) -> list[str]:
+    """The paths of the modules in which anything happens, and of those around them."""
+    paths: dict[str, None] = {}
+    for path in {CALL.sub("", made.module): None for made in trace.outputs if made.phase == "forward"}:
+        parts = path.split(".")
+        paths |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
+    return [path for path in paths if path]
+
+
+@dataclass(frozen=True)
+class Span:
+    """When the forward pass of a module runs, when its backward begins to ask for what it saved, and when it is done with it."""
+
+    module: str
+    start: int
+    end: int
+    asks: int
+    done: int
+
+    def has(self, path: str) -> bool:
+        """Whether a path, or the name of a slot, lies inside."""
+        return is_of(path, self.module)
+
+
+def recomputed(trace: Trace, patterns: tuple[str, ...]) -> Trace:
+    """The trace of the same step with the modules that match `patterns` computed again."""
+    if not patterns:
+        return trace
+    for module in outermost(modules_of(trace), patterns):
+        span = _span(trace, module)
+        trace = _without(trace, span) if isinstance(span, Span) else replace(trace, notes=(*trace.notes, span))
+    return trace
+
+
+def _span(trace: Trace, module: str) -> Span | str:
+    """When a module runs; or why that cannot be told."""
+    made = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
+    start, end = min(o.birth for o in made), max(o.birth for o in made)
+    own = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
+    calls = max((sum(first < trace.backward_at for first, _ in slot.running) for slot in own), default=1)
+    if calls > 1:
+        return f"module {module!r} is called {calls} times in a step: that it is computed again is not counted"
+    span = Span(module, start, end, trace.length, end)
+    inner = [slot for slot in trace.activations if _is_inner(slot, span)]
+    asks = [first for slot in inner for part in slot.parts for first, _ in part.decoded if first > trace.backward_at]
+    if not asks:
+        return f"module {module!r} saves nothing of its own that backward asks for: computing it again saves nothing"
+    return replace(span, asks=min(asks), done=max(slot.death for slot in inner))
+
+
+def _is_inner(slot: Slot, span: Span) -> bool:
+    return slot.birth >= span.start and all(span.has(saver.name) for saver in slot.savers)
+
+
+def _without(trace: Trace, span: Span) -> Trace:
+    slots: list[Slot] = []
+    outputs = [_extended(made, span) for made in trace.outputs]
+    for slot in trace.slots:
+        if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
+            slots.append(_run_again(trace, slot, span))
+        elif slot.role is not Role.ACTIVATION or not any(span.has(saver.name) for saver in slot.savers):
+            slots.append(slot)
+        elif _is_inner(slot, span):
+            outputs += _twice(slot, span)
+        elif slot.birth < span.start:
+            slots.append(replace(slot, stays=INPUT, death=max(slot.death, span.done)))
+        else:
+            kept, again = _returned(slot, span)
+            slots.append(kept)
+            outputs += again
+    outputs.append(_rerun(trace, span))
+    return replace(trace, slots=tuple(slots), outputs=tuple(outputs))
+
+
+def _twice(slot: Slot, span: Span) -> list[Output]:
+    """What is saved inside: there in forward as long as somebody uses it, and again in backward."""
+    ends = min(slot.dropped, span.end) if not slot.parts else slot.dropped
+    forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(ends, slot.birth))
+    return [forward, replace(forward, op="recomputed", phase="backward", birth=span.asks, death=max(slot.death, span.asks))]
+
+
+def _returned(slot: Slot, span: Span) -> tuple[Slot, list[Output]]:
+    """What the module returns and others save too: theirs stays, and a second one is made when the module is computed again."""
+    savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
+    own = [part for part in slot.parts if part.use not in {saver.use for saver in savers}]
+    ends = max((part.released for part in own), default=span.asks)
+    again = Output("recomputed", slot.module, "backward", slot.shape, slot.dtype, slot.nbytes, span.asks, max(ends, span.asks))
+    kept = replace(slot, savers=savers, parts=tuple(part for part in slot.parts if part not in own), recomputed_from="")
+    return kept, [again]
+
+
+def _extended(made: Output, span: Span) -> Output:
+    """What dies inside of the module's forward pass and was there before is taken for an input, and waits."""
+    is_input = made.phase == "forward" and not made.slot and made.birth < span.start <= made.death <= span.end + 1
+    return replace(made, death=max(made.death, span.done)) if is_input else made
+
+
+def _run_again(trace: Trace, weight: Slot, span: Span) -> Slot:
+    """A weight of the module is plain from when it is computed again until its gradient is there."""
+    complete = max((s.dropped for s in trace.of(Role.GRADIENT) if s.name == weight.name), default=span.done)
+    return replace(weight, running=(*weight.running, (span.asks, max(span.asks, complete))))
+
+
+def _rerun(trace: Trace, span: Span) -> Output:
+    """What the second forward pass takes for a moment, beyond what it saves."""
+    change: dict[int, int] = {}
+    inner = [slot for slot in trace.activations if _is_inner(slot, span)]
+    for slot in inner:
+        change[slot.birth] = change.get(slot.birth, 0) + slot.nbytes
+    for made in trace.outputs:
+        if made.phase == "forward" and not made.slot and span.start <= made.birth <= span.end:
+            change[made.birth] = change.get(made.birth, 0) + made.nbytes
+            change[made.death + 1] = change.get(made.death + 1, 0) - made.nbytes
+    held = peak = 0
+    for tick in sorted(change):
+        held += change[tick]
+        peak = max(peak, held)
+    extra = max(0, peak - sum(slot.nbytes for slot in inner))
+    return Output("recompute", span.module, "backward", (extra,), "uint8", extra, span.asks, span.asks)

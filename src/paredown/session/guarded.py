@@ -1,0 +1,258 @@
+"""A guard at work: before each step of an optimizer it reads what was seen, and leaves the step out, repairs the plan, or does nothing.
+
+    seen before a step                                             done
+    gradients not finite, or far larger than usual                 the step is left out; the next forward pass looks at every slot in full
+    the same again, and nothing wrong with any slot                the step is left out, and slots under suspicion are raised: what backward
+                                                                   exponentiates first, then by predicted or seen error, more each time
+    a slot that loses too much, or much more than it did           it is raised by one level
+    steps 10, 30, 100, 300, ...                                    sensitivities are measured anew, and the plan is settled anew
+
+Whoever is raised is paid for by others (`search/repair.py`). What decides is read from a reduction over all processes, and nothing else
+that differs between them: all do the same. With nothing packed a guard does nothing.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from math import inf, isfinite, sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paredown.errors import ApplyError
+from paredown.optim.registry import owner_of
+from paredown.plan.plan import Plan
+from paredown.search.repair import LEVELS, Repaired, Terms, repair, settle
+from paredown.search.search import ladder_of
+from paredown.search.sensitivity import Sensitivities
+from paredown.session.actions import THE_STEP, Action
+from paredown.session.guard import Guard
+from paredown.session.memory import Memory
+from paredown.session.probe import probe
+from paredown.session.signals import UNSEEN, Look, Signals, total_norm
+from paredown.session.stored import Activations
+
+REPROBE_BACKWARDS = 8  # six probes of about 12 step times each, of 10,000 steps
+NOTICED = 0.05  # an error below this is no reason to act, however fast it grew
+MILD = 8.0  # values below this do no harm in an exponent, in 8 bits
+SHARE = 8  # one of so many slots is raised at the first suspicion
+TOLD = 8  # steps in a row that are written down each; then the 16th, the 32nd, ...
+NOT_FINITE = "gradients are not finite"
+NO_ROOM = "nobody else can pay for it within the budget"
+
+
+class Guarded:
+    """The guard of one session. `change` puts another plan to work."""
+
+    def __init__(
+        self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]
+    ) -> None:
+        self.guard, self.plan, self._model, self._change = guard, plan, weakref.ref(model), change
+        self.budget_bytes = guard.budget_for(plan)
+        self._levels = LEVELS if guard.limits.levels is None else ladder_of(guard.limits.levels)
+        self.slots = {slot.name: slot for slot in guard.trace.activations if not slot.stays}
+        self.sensitivities = guard.sensitivities
+        self.memory = Memory()
+        self.actions: list[Action] = []
+        self.is_probing = False
+        self._activations = activations
+        self._signals = Signals(activations, list(self.slots), guard.limits.every)
+        self._parameters = {id(p) for p in model.parameters()}
+        self._handle = register_optimizer_step_pre_hook(_weakly(self))
+        weakref.finalize(self, self._handle.remove)
+
+    @property
+    def terms(self) -> Terms:
+        """Within which plans are repaired."""
+        return Terms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+        self._activations.on_packed = lambda saved, piece, waiting: None
+
+    # --- before a step ----------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Decide about the step that `optimizer` is about to take."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
+        if not parameters or not self._signals.has_any or not getattr(optimizer, "updates_next", True):
+            return
+        if owner_of(parameters[0]) not in (None, optimizer):
+            return  # torch's own, inside of one of paredown.optim, whose step it is
+        has_scaler = getattr(optimizer, "found_inf", None) is not None  # a GradScaler leaves steps out by itself
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm, looks = self._signals.read(None if has_scaler else total_norm(gradients))
+        if not self._takes(norm, looks):
+            drop = getattr(optimizer, "drop_gradients", optimizer.zero_grad)
+            drop()
+        if self.guard.batch is not None and self.memory.is_probe_due():
+            self.reprobe(self.guard.batch, self.guard.loss)
+
+    def _takes(self, norm: float, looks: Mapping[str, Look]) -> bool:
+        """Whether the step is taken; repairs the plan."""
+        memory = self.memory
+        memory.steps += 1
+        alarm = self._alarm(norm)
+        wrong = self._wrong(looks)
+        if alarm and not wrong and self._signals.looks_at_all:
+            wrong = dict.fromkeys(self._suspects(looks), f"{alarm}, and it is under suspicion")
+        wrong = {name: why for name, why in wrong.items() if not memory.is_refused(name)}
+        if wrong:
+            keeps = {name for name in self.slots if memory.is_held(name) or self._is_tight(name)}
+            self._put(repair(self.plan, self.terms, raised=list(wrong), keeps=keeps), wrong)
+        self._signals.looks_at_all = bool(alarm)
+        memory.learn(norm if norm != UNSEEN else None, looks, is_taken=not alarm)
+        if alarm and (memory.num_left_out <= TOLD or memory.num_left_out.bit_count() == 1):
+            count = f", {memory.num_left_out} steps in a row" if memory.num_left_out > TOLD else ""
+            self.actions.append(Action(memory.steps, THE_STEP, "due", "left out", alarm + count))
+        return not alarm
+
+    def _alarm(self, norm: float) -> str:
+        """What is wrong with gradients, "" for nothing."""
+        if not isfinite(norm):
+            return NOT_FINITE
+        usual = self.memory.usual_norm()
+        is_jump = usual is not None and norm > self.guard.limits.gradient_jump * usual
+        if is_jump and self.memory.num_left_out < self.guard.limits.patience:
+            return f"the gradient norm is {norm:.3g}, and usually {usual:.3g}"
+        return ""
+
+    def _wrong(self, looks: Mapping[str, Look]) -> dict[str, str]:
+        """The slots whose rounding went wrong, and how, the worst first."""
+        found: dict[str, tuple[float, str]] = {}
+        limits = self.guard.limits
+        for name, look in looks.items():
+            before = self.memory.looks.get(name)
+            if not isfinite(look.largest):
+                continue  # the forward pass is not finite itself: no format is to blame
+            if look.error > limits.error:
+                said = (
+                    "values past its largest one become infinite"
+                    if look.error == inf
+                    else f"rounding it makes an error of {look.error:.3g} times its energy"
+                )
+                found[name] = look.error, said
+            elif before is not None and look.error > max(NOTICED, limits.jump * before.error):
+                found[name] = look.error, f"its rounding error rose from {before.error:.2g} to {look.error:.2g}"
+            elif before is not None and look.largest > max(MILD, self._growth(name) * before.largest):
+                found[name] = look.error, f"its largest value rose from {before.largest:.3g} to {look.largest:.3g}"
+        return {name: why for name, (_, why) in sorted(found.items(), key=lambda row: (-row[1][0], row[0]))}
+
+    def _growth(self, name: str) -> float:
+        """By what the largest value may grow: by much where no block has a scale of its own, by less where backward is not linear."""
+        if self.slots[name].pin is not None:
+            return sqrt(self.guard.limits.jump)  # two of them are multiplied with each other in an exponent
+        decision = self._activations.decisions.get(name)
+        is_scaled = decision is None or decision.format is None or decision.format.block is not None
+        return inf if is_scaled else self.guard.limits.jump
+
+    def _suspects(self, looks: Mapping[str, Look]) -> list[str]:
+        """Slots to raise where gradients are wrong and no slot is: those that are pinned, then by error; more from time to time."""
+
+        def blame(name: str) -> tuple[bool, float, str]:
+            decision = self._activations.decisions.get(name)
+            error = looks[name].error
+            if self.sensitivities is not None and decision is not None and decision.format is not None:
+                error = self.sensitivities.of(name, decision.format) or error
+            return self.slots[name].pin is None, -error, name
+
+        count = max(1, len(looks) // SHARE) << min(self.memory.suspicions, 10)
+        self.memory.suspicions += 1
+        return sorted(looks, key=blame)[:count]
+
+    def _is_tight(self, name: str) -> bool:
+        """Whether a slot loses so much that it may not be lowered: a bar below that for raising it."""
+        look = self.memory.looks.get(name)
+        return look is not None and look.error > self.guard.limits.error / 4
+
+    # --- plans ------------------------------------------------------------------------------------------------------------
+
+    def _put(self, repaired: Repaired, why: Mapping[str, str], whole: str = "") -> None:
+        """Put a repaired plan to work, and write down what became of whom."""
+        steps = self.memory.steps
+        for move in repaired.moves:
+            is_raised = move.slot in repaired.raised
+            reason = whole or (why[move.slot] if is_raised and move.slot in why else f"pays for {', '.join(repaired.raised[:3])}")
+            self.actions.append(Action(steps, move.slot, str(move.before or "as it is"), str(move.after or "as it is"), reason))
+            self.memory.forget(move.slot, held_until=steps + self.guard.limits.hold if is_raised and not whole else None)
+        for name in repaired.refused:
+            there = str(self.plan.find((name,), self.slots[name].role).format or "as it is")
+            self.actions.append(Action(steps, name, there, there, f"{why.get(name, whole)}; {NO_ROOM}"))
+            self.memory.refused_until[name] = steps + self.guard.limits.hold
+        if repaired.moves:
+            self.plan = repaired.plan
+            self._change(repaired.plan)
+
+    def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Sensitivities:
+        """Measure sensitivities anew, and settle the plan by them."""
+        model = self._model()
+        if model is None:
+            raise ApplyError("the model of this session is gone.")
+        with self._probing():
+            found = probe(model, batch, self.guard.trace, loss=loss, backwards=REPROBE_BACKWARDS, seed=self.memory.steps)
+        self.sensitivities = Sensitivities(_averaged(found.errors, self._signals.device), self.memory.steps)
+        keeps = {name for name in self.slots if self.memory.is_held(name)}
+        self._put(settle(self.plan, self.terms, keeps=keeps), {}, whole=f"sensitivities of step {self.memory.steps}")
+        return self.sensitivities
+
+    @contextmanager
+    def _probing(self) -> Generator[None]:
+        self.is_probing = True
+        try:
+            yield
+        finally:
+            self.is_probing = False
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides what a guard does next, as JSON values."""
+        return {
+            "memory": self.memory.to_json(),
+            "actions": [action.to_json() for action in self.actions],
+            "sensitivities": self.sensitivities.to_json() if self.sensitivities is not None else None,
+            "looks_at_all": self._signals.looks_at_all,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
+        """Go on where a guard was that had come to `plan`."""
+        self.memory = Memory.from_json(state["memory"])
+        self.actions = [Action(*row) for row in state["actions"]]
+        saved = state["sensitivities"]
+        self.sensitivities = Sensitivities.from_json(saved) if saved is not None else None
+        self._signals.looks_at_all = bool(state["looks_at_all"])
+        self.plan = plan
+        self._change(plan)
+
+
+def _weakly(guarded: Guarded) -> Callable[..., None]:
+    """A hook for all optimizers that keeps nothing alive."""
+    there = weakref.ref(guarded)
+
+    def before_step(optimizer: Any, args: Any, keywords: Any) -> None:
+        found = there()
+        if found is not None:
+            found.before_step(optimizer)
+
+    return before_step
+
+
+def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -> dict[str, dict[str, float]]:
+    """The mean over all processes, which have the same slots."""
+    rows = [(name, text) for name in sorted(errors) for text in sorted(errors[name])]
+    values = torch.tensor([errors[name][text] for name, text in rows], dtype=torch.float32, device=device)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    found: dict[str, dict[str, float]] = {name: {} for name in errors}
+    for (name, text), value in zip(rows, values.tolist(), strict=True):
+        found[name][text] = value
+    return found

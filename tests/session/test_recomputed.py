@@ -1,0 +1,175 @@
+"""Modules that a plan has computed again: the same gradients to the bit, the bytes that a footprint foresees, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from paredown import ApplyError, Plan, Role, apply, footprint, optim
+from tests.plan.steps import peak_bytes, step_of, traced
+from tests.session.nets import INT8, assert_same, gradients, relative_error
+
+LAYERS = {"gpt": "layers.*", "vit": "layers.*", "resnet18": "layer?.?", "convnext": "groups.?.?", "unet": "down.?"}
+CASES = pytest.mark.parametrize("name", LAYERS)
+
+
+class Counted(nn.Module):
+    """A layer with dropout that counts its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor, *, factor: float = 1.0) -> Tensor:
+        self.calls += 1
+        return x + factor * self.body(x)
+
+
+class Deep(nn.Module):
+    """Three layers, called with a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Counted() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, factor=0.5)
+        return x
+
+
+def run(model: nn.Module, batch: Any, loss: Callable[..., Tensor]) -> list[Tensor]:
+    """Gradients of one step from none."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    loss(model(batch[0]), batch[1]).backward()
+    return gradients(model)
+
+
+def deep_step(model: nn.Module) -> list[Tensor]:
+    return run(model, (torch.randn(128, 64, generator=torch.Generator().manual_seed(1)), None), lambda y, _: (y * y).mean())
+
+
+def held_bytes(model: nn.Module, batch: Any, loss: Callable[..., Tensor]) -> int:
+    """Bytes that forward and loss allocate and do not give back, the loss being held and the output not."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        output = model(batch[0])
+        value = loss(output, batch[1])
+        del output
+    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    assert value.grad_fn is not None
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+@CASES
+def test_gradients_and_buffers_are_the_same_to_the_bit(name: str) -> None:
+    model, batch, loss = step_of(name)
+    other = copy.deepcopy(model)
+    expected = run(model, batch, loss)
+    with apply(Plan().recomputing(LAYERS[name]), other):
+        assert_same(run(other, batch, loss), expected)
+    for (key, found), wanted in zip(other.named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(found, wanted), key
+
+
+def test_dropout_keywords_and_batch_norms() -> None:
+    plain, model = Deep(), Deep()
+    session = apply(Plan().recomputing("layers.0", "layers.2"), model)
+    for _ in range(2):
+        expected, found = deep_step(plain), deep_step(model)
+        assert_same(found, expected)
+    assert [layer.calls for layer in model.layers] == [4, 2, 4]
+    for (key, buffer), other in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(buffer, other), key
+    session.close()
+    deep_step(model)
+    assert [layer.calls for layer in model.layers] == [5, 3, 5]
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = Deep()
+    names, kind, keys = [n for n, _ in model.named_modules()], type(model.layers[0]), list(model.state_dict())
+    session = apply(Plan().recomputing("layers.*"), model)
+    assert ([n for n, _ in model.named_modules()], type(model.layers[0]), list(model.state_dict())) == (names, kind, keys)
+    twin = copy.deepcopy(model)
+    deep_step(twin)
+    assert [layer.calls for layer in twin.layers] == [1, 1, 1], "a copy is a plain model"
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(2, 64))
+    assert [layer.calls for layer in model.layers] == [1, 1, 1]
+    session.close()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_a_forward_pass_that_raises_leaves_nothing_behind() -> None:
+    model = Deep()
+    plain = deep_step(copy.deepcopy(model))
+    session = apply(Plan().recomputing("layers.*"), model)
+    with pytest.raises(RuntimeError, match="mat1"):
+        model(torch.zeros(2, 5))
+    torch.zeros(2, 64, requires_grad=True).sin().sum().backward()
+    assert_same(deep_step(model), plain)
+    session.close()
+
+
+def test_beside_packed_activations_and_weights() -> None:
+    model, batch, loss = step_of("gpt")
+    plain = run(copy.deepcopy(model), batch, loss)
+    plan = Plan.uniform(activation=INT8).recomputing("layers.0")
+    session = apply(plan, model)
+    assert 0 < relative_error(run(model, batch, loss), plain) < 0.02
+    assert not [change for change in session.changes if change.slot.startswith("layers.0.")]
+    assert session.stored_bytes == 0
+    session.close()
+    low = apply(Plan.preset("lpmm").recomputing("layers.*"), model)
+    opt = optim.AdamW(model.parameters(), lr=1e-3)
+    first = loss(model(batch[0]), batch[1]).item()
+    for _ in range(8):
+        run(model, batch, loss)
+        opt.step()
+    assert loss(model(batch[0]), batch[1]).item() < first
+    low.close()
+
+
+@CASES
+def test_the_bytes_that_wait_are_those_foreseen(name: str) -> None:
+    model, batch, loss = step_of(name, 16)
+    trace = traced(name, 16)
+    run(model, batch, loss)
+    before = held_bytes(model, batch, loss)
+    plan = Plan().recomputing(LAYERS[name])
+    with apply(plan, model):
+        run(model, batch, loss)
+        after = held_bytes(model, batch, loss)
+    kept = [footprint(trace, of).by_role for of in (Plan(), plan)]
+    predicted = [sum(sizes.get(role, 0) for role in (Role.ACTIVATION, Role.TEMPORARY)) for sizes in kept]
+    assert after < 0.8 * before
+    assert predicted[0] - predicted[1] == pytest.approx(before - after, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_the_peak_is_the_one_foreseen(name: str) -> None:
+    """Of networks without convolutions, for which the CPU's library takes memory of its own."""
+    model, batch, loss = step_of(name, 16)
+    trace, plan = traced(name, 16), Plan().recomputing(LAYERS[name])
+    with apply(plan, model):
+        measured = peak_bytes(model, batch, loss)
+    foot = footprint(trace, plan)
+    rest = sum(foot.by_role.get(role, 0) for role in (Role.WEIGHT, Role.BUFFER, Role.INPUT))
+    assert foot.low_bytes - rest == pytest.approx(measured, rel=0.05)
+    assert foot.peak_bytes < 0.75 * footprint(trace).peak_bytes
+    assert foot.recomputed == ("layers.0", "layers.1")
+
+
+def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(ApplyError, match=r"recompute 'layer\.\*' is no module\. Closest of \d+: 'layers"):
+        apply(Plan().recomputing("layer.*"), Deep())
