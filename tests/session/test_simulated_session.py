@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paredown import ApplyError, Plan, Role, apply
+from paredown.models import MODELS
 from paredown.session.simulated import Simulate
 from tests.session.nets import pictures
 from tests.session.rounded_nets import FORWARD, PAPER, Float, Forked, Roundings, forked_step, paper_plan, same, sent_back, step
@@ -40,6 +41,18 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
     out, gradients = forked_step(net, pictures(2, side=8), sent_back(), PAPER)
     ours, found = step(net, pictures(2, side=8), sent_back())
     assert torch.equal(ours, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
+
+
+def test_inference_mode_rounds_as_no_grad_does() -> None:
+    """ResNet-18 has ReLUs and sums in place."""
+    torch.manual_seed(0)
+    net, x = MODELS["resnet18"]().eval(), pictures(2)
+    apply(paper_plan(), net, mode="simulate")
+    with torch.no_grad():
+        expected = net(x)
+    with torch.inference_mode():
+        assert torch.equal(net(x), expected)
+        assert torch.equal(net(x.clone()), expected)
 
 
 def test_a_copy_is_a_plain_model() -> None:

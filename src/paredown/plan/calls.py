@@ -176,7 +176,7 @@ class Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         if op in MOVES:
             return self._moved(self._call(func, args, kwargs, tensors), op, tensors)
-        versions = [t._version for t in tensors]
+        versions = [_version(t) for t in tensors]
         values = [(t, known(t, self._listener)) for t in tensors]
         sources = [Source(value, (t.grad_fn, t.output_nr)) for t, value in values if value is not None]
         weights = [cast("nn.Parameter", t) for t in tensors if is_weight(t)]
@@ -184,7 +184,9 @@ class Calls(TorchFunctionMode):
         operation = Operation("", op, sources, weights, next_number(), num_unknown)
         self._listener.begins(operation)
         out = self._call(func, args, kwargs, tensors)
-        storages = {_storage(t) for t, version in zip(tensors, versions, strict=True) if t._version == version}
+        storages = {_storage(t) for t, version in zip(tensors, versions, strict=True) if _version(t) == version}
+        if tensors[0].is_inference() and _is_in_place(func.__name__):
+            storages.discard(_storage(tensors[0]))  # it has no versions to tell
         made = [t for t in leaves(out) if t.is_floating_point() and _storage(t) not in storages]
         if not made or is_weight(made[0]):
             return self._moved(out, op, tensors)
@@ -228,6 +230,16 @@ def _halves(
     return lambda: nll_loss(
         log_softmax(x, 0 if x.dim() == 1 else 1), target, weight, ignore_index=int(ignore_index), reduction=name
     )
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was changed in place; tensors of inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument: relu_, __iadd__."""
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _storage(tensor: Tensor) -> int:
