@@ -26,9 +26,9 @@ class Sizes:
 
 
 SIZES = {
-    "resnet18": Sizes(Size(64, 250, 128), Size(64, 30, 1024), Size(8, 4, 32, num_judged=64)),
-    "vit": Sizes(Size(192, 250, 128, 6), Size(384, 30, 512, 12), Size(32, 4, 8, 2, num_judged=64)),
-    "gpt": Sizes(Size(192, 250, 32, 6, 256, 512), Size(768, 20, 16, 12, 1024, 64), Size(64, 4, 4, 2, 64, 16)),
+    "resnet18": Sizes(Size(32, 250, 128), Size(64, 30, 1024), Size(8, 4, 32, num_judged=64)),
+    "vit": Sizes(Size(128, 250, 128, 4), Size(384, 30, 512, 12), Size(32, 4, 8, 2, num_judged=64)),
+    "gpt": Sizes(Size(128, 250, 16, 4, 256, 512), Size(768, 20, 16, 12, 1024, 64), Size(64, 4, 4, 2, 64, 16)),
 }
 
 

@@ -53,7 +53,7 @@ class Row:
     value: float | None = None
     train_loss: float | None = None
     predicted_peak: int | None = None
-    peak_bytes: int | None = None  # measured
+    peak_bytes: int | None = None  # measured, without the data of all tasks
     kept_bytes: int | None = None  # activations between forward and backward, predicted
     saved_bytes: int | None = None  # the same, measured: what a forward pass leaves allocated
     low_share: float | None = None  # of the values that are at the low level
@@ -87,8 +87,7 @@ class Measured:
 def run(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed: bool) -> Row:
     """Train once and judge."""
     release(device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0  # the data of all tasks
     task = loud(task) if way.is_loud and task.larger_is_better else task
     torch.manual_seed(seed)
     model = task.build().to(device).train()
@@ -97,7 +96,7 @@ def run(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed: bo
     with nullcontext() if way.has_pins else without_pins():
         planner = planner if way.has_pins else replace(planner, pinned=pinned)
         row, measured, session = _trained(planner, way, first_row(task, way, seed, is_timed=is_timed))
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+        peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         value = math.nan if is_timed else task.judge(model.eval())
     is_better = is_timed or (value > 1.2 * task.guessing if task.larger_is_better else value < task.guessing)
