@@ -46,7 +46,6 @@ def vit_task(folder: Path, device: str, size: Size) -> Task:
 MAKERS: dict[str, Callable[[Path, str, Size], Task]] = {"resnet18": picture_task, "vit": vit_task, "gpt": text_task}
 RULES = {"resnet18": "sgdm", "vit": "adamw", "gpt": "adamw"}  # as traces name them
 LAYERS = {"resnet18": ("layer?.?",), "vit": ("layers.*",), "gpt": ("layers.*",)}  # what plain checkpointing computes again
-LOWEST = {"resnet18": 1 / 4, "vit": 1 / 3, "gpt": 1 / 3}  # of the activation bytes as written
 
 
 def loud(task: Task) -> Task:

@@ -14,19 +14,21 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from assign_tasks import LAYERS, LOWEST, RULES
+from assign_tasks import LAYERS, RULES
 from torch import Tensor, nn
 from train_activations import Task
 
 import paredown as pare
 from paredown.plan import ops
 from paredown.plan.footprint import peak_of
+from paredown.plan.ops import Use
 from paredown.plan.replay import choices
 from paredown.roles import Role
 
 LEVELS: dict[str, tuple[str | None, ...]] = {
     "int8/int2": ("int8/64@bf16", "int2/64@bf16"),
     "bf16/e4m3": ("bf16", "e4m3fn/64@bf16"),
+    "int4/int2": ("int4/64@bf16", "uint2/64@bf16+bf16"),
     "any": (None, "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16"),
 }
 SHARES = (0.25, 0.5, 1.0)
@@ -62,7 +64,7 @@ WAYS = {
         Way("full"),
         *_mixed(),
         *(Way(f"uniform {name}", plan=text) for name, text in (("int4", "int4/64@bf16"), ("int2", "uint2/64@bf16+bf16"))),
-        *(Way(f"lowest {method}", method, "any", plan="lowest") for method in ("role", "sensitivity")),
+        *(Way(f"{method} int4/int2 50%", method, "int4/int2", 0.5) for method in ("role", "sensitivity")),  # the lowest peaks
         Way("checkpointing", plan="checkpointing"),
         Way("role as checkpointing", "role", "any", plan="checkpointing"),
         Way("e4m3 unscaled", plan="e4m3fn", is_loud=True),
@@ -71,7 +73,7 @@ WAYS = {
         Way("int2 without pins, guarded", plan="int2/64@bf16", guard=True, has_pins=False),
     )
 }
-TIMED = ("full", "uniform int4", "checkpointing", "role as checkpointing", "lowest role", "lowest sensitivity")
+TIMED = ("full", "uniform int4", "checkpointing", "role as checkpointing", "sensitivity int4/int2 50%")
 
 
 @contextmanager
@@ -120,8 +122,6 @@ class Planner:
         """The bytes that a way may take at its peak."""
         if way.plan == "checkpointing":
             return peak_of(self.trace, self.checkpointing)
-        if way.plan == "lowest":
-            return self._lowest(way)
         pinned = self.pinned or self.trace
         high, low = (peak_of(pinned, pare.Plan.uniform(activation=LEVELS[way.levels][i])) for i in (0, -1))
         return int(high - (1.0 if way.share is None else way.share) * (high - low))
@@ -148,16 +148,6 @@ class Planner:
         limits = replace(BLIND, levels=LEVELS[way.levels])
         return pare.Guard(self.trace, self.budget(way), sensitivities, limits, self.part, self.task.loss)
 
-    def _lowest(self, way: Way) -> int:
-        """The largest budget at which activations take no more than the task's share of what they take as written."""
-        written, low = (peak_of(self.trace, pare.Plan.uniform(activation=level)) for level in (None, LEVELS[way.levels][-1]))
-        wanted = LOWEST[self.name] * kept_bytes(self.trace, pare.Plan())
-        for percent in range(100, 0, -4):
-            budget = low + (written - low) * percent // 100
-            if kept_bytes(self.trace, pare.assign(self.trace, budget, method="role", levels=LEVELS[way.levels])) <= wanted:
-                return budget
-        return low
-
 
 def kept_bytes(trace: pare.Trace, plan: pare.Plan) -> int:
     """Bytes of activations that wait for backward, predicted."""
@@ -170,8 +160,6 @@ def low_share(trace: pare.Trace, plan: pare.Plan, low: str | None) -> float | No
         return None
     wanted = pare.Format.parse(low)
     found = choices(trace, plan)
-    slots = [
-        slot for slot in trace.activations if not slot.stays and found[slot.name].packs and found[slot.name].format is not None
-    ]
+    slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
     total = sum(slot.numel for slot in slots)
     return sum(slot.numel for slot in slots if found[slot.name].format == wanted) / total if total else 0.0
