@@ -14,20 +14,20 @@ is that of the means from full, with its standard error. Times of runs that shar
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from assign_tasks import MAKERS, loud, tasks_of
 from assign_ways import LEVELS, TIMED, WAYS, Planner, Way, kept_bytes, low_share, without_pins
-from loops import Log, common_options, failure, release
+from loops import Log, Table, common_options, compared, failure, release
+from measure import RESULTS
 from torch import nn
 from train_activations import CHECK_EVERY, Task, number, update
 
@@ -201,8 +201,6 @@ def mean_of(rows: Sequence[Row], name: str) -> float | None:
 def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
     """Means over the seeds of one way, runs that diverged left out and counted."""
     values, others = ([row.value for row in of if row.status == "done" and row.value is not None] for of in (rows, full))
-    both = len(values) > 1 and len(others) > 1
-    variance = statistics.variance(values) / len(values) + statistics.variance(others) / len(others) if both else 0.0
     bytes_of = {key: mean_of(rows, key) for key in ("predicted_peak", "peak_bytes", "kept_bytes", "saved_bytes", "budget_bytes")}
     return replace(
         rows[0],
@@ -210,10 +208,7 @@ def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
         **{key: None if found is None else int(found) for key, found in bytes_of.items()},
         **{key: mean_of(rows, key) for key in ("train_loss", "low_share", "step_ms", "probe_ms")},
         num_runs=len(rows),
-        mean=statistics.mean(values) if values else None,
-        deviation=statistics.stdev(values) if len(values) > 1 else None,
-        difference=statistics.mean(values) - statistics.mean(others) if values and others else None,
-        standard_error=math.sqrt(variance) if both else None,
+        **compared(values, others),
         num_diverged=sum(row.status != "done" for row in rows),
     )
 
@@ -241,13 +236,7 @@ def line(row: Row) -> str:
     return f"{head}  seed {row.seed}  {figures}{acted}  {row.error or row.status}"
 
 
-def rows_in(paths: Sequence[Path]) -> list[Row]:
-    """The runs in files of results."""
-    names = {field.name for field in fields(Row)}
-    rows = [row for path in paths for run in json.loads(path.read_text()) for row in run["rows"] if row["seed"] is not None]
-    order = {name: place for place, name in enumerate(WAYS)}
-    found = [Row(**{key: value for key, value in row.items() if key in names}) for row in rows]
-    return sorted(found, key=lambda row: (row.is_timed, row.task, order.get(row.way, len(order)), row.seed or 0))
+TABLE = Table(FILE, Row, tuple(WAYS), summaries, line)
 
 
 def parse_options() -> argparse.Namespace:
@@ -277,25 +266,16 @@ def runs_of(options: argparse.Namespace, device: str) -> Iterator[tuple[str, Tas
 def main() -> None:
     """All runs, then what those of one way have in common."""
     options = parse_options()
-    device = "cpu" if options.quick else "cuda" if not options.merge else "cpu"
-    log = Log(FILE, device, options)
     if options.merge:
-        rows = rows_in(options.merge)
-        for row in rows:
-            log.add(row)
-    else:
-        torch.backends.cudnn.benchmark = not options.quick
-        asked = runs_of(options, device)
-        rows = [told(log, attempt(name, task, way, seed, device, is_timed=options.timed)) for name, task, way, seed in asked]
-    for joined in summaries(rows):
-        told(log, joined)
-
-
-def told(log: Log, row: Row) -> Row:
-    """The row, written down and printed."""
-    log.add(row)
-    print(line(row), flush=True)
-    return row
+        TABLE.merge(options.merge, options.out or RESULTS)
+        return
+    device = "cpu" if options.quick else "cuda"
+    torch.backends.cudnn.benchmark = not options.quick
+    log, rows = Log(FILE, device, options), list[Row]()
+    for name, task, way, seed in runs_of(options, device):
+        rows.append(attempt(name, task, way, seed, device, is_timed=options.timed))
+        TABLE.tell(log, rows[-1:])
+    TABLE.tell(log, summaries(rows))
 
 
 if __name__ == "__main__":

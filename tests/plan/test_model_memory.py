@@ -14,12 +14,14 @@ from paredown.formats.tiers import MIN_NUMEL, TIERS, is_small
 from paredown.models.tokens import token_loss
 from paredown.models.transformer import GPT
 from paredown.plan.footprint import Footprint, footprint, model_bytes
+from paredown.plan.ops import Use
 from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
 from paredown.plan.replay import model_memory
 from paredown.plan.slots import Slot
 from paredown.plan.trace import trace_step
 from paredown.roles import Role
+from tests.plan.steps import traced
 from tests.plan.test_footprint import MLP, ROWS
 from tests.plan.test_trace import WIDE, Parts
 
@@ -240,6 +242,14 @@ def test_a_checkpoint_needs_weights_again_until_their_gradient_is_there(reentran
     first, again = weight(found, "inner.0.weight").running
     assert first[1] < found.backward_at < again[0]
     assert again[1] >= found.slot("inner.0.weight", Role.GRADIENT).birth
+
+
+def test_rules_for_weights_alone_leave_masks_and_indices_as_they_are() -> None:
+    trace = traced("resnet18", 4)
+    there = [slot for slot in trace.activations if Use.VALUE not in slot.uses]
+    assert there, "masks or indices, which a plan for activations packs"
+    kept = [footprint(trace, plan).by_role[Role.ACTIVATION] for plan in (Plan(), Plan.preset("lpmm"))]
+    assert kept[0] == kept[1] > footprint(trace, Plan().set("activation", None)).by_role[Role.ACTIVATION]
 
 
 def test_it_prints_the_tiers() -> None:

@@ -142,6 +142,15 @@ def lowered(trace: Trace, plan: Plan) -> set[str]:
     }
 
 
+def test_where_layers_alone_are_enough_nothing_looks_at_activations() -> None:
+    trace = trace_of("gpt")
+    layers = tuple(repeated_layers(trace))
+    budget = footprint(trace, Plan((), recompute=layers)).peak_bytes
+    plan = assign(trace, budget, levels=(None,))
+    assert plan.recompute and not plan.packs_activations and not plan.rules
+    assert footprint(trace, plan).peak_bytes <= budget
+
+
 def test_levels_start_at_the_first_and_lower_activations_alone() -> None:
     trace = trace_of("resnet18")
     high = footprint(trace, Plan.uniform(activation="int8/64@bf16")).peak_bytes

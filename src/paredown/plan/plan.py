@@ -29,6 +29,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from html import escape
 from itertools import pairwise
 from os import PathLike
@@ -152,6 +153,11 @@ class Plan:
           computed again in backward: layers.0, layers.1
         """
         return replace(self, recompute=tuple(dict.fromkeys((*self.recompute, *modules))))
+
+    @cached_property
+    def packs_activations(self) -> bool:
+        """Whether a rule speaks of activations: only then a session looks at what is saved, and packs masks and indices too."""
+        return any(key.role in (None, Role.ACTIVATION) for key in self._index.keys)
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
         """What the slot of this role gets whose savers have these names; a second look-up is one of a dict."""

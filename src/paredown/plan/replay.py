@@ -73,7 +73,7 @@ class Choice:
 
 def choice(slot: Slot, plan: Plan) -> Choice:
     """What `plan` makes of an activation: the format of the first saver that needs values, or a later saver's if that is pinned."""
-    if not plan.rules:
+    if not plan.packs_activations:
         return Choice(False)
     if slot.stays:
         return Choice(False, None, slot.stays)

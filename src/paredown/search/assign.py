@@ -23,7 +23,7 @@ paredown.errors.PlanError: method 'alphabet' is unknown. Allowed: size (...
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paredown.errors import BudgetError, PlanError
@@ -41,7 +41,7 @@ from paredown.search.path import Point
 from paredown.search.refused import why_nothing_fits
 from paredown.search.search import Search, check_sensitivities, ladder_of, method_named
 from paredown.search.sensitivity import Sensitivities
-from paredown.search.written import Formats, rules_of
+from paredown.search.written import Formats, Rules, rules_of
 
 __all__ = ["assign"]
 
@@ -79,11 +79,11 @@ def assign(
 
     search, best, layers = _found(trace, budget_bytes, searched, bearable_error(trace, ladder or LADDER), recompute)
     reason = _reason(search, best, layers, budget_bytes, written)
-    for is_short in (True, False):
-        plan = Plan(rules_of(search.trace, search.formats(best), is_short=is_short), reason, made_for, layers)
+    for rules in _written(search, best):
+        plan = Plan(rules, reason, made_for, layers)
         if footprint(trace, plan).peak_bytes <= budget_bytes:
             return plan
-    raise AssertionError(f"{plan} takes more than was planned, {best.peak_bytes} bytes")
+    raise AssertionError(f"no plan of {layers} and {search.formats(best)} takes as little as was planned, {best.peak_bytes} bytes")
 
 
 def _found(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search], bearable: float, recompute: bool | None) -> Found:
@@ -101,6 +101,16 @@ def _found(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search],
     tried = [search, *_with_all(trace, searched, recompute)]
     least = min(tried, key=lambda of: of.ledger.floor_bytes)
     raise BudgetError(why_nothing_fits(least, budget_bytes, has_layers=recompute is not False))
+
+
+def _written(search: Search, best: Point) -> Iterator[Rules]:
+    """The rules for a point, the best way to write them first: without a rule for activations a session does not look at them."""
+    formats = search.formats(best)
+    short, long = (rules_of(search.trace, formats, is_short=is_short) for is_short in (True, False))
+    if not any(format is not None for (_, role), format in formats.items() if role is Role.ACTIVATION):
+        yield tuple(rule for rule in short if rule[0] != Role.ACTIVATION.value)
+    yield short
+    yield long
 
 
 def _with_all(trace: Trace, searched: Callable[[Trace], Search], recompute: bool | None) -> list[Search]:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from paredown.errors import ApplyError
 from paredown.plan.graph import MIN_NUMEL
-from paredown.plan.keys import Key
 from paredown.plan.plan import Plan
 from paredown.plan.watch import Watch
 from paredown.roles import FORMATTED, Role
@@ -55,7 +54,7 @@ class Session:
     def __init__(self, plan: Plan, model: nn.Module, seed: int, *, is_compiled: bool = False, guard: Guard | None = None) -> None:
         self.plan = self.applied = plan  # a guard changes the first
         self._model = weakref.ref(model)
-        self._packs_activations = any(Key.parse(key).role in (None, Role.ACTIVATION) for key, _ in plan.rules)
+        self._packs_activations = plan.packs_activations
         if not self._packs_activations:
             self._missing = tuple(plan.check(self._parameter_slots()))
         self._activations = Activations(plan, seed)
