@@ -24,6 +24,7 @@ from paredown.plan.footprint import peak_of
 from paredown.plan.ops import Use
 from paredown.plan.replay import choices
 from paredown.roles import Role
+from paredown.search.layers import repeated_layers
 
 LEVELS: dict[str, tuple[str | None, ...]] = {
     "int8/int2": ("int8/64@bf16", "int2/64@bf16"),
@@ -66,6 +67,7 @@ WAYS = {
         *(Way(f"uniform {name}", plan=text) for name, text in (("int4", "int4/64@bf16"), ("int2", "uint2/64@bf16+bf16"))),
         *(Way(f"{method} int4/int2 50%", method, "int4/int2", 0.5) for method in ("role", "sensitivity")),  # the lowest peaks
         Way("checkpointing", plan="checkpointing"),
+        Way("checkpointing as int4", plan="checkpointing as int4"),
         Way("role as checkpointing", "role", "any", plan="checkpointing"),
         Way("e4m3 unscaled", plan="e4m3fn", is_loud=True),
         Way("e4m3 unscaled, guarded", plan="e4m3fn", guard=True, is_loud=True),
@@ -73,7 +75,7 @@ WAYS = {
         Way("int2 without pins, guarded", plan="int2/64@bf16", guard=True, has_pins=False),
     )
 }
-TIMED = ("full", "uniform int4", "checkpointing", "role as checkpointing", "sensitivity int4/int2 50%")
+TIMED = ("full", "uniform int4", "checkpointing as int4", "checkpointing", "role as checkpointing", "sensitivity int4/int2 50%")
 
 
 @contextmanager
@@ -131,10 +133,18 @@ class Planner:
         """Every layer is computed again in backward, and nothing is packed."""
         return pare.Plan((), recompute=LAYERS[self.name])
 
+    @cached_property
+    def checkpointing_as_int4(self) -> pare.Plan:
+        """As few layers computed again as bring the peak to that of 4 bits everywhere; all of them where they do not."""
+        budget, layers = peak_of(self.trace, pare.Plan.uniform(activation="int4/64@bf16")), repeated_layers(self.trace)
+        plans = [pare.Plan((), recompute=tuple(layers[:num])) for num in range(1, len(layers) + 1)]
+        return next((plan for plan in plans if peak_of(self.trace, plan) <= budget), plans[-1])
+
     def plan(self, way: Way, sensitivities: pare.Sensitivities | None, seed: int) -> pare.Plan:
         """The plan of a way."""
         if not way.method:
-            return self.checkpointing if way.plan == "checkpointing" else pare.Plan.uniform(activation=way.plan or None)
+            fixed = {"checkpointing": self.checkpointing, "checkpointing as int4": self.checkpointing_as_int4}
+            return fixed[way.plan] if way.plan in fixed else pare.Plan.uniform(activation=way.plan or None)
         method, levels = way.method.removesuffix("+pins"), LEVELS[way.levels]
         return pare.assign(self.trace, self.budget(way), method=method, sensitivities=sensitivities, levels=levels, seed=seed)
 
