@@ -360,3 +360,23 @@ def test_a_gpu_gives_the_same_again(name: str) -> None:
     assert first.status is Status.DONE
     assert results(evaluate(task, PLANS[name], device="cuda")) == results(first)
     assert first.measured_peak_bytes is not None and first.device == torch.cuda.get_device_name()
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_what_is_predicted() -> None:
+    """The data, 68 MB on the device, is no part of the step."""
+    x = torch.randint(256, (4096, 3, 74, 74), dtype=torch.uint8)
+    data = Examples(x, torch.arange(4096) % 4, x[:64], torch.arange(64) % 4)
+    layers = (
+        nn.Conv2d(3, 64, 3),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 4),
+    )
+    task = make_task(lambda seed: nn.Sequential(*layers), data=data, steps=4, batch=128)
+    trial = evaluate(task, Plan(), device="cuda")
+    assert trial.measured_peak_bytes is not None and trial.predicted_peak_bytes is not None
+    assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.15)

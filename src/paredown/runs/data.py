@@ -49,6 +49,11 @@ class Data(ABC):
     def num_answers(self) -> int | None:
         """Classes, or bytes of a text; None where answers are numbers of another kind."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all training examples as they are kept, on the device that they are trained on."""
+
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
         """Batches of training examples, without end."""
@@ -131,6 +136,11 @@ class Examples(Data):
     def num_test(self) -> int:
         """Examples to be judged by."""
         return len(self.x_test)
+
+    @property
+    def nbytes(self) -> int:
+        """Of inputs and answers."""
+        return self.x_train.nbytes + self.y_train.nbytes
 
     @cached_property
     def num_answers(self) -> int | None:  # type: ignore[override]
@@ -221,6 +231,11 @@ class Text(Data):
     def num_test(self) -> int:
         """Pieces to be judged by."""
         return min(LARGEST_TEST, (len(self.read) - self.cut) // (self.length + 1))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the training part."""
+        return self.cut
 
     @property
     def num_answers(self) -> int:

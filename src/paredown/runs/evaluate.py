@@ -54,7 +54,7 @@ def evaluate(
     head = Trial(
         setting.task.name, plan, seed, Status.DONE, device=device_name(setting.device), versions=versions(), commit=commit()
     )
-    meter = meter_of(setting.device)
+    meter = meter_of(setting.device, beside=setting.task.data.nbytes)
     with _seeded(setting), _deterministic(setting.device):
         head, begun = replace(head, predicted_peak_bytes=_predicted(setting)), time.perf_counter()
         trial = _outcome(head, setting, meter, progress)
