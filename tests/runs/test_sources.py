@@ -246,10 +246,15 @@ def test_folders_that_make_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(TaskError, match="the training split is empty"):
         read_folder(tmp_path)
     (tmp_path / "a" / "note.txt").write_text("hello")
-    with pytest.raises(TaskError, match=r"a/note\.txt is no picture"):
-        read_folder(tmp_path)
     monkeypatch.setitem(sys.modules, "PIL", None)  # as if it were not installed
     with pytest.raises(TaskError, match="pip install pillow"):
+        read_folder(tmp_path)
+
+
+def test_what_is_no_picture_is_named(tmp_path: Path) -> None:
+    write_pictures(tmp_path, "ab", 5)
+    (tmp_path / "a" / "note.txt").write_text("hello")
+    with pytest.raises(TaskError, match=r"a/note\.txt is no picture: UnidentifiedImageError"):
         read_folder(tmp_path)
 
 
