@@ -135,11 +135,18 @@ X, Y = torch.zeros(6, 2), torch.arange(6) % 2
         ((X, Y - 1, X, Y), "classes are numbers from 0 up, and one is -1"),
         ((X, Y, X[:, :1], Y), r"different shapes: \(2,\) and \(1,\)"),
         ((X.numpy(), Y, X, Y), "tensors, not ndarray and Tensor"),
+        ((X[0, 0], Y[0], X, Y), r"\(num, \.\.\.\), not \(\) and \(\)"),
     ],
 )
 def test_examples_that_make_no_task(parts: tuple[Tensor, Tensor, Tensor, Tensor], said: str) -> None:
     with pytest.raises(TaskError, match=said):
         Examples(*parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_classes_of_any_whole_type(dtype: torch.dtype) -> None:
+    data = Examples(X, Y.to(dtype), X, Y.to(dtype))
+    assert data.num_answers == 2 and data.y_test.dtype is torch.int64
 
 
 def test_other_data_that_makes_no_task() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import paredown
 from paredown.errors import TaskError
 from paredown.runs import sources
 from paredown.runs.arrays import read_arrays, scaled
@@ -30,7 +31,7 @@ def test_the_carried_digits_are_scikit_learns() -> None:
 
 
 def test_the_carried_digits_are_small_and_credited() -> None:
-    folder = Path(sources.__file__).parent / "digits"
+    folder = Path(paredown.__file__).parent / "data"
     assert (folder / "digits.npz").stat().st_size < 50_000
     text = (folder / "README.md").read_text()
     assert "CC BY 4.0" in text and "Alpaydin" in text

@@ -100,6 +100,8 @@ class Examples(Data):
         for split, x, y in (("training", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
             if not isinstance(x, Tensor) or not isinstance(y, Tensor):
                 raise TaskError(f"{split} examples and answers are tensors, not {type(x).__name__} and {type(y).__name__}.")
+            if not x.dim() or not y.dim():
+                raise TaskError(f"{split} examples and answers are (num, ...), not {tuple(x.shape)} and {tuple(y.shape)}.")
             if len(x) != len(y):
                 raise TaskError(f"there are {len(x)} {split} examples and {len(y)} answers; each example has one.")
             if not len(x):
@@ -107,7 +109,9 @@ class Examples(Data):
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             shapes = f"{tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
             raise TaskError(f"a training example and a test example have different shapes: {shapes}.")
-        if self.has_classes:
+        if self.y_train.dim() == 1 and not self.y_train.is_floating_point():
+            object.__setattr__(self, "y_train", self.y_train.long())  # as cross entropy takes classes
+            object.__setattr__(self, "y_test", self.y_test.long())
             self._check_classes()
         if self.look != AS_THEY_ARE and self.x_train.dim() != 4:
             raise TaskError(f"{self.look} is for pictures (num, channels, height, width); these are {tuple(self.x_train.shape)}.")
