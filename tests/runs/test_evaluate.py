@@ -25,7 +25,7 @@ from paredown.runs.data import Examples
 from paredown.runs.evaluate import is_out_of_memory
 from paredown.runs.task import Recipe, Task
 from paredown.runs.train import learning_rate
-from tests.runs.made import CPU, examples, make_task, net
+from tests.runs.made import CPU, blobs, examples, make_task, net
 
 SAME = ("status", "error", "loss", "predicted_peak_bytes", "curve", "reason")
 HAS_SIMULATE = "mode" in inspect.signature(apply).parameters
@@ -120,6 +120,12 @@ def test_bytes_are_predicted_and_measured() -> None:
     assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.05)
     packed = run(replace(task, steps=3), Plan.preset("lpmm"))
     assert packed.predicted_peak_bytes is not None and packed.predicted_peak_bytes < trial.predicted_peak_bytes
+
+
+def test_data_and_its_order_are_no_part_of_a_peak() -> None:
+    x, y = blobs(50_000, seed=0)
+    few, many = (run(make_task(data=Examples(x[:num], y[:num], x[:64], y[:64]), steps=3)) for num in (64, 50_000))
+    assert many.measured_peak_bytes == pytest.approx(few.measured_peak_bytes, abs=4096), "the order of 50,000 takes 400,000 bytes"
 
 
 def test_progress_is_told_and_the_curve_is_the_same() -> None:

@@ -54,7 +54,7 @@ def evaluate(
     head = Trial(
         setting.task.name, plan, seed, Status.DONE, device=device_name(setting.device), versions=versions(), commit=commit()
     )
-    meter = meter_of(setting.device, beside=setting.task.data.nbytes)
+    meter = meter_of(setting.device)
     with _seeded(setting), _deterministic(setting.device):
         head, begun = replace(head, predicted_peak_bytes=_predicted(setting)), time.perf_counter()
         trial = _outcome(head, setting, meter, progress)
@@ -102,11 +102,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _run(head: Trial, setting: Setting, meter: Meter, progress: Progress | None) -> Trial:
     """Train and judge; the session is closed whatever happens."""
-    meter.start()
+    batches = setting.task.data.batches(setting.task.batch, seed=setting.seed, device=setting.device)
+    meter.start()  # after the data, which is no part of a step
     model = setting.model().to(setting.device)
     with setting.session(model) as session:
         loop = Loop(setting, model, session)
-        curve = train(loop, after=meter.after, progress=progress)
+        curve = train(loop, batches, after=meter.after, progress=progress)
         meter.stop()
         trial = replace(head, curve=tuple(curve.points))
         if curve.verdict is not None:
