@@ -122,11 +122,18 @@ class Loop:
 
 
 def train(
-    loop: Loop, batches: Iterator[Pair], *, after: Callable[[int], None] | None = None, progress: Progress | None = None
-) -> Curve:
-    """Train to the last step or until the curve says that this is the end; `after` is told each step, `progress` each point."""
+    loop: Loop,
+    batches: Iterator[Pair],
+    curve: Curve,
+    *,
+    after: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Train to the last step or until `curve`, which is told every loss, says that this is the end.
+
+    `after` is told each step, `progress` each point of the curve.
+    """
     task = loop.setting.task
-    curve = Curve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
     for step, (x, answers) in zip(range(task.steps), batches, strict=False):
         lr = task.recipe.lr if task.recipe.schedule == "constant" else learning_rate(step, task.steps, task.recipe.lr)
         is_point = curve.add(loop.step(x, answers, lr))
@@ -136,7 +143,6 @@ def train(
             progress(step + 1, task.steps, curve.points[-1][1])
         if curve.verdict is not None:
             break
-    return curve
 
 
 @torch.no_grad()
