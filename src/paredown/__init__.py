@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paredown import optim
     from paredown.codec.packed import PackedTensor, encode, round_trip
-    from paredown.errors import ApplyError, BudgetError, CodecError, FormatError, OptimError, ParedownError, PlanError, TraceError
+    from paredown.errors import (
+        ApplyError,
+        BudgetError,
+        CodecError,
+        FormatError,
+        OptimError,
+        ParedownError,
+        PlanError,
+        TaskError,
+        TraceError,
+    )
     from paredown.formats.catalog import CATALOG
     from paredown.formats.element import Element
     from paredown.formats.format import Format
@@ -19,7 +29,10 @@ if TYPE_CHECKING:
     from paredown.plan.footprint import Footprint, footprint
     from paredown.plan.plan import Plan
     from paredown.plan.trace import Trace, trace_step
+    from paredown.plan.trial import Trial
     from paredown.roles import Role
+    from paredown.runs.evaluate import evaluate
+    from paredown.runs.task import Task
     from paredown.search.assign import assign
     from paredown.search.sensitivity import Sensitivities
     from paredown.session.guard import Guard, Limits
@@ -49,12 +62,16 @@ __all__ = [
     "Seed",
     "Sensitivities",
     "Session",
+    "Task",
+    "TaskError",
     "Trace",
     "TraceError",
+    "Trial",
     "__version__",
     "apply",
     "assign",
     "encode",
+    "evaluate",
     "footprint",
     "optim",
     "probe",
@@ -72,6 +89,7 @@ _NAMES_OF = {
         "OptimError",
         "ParedownError",
         "PlanError",
+        "TaskError",
         "TraceError",
     ),
     "paredown.formats.catalog": ("CATALOG",),
@@ -81,7 +99,10 @@ _NAMES_OF = {
     "paredown.plan.footprint": ("Footprint", "footprint"),
     "paredown.plan.plan": ("Plan",),
     "paredown.plan.trace": ("Trace", "trace_step"),
+    "paredown.plan.trial": ("Trial",),
     "paredown.roles": ("Role",),
+    "paredown.runs.evaluate": ("evaluate",),
+    "paredown.runs.task": ("Task",),
     "paredown.search.assign": ("assign",),
     "paredown.search.sensitivity": ("Sensitivities",),
     "paredown.session.guard": ("Guard", "Limits"),

@@ -31,3 +31,7 @@ class BudgetError(ParedownError, ValueError):
 
 class OptimError(ParedownError, RuntimeError):
     """An optimizer that is asked for what it cannot do, or a state that does not belong to it."""
+
+
+class TaskError(ParedownError, ValueError):
+    """A task that cannot be found, or whose model, data and settings do not fit together."""

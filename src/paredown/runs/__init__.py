@@ -1,0 +1,1 @@
+"""What to train, and what came of it: tasks, trials and sweeps."""
