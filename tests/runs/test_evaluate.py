@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import socket
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import paredown
-from paredown import Plan, Trial, apply, evaluate
+from paredown import Plan, Trial, evaluate
 from paredown.plan.trial import Status
 from paredown.runs.data import Examples
 from paredown.runs.task import Recipe, Task
@@ -24,7 +23,6 @@ from paredown.runs.train import learning_rate
 from tests.runs.made import CPU, blobs, examples, make_task, net, run
 
 SAME = ("status", "error", "loss", "predicted_peak_bytes", "curve", "reason")
-HAS_SIMULATE = "mode" in inspect.signature(apply).parameters
 
 
 def results(trial: Trial) -> tuple[Any, ...]:
@@ -222,7 +220,6 @@ def test_a_trial_knows_versions_and_no_place() -> None:
 # --- other modes and devices ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not HAS_SIMULATE, reason="apply has no simulate mode")
 def test_simulate_mode_rounds_and_measures_nothing() -> None:
     task, plan = make_task(steps=20), Plan.uniform(activation="e4m3fn", error="e5m2", weight="e4m3fn", master="bf16")
     trial = run(task, plan, mode="simulate")

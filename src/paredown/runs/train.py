@@ -73,10 +73,9 @@ class Setting:
 
     def session(self, model: nn.Module) -> Any:
         """The plan at work on `model`; none where there is nothing to do."""
-        if not self.plan.rules and self.mode == "store":
+        if self.mode == "store" and not (self.plan.rules or self.plan.recompute):
             return nullcontext()
-        put: Any = apply
-        return put(self.plan, model, seed=self.seed, **({} if self.mode == "store" else {"mode": self.mode}))
+        return apply(self.plan, model, seed=self.seed, mode=self.mode)
 
 
 @dataclass
