@@ -31,3 +31,11 @@ class BudgetError(ParedownError, ValueError):
 
 class OptimError(ParedownError, RuntimeError):
     """An optimizer that is asked for what it cannot do, or a state that does not belong to it."""
+
+
+class SweepError(ParedownError, ValueError):
+    """A sweep that is described wrongly, or that cannot go on."""
+
+
+class StoreError(ParedownError, RuntimeError):
+    """A store of trials that cannot be opened, read or written."""
