@@ -15,10 +15,10 @@ from sqlalchemy import Connection, Row, select, update
 
 from paredown.errors import StoreError
 from paredown.runs.address import is_same_store
+from paredown.runs.claims import INSERTS, RESULT
 from paredown.runs.schema import FINISHED, TRIALS, WAITING
-from paredown.runs.store import BATCH, INSERTS, Store
+from paredown.runs.store import BATCH, Store
 
-RESULT = ("state", "claim", "status", "error", "seconds", "result")
 COPIED = tuple(column.name for column in TRIALS.columns if column.name != "worker")
 
 
@@ -70,5 +70,5 @@ def _copy(row: Row[Any]) -> dict[str, Any]:
 
 
 def _take_result(connection: Connection, row: Row[Any]) -> int:
-    values = {name: getattr(row, name) for name in RESULT} | {"worker": None}
+    values = {name: getattr(row, name) for name in RESULT}
     return connection.execute(update(TRIALS).where(TRIALS.c.key == row.key, TRIALS.c.state != FINISHED).values(**values)).rowcount

@@ -15,9 +15,10 @@ from uuid import uuid4
 
 from paredown.errors import StoreError, SweepError
 from paredown.plan.trial import Trial
+from paredown.runs.claims import MAX_ATTEMPTS, Claim, Ended, Fate, Written
 from paredown.runs.engines.engine import Engine
 from paredown.runs.status import count_open
-from paredown.runs.store import MAX_ATTEMPTS, Claim, Ended, Fate, Store, Written
+from paredown.runs.store import Store
 from paredown.runs.watch import BEAT_SECONDS, PATIENCE_SECONDS, Heart
 
 IDLE_SECONDS = 0.5  # between looks for something to do

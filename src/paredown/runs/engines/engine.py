@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from paredown.plan.trial import Status, Trial
-from paredown.runs.store import Claim, Ended
+from paredown.runs.claims import Claim, Ended
 from paredown.runs.sweep import TrialSpec
 
 Run = Callable[[TrialSpec], Trial]

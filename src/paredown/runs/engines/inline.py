@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
+from paredown.runs.claims import Claim, Ended
 from paredown.runs.engines.engine import Engine, Run, run_safely
-from paredown.runs.store import Claim, Ended
 
 
 @final

@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Any, final
 
 from paredown.plan.trial import Status, Trial
+from paredown.runs.claims import Claim, Ended
 from paredown.runs.engines.engine import Engine, Run, failed, run_safely
-from paredown.runs.store import Claim, Ended
 from paredown.runs.sweep import TrialSpec
 
 PRELOAD = ("torch", "numpy", "paredown.runs.engines.local")
