@@ -7,6 +7,7 @@ whole trial. Nothing of the store's address or of the workers is in them. A file
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Callable
@@ -60,8 +61,6 @@ def _flat(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _write_csv(found: list[dict[str, Any]], file: IO[bytes]) -> None:
-    import io
-
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.DictWriter(text, COLUMNS)
     writer.writeheader()

@@ -59,27 +59,29 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value, one line of a pipe."""
-        best = [{"task": b.task, "error": b.error, "seed": b.seed, "plan": b.plan.to_json()} for b in self.best]
         rates = {"trials_per_minute": self.trials_per_minute, "seconds_left": self.seconds_left}
-        return {"event": "progress", **self.counts.to_json(), **rates, "best": best}
+        return {"event": "progress", **self.counts.to_json(), **rates, "best": [one.to_json() for one in self.best]}
 
 
 class Watcher:
-    """Looks at a sweep in a store, at most every `seconds`."""
+    """Looks at a sweep of a store, or at all of them (None), at most every `seconds`."""
 
-    def __init__(self, store: Store, sweep: str, *, seconds: float = 1.0) -> None:
+    def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
         self._store, self._sweep, self._seconds = store, sweep, seconds
-        self._pace = Pace()
+        self._paces: dict[str, Pace] = {}
         self._next = 0.0
 
-    def look(self, *, is_due: bool = False) -> Progress | None:
-        """The sweep now; None if the last look is not long ago, unless this one is due."""
+    def look(self, *, is_due: bool = False) -> list[Progress]:
+        """The sweeps now; none if the last look is not long ago, unless this one is due."""
         now = time.monotonic()
         if now < self._next and not is_due:
-            return None
+            return []
         self._next = now + self._seconds
-        counts = next((one for one in count(self._store) if one.sweep == self._sweep), Counts(self._sweep))
-        return Progress(counts, self._pace.add(counts.finished, now), tuple(find_best(self._store, self._sweep)))
+        return [self._progress(one, now) for one in count(self._store) if self._sweep in (None, one.sweep)]
+
+    def _progress(self, counts: Counts, now: float) -> Progress:
+        pace = self._paces.setdefault(counts.sweep, Pace())
+        return Progress(counts, pace.add(counts.finished, now), tuple(find_best(self._store, counts.sweep)))
 
 
 def say_seconds(seconds: float) -> str:

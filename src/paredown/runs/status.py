@@ -60,6 +60,10 @@ class Best(NamedTuple):
     def __str__(self) -> str:
         return f"{self.task}: error {self.error:.4f} with {say_plan(self.plan)}"
 
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        return {"task": self.task, "error": self.error, "seed": self.seed, "plan": self.plan.to_json()}
+
 
 def count(store: Store) -> list[Counts]:
     """The counts of every sweep, by name."""
