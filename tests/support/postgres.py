@@ -34,7 +34,8 @@ def find_binaries() -> Path | None:
 class Postgres:
     """One server in a folder of its own."""
 
-    def __init__(self, binaries: Path) -> None:
+    def __init__(self, binaries: Path, *, is_durable: bool = False) -> None:
+        self._is_durable = is_durable
         self._binaries = binaries
         self._folder = Path(tempfile.mkdtemp(prefix="paredown-pg-"))
         self._user = _other_user() if os.getuid() == 0 else None
@@ -54,22 +55,28 @@ class Postgres:
         return f"postgresql://{USER}:{PASSWORD}@127.0.0.1:{self.port}/postgres"
 
     def start(self) -> None:
-        """Start the server and wait until it answers."""
+        """Start the server and wait until it answers; after a kill its children may hold it up for a moment."""
         settings = {
             "port": self.port,
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": self._folder,
             "max_connections": 60,
+            "fsync": "on" if self._is_durable else "off",  # killed processes lose nothing without it, and tests take less time
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         command = [str(self._binaries / "postgres"), "-D", str(self._folder / "data"), *options]
-        self._process = subprocess.Popen(
-            command, user=self._user, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self._folder, start_new_session=True
-        )
         deadline = time.monotonic() + 60
-        while not self._answers():
-            assert self._process.poll() is None, "PostgreSQL ended while it started"
-            assert time.monotonic() < deadline, "PostgreSQL does not answer"
+        while not (self._process is not None and self._process.poll() is None and self._answers()):
+            assert time.monotonic() < deadline, "PostgreSQL does not start"
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    command,
+                    user=self._user,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd=self._folder,
+                    start_new_session=True,
+                )
             time.sleep(0.05)
 
     def _answers(self) -> bool:
@@ -84,8 +91,6 @@ class Postgres:
     def kill(self) -> None:
         """kill -9 of the server; its children end by themselves."""
         self._end(signal.SIGKILL)
-        (self._folder / "data" / "postmaster.pid").unlink(missing_ok=True)
-        time.sleep(0.3)  # until its children have let the shared memory go
 
     def close(self) -> None:
         """End the server and remove its folder."""

@@ -59,7 +59,8 @@ TROUBLES = (
     Trouble(
         "permission denied", "this user may not do that there", False, "Ask for CREATE, SELECT, INSERT, UPDATE and DELETE rights."
     ),
-    Trouble("does not exist", "the server has no such database, user or table", False, "Make it (createdb), or correct the URL."),
+    Trouble("fatal:  database", "the server has no such database", False, "Make it (createdb), or correct the URL."),
+    Trouble("fatal:  role", "the server has no such user", False, "Make it (createuser), or correct the URL."),
 )
 LOST = Trouble("", "the server does not answer", True, "Start it, and run the same command again: it goes on where it stopped.")
 

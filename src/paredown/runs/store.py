@@ -49,7 +49,11 @@ class Store:
         say: Callable[[str], object] | None = None,
     ) -> None:
         self.database = Database(address, patience_seconds=patience_seconds, say=say)
-        self.database.open(may_create=may_create)
+        try:
+            self.database.open(may_create=may_create)
+        except BaseException:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         return f"Store({self.database.name})"
