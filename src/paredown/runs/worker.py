@@ -92,7 +92,6 @@ class Worker:
         """Write what has ended, claim and start what there is room for; False when nothing is left to do."""
         claims = self._write(self._engine.slots - len(self._claims) + len(self._ended))
         for claim in self._welcome(claims):
-            self._claims[claim.key] = claim
             self._engine.start(claim)
         self._duty.idle()
         return bool(self._claims or claims) or not self._is_over()
@@ -102,8 +101,10 @@ class Worker:
         duty, ended = self._duty, self._ended
         written, claims = self._store.exchange(self._id, ended, room, sweep=duty.sweep, without=tuple(self._refused))
         self._ended = []
-        for one, fate in zip(ended, written, strict=True):
+        for one in ended:
             del self._claims[one.claim.key]
+        self._claims |= {claim.key: claim for claim in claims}  # before telling, which may be interrupted
+        for one, fate in zip(ended, written, strict=True):
             self._tell(one, fate)
         return claims
 
@@ -131,8 +132,11 @@ class Worker:
             if (reason := self._duty.refuses(task)) is not None:
                 self._refused[task] = reason
                 self._duty.say(f"task {task!r} is left to other workers: {reason}")
-        self._store.give_back([claim for claim in claims if claim.spec.task in self._refused])
-        return [claim for claim in claims if claim.spec.task not in self._refused]
+        refused = [claim for claim in claims if claim.spec.task in self._refused]
+        self._store.give_back(refused)
+        for claim in refused:
+            del self._claims[claim.key]
+        return [claim for claim in claims if claim not in refused]
 
     def _is_over(self) -> bool:
         """Whether nothing is left that this worker could still come to run."""
