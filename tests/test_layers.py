@@ -1,4 +1,4 @@
-"""Imports point one way: errors, roles <- formats <- codec, plan; codec <- optim; all <- session.
+"""Imports point one way: errors, roles <- formats <- codec, plan; codec <- optim; all <- session <- runs.
 
 What a layer may import is a row of ALLOWED; a new folder needs a new row.
 """
@@ -22,7 +22,11 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "models": (frozenset(), frozenset({"torch"})),
     "optim": (frozenset({"errors", "roles", "formats", "codec"}), TORCH),
     "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim"}), frozenset({"torch"})),
-    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session"}), frozenset()),
+    "runs": (
+        frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "models", "search"}),
+        frozenset({"torch", "numpy", "PIL"}),
+    ),
+    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "runs"}), frozenset()),
 }
 
 

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paredown import optim
     from paredown.codec.packed import PackedTensor, encode, round_trip
-    from paredown.errors import ApplyError, BudgetError, CodecError, FormatError, OptimError, ParedownError, PlanError, TraceError
+    from paredown.errors import (
+        ApplyError,
+        BudgetError,
+        CodecError,
+        FormatError,
+        OptimError,
+        ParedownError,
+        PlanError,
+        TaskError,
+        TraceError,
+    )
     from paredown.formats.catalog import CATALOG
     from paredown.formats.element import Element
     from paredown.formats.format import Format
@@ -19,7 +29,10 @@ if TYPE_CHECKING:
     from paredown.plan.footprint import Footprint, footprint
     from paredown.plan.plan import Plan
     from paredown.plan.trace import Trace, trace_step
+    from paredown.plan.trial import Trial
     from paredown.roles import Role
+    from paredown.runs.evaluate import evaluate
+    from paredown.runs.task import Task
     from paredown.session.session import Session, apply
 
 __version__ = "0.1.0"
@@ -42,11 +55,15 @@ __all__ = [
     "Rounding",
     "Seed",
     "Session",
+    "Task",
+    "TaskError",
     "Trace",
     "TraceError",
+    "Trial",
     "__version__",
     "apply",
     "encode",
+    "evaluate",
     "footprint",
     "optim",
     "round_trip",
@@ -63,6 +80,7 @@ _NAMES_OF = {
         "OptimError",
         "ParedownError",
         "PlanError",
+        "TaskError",
         "TraceError",
     ),
     "paredown.formats.catalog": ("CATALOG",),
@@ -72,7 +90,10 @@ _NAMES_OF = {
     "paredown.plan.footprint": ("Footprint", "footprint"),
     "paredown.plan.plan": ("Plan",),
     "paredown.plan.trace": ("Trace", "trace_step"),
+    "paredown.plan.trial": ("Trial",),
     "paredown.roles": ("Role",),
+    "paredown.runs.evaluate": ("evaluate",),
+    "paredown.runs.task": ("Task",),
     "paredown.session.session": ("Session", "apply"),
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}

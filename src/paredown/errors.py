@@ -39,3 +39,7 @@ class SweepError(ParedownError, ValueError):
 
 class StoreError(ParedownError, RuntimeError):
     """A store of trials that cannot be opened, read or written."""
+
+
+class TaskError(ParedownError, ValueError):
+    """A task that cannot be found, or whose model, data and settings do not fit together."""

@@ -1,0 +1,1 @@
+"""Tests of tasks, data and trials."""

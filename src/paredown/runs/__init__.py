@@ -1,1 +1,1 @@
-"""Tasks, trials and sweeps: what is trained, one run of it, and many runs that survive being killed."""
+"""What to train, and what came of it: tasks, trials and sweeps."""

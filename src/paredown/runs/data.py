@@ -1,0 +1,248 @@
+"""What a task learns from and is judged by: examples with answers, or a text, read in random order from a seed.
+
+A pass over the training examples takes each of them once, in an order that seed and pass decide; examples that do not fill the last batch
+of a pass wait for the next one. Test examples are held apart and never shuffled. All draws are made on the CPU, so that every device sees
+the same batches.
+
+>>> data = Examples(torch.arange(10.0), torch.arange(10) % 2, torch.arange(2.0), torch.tensor([0, 1]))
+>>> batches = data.batches(5, seed=0, device=torch.device("cpu"))
+>>> sorted(x for _ in range(2) for x in next(batches)[0].tolist())
+[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paredown.errors import TaskError
+
+Pair = tuple[Tensor, Tensor]  # inputs, answers
+NUM_BYTES = 256
+TEST_SHARE = 10  # one part in this many of a text is for tests, the last one
+LARGEST_TEST = 512  # pieces of a text
+
+
+class Data(ABC):
+    """Training examples in random order, and test examples apart from them."""
+
+    @property
+    @abstractmethod
+    def num_train(self) -> int:
+        """Examples to learn from."""
+
+    @property
+    @abstractmethod
+    def num_test(self) -> int:
+        """Examples to be judged by."""
+
+    @property
+    @abstractmethod
+    def num_answers(self) -> int | None:
+        """Classes, or bytes of a text; None where answers are numbers of another kind."""
+
+    @abstractmethod
+    def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
+        """Batches of training examples, without end."""
+
+    @abstractmethod
+    def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
+        """All test examples, in batches of at most this many."""
+
+    @property
+    def blind_loss(self) -> float | None:
+        """The cross entropy of a model that gives each answer the same odds."""
+        return None if self.num_answers is None else math.log(self.num_answers)
+
+    def __repr__(self) -> str:
+        answers = "" if self.num_answers is None else f", {self.num_answers} answers"
+        return f"{type(self).__name__}({self.num_train} to learn from, {self.num_test} to be judged by{answers})"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How pictures reach the model: grey ones repeated in `channels`; in training shifted by up to `shift` pixels, mirrored or not."""
+
+    channels: int | None = None  # None: as they are
+    shift: int = 0
+    mirror: bool = False
+
+
+AS_THEY_ARE = Look()
+
+
+@final
+@dataclass(frozen=True, repr=False, eq=False)
+class Examples(Data):
+    """Inputs (num, ...) and answers (num, ...). Bytes are pictures (num, channels, height, width), made numbers of mean 0, deviation 1."""
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    class_names: tuple[str, ...] = ()
+    look: Look = AS_THEY_ARE
+
+    def __post_init__(self) -> None:
+        for split, x, y in (("training", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
+            if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+                raise TaskError(f"{split} examples and answers are tensors, not {type(x).__name__} and {type(y).__name__}.")
+            if len(x) != len(y):
+                raise TaskError(f"there are {len(x)} {split} examples and {len(y)} answers; each example has one.")
+            if not len(x):
+                raise TaskError(f"the {split} split is empty: a task learns from one split and is judged by the other.")
+        if self.x_train.shape[1:] != self.x_test.shape[1:]:
+            shapes = f"{tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
+            raise TaskError(f"a training example and a test example have different shapes: {shapes}.")
+        if self.has_classes:
+            self._check_classes()
+        if self.look != AS_THEY_ARE and self.x_train.dim() != 4:
+            raise TaskError(f"{self.look} is for pictures (num, channels, height, width); these are {tuple(self.x_train.shape)}.")
+
+    def _check_classes(self) -> None:
+        trained, tested = self.y_train.unique().tolist(), self.y_test.unique().tolist()
+        if trained[0] < 0 or tested[0] < 0:
+            raise TaskError(f"classes are numbers from 0 up, and one is {min(trained[0], tested[0])}.")
+        if len(trained) < 2:
+            raise TaskError(f"all {self.num_train} training examples are of class {trained[0]}: there is nothing to tell apart.")
+        unknown = sorted(set(tested) - set(trained))
+        if unknown:
+            raise TaskError(f"the test split has class {unknown[0]}, of which there is no training example.")
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether an answer is a class: a whole number for each example."""
+        return self.y_train.dim() == 1 and self.y_train.dtype is torch.int64
+
+    @property
+    def num_train(self) -> int:
+        """Examples to learn from."""
+        return len(self.x_train)
+
+    @property
+    def num_test(self) -> int:
+        """Examples to be judged by."""
+        return len(self.x_test)
+
+    @cached_property
+    def num_answers(self) -> int | None:  # type: ignore[override]
+        """Classes."""
+        return int(self.y_train.max()) + 1 if self.has_classes else None
+
+    @cached_property
+    def normal(self) -> Pair | None:
+        """Mean and deviation of each channel of the training pictures, (channels, 1, 1); None unless they are bytes."""
+        if self.x_train.dtype is not torch.uint8 or self.x_train.dim() != 4:
+            return None
+        counts = torch.stack([torch.bincount(x.flatten(), minlength=NUM_BYTES) for x in self.x_train.transpose(0, 1)]).double()
+        odds, values = counts / counts.sum(1, keepdim=True), torch.arange(NUM_BYTES, dtype=torch.float64)
+        mean = odds @ values
+        deviation = (odds @ values.square() - mean.square()).clamp(min=1.0).sqrt()  # a picture of one colour stays finite
+        return mean.float()[:, None, None], deviation.float()[:, None, None]
+
+    def numbers(self, x: Tensor) -> Tensor:
+        """What the model sees of examples as they are kept."""
+        if self.normal is not None:
+            mean, deviation = (part.to(x.device, non_blocking=True) for part in self.normal)
+            x = (x.float() - mean) / deviation
+        if self.look.channels is not None and x.shape[1] == 1:
+            x = x.expand(-1, self.look.channels, -1, -1).contiguous()
+        return x
+
+    def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
+        """Batches of training examples, without end."""
+        source = torch.Generator().manual_seed(seed)
+        x, y = self.x_train.to(device), self.y_train.to(device)
+        num = self.num_train // batch * batch
+        while True:
+            order = torch.randperm(self.num_train, generator=source)[:num]
+            moves = self._moves(num, source)
+            for which, how in zip(order.to(device).split(batch), moves.to(device).split(batch), strict=True):
+                yield self.numbers(self._moved(x[which], how)), y[which]
+
+    def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
+        """All test examples, in batches of at most this many."""
+        for x, y in zip(self.x_test.split(batch), self.y_test.split(batch), strict=True):
+            yield self.numbers(x.to(device)), y.to(device)
+
+    def _moves(self, num: int, source: torch.Generator) -> Tensor:
+        """Down, right and mirrored or not, (num, 3), for a pass over all examples."""
+        side = 2 * self.look.shift + 1
+        return torch.stack([torch.randint(bound, (num,), generator=source) for bound in (side, side, 1 + self.look.mirror)], 1)
+
+    def _moved(self, x: Tensor, how: Tensor) -> Tensor:
+        """Pictures shifted and mirrored; what comes in from outside is black."""
+        if not (self.look.shift or self.look.mirror):
+            return x
+        height, width = x.shape[-2:]
+        padded = pad(x, (self.look.shift,) * 4)
+        rows, columns = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
+        down, right, mirrored = how.unbind(1)
+        columns = torch.where(mirrored[:, None].bool(), columns.flip(0), columns) + right[:, None]  # (num, width)
+        rows = rows + down[:, None]  # (num, height)
+        at = torch.arange(len(x), device=x.device)
+        return padded[at[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+@final
+@dataclass(frozen=True, repr=False, eq=False)
+class Text(Data):
+    """The bytes of a text: pieces that start anywhere in its first nine tenths, judged by pieces that lie evenly in the last tenth."""
+
+    read: Tensor  # (num_bytes,) uint8
+    length: int = 64  # bytes of a piece
+
+    def __post_init__(self) -> None:
+        least = TEST_SHARE * (self.length + 1)
+        if len(self.read) < least:
+            raise TaskError(
+                f"the text has {len(self.read)} bytes; pieces of {self.length} bytes, a tenth of them for tests, take at least {least}."
+            )
+
+    @property
+    def cut(self) -> int:
+        """Where the test part begins."""
+        return len(self.read) - len(self.read) // TEST_SHARE
+
+    @property
+    def num_train(self) -> int:
+        """Places where a training piece may start."""
+        return self.cut - self.length
+
+    @property
+    def num_test(self) -> int:
+        """Pieces to be judged by."""
+        return min(LARGEST_TEST, (len(self.read) - self.cut) // (self.length + 1))
+
+    @property
+    def num_answers(self) -> int:
+        """A byte comes next."""
+        return NUM_BYTES
+
+    def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
+        """Batches of training pieces, without end."""
+        source = torch.Generator().manual_seed(seed)
+        read, places = self.read[: self.cut].to(device), torch.arange(self.length + 1, device=device)
+        while True:
+            starts = torch.randint(self.num_train, (batch, 1), generator=source).to(device)
+            yield _shifted(read[starts + places])
+
+    def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
+        """The test pieces, in batches of at most this many."""
+        pieces = self.read[self.cut :].unfold(0, self.length + 1, self.length + 1)
+        chosen = pieces[torch.arange(self.num_test) * len(pieces) // self.num_test]
+        for part in chosen.split(batch):
+            yield _shifted(part.to(device))
+
+
+def _shifted(pieces: Tensor) -> Pair:
+    """Inputs and answers (num, length) of pieces (num, length + 1)."""
+    return pieces[:, :-1].long(), pieces[:, 1:].long()

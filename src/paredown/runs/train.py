@@ -1,0 +1,153 @@
+"""Training under a plan: the loop that tasks share.
+
+    forward and loss under autocast -> backward -> clipping -> the optimizer's step
+
+In store mode the optimizer is one of `paredown.optim`, so that the plan's formats of weights, gradients and state are real; in simulate
+mode it is torch's, whose state the session rounds. A plan without rules, in store mode, is the training as it is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paredown import optim
+from paredown.errors import TaskError
+from paredown.plan.plan import Plan
+from paredown.runs.curves import Curve
+from paredown.runs.task import RULES, Recipe, Task
+from paredown.session.session import apply
+
+WARM_UP = 0.1  # of the steps
+LAST = 0.01  # of the peak learning rate
+Progress = Callable[[int, int, float], None]  # step, steps, training loss
+
+
+def learning_rate(step: int, num_steps: int, peak: float) -> float:
+    """Up to the peak in the first tenth, then down to a hundredth of it along a cosine."""
+    warm_up = max(int(num_steps * WARM_UP), 1)
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    down = 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(num_steps - warm_up, 1)))
+    return peak * (LAST + (1 - LAST) * down)
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
+    """The optimizer that `recipe` names; its formats are those of the model's session."""
+    kind, implied = RULES[recipe.optimizer]
+    options = {"lr": recipe.lr, **implied, **recipe.options}
+    is_torchs = mode != "store" and hasattr(torch.optim, kind)
+    made: Any = getattr(torch.optim if is_torchs else optim, kind)
+    try:
+        return made(model.parameters(), **options, **({} if is_torchs else {"seed": seed}))
+    except TypeError as error:
+        raise TaskError(f"optimizer {recipe.optimizer!r} cannot be made of {', '.join(options)}: {error}.") from None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, how its tensors wait, from which seed and where."""
+
+    task: Task
+    plan: Plan
+    seed: int
+    device: torch.device
+    mode: Any = "store"
+
+    def model(self) -> nn.Module:
+        """A fresh model on the CPU; torch's random state is then the same whenever it was made."""
+        torch.manual_seed(self.seed)
+        return self.task.make_model(self.seed)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context around forward and loss."""
+        dtype = self.task.autocast
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def session(self, model: nn.Module) -> Any:
+        """The plan at work on `model`; none where there is nothing to do."""
+        if not self.plan.rules and self.mode == "store":
+            return nullcontext()
+        put: Any = apply
+        return put(self.plan, model, seed=self.seed, **({} if self.mode == "store" else {"mode": self.mode}))
+
+
+@dataclass
+class Loop:
+    """A model in training; `step` is one batch."""
+
+    setting: Setting
+    model: nn.Module
+    session: Any
+    optimizer: torch.optim.Optimizer = field(init=False)
+    scaler: torch.amp.GradScaler | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        recipe, device = self.setting.task.recipe, self.setting.device
+        self.model.train()
+        self.optimizer = make_optimizer(recipe, self.model, seed=self.setting.seed, mode=self.setting.mode)
+        scale = recipe.loss_scale
+        self.scaler = None if scale is None else torch.amp.GradScaler(device.type, init_scale=scale)
+
+    def step(self, x: Tensor, answers: Tensor, lr: float) -> Tensor:
+        """The loss of the batch, the model changed."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with self.setting.autocast(), getattr(self.session, "following", nullcontext)():
+            loss = self.setting.task.loss(self.model(x), answers)
+        if self.scaler is None:
+            loss.backward()
+            self._clip()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimizer)
+            self._clip()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _clip(self) -> None:
+        max_norm = self.setting.task.recipe.max_norm
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+
+def train(loop: Loop, *, after: Callable[[int], None] | None = None, progress: Progress | None = None) -> Curve:
+    """Train to the last step or until the curve says that this is the end; `after` is told each step, `progress` each point."""
+    task, setting = loop.setting.task, loop.setting
+    curve = Curve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
+    batches = task.data.batches(task.batch, seed=setting.seed, device=setting.device)
+    for step, (x, answers) in zip(range(task.steps), batches, strict=False):
+        lr = task.recipe.lr if task.recipe.schedule == "constant" else learning_rate(step, task.steps, task.recipe.lr)
+        is_point = curve.add(loop.step(x, answers, lr))
+        if after is not None:
+            after(step + 1)
+        if is_point and progress is not None and curve.points:
+            progress(step + 1, task.steps, curve.points[-1][1])
+        if curve.verdict is not None:
+            break
+    return curve
+
+
+@torch.no_grad()
+def judge(loop: Loop) -> tuple[float, float]:
+    """Error and loss on all test examples, the plan still at work."""
+    task, setting = loop.setting.task, loop.setting
+    error, loss, count = 0.0, 0.0, 0
+    loop.model.eval()
+    for x, answers in task.data.tests(task.batch, device=setting.device):
+        with setting.autocast():
+            output = loop.model(x)
+        output = output.float() if isinstance(output, Tensor) else output
+        error += task.judge(output, answers).item() * len(answers)
+        loss += task.loss(output, answers).item() * len(answers)
+        count += len(answers)
+    return error / count, loss / count
