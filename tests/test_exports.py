@@ -28,6 +28,8 @@ EXPORTS = {
     "Rounding",
     "Seed",
     "Session",
+    "StoreError",
+    "SweepError",
     "Task",
     "TaskError",
     "Trace",

@@ -6,19 +6,28 @@ folder, by `..`, by an absolute path or through a link, is refused, whoever asks
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 from paredown.errors import SweepError, TaskError
+from paredown.plan.footprint import footprint
+from paredown.plan.plan import Plan
+from paredown.plan.trace import Trace, trace_step
 from paredown.plan.trial import Trial
 from paredown.runs.engines.engine import Engine, Run
 from paredown.runs.engines.inline import InlineEngine
-from paredown.runs.engines.local import LocalEngine, find_gpus
+from paredown.runs.engines.local import LocalEngine
 from paredown.runs.engines.ray import RayEngine
+from paredown.runs.evaluate import evaluate
 from paredown.runs.store import Added, Store
 from paredown.runs.sweep import Cost, Sweep, TrialSpec
 from paredown.runs.tasks import WITH_FILE, find_file, find_task, is_inside
+from paredown.runs.train import Setting
 from paredown.runs.worker import Duty, work
 
 
@@ -34,8 +43,8 @@ class TaskFolder:
         kind, _, file = head.partition(":")
         try:
             if ".py:" in head:
-                path = self.path / head.rpartition(":")[0]
-                if not is_inside(path, self.path):
+                path = self.path / (own := Path(head.rpartition(":")[0]))
+                if own.is_absolute() or not is_inside(path, self.path):
                     return "its file is outside of the folder that tasks may come from, and is not run."
                 return None if path.is_file() else "the folder that tasks may come from has no such file."
             if kind in WITH_FILE and file:
@@ -46,13 +55,24 @@ class TaskFolder:
 
     def __call__(self, spec: TrialSpec) -> Trial:
         """Train it."""
-        from paredown.runs.evaluate import evaluate  # late: the parent of many trials trains none
-
         if (reason := self.refuses(spec.task)) is not None:
             raise TaskError(f"task {spec.task!r}: {reason}")
         settings = spec.settings
         trial = evaluate(find_task(spec.task, self.path), spec.plan, seed=spec.seed, device=settings.device, mode=settings.mode)
         return replace(trial, task=spec.task)  # as the sweep calls it
+
+
+def predicted_bytes(task: str, plan: Plan, folder: Path) -> int:
+    """What a plan takes on a task, by arithmetic alone; what `cheap_first` ranks by."""
+    return footprint(_trace(task, folder), plan).peak_bytes
+
+
+@lru_cache(maxsize=4)
+def _trace(text: str, folder: Path) -> Trace:
+    task = find_task(text, folder)
+    setting = Setting(task, Plan(), 0, torch.device("cpu"))
+    batch = next(task.data.batches(task.batch, seed=0, device=setting.device))
+    return trace_step(setting.model(), batch, loss=task.loss, optimizer=task.recipe.optimizer, autocast=task.autocast)
 
 
 def _local(run: Run, slots: int | None) -> Engine:
@@ -85,3 +105,11 @@ def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None =
     """Run what is left of a sweep, with whoever else works on it; how many trials were finished here."""
     add_sweep(sweep, store, cost=cost)
     return work(store, engine, replace(duty or Duty(), sweep=sweep.name))
+
+
+def find_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [part.strip() for part in given.split(",") if part.strip()]
+    return [str(i) for i in range(torch.cuda.device_count())]

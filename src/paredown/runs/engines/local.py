@@ -20,15 +20,22 @@ from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import ModuleType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from paredown.plan.trial import Status, Trial
 from paredown.runs.claims import Claim, Ended
 from paredown.runs.engines.engine import Engine, Run, failed, run_safely
 from paredown.runs.sweep import TrialSpec
 
-PRELOAD = ("torch", "numpy", "paredown.runs.engines.local")
+PRELOAD = ("torch", "paredown.runs.evaluate")
 END_SECONDS = 5.0  # for a process whose result has come to end by itself
+
+
+class Room(NamedTuple):
+    """What a trial may use: a GPU, None for any, and threads of the CPU."""
+
+    gpu: str | None
+    threads: int
 
 
 @dataclass
@@ -50,14 +57,15 @@ class LocalEngine(Engine):
         self.slots = slots
         self._run = run
         self._gpus = list(gpus)
+        self._threads = max(1, (os.cpu_count() or 1) // slots)
         self._running: list[Running] = []
         self._context: Any = get_context("forkserver")
-        self._context.set_forkserver_preload(list(preload))
+        self._context.set_forkserver_preload([*preload, __name__])
 
     def start(self, claim: Claim) -> None:
         ours, theirs = self._context.Pipe()
         gpu = min(self._gpus, key=[one.gpu for one in self._running].count) if self._gpus else None
-        process = self._context.Process(target=_child, args=(theirs, self._run, claim.spec, gpu), daemon=False)
+        process = self._context.Process(target=_child, args=(theirs, self._run, claim.spec, Room(gpu, self._threads)), daemon=False)
         with _without_main():
             process.start()
         theirs.close()
@@ -124,13 +132,15 @@ def _kill(one: Running) -> None:
     one.pipe.close()
 
 
-def _child(pipe: Connection, run: Run, spec: TrialSpec, gpu: str | None) -> None:
+def _child(pipe: Connection, run: Run, spec: TrialSpec, room: Room) -> None:
     """All that a trial's process does."""
     os.setsid()  # a group of its own, which ends as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout is the parent's to write
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    if room.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = room.gpu
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(room.threads)  # slots with all threads each are slower than one alone
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     trial = run_safely(run, spec)
     pipe.send_bytes(json.dumps(trial.to_json()).encode())
@@ -154,13 +164,3 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def find_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them."""
-    import torch  # late: only who starts trials pays for it
-
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [part.strip() for part in given.split(",") if part.strip()]
-    return [str(i) for i in range(torch.cuda.device_count())]
