@@ -24,7 +24,7 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim"}), frozenset({"torch"})),
     "runs": (
         frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "models", "search"}),
-        frozenset({"torch", "numpy", "PIL", "sqlalchemy", "ray", "pyarrow"}),
+        frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
     ),
     "cli": (frozenset({"errors", "plan", "runs"}), frozenset({"typer", "rich"})),
     "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "runs"}), frozenset()),

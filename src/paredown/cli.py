@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -151,7 +151,7 @@ Voices = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "Call
 
 
 @contextmanager
-def _pipe(watcher: Watcher) -> Iterator[Voices]:
+def _pipe(watcher: Watcher) -> Generator[Voices]:
     """JSON lines: results as they come, progress at times and at the end."""
 
     def told(claim: Claim, trial: Trial) -> None:
@@ -169,7 +169,7 @@ def _pipe(watcher: Watcher) -> Iterator[Voices]:
 
 
 @contextmanager
-def _terminal(watcher: Watcher) -> Iterator[Voices]:
+def _terminal(watcher: Watcher) -> Generator[Voices]:
     """A picture that is drawn over itself."""
     from rich.live import Live
 
@@ -222,7 +222,7 @@ def _open(address: str, *, may_create: bool = True) -> Store:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def _errors() -> Generator[None]:
     """What goes wrong in one sentence, and an exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a worker that is asked to end gives its trials back
     try:

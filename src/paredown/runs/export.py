@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,7 +63,7 @@ def _flat(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _write_csv(found: list[dict[str, Any]], file: IO[bytes]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    writer = csv.DictWriter(text, COLUMNS)
+    writer = csv.DictWriter(text, list[str](COLUMNS))
     writer.writeheader()
     writer.writerows(_flat(found))
     text.flush()
@@ -76,8 +77,7 @@ def _write_json(found: list[dict[str, Any]], file: IO[bytes]) -> None:
 
 def _write_parquet(found: list[dict[str, Any]], file: IO[bytes]) -> None:
     try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
+        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ModuleNotFoundError:
         raise StoreError("Parquet needs pyarrow: pip install 'paredown[parquet]'. CSV and JSON need nothing.") from None
     kinds = {"seed": arrow.int64(), "predicted_peak_bytes": arrow.int64(), "measured_peak_bytes": arrow.int64()}

@@ -91,8 +91,8 @@ def find_version(connection: Connection) -> int | None:
     """The version of the tables that are there; None where there are none."""
     if not inspect(connection).has_table(META.name):
         return None
-    found = connection.scalar(select(META.c.value).where(META.c.name == "version"))
-    return int(found) if str(found).isdigit() else 0
+    found = str(connection.scalar(select(META.c.value).where(META.c.name == "version")))
+    return int(found) if found.isdigit() else 0
 
 
 def check_version(found: int, name: str) -> None:

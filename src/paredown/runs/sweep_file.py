@@ -80,9 +80,9 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
         raise SweepError(f"{missing[0]} is missing; a sweep needs tasks and plans.")
     folder = path.resolve().parent
     plans = tuple(plan for i, table in enumerate(value["plans"], 1) for plan in _plans(table, folder, i))
-    plain = {word: value[word] for word in PLAIN if word in value}
+    plain: dict[str, Any] = {"name": path.stem} | {word: value[word] for word in PLAIN if word in value}
     settings = Settings(**{word: value[word] for word in SETTINGS if word in value})
-    sweep = Sweep(**({"name": path.stem} | plain), plans=plans, settings=settings)
+    sweep = Sweep(**plain, plans=plans, settings=settings)
     return SweepFile(sweep, _beside(value.get("store"), folder), folder)
 
 

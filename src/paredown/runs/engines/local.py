@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
@@ -156,7 +156,7 @@ def _end_with_parent(pipe: Connection) -> None:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
+def _without_main() -> Generator[None]:
     """Keep multiprocessing from running the user's script once more in every child: trials need none of it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

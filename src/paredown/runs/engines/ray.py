@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, final
 
 from paredown.errors import SweepError
@@ -83,7 +84,7 @@ def _run_remotely(run: Run, spec: TrialSpec) -> str:
 def _join() -> Any:
     """Ray, connected: to the cluster that is there (RAY_ADDRESS, or one on this machine), else to a new local one."""
     try:
-        import ray
+        ray = import_module("ray")
     except ModuleNotFoundError:
         raise SweepError("the ray engine needs Ray: pip install 'paredown[ray]'.") from None
     if ray.is_initialized():
