@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -23,8 +24,10 @@ from paredown.errors import ParedownError
 if TYPE_CHECKING:
     from paredown.plan.trial import Trial
     from paredown.runs.claims import Claim
+    from paredown.runs.engines.engine import Engine
     from paredown.runs.progress import Progress, Watcher
     from paredown.runs.store import Store
+    from paredown.runs.worker import Duty
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train in the memory you have.")
 sweep_app = typer.Typer(no_args_is_help=True, help="Many trials: tasks x plans x seeds, resumable.")
@@ -32,6 +35,7 @@ app.add_typer(sweep_app, name="sweep")
 EXTRAS = {"sqlalchemy": "sweeps", "psycopg": "postgres", "ray": "ray", "pyarrow": "parquet", "rich": "cli"}
 PIPE_SECONDS = 10.0  # between lines of progress in a pipe
 SHOWN_BEST = 5
+BAR_WIDTH = 60
 
 StoreOption = Annotated[
     str | None, typer.Option("--store", envvar="PAREDOWN_STORE", help="A file for SQLite, or a PostgreSQL URL.", show_default=False)
@@ -39,6 +43,9 @@ StoreOption = Annotated[
 TasksOption = Annotated[Path | None, typer.Option("--tasks", help="The folder that task files may come from.", show_default=False)]
 SlotsOption = Annotated[int | None, typer.Option(min=1, help="Trials at a time.  [default: one a GPU, or one]", show_default=False)]
 EngineOption = Annotated[str, typer.Option(help="Where trials run: local (a process each), inline, or ray.")]
+PatienceOption = Annotated[
+    float, typer.Option("--patience", min=1.0, help="Seconds without a heartbeat after which a worker's trials run elsewhere.")
+]
 SweepOption = Annotated[str | None, typer.Option("--sweep", help="Only this sweep.", show_default=False)]
 
 
@@ -54,6 +61,7 @@ def sweep_run(
     tasks: TasksOption = None,
     slots: SlotsOption = None,
     engine: EngineOption = "local",
+    patience: PatienceOption = 20.0,
     again: Annotated[str, typer.Option(help="Statuses to run once more, such as failed,killed.")] = "",
 ) -> None:
     """Run a sweep to its end. Killed and started again, it goes on with what is left."""
@@ -61,6 +69,7 @@ def sweep_run(
         from paredown.plan.trial import Status
         from paredown.runs.running import TaskFolder, add_sweep, make_engine, predicted_bytes
         from paredown.runs.sweep_file import load_sweep
+        from paredown.runs.worker import Duty
 
         found = load_sweep(file)
         folder = TaskFolder((tasks or found.folder).resolve())
@@ -70,7 +79,8 @@ def sweep_run(
             _say(
                 f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again; store {opened.database.name}"
             )
-            _work(opened, make_engine(engine, folder, slots=slots), found.sweep.name, folder.refuses)
+            duty = Duty(found.sweep.name, folder.refuses, beat_seconds=patience / 10, patience_seconds=patience)
+            _work(opened, make_engine(engine, folder, slots=slots), duty)
 
 
 @app.command("worker")
@@ -80,16 +90,19 @@ def worker(
     sweep: SweepOption = None,
     slots: SlotsOption = None,
     engine: EngineOption = "local",
+    patience: PatienceOption = 20.0,
     stays: Annotated[bool, typer.Option("--stay", help="Wait for new trials when all are finished.")] = False,
 ) -> None:
     """Join the sweeps of a store, from any machine. Without --tasks only built-in tasks are run."""
     with _errors(), ExitStack() as stack:
         from paredown.runs.running import TaskFolder, make_engine
+        from paredown.runs.worker import Duty
 
         none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
         folder = TaskFolder(Path(tasks or str(none)).resolve())
         opened = stack.enter_context(_open(_needed(store), may_create=False))
-        _work(opened, make_engine(engine, folder, slots=slots), sweep, folder.refuses, stays=stays)
+        duty = Duty(sweep, folder.refuses, stays=stays, beat_seconds=patience / 10, patience_seconds=patience)
+        _work(opened, make_engine(engine, folder, slots=slots), duty)
 
 
 @sweep_app.command("status")
@@ -136,15 +149,15 @@ def main() -> None:
     app()
 
 
-def _work(opened: Store, engine: Any, sweep: str | None, refuses: Callable[[str], str | None], *, stays: bool = False) -> None:
+def _work(opened: Store, engine: Engine, duty: Duty) -> None:
     """Work on a store, and show how it gets on."""
     from paredown.runs.progress import Watcher
-    from paredown.runs.worker import Duty, work
+    from paredown.runs.worker import work
 
     is_terminal = sys.stdout.isatty()
-    watcher = Watcher(opened, sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
+    watcher = Watcher(opened, duty.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
     with _terminal(watcher) if is_terminal else _pipe(watcher) as (told, idle, say):
-        work(opened, engine, Duty(sweep, refuses, told, idle, say, stays))
+        work(opened, engine, replace(duty, told=told, idle=idle, say=say))
 
 
 Voices = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "Callable[[str], object]"]
@@ -190,15 +203,17 @@ def _terminal(watcher: Watcher) -> Generator[Voices]:
 
 
 def _picture(found: list[Progress]) -> Any:
-    from rich.console import Group
     from rich.progress_bar import ProgressBar
+    from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = []
+    table = Table.grid()
     for progress in found:
-        parts += [ProgressBar(total=max(progress.counts.total, 1), completed=progress.counts.finished), Text(str(progress))]
-        parts += [Text(f"  best of {one}") for one in progress.best[:SHOWN_BEST]]
-    return Group(*parts)
+        table.add_row(ProgressBar(total=max(progress.counts.total, 1), completed=progress.counts.finished, width=BAR_WIDTH))
+        table.add_row(Text(str(progress)))  # as it is: a name may look like markup
+        for one in progress.best[:SHOWN_BEST]:
+            table.add_row(Text(f"  best of {one}"))
+    return table
 
 
 def _statuses(text: str, kind: Any) -> list[Any]:
@@ -224,7 +239,7 @@ def _open(address: str, *, may_create: bool = True) -> Store:
 @contextmanager
 def _errors() -> Generator[None]:
     """What goes wrong in one sentence, and an exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a worker that is asked to end gives its trials back
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a worker that is asked to end gives its trials back
     try:
         yield
     except ParedownError as error:
@@ -238,6 +253,8 @@ def _errors() -> Generator[None]:
     except BrokenPipeError:
         sys.stderr.close()
         raise typer.Exit(1) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(sentence: str, status: int) -> NoReturn:

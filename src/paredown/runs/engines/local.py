@@ -27,7 +27,8 @@ from paredown.runs.claims import Claim, Ended
 from paredown.runs.engines.engine import Engine, Run, failed, run_safely
 from paredown.runs.sweep import TrialSpec
 
-PRELOAD = ("torch", "paredown.runs.evaluate")
+# torch._dynamo: imported by the first step of any optimizer, which takes a new process 1.1 s
+PRELOAD = ("torch", "torch._dynamo", "paredown.runs.evaluate", "paredown.runs.running")
 END_SECONDS = 5.0  # for a process whose result has come to end by itself
 
 
