@@ -12,8 +12,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -116,7 +117,7 @@ def sweep_status(store: StoreOption = None) -> None:
             if sys.stdout.isatty():
                 print(counts, *(f"  best of {one}" for one in best), sep="\n")
             else:
-                _line({"event": "status", **counts.to_json(), "best": [one.to_json() for one in best]})
+                print(_json({"event": "status", **counts.to_json(), "best": [one.to_json() for one in best]}))
 
 
 @sweep_app.command("export")
@@ -165,20 +166,22 @@ Voices = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "Call
 
 @contextmanager
 def _pipe(watcher: Watcher) -> Generator[Voices]:
-    """JSON lines: results as they come, progress at times and at the end."""
+    """JSON lines: results as they come, progress at times and at the end. What else is printed goes to stderr."""
+    lines = partial(print, file=sys.stdout, flush=True)
 
     def told(claim: Claim, trial: Trial) -> None:
         figures = {"task": trial.task, "seed": trial.seed, "status": trial.status.value, "error": trial.error}
-        _line({"event": "finished", "key": claim.key, "sweep": claim.sweep, **figures, "reason": trial.reason})
+        lines(_json({"event": "finished", "key": claim.key, "sweep": claim.sweep, **figures, "reason": trial.reason}))
 
     def idle(*, is_due: bool = False) -> None:
         for progress in watcher.look(is_due=is_due):
-            _line(progress.to_json())
+            lines(_json(progress.to_json()))
 
-    try:
-        yield told, idle, _say
-    finally:
-        idle(is_due=True)
+    with redirect_stdout(sys.stderr):
+        try:
+            yield told, idle, _say
+        finally:
+            idle(is_due=True)
 
 
 @contextmanager
@@ -266,5 +269,5 @@ def _say(sentence: str) -> None:
     print(f"paredown: {sentence}", file=sys.stderr, flush=True)
 
 
-def _line(value: dict[str, Any]) -> None:
-    print(json.dumps(value, allow_nan=False), flush=True)
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False)

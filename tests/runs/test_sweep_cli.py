@@ -76,19 +76,18 @@ def write(folder: Path, toml: str = TOML) -> Path:
 
 
 def test_twenty_real_trials_killed_and_started_again(tmp_path: Path) -> None:
-    kill_and_go_on(tmp_path, str(tmp_path / "t.db"), num_trials=20)
+    kill_and_go_on(tmp_path, str(tmp_path / "t.db"), num_seeds=5)
 
 
 def test_real_trials_killed_and_started_again_on_postgresql(tmp_path: Path, new_postgres: Callable[[], str]) -> None:
-    kill_and_go_on(
-        tmp_path, new_postgres(), num_trials=6, toml=TOML.replace("[0, 1, 2, 3, 4]", "[0, 1, 2]").replace(', "mine.py:small"', "")
-    )
+    kill_and_go_on(tmp_path, new_postgres(), num_seeds=2)
 
 
-def kill_and_go_on(folder: Path, address: str, *, num_trials: int, toml: str = TOML) -> None:
+def kill_and_go_on(folder: Path, address: str, *more: str, num_seeds: int) -> None:
     """`sweep run`, kill -9 after three results, the same command again: every trial once."""
-    write(folder, toml)
-    first = start(folder, address, "sweep", "run", "sweep.toml", "--slots", "2", "--patience", "2")
+    num_trials, arguments = 4 * num_seeds, ("sweep", "run", "sweep.toml", "--slots", "2", "--patience", "2", *more)
+    write(folder, TOML.replace("[0, 1, 2, 3, 4]", str(list(range(num_seeds)))))
+    first = start(folder, address, *arguments)
     said: list[str] = []
     assert first.stdout is not None
     while sum('"finished", "key"' in line for line in said) < 3:
@@ -97,7 +96,7 @@ def kill_and_go_on(folder: Path, address: str, *, num_trials: int, toml: str = T
         said.append(line)
     first.send_signal(signal.SIGKILL)
     rest, errors = first.communicate()
-    second = start(folder, address, "sweep", "run", "sweep.toml", "--slots", "2", "--patience", "2")
+    second = start(folder, address, *arguments)
     out, more_errors = second.communicate(timeout=200)
     assert second.returncode == 0, more_errors
     before, after = finished("".join(said) + rest), finished(out)
@@ -210,8 +209,9 @@ def test_failed_trials_run_again_when_asked(tmp_path: Path, monkeypatch: pytest.
     with Store(tmp_path / "sweep.db") as store:
         assert count(store)[0].by_status == {"failed": 2}
         assert all("not yet" in row["reason"] for row in rows(store))
-    (tmp_path / "mine.py").write_text(TASK)
-    assert invoke("sweep", "run", "sweep.toml", "--engine", "inline", "--again", "failed")[0] == 0
+    (tmp_path / "mine.py").write_text(TASK + "print('chatter of a task')\n")
+    status, out, said = invoke("sweep", "run", "sweep.toml", "--engine", "inline", "--again", "failed")
+    assert status == 0 and "chatter" in said and all(json.loads(line) for line in out.splitlines())
     with Store(tmp_path / "sweep.db") as store:
         assert count(store)[0].by_status == {"done": 2}
     assert "status 'bad' is unknown" in invoke("sweep", "run", "sweep.toml", "--again", "bad")[2]

@@ -8,6 +8,7 @@ trials. `pip install 'paredown[ray]'`.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from importlib import import_module
@@ -89,8 +90,10 @@ def _join() -> Any:
         raise SweepError("the ray engine needs Ray: pip install 'paredown[ray]'.") from None
     if ray.is_initialized():
         return ray
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+        ray.init(address="auto", **quiet)
     except ConnectionError:
-        ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+        ray.init(include_dashboard=False, **quiet)
     return ray
