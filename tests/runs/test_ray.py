@@ -26,7 +26,9 @@ from paredown.runs.engines.ray import RayEngine
 from paredown.runs.store import Store
 from paredown.runs.worker import work
 from tests.support.trials import act
-print("", work(Store(sys.argv[1]), RayEngine(act, slots=2, cpus=0.5)), sep="\n")
+finished = work(Store(sys.argv[1]), RayEngine(act, slots=2, cpus=0.5))
+print()
+print(finished)
 """
 
 
