@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 
 from paredown.models import MODELS
 from paredown.models.tokens import token_loss
+from paredown.runs.train import learning_rate
 
 WAYS = (AS_WRITTEN, *(Way(text, text) for text in ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")))
 NUM_BYTES = 256
@@ -202,15 +203,6 @@ def text_task(folder: Path, device: str, size: Size) -> Task:
         loss=token_loss,
         judge=lambda model: data.loss(model, size.num_judged),
     )
-
-
-def learning_rate(step: int, num_steps: int, peak: float) -> float:
-    """Up to the peak in the first tenth, then down to a hundredth of it along a cosine."""
-    warm_up = max(num_steps // 10, 1)
-    if step < warm_up:
-        return peak * (step + 1) / warm_up
-    down = 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(num_steps - warm_up, 1)))
-    return peak * (0.01 + 0.99 * down)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ def read_arrays(path: Path, *, superclass: int | None = None) -> Examples:
 
 def _loaded(path: Path) -> dict[str, Array]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened:
+            file: Any = np.load(opened, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise ValueError("it is one array")
             return {name: file[name] for name in file.files}
@@ -112,11 +113,7 @@ def examples_of(found: Mapping[tuple[str, str], Array], class_names: Sequence[st
     unknown = np.setdiff1d(labels["test"], known)
     if len(unknown):
         raise TaskError(f"{file}: the test split has class {unknown[0]!s}, of which there is no training example.")
-    names = (
-        tuple(str(class_names[label] if label < len(class_names) else label) for label in known)
-        if known.dtype.kind in "iu"
-        else known
-    )
+    names = [class_names[k] if known.dtype.kind == "i" and 0 <= k < len(class_names) else k for k in known]
     x = {name: _channels_first(found[name, "x"], f"x_{name} of {file}") for name in ("train", "test")}
     y = {name: torch.from_numpy(np.searchsorted(known, labels[name]).astype(np.int64)) for name in ("train", "test")}
     try:

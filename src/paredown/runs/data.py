@@ -49,6 +49,11 @@ class Data(ABC):
     def num_answers(self) -> int | None:
         """Classes, or bytes of a text; None where answers are numbers of another kind."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all training examples as they are kept, on the device that they are trained on."""
+
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
         """Batches of training examples, without end."""
@@ -95,6 +100,8 @@ class Examples(Data):
         for split, x, y in (("training", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
             if not isinstance(x, Tensor) or not isinstance(y, Tensor):
                 raise TaskError(f"{split} examples and answers are tensors, not {type(x).__name__} and {type(y).__name__}.")
+            if not x.dim() or not y.dim():
+                raise TaskError(f"{split} examples and answers are (num, ...), not {tuple(x.shape)} and {tuple(y.shape)}.")
             if len(x) != len(y):
                 raise TaskError(f"there are {len(x)} {split} examples and {len(y)} answers; each example has one.")
             if not len(x):
@@ -102,7 +109,9 @@ class Examples(Data):
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             shapes = f"{tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
             raise TaskError(f"a training example and a test example have different shapes: {shapes}.")
-        if self.has_classes:
+        if self.y_train.dim() == 1 and not self.y_train.is_floating_point():
+            object.__setattr__(self, "y_train", self.y_train.long())  # as cross entropy takes classes
+            object.__setattr__(self, "y_test", self.y_test.long())
             self._check_classes()
         if self.look != AS_THEY_ARE and self.x_train.dim() != 4:
             raise TaskError(f"{self.look} is for pictures (num, channels, height, width); these are {tuple(self.x_train.shape)}.")
@@ -131,6 +140,11 @@ class Examples(Data):
     def num_test(self) -> int:
         """Examples to be judged by."""
         return len(self.x_test)
+
+    @property
+    def nbytes(self) -> int:
+        """Of inputs and answers."""
+        return self.x_train.nbytes + self.y_train.nbytes
 
     @cached_property
     def num_answers(self) -> int | None:  # type: ignore[override]
@@ -221,6 +235,11 @@ class Text(Data):
     def num_test(self) -> int:
         """Pieces to be judged by."""
         return min(LARGEST_TEST, (len(self.read) - self.cut) // (self.length + 1))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the training part."""
+        return self.cut
 
     @property
     def num_answers(self) -> int:

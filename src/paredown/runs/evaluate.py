@@ -1,8 +1,9 @@
 """`evaluate(task, plan, seed=0)` trains once and tells what came of it, as a Trial.
 
 A run that diverged, that ran out of memory or that is hopeless is a trial with that status. What a model or a task of the user's raises is
-raised here too. Task, plan, seed and device decide every number of a trial but its seconds: torch is seeded, deterministic algorithms
-are asked for, and torch's random state and settings are afterwards what they were.
+raised here too. Task, plan, seed and device decide every number of a trial but its seconds (and some bytes of its measured peak: tables
+that a process makes once). For that, torch is seeded and deterministic algorithms are asked for; torch's random state and settings are
+afterwards what they were.
 
 >>> from paredown.runs.tasks import find_task
 >>> trial = evaluate(find_task("digits#model=mlp,steps=60"), Plan.preset("lpmm"), device="cpu")
@@ -53,7 +54,7 @@ def evaluate(
     head = Trial(
         setting.task.name, plan, seed, Status.DONE, device=device_name(setting.device), versions=versions(), commit=commit()
     )
-    meter = meter_of(setting.device)
+    meter = meter_of(setting.device, beside=setting.task.data.nbytes)
     with _seeded(setting), _deterministic(setting.device):
         head, begun = replace(head, predicted_peak_bytes=_predicted(setting)), time.perf_counter()
         trial = _outcome(head, setting, meter, progress)

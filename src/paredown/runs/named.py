@@ -23,6 +23,7 @@ from paredown.runs.arrays import scaled
 from paredown.runs.data import NUM_BYTES, Data, Examples, Look, Text
 from paredown.runs.task import Recipe, Task
 
+BATCH = 32
 PASSES = 10
 TEXT_STEPS = 500
 MLP_WIDTH = 256
@@ -101,7 +102,7 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
     data = data if is_text else _prepared(data, model, options)
     build = partial(MODELS[model], **_keywords(model, data, options))
     _check_build(model, build, data)
-    batch = options.get("batch", 32)
+    batch = options.get("batch", BATCH)
     steps = options.get("steps", TEXT_STEPS if is_text else max(PASSES * (data.num_train // max(batch, 1)), 1))
     metric = "loss" if is_text else "error"
     autocast = _dtype(options.get("autocast", "none"))

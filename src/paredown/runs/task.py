@@ -83,7 +83,7 @@ def share_wrong(output: Tensor, answers: Tensor) -> Tensor:
 METRICS: Mapping[str, Loss | None] = MappingProxyType({"error": share_wrong, "loss": None})  # None: the task's own loss
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Task:
     """What to train and how to judge it. `make_model(seed)` makes a fresh model on the CPU; torch is seeded when it is called.
 

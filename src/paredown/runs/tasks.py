@@ -119,7 +119,7 @@ def _portable(file: str) -> str:
 def _told(text: str) -> str:
     """A task's text in a message."""
     kind, sign, rest = text.strip().partition(":")
-    return text.strip() if not sign else f"{kind}:{_portable(rest)}" if kind in WITH_FILE else _portable(text.strip())
+    return text.strip() if not sign or not rest else f"{kind}:{_portable(rest)}" if kind in WITH_FILE else _portable(text.strip())
 
 
 def find_file(file: str, folder: Path | None) -> Path:

@@ -24,14 +24,14 @@ from paredown.runs.curves import Curve
 from paredown.runs.task import RULES, Recipe, Task
 from paredown.session.session import apply
 
-WARM_UP = 0.1  # of the steps
+WARM_UP = 10  # one step in so many
 LAST = 0.01  # of the peak learning rate
 Progress = Callable[[int, int, float], None]  # step, steps, training loss
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
     """Up to the peak in the first tenth, then down to a hundredth of it along a cosine."""
-    warm_up = max(int(num_steps * WARM_UP), 1)
+    warm_up = max(num_steps // WARM_UP, 1)
     if step < warm_up:
         return peak * (step + 1) / warm_up
     down = 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(num_steps - warm_up, 1)))

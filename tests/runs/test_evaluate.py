@@ -1,0 +1,382 @@
+"""`evaluate`: the training as it is written, or under a plan; what goes wrong is a trial, what is asked wrongly a sentence."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from getpass import getuser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import paredown
+from paredown import Plan, Trial, apply, evaluate
+from paredown.errors import PlanError, TaskError
+from paredown.plan.trial import Status
+from paredown.runs.data import Examples
+from paredown.runs.evaluate import is_out_of_memory
+from paredown.runs.task import Recipe, Task
+from paredown.runs.train import learning_rate
+from tests.runs.made import CPU, examples, make_task, net
+
+SAME = ("status", "error", "loss", "predicted_peak_bytes", "curve", "reason")
+HAS_SIMULATE = "mode" in inspect.signature(apply).parameters
+
+
+def results(trial: Trial) -> tuple[Any, ...]:
+    return tuple(getattr(trial, name) for name in SAME)
+
+
+def run(task: Task, plan: Plan | None = None, **options: Any) -> Trial:
+    return evaluate(task, plan if plan is not None else Plan(), device="cpu", **options)
+
+
+def by_hand(task: Task, seed: int) -> tuple[list[float], float, float]:
+    """Losses of all steps, error and loss of the test split, with torch alone."""
+    torch.manual_seed(seed)
+    model = task.make_model(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches, losses = task.data.batches(task.batch, seed=seed, device=CPU), []
+    for step in range(task.steps):
+        x, y = next(batches)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, task.steps, 0.1)
+        loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert isinstance(task.data, Examples)
+    logits = model(task.data.x_test)
+    wrong = (logits.argmax(1) != task.data.y_test).float().mean().item()
+    return losses, wrong, cross_entropy(logits, task.data.y_test).item()
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_without_rules_it_is_torchs_training_to_the_bit(seed: int) -> None:
+    task = make_task()
+    with torch.random.fork_rng():
+        losses, error, loss = by_hand(task, seed)
+    trial = run(task, seed=seed)
+    assert trial.status is Status.DONE
+    assert [value for _, value in trial.curve] == losses
+    assert trial.error == pytest.approx(error, abs=1e-7)
+    assert trial.loss == pytest.approx(loss, rel=1e-5)  # a mean of two batches in place of one
+
+
+PLANS = {
+    "as written": Plan(),
+    "activations4": Plan.preset("activations4"),
+    "lpmm": Plan.preset("lpmm"),
+    "both": Plan.uniform(activation="int4/64@bf16", weight="int8/64@e8m0", gradient="int8/64@bf16", moment1="int8/64@bf16"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_task_plan_and_seed_decide_the_trial(name: str) -> None:
+    task = make_task(lambda seed: nn.Sequential(net(seed), nn.Dropout(0.1)), steps=6)
+    torch.manual_seed(1)
+    first = run(task, PLANS[name], seed=3)
+    torch.manual_seed(2)
+    torch.rand(7)
+    again = run(task, PLANS[name], seed=3)
+    assert results(again) == results(first)
+    assert again.measured_peak_bytes == pytest.approx(first.measured_peak_bytes, abs=1024), "small tables are made once"
+    assert run(task, PLANS[name], seed=4).curve != first.curve
+    assert first.plan == PLANS[name] and first.seed == 3
+
+
+def test_plans_learn_and_differ() -> None:
+    task = make_task(steps=30)
+    trials = {name: run(task, plan) for name, plan in PLANS.items()}
+    for name, trial in trials.items():
+        assert trial.error is not None and trial.error < 0.1, f"{name}: {trial}"
+    assert len({trial.curve for trial in trials.values()}) == len(PLANS)
+
+
+def test_torch_is_afterwards_as_it_was() -> None:
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    run(make_task(steps=2), Plan.preset("activations4"))
+    assert torch.equal(torch.rand(3), expected)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_bytes_are_predicted_and_measured() -> None:
+    task = make_task(lambda seed: nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4)))
+    task = replace(task, recipe=Recipe("sgdm", 0.1, {"weight_decay": 1e-4}))  # for which torch's SGD takes scratch
+    trial = run(task)
+    assert trial.measured_peak_bytes is not None and trial.predicted_peak_bytes is not None
+    weights = 4 * sum(p.numel() for p in task.make_model(0).parameters())
+    assert trial.measured_peak_bytes > 3 * weights, "weights, gradients and momentum are there at once"
+    assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.05)
+    packed = run(replace(task, steps=3), Plan.preset("lpmm"))
+    assert packed.predicted_peak_bytes is not None and packed.predicted_peak_bytes < trial.predicted_peak_bytes
+
+
+def test_progress_is_told_and_the_curve_is_the_same() -> None:
+    told: list[tuple[int, int, float]] = []
+    trial = run(make_task(steps=9), progress=lambda *row: told.append(row))
+    assert told == [(step, 9, loss) for step, loss in trial.curve]
+    assert len(told) == 9
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("sgd", 0.1),
+        Recipe("sgdm", 0.1, {"nesterov": True}, "constant"),
+        Recipe("adamw", 0.01, max_norm=1.0),
+        Recipe("lion", 3e-3),
+        Recipe("adamw", 0.01, loss_scale=1024.0, max_norm=1.0),
+    ],
+)
+@pytest.mark.parametrize("plan", ["as written", "lpmm"])
+def test_recipes_learn(recipe: Recipe, plan: str) -> None:
+    trial = run(make_task(recipe=recipe, steps=20), PLANS[plan])
+    assert trial.status is Status.DONE
+    assert trial.curve[-1][1] < 0.7 * trial.curve[0][1]
+
+
+def test_a_scaled_loss_is_told_unscaled() -> None:
+    plain, scaled = (run(make_task(recipe=Recipe("sgdm", 0.1, loss_scale=scale), steps=5)) for scale in (None, 1024.0))
+    for (_, a), (_, b) in zip(plain.curve, scaled.curve, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_autocast_is_around_forward_and_loss_and_judging() -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    class Spy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.inner(x)
+            if not isinstance(out, torch._subclasses.FakeTensor):  # type: ignore[attr-defined]
+                seen.append((self.training, out.dtype))
+            return out
+
+    trial = run(make_task(lambda seed: Spy(), steps=3, autocast=torch.bfloat16))
+    assert seen == [(True, torch.bfloat16)] * 3 + [(False, torch.bfloat16)] * 2
+    assert trial.status is Status.DONE
+
+
+def test_metrics() -> None:
+    data = examples()
+    task = make_task(data=data, steps=20)
+    by_name, by_loss = run(task), run(replace(task, metric="loss"))
+    assert by_loss.error == by_loss.loss == by_name.loss
+    own = run(replace(task, metric=lambda output, answers: (output.argmax(1) != answers).float().mean() + 1))
+    assert own.error == pytest.approx((by_name.error or 0) + 1)
+
+
+def test_numbers_as_answers() -> None:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    data = Examples(x[:48], x[:48, :1], x[48:], x[48:, :1])
+    task = Task("line", lambda seed: nn.Linear(8, 1), data, 30, 16, Recipe("sgdm", 0.1), loss=mse_loss, metric="loss")
+    trial = run(task)
+    assert trial.status is Status.DONE and trial.error is not None and trial.error < 0.2
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_diverges_is_a_trial() -> None:
+    trial = run(make_task(recipe=Recipe("sgdm", 1e6, schedule="constant")), Plan.preset("activations4"))
+    assert trial.status is Status.DIVERGED and trial.error is None
+    assert trial.reason.startswith("the training loss is ")
+    assert 1 <= len(trial.curve) < 12
+    assert Trial.from_json(json.loads(json.dumps(trial.to_json(), allow_nan=False))) == trial
+
+
+def test_a_test_loss_that_is_not_finite_has_diverged() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) if self.training else self.inner(x) * math.nan
+
+    trial = run(make_task(lambda seed: Late(), steps=3))
+    assert trial.status is Status.DIVERGED
+    assert trial.reason.startswith("on the test split") and "loss nan" in trial.reason
+
+
+class Dead(nn.Module):
+    """Learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 0.0
+
+
+def test_a_hopeless_run_stops_early_and_is_judged() -> None:
+    x, y = torch.randn(128, 16), torch.arange(128) % 4
+    data = Examples(x, y[torch.randperm(128)], x[:64], y[:64])
+    stuck = make_task(lambda seed: Dead(), data=data, steps=120)
+    trial = run(stuck)
+    assert trial.status is Status.STOPPED
+    assert trial.reason.startswith("hopeless: the mean training loss of steps 31 to 60 of 120 is 1.386")
+    assert trial.curve[-1][0] == 60 and trial.error == pytest.approx(0.75)
+    assert run(replace(stuck, stops_early=False)).status is Status.DONE
+
+
+class Broken(nn.Module):
+    """Raises in a training step; a trace does not see it."""
+
+    def __init__(self, fail: Callable[[], Any], at: int = 3) -> None:
+        super().__init__()
+        self.inner, self.fail, self.left = net(0), fail, at
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, torch._subclasses.FakeTensor):  # type: ignore[attr-defined]
+            self.left -= 1
+            if self.left == 0:
+                self.fail()
+        return self.inner(x)
+
+
+def fails(error: BaseException) -> Callable[[], Any]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+NO_MEMORY: dict[str, tuple[Callable[[], Any], str]] = {
+    "CUDA's": (
+        fails(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 7 bytes, process 123 has")),
+        "out of memory, asked for 2.50 GiB more",
+    ),
+    "Python's": (fails(MemoryError()), "out of memory"),
+    "a CPU's, for real": (lambda: torch.empty(2**60, dtype=torch.uint8), f"out of memory, asked for {2**60} bytes more"),
+    "a library's": (fails(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")), "out of memory"),
+}
+
+
+@pytest.mark.parametrize("name", NO_MEMORY)
+def test_no_memory_is_a_trial(name: str) -> None:
+    fail, reason = NO_MEMORY[name]
+    trial = run(make_task(lambda seed: Broken(fail)), Plan.preset("activations4"))
+    assert (trial.status, trial.reason) == (Status.OUT_OF_MEMORY, reason)
+    assert trial.error is None and trial.predicted_peak_bytes is not None
+    assert run(make_task(steps=2)).status is Status.DONE, "the next trial runs"
+
+
+def test_other_errors_are_no_lack_of_memory() -> None:
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize("error", [ValueError("of the user"), RuntimeError("mat1 and mat2"), KeyboardInterrupt()])
+def test_what_the_user_raises_passes_and_the_model_is_plain_again(error: BaseException) -> None:
+    made: list[nn.Module] = []
+
+    def make(seed: int) -> nn.Module:
+        made.append(Broken(fails(error)))
+        return made[-1]
+
+    with pytest.raises(type(error)):
+        run(make_task(make), Plan.preset("lpmm"))
+    apply(Plan.preset("activations4"), made[-1]).close()  # would be refused if there still were a session
+    assert run(make_task(steps=4)).measured_peak_bytes is not None, "the profiler was ended"
+
+
+# --- what a trial says of its place -----------------------------------------------------------------------------------
+
+
+def test_a_trial_knows_versions_and_no_place() -> None:
+    trial = run(make_task(steps=2))
+    assert trial.versions["torch"] == torch.__version__ and trial.versions["paredown"] == paredown.__version__
+    assert trial.device.endswith(" CPU") and trial.seconds is not None and trial.seconds > 0
+    text = json.dumps(trial.to_json())
+    root = Path(paredown.__file__).parents[2]
+    assert bool(trial.commit) == (root / ".git").exists()
+    for secret in (str(root), str(Path.home()) + "/", str(Path.cwd())):
+        assert secret not in text
+    words = text.replace('"', " ").split()
+    assert socket.gethostname() not in words and (getuser() == "root" or getuser() not in words)
+
+
+# --- what is asked wrongly --------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    for key in ("layer1.0.conv1:input", "layer3.*:input"):
+        with pytest.raises(PlanError, match=r"task 'blobs': .*no s"):
+            run(make_task(), Plan().set(key, "int4/64@bf16"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ((Plan(), make_task()), {}, "the task first, then the plan"),
+        ((make_task(), "lpmm"), {}, "a Task, or its name, and a Plan, not Task and str"),
+        ((3, Plan()), {}, "not int and Plan"),
+        (("digit", Plan()), {}, "task 'digit' is unknown"),
+        ((make_task(), Plan()), {"seed": -1}, "seed -1 is none"),
+        ((make_task(), Plan()), {"seed": 0.5}, "seed 0.5 is none"),
+        ((make_task(), Plan()), {"device": "mps"}, "device 'mps' is not here. Allowed: cpu"),
+        ((make_task(recipe=Recipe("sgdm", 0.1, {"beta": 3})), Plan()), {}, "optimizer 'sgdm' cannot be made of lr, momentum, beta"),
+    ],
+)
+def test_arguments_that_make_no_trial(arguments: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        evaluate(*arguments, **options)
+
+
+# --- other modes and devices ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HAS_SIMULATE, reason="apply has no simulate mode")
+def test_simulate_mode_rounds_and_measures_nothing() -> None:
+    task, plan = make_task(steps=20), Plan.uniform(activation="e4m3fn", error="e5m2", weight="e4m3fn", master="bf16")
+    trial = run(task, plan, mode="simulate")
+    assert trial.status is Status.DONE and trial.error is not None and trial.error < 0.1
+    assert trial.measured_peak_bytes is None
+    assert results(run(task, plan, mode="simulate")) == results(trial)
+    assert trial.curve != run(task).curve
+    assert run(task, Plan(), mode="simulate").curve == run(task).curve, "nothing is rounded"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PLANS)
+def test_a_gpu_gives_the_same_again(name: str) -> None:
+    task = "digits#steps=30,autocast=bf16"
+    first = evaluate(task, PLANS[name], device="cuda")
+    assert first.status is Status.DONE
+    assert results(evaluate(task, PLANS[name], device="cuda")) == results(first)
+    assert first.measured_peak_bytes is not None and first.device == torch.cuda.get_device_name()
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_what_is_predicted() -> None:
+    """The data, 68 MB on the device, is no part of the step."""
+    x = torch.randint(256, (4096, 3, 74, 74), dtype=torch.uint8)
+    data = Examples(x, torch.arange(4096) % 4, x[:64], torch.arange(64) % 4)
+    layers = (
+        nn.Conv2d(3, 64, 3),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 4),
+    )
+    task = make_task(lambda seed: nn.Sequential(*layers), data=data, steps=4, batch=128)
+    trial = evaluate(task, Plan(), device="cuda")
+    assert trial.measured_peak_bytes is not None and trial.predicted_peak_bytes is not None
+    assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.15)
