@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, NamedTuple, final
 
+from paredown.errors import SweepError
 from paredown.plan.trial import Status, Trial
 from paredown.runs.claims import Claim, Ended
 from paredown.runs.engines.engine import Engine, Run, failed, run_safely
@@ -55,6 +56,10 @@ class LocalEngine(Engine):
     """Processes of this machine. `run` is a function of a module, or a picklable object: a child finds it by its name."""
 
     def __init__(self, run: Run, *, slots: int = 1, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
+        if getattr(run, "__module__", None) == "__main__":
+            raise SweepError(
+                "what runs trials is defined in the script itself; children find it in a module: put it into a file and import it."
+            )
         self.slots = slots
         self._run = run
         self._gpus = list(gpus)
