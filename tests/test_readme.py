@@ -34,7 +34,7 @@ def failures(text: str) -> str:
     return "".join(report)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/formats.md", "docs/optimizers.md", "docs/tasks.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/formats.md", "docs/optimizers.md", "docs/sweeps.md", "docs/tasks.md"])
 def test_what_is_written_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples write files
     text = (ROOT / name).read_text(encoding="utf-8")
