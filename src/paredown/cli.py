@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from urllib.parse import urlsplit
 
 import typer
 
@@ -147,6 +148,8 @@ def sweep_merge(
 
 def main() -> None:
     """The entry point."""
+    if any(_has_password(argument) for argument in sys.argv):
+        _say("everybody on this machine can read a password on a command line; set PAREDOWN_STORE or PGPASSWORD instead.")
     app()
 
 
@@ -258,6 +261,13 @@ def _errors() -> Generator[None]:
         raise typer.Exit(1) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _has_password(argument: str) -> bool:
+    try:
+        return "://" in argument and urlsplit(argument.partition("=")[2] or argument).password is not None
+    except ValueError:
+        return False
 
 
 def _end(sentence: str, status: int) -> NoReturn:

@@ -26,14 +26,14 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture
 def new_postgres(postgres: Postgres) -> Callable[[], str]:
-    """Makes an empty database on it; the URL."""
+    """Makes an empty place for tables on it, a schema; the URL."""
     import psycopg
 
     def make() -> str:
         name = f"trials_{uuid4().hex[:12]}"
         with psycopg.connect(postgres.url, autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}")
-        return postgres.url.removesuffix("postgres") + name
+            connection.execute(f"CREATE SCHEMA {name}")  # a database of its own takes 8 MB and a second
+        return f"{postgres.url}?options=-csearch_path%3D{name}"
 
     return make
 

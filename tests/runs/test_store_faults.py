@@ -186,7 +186,7 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(postgres: Postgres,
     [
         (lambda url: url.replace(PASSWORD, "wrong-" + PASSWORD), "refuses user or password"),
         (lambda url: url.replace("tester:", "stranger:"), "refuses user or password"),
-        (lambda url: url + "_missing", "has no such database"),
+        (lambda url: url.replace("/postgres?", "/missing?"), "has no such database"),
         (lambda url: url.replace("127.0.0.1:", "127.0.0.1:1"), None),
         (lambda url: url.replace("@127", "@x@127"), None),
         (lambda url: url.replace("127.0.0.1:", f"127.0.0.1:{PASSWORD}"), "cannot be read"),

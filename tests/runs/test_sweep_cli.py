@@ -217,6 +217,24 @@ def test_failed_trials_run_again_when_asked(tmp_path: Path, monkeypatch: pytest.
     assert "status 'bad' is unknown" in invoke("sweep", "run", "sweep.toml", "--again", "bad")[2]
 
 
+def test_a_worker_that_is_asked_to_end_gives_back_what_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, TOML.replace("[0, 1, 2, 3, 4]", "[0]").replace('"digits#model=mlp,steps=5", ', ""))
+    (tmp_path / "mine.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    status, out, said = invoke("sweep", "run", "sweep.toml", "--engine", "inline")
+    assert status == 130 and "the same command goes on" in said and '"finished", "key"' not in out
+    with Store(tmp_path / "sweep.db") as store:
+        assert count(store)[0].waiting == 2 and store.beats() == {}
+        assert [claim.attempt for claim in store.claim("w", 2)] == [1, 1]
+
+
+def test_a_password_on_the_command_line_is_warned_of_and_not_repeated(tmp_path: Path) -> None:
+    shown = command("sweep", "status", "--store", f"mysql://ann:{PASSWORD}@h/d")
+    found = subprocess.run(shown, env=environment(""), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and "everybody on this machine" in found.stderr
+    assert PASSWORD not in found.stdout + found.stderr
+
+
 def test_a_worker_runs_nothing_but_what_its_folder_has(tmp_path: Path) -> None:
     """The store names files elsewhere, by way up, by absolute path and through a link: none is imported."""
     inside, outside = tmp_path / "tasks", tmp_path / "outside"

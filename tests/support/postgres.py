@@ -61,6 +61,7 @@ class Postgres:
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": self._folder,
             "max_connections": 60,
+            "max_wal_size": "64MB",
             "fsync": "on" if self._is_durable else "off",  # killed processes lose nothing without it, and tests take less time
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]

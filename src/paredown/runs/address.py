@@ -17,7 +17,6 @@ with 'mysql://'.
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
@@ -68,12 +67,4 @@ def is_same_store(a: URL, b: URL) -> bool:
     """Whether two addresses lead to one store."""
     if a.drivername == b.drivername == "sqlite":
         return Path(str(a.database)).resolve() == Path(str(b.database)).resolve()
-    return say_address(a) == say_address(b)
-
-
-def has_password(text: str) -> bool:
-    """Whether a URL has a password in it, so that a command line that holds it can be warned of."""
-    try:
-        return "://" in text and urlsplit(text).password is not None
-    except ValueError:
-        return False
+    return a.set(username=None, password=None) == b.set(username=None, password=None)

@@ -9,6 +9,7 @@ Work may run twice, when the server was lost between commit and answer: whoever 
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from paredown.runs import schema
 from paredown.runs.address import parse_address, say_address
 
 T = TypeVar("T")
+OLDEST_SQLITE = (3, 35)  # RETURNING
 LOCK_SECONDS = 20  # that SQLite itself waits for a lock
 READS: dict[str, Any] = {"paredown_reads": True}
 PAUSE_SECONDS = (0.05, 2.0)  # between attempts: the first, and the longest
@@ -149,6 +151,10 @@ def _to_stderr(sentence: str) -> None:
 def _make_engine(url: URL, name: str) -> Engine:
     options: dict[str, Any] = {"connect_args": {"connect_timeout": 10}}
     if url.drivername == "sqlite":
+        if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+            raise StoreError(
+                f"the store {name} needs SQLite 3.35; this Python has {sqlite3.sqlite_version}. Use a newer Python, or PostgreSQL."
+            )
         options = {"connect_args": {"timeout": LOCK_SECONDS, "check_same_thread": False}}
     try:
         engine = create_engine(url, hide_parameters=True, **options)

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from sqlalchemy.exc import DBAPIError
+
 from paredown.errors import StoreError
 from paredown.runs.store import Store
 
@@ -77,7 +79,7 @@ class Heart:
         while not self._ended.wait(self._seconds):
             try:
                 self._turn()
-            except StoreError:
+            except (StoreError, DBAPIError):
                 continue  # the worker's own next write says what is wrong, or finds it mended
 
     def _turn(self) -> None:

@@ -14,6 +14,7 @@ from paredown.plan.trial import Status, Trial
 from paredown.runs.claims import Claim, Ended
 from paredown.runs.sweep import TrialSpec
 
+LONGEST_REASON = 2000  # characters: a message may hold a whole tensor
 Run = Callable[[TrialSpec], Trial]
 
 
@@ -54,4 +55,4 @@ def run_safely(run: Run, spec: TrialSpec) -> Trial:
 
 def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Trial:
     """The trial that has no numbers."""
-    return Trial(spec.task, spec.plan, spec.seed, status, reason=reason)
+    return Trial(spec.task, spec.plan, spec.seed, status, reason=reason[:LONGEST_REASON])
