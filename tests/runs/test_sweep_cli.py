@@ -23,11 +23,13 @@ from typer.testing import CliRunner
 from paredown.cli import app
 from paredown.plan.plan import Plan
 from paredown.runs.claims import Ended
+from paredown.runs.engines.local import LocalEngine
 from paredown.runs.export import rows
 from paredown.runs.running import TaskFolder, make_engine, predicted_bytes
 from paredown.runs.status import count
 from paredown.runs.store import Store
 from paredown.runs.sweep import TrialSpec
+from paredown.runs.worker import Duty, work
 from tests.support.postgres import PASSWORD
 from tests.support.trials import done, draw
 from tests.support.work import ROOT
@@ -258,6 +260,30 @@ def test_a_worker_runs_nothing_but_what_its_folder_has(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="folder that tasks may come from"):
             folder(TrialSpec(name, Plan(), 0))
     assert not mark.exists()
+
+
+def test_task_files_that_raise_exit_or_hang_harm_nobody(tmp_path: Path) -> None:
+    """Real files, imported by the processes of their trials."""
+    files = {
+        "raises": "raise RuntimeError('not today')",
+        "quits": "import sys\nsys.exit(3)",
+        "exits": "import os\nos._exit(5)",
+        "hangs": "import time\ntime.sleep(600)",
+        "good": TASK,
+    }
+    for name, code in files.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    folder = TaskFolder(tmp_path)
+    with Store(tmp_path / "t.db") as store:
+        store.add("s", draw(*(f"{name}.py:small" for name in files if name != "hangs")))
+        store.add("s", draw("hangs.py:small", timeout=4.0))
+        assert work(store, LocalEngine(folder, slots=5), Duty(refuses=folder.refuses)) == 5
+        found = {row["task"].partition(".")[0]: (row["status"], row["reason"]) for row in rows(store)}
+    assert found["good"] == ("done", "")
+    assert found["raises"][0] == found["quits"][0] == found["exits"][0] == "failed"
+    assert "RuntimeError: not today" in found["raises"][1] and "SystemExit: 3" in found["quits"][1]
+    assert found["exits"][1] == "its process ended with exit status 5 and without a result"
+    assert found["hangs"] == ("killed", "no result after 4 s (timeout_seconds); its process was ended")
 
 
 def test_cheap_first_ranks_by_the_footprint(tmp_path: Path) -> None:
