@@ -116,11 +116,6 @@ def test_blind_loss_is_that_of_equal_odds() -> None:
     assert Examples(x, x, x, x).blind_loss is None
 
 
-def test_bytes_of_what_is_kept() -> None:
-    assert examples().nbytes == 128 * (16 * 4 + 8)
-    assert Text(torch.zeros(1000, dtype=torch.uint8)).nbytes == 900
-
-
 X, Y = torch.zeros(6, 2), torch.arange(6) % 2
 
 

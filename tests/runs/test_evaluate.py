@@ -25,7 +25,7 @@ from paredown.runs.data import Examples
 from paredown.runs.evaluate import is_out_of_memory
 from paredown.runs.task import Recipe, Task
 from paredown.runs.train import learning_rate
-from tests.runs.made import CPU, examples, make_task, net
+from tests.runs.made import CPU, blobs, examples, make_task, net
 
 SAME = ("status", "error", "loss", "predicted_peak_bytes", "curve", "reason")
 HAS_SIMULATE = "mode" in inspect.signature(apply).parameters
@@ -120,6 +120,29 @@ def test_bytes_are_predicted_and_measured() -> None:
     assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.05)
     packed = run(replace(task, steps=3), Plan.preset("lpmm"))
     assert packed.predicted_peak_bytes is not None and packed.predicted_peak_bytes < trial.predicted_peak_bytes
+
+
+class Choosy(nn.Module):
+    """What it does depends on numbers, which a trace has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(2 * x if x.sum().item() > 0 else x)
+
+
+def test_a_step_that_cannot_be_followed_is_measured_alone() -> None:
+    trial = run(make_task(lambda seed: Choosy(), steps=3))
+    assert trial.status is Status.DONE and trial.predicted_peak_bytes is None
+    assert trial.measured_peak_bytes is not None
+
+
+def test_data_and_its_order_are_no_part_of_a_peak() -> None:
+    x, y = blobs(50_000, seed=0)
+    few, many = (run(make_task(data=Examples(x[:num], y[:num], x[:64], y[:64]), steps=3)) for num in (64, 50_000))
+    assert many.measured_peak_bytes == pytest.approx(few.measured_peak_bytes, abs=4096), "the order of 50,000 takes 400,000 bytes"
 
 
 def test_progress_is_told_and_the_curve_is_the_same() -> None:
@@ -260,11 +283,17 @@ def fails(error: BaseException) -> Callable[[], Any]:
 NO_MEMORY: dict[str, tuple[Callable[[], Any], str]] = {
     "CUDA's": (
         fails(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 7 bytes, process 123 has")),
-        "out of memory, asked for 2.50 GiB more",
+        "out of memory after 2 of 12 steps, asked for 2.50 GiB more",
     ),
-    "Python's": (fails(MemoryError()), "out of memory"),
-    "a CPU's, for real": (lambda: torch.empty(2**60, dtype=torch.uint8), f"out of memory, asked for {2**60} bytes more"),
-    "a library's": (fails(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")), "out of memory"),
+    "Python's": (fails(MemoryError()), "out of memory after 2 of 12 steps"),
+    "a CPU's, for real": (
+        lambda: torch.empty(2**60, dtype=torch.uint8),
+        f"out of memory after 2 of 12 steps, asked for {2**60} bytes more",
+    ),
+    "a library's": (
+        fails(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")),
+        "out of memory after 2 of 12 steps",
+    ),
 }
 
 
@@ -273,7 +302,7 @@ def test_no_memory_is_a_trial(name: str) -> None:
     fail, reason = NO_MEMORY[name]
     trial = run(make_task(lambda seed: Broken(fail)), Plan.preset("activations4"))
     assert (trial.status, trial.reason) == (Status.OUT_OF_MEMORY, reason)
-    assert trial.error is None and trial.predicted_peak_bytes is not None
+    assert trial.error is None and trial.predicted_peak_bytes is not None and len(trial.curve) == 2
     assert run(make_task(steps=2)).status is Status.DONE, "the next trial runs"
 
 
@@ -330,6 +359,8 @@ def test_a_plan_for_another_model_is_refused() -> None:
         ((make_task(), Plan()), {"seed": -1}, "seed -1 is none"),
         ((make_task(), Plan()), {"seed": 0.5}, "seed 0.5 is none"),
         ((make_task(), Plan()), {"device": "mps"}, "device 'mps' is not here. Allowed: cpu"),
+        ((make_task(), Plan()), {"device": "cuda:99"}, "device 'cuda:99' is not here. Allowed: cpu"),
+        ((make_task(), Plan()), {"device": "gpu"}, "device 'gpu' is not here"),
         ((make_task(recipe=Recipe("sgdm", 0.1, {"beta": 3})), Plan()), {}, "optimizer 'sgdm' cannot be made of lr, momentum, beta"),
     ],
 )

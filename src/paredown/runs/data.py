@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, count
 from typing import final
 
 import torch
@@ -49,14 +50,9 @@ class Data(ABC):
     def num_answers(self) -> int | None:
         """Classes, or bytes of a text; None where answers are numbers of another kind."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of all training examples as they are kept, on the device that they are trained on."""
-
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Batches of training examples, without end."""
+        """Batches of training examples, without end; what is kept for all of them is there when this returns."""
 
     @abstractmethod
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
@@ -141,11 +137,6 @@ class Examples(Data):
         """Examples to be judged by."""
         return len(self.x_test)
 
-    @property
-    def nbytes(self) -> int:
-        """Of inputs and answers."""
-        return self.x_train.nbytes + self.y_train.nbytes
-
     @cached_property
     def num_answers(self) -> int | None:  # type: ignore[override]
         """Classes."""
@@ -173,28 +164,37 @@ class Examples(Data):
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
         """Batches of training examples, without end."""
-        source = torch.Generator().manual_seed(seed)
+        source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
-        num = self.num_train // batch * batch
-        while True:
-            order = torch.randperm(self.num_train, generator=source)[:num]
-            moves = self._moves(num, source)
-            for which, how in zip(order.to(device).split(batch), moves.to(device).split(batch), strict=True):
-                yield self.numbers(self._moved(x[which], how)), y[which]
+        first = self._draws(num, source, device)
+        passes = chain([first], (self._draws(num, source, device) for _ in count()))
+        return (
+            (self.numbers(self._moved(x[which], how)), y[which])
+            for order, moves in passes
+            for which, how in zip(order.split(batch), moves.split(batch), strict=True)
+        )
 
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
         """All test examples, in batches of at most this many."""
         for x, y in zip(self.x_test.split(batch), self.y_test.split(batch), strict=True):
             yield self.numbers(x.to(device)), y.to(device)
 
-    def _moves(self, num: int, source: torch.Generator) -> Tensor:
-        """Down, right and mirrored or not, (num, 3), for a pass over all examples."""
-        side = 2 * self.look.shift + 1
-        return torch.stack([torch.randint(bound, (num,), generator=source) for bound in (side, side, 1 + self.look.mirror)], 1)
+    def _draws(self, num: int, source: torch.Generator, device: torch.device) -> Pair:
+        """For one pass: which examples, (num,), and how far down, right and mirrored or not each is, (num, 3) or (num, 0)."""
+        order = torch.randperm(self.num_train, generator=source)[:num]
+        bounds = (2 * self.look.shift + 1, 2 * self.look.shift + 1, 1 + self.look.mirror) if self._is_moved else ()
+        moves = torch.empty(num, len(bounds), dtype=torch.int64)
+        for column, bound in enumerate(bounds):
+            moves[:, column] = torch.randint(bound, (num,), generator=source)
+        return order.to(device), moves.to(device)
+
+    @property
+    def _is_moved(self) -> bool:
+        return self.look.shift > 0 or self.look.mirror
 
     def _moved(self, x: Tensor, how: Tensor) -> Tensor:
         """Pictures shifted and mirrored; what comes in from outside is black."""
-        if not (self.look.shift or self.look.mirror):
+        if not self._is_moved:
             return x
         height, width = x.shape[-2:]
         padded = pad(x, (self.look.shift,) * 4)
@@ -237,11 +237,6 @@ class Text(Data):
         return min(LARGEST_TEST, (len(self.read) - self.cut) // (self.length + 1))
 
     @property
-    def nbytes(self) -> int:
-        """Of the training part."""
-        return self.cut
-
-    @property
     def num_answers(self) -> int:
         """A byte comes next."""
         return NUM_BYTES
@@ -250,9 +245,8 @@ class Text(Data):
         """Batches of training pieces, without end."""
         source = torch.Generator().manual_seed(seed)
         read, places = self.read[: self.cut].to(device), torch.arange(self.length + 1, device=device)
-        while True:
-            starts = torch.randint(self.num_train, (batch, 1), generator=source).to(device)
-            yield _shifted(read[starts + places])
+        starts = (torch.randint(self.num_train, (batch, 1), generator=source).to(device) for _ in count())
+        return (_shifted(read[start + places]) for start in starts)
 
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
         """The test pieces, in batches of at most this many."""

@@ -33,6 +33,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.trace import Trace, trace_step
 from paredown.plan.trial import Status, Trial
 from paredown.roles import Role
+from paredown.runs.curves import Curve
 from paredown.runs.peaks import Meter, meter_of
 from paredown.runs.tasks import Task, find_task
 from paredown.runs.train import Loop, Progress, Setting, judge, make_optimizer, train
@@ -54,7 +55,7 @@ def evaluate(
     head = Trial(
         setting.task.name, plan, seed, Status.DONE, device=device_name(setting.device), versions=versions(), commit=commit()
     )
-    meter = meter_of(setting.device, beside=setting.task.data.nbytes)
+    meter = meter_of(setting.device)
     with _seeded(setting), _deterministic(setting.device):
         head, begun = replace(head, predicted_peak_bytes=_predicted(setting)), time.perf_counter()
         trial = _outcome(head, setting, meter, progress)
@@ -71,28 +72,35 @@ def _setting(task: Any, plan: Any, seed: Any, device: Any, mode: Any) -> Setting
         raise TaskError(f"evaluate takes a Task, or its name, and a Plan, not {type(task).__name__} and {type(plan).__name__}.")
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise TaskError(f"seed {seed!r} is none; it is a whole number from 0 to 2^63 - 1.")
-    has_cuda = torch.cuda.is_available()
-    found = torch.device(device if device is not None else "cuda" if has_cuda else "cpu")
-    if found.type not in ("cuda", "cpu") or (found.type == "cuda" and not has_cuda):
-        raise TaskError(f"device {str(found)!r} is not here. Allowed: cpu{', cuda' if has_cuda else ''}.")
-    return Setting(task, plan, seed, found, mode)
+    return Setting(task, plan, seed, _device(device), mode)
+
+
+def _device(device: Any) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    allowed = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{number}" for number in range(num_gpus))]
+    wanted = str(device) if device is not None else "cuda" if num_gpus else "cpu"
+    if wanted not in allowed:
+        raise TaskError(f"device {wanted!r} is not here. Allowed: {', '.join(allowed)}.")
+    return torch.device(wanted)
 
 
 def _outcome(head: Trial, setting: Setting, meter: Meter, progress: Progress | None) -> Trial:
     """The trial without what is measured from outside; without memory, what the exception held is freed first."""
+    task = setting.task
+    curve = Curve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
     try:
-        return _run(head, setting, meter, progress)
+        return _run(head, setting, curve, meter, progress)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         asked = ASKED.search(str(error))
-        reason = f"out of memory{f', asked for {asked[1]} more' if asked else ''}"
+        reason = f"out of memory after {curve.step} of {task.steps} steps{f', asked for {asked[1]} more' if asked else ''}"
     finally:
         meter.stop()
     gc.collect()
     if setting.device.type == "cuda":
         torch.cuda.empty_cache()
-    return replace(head, status=Status.OUT_OF_MEMORY, reason=reason)
+    return replace(head, status=Status.OUT_OF_MEMORY, reason=reason, curve=tuple(curve.points))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -100,13 +108,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in NO_MEMORY)
 
 
-def _run(head: Trial, setting: Setting, meter: Meter, progress: Progress | None) -> Trial:
+def _run(head: Trial, setting: Setting, curve: Curve, meter: Meter, progress: Progress | None) -> Trial:
     """Train and judge; the session is closed whatever happens."""
-    meter.start()
+    batches = setting.task.data.batches(setting.task.batch, seed=setting.seed, device=setting.device)
+    meter.start()  # after the data, which is no part of a step
     model = setting.model().to(setting.device)
     with setting.session(model) as session:
         loop = Loop(setting, model, session)
-        curve = train(loop, after=meter.after, progress=progress)
+        train(loop, batches, curve, after=meter.after, progress=progress)
         meter.stop()
         trial = replace(head, curve=tuple(curve.points))
         if curve.verdict is not None:

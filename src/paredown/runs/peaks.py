@@ -39,10 +39,10 @@ class Meter(ABC):
 
 @final
 class CudaMeter(Meter):
-    """What the allocator counts, beyond what was there before and `beside` bytes that come later and belong to no step."""
+    """What the allocator counts, beyond what was there before."""
 
-    def __init__(self, device: torch.device, beside: int = 0) -> None:
-        self._device, self._beside, self._before, self._runs = device, beside, 0, False
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before, self._runs = device, 0, False
 
     def start(self) -> None:
         """Before the model is there."""
@@ -56,8 +56,7 @@ class CudaMeter(Meter):
     def stop(self) -> None:
         """Reads the peak."""
         if self._runs:
-            self._runs = False
-            self.bytes = max(torch.cuda.max_memory_allocated(self._device) - self._before - self._beside, 0)
+            self.bytes, self._runs = torch.cuda.max_memory_allocated(self._device) - self._before, False
 
 
 @final
@@ -98,6 +97,6 @@ def largest_sum(events: list[Any]) -> int:
     return peak
 
 
-def meter_of(device: torch.device, beside: int = 0) -> Meter:
-    """The one for this device; `beside`: bytes that are not to be counted, where the device has memory of its own."""
-    return CudaMeter(device, beside) if device.type == "cuda" else CpuMeter()
+def meter_of(device: torch.device) -> Meter:
+    """The one for this device."""
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()

@@ -9,7 +9,7 @@ mode it is torch's, whose state the session rounds. A plan without rules, in sto
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from paredown import optim
 from paredown.errors import TaskError
 from paredown.plan.plan import Plan
 from paredown.runs.curves import Curve
+from paredown.runs.data import Pair
 from paredown.runs.task import RULES, Recipe, Task
 from paredown.session.session import apply
 
@@ -120,11 +121,19 @@ class Loop:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
 
-def train(loop: Loop, *, after: Callable[[int], None] | None = None, progress: Progress | None = None) -> Curve:
-    """Train to the last step or until the curve says that this is the end; `after` is told each step, `progress` each point."""
-    task, setting = loop.setting.task, loop.setting
-    curve = Curve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
-    batches = task.data.batches(task.batch, seed=setting.seed, device=setting.device)
+def train(
+    loop: Loop,
+    batches: Iterator[Pair],
+    curve: Curve,
+    *,
+    after: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Train to the last step or until `curve`, which is told every loss, says that this is the end.
+
+    `after` is told each step, `progress` each point of the curve.
+    """
+    task = loop.setting.task
     for step, (x, answers) in zip(range(task.steps), batches, strict=False):
         lr = task.recipe.lr if task.recipe.schedule == "constant" else learning_rate(step, task.steps, task.recipe.lr)
         is_point = curve.add(loop.step(x, answers, lr))
@@ -134,7 +143,6 @@ def train(loop: Loop, *, after: Callable[[int], None] | None = None, progress: P
             progress(step + 1, task.steps, curve.points[-1][1])
         if curve.verdict is not None:
             break
-    return curve
 
 
 @torch.no_grad()
