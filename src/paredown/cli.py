@@ -71,6 +71,7 @@ def sweep_run(
         from paredown.plan.trial import Status
         from paredown.runs.running import TaskFolder, add_sweep, make_engine, predicted_bytes
         from paredown.runs.sweep_file import load_sweep
+        from paredown.runs.watch import beat_every
         from paredown.runs.worker import Duty
 
         found = load_sweep(file)
@@ -81,7 +82,7 @@ def sweep_run(
             _say(
                 f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again; store {opened.database.name}"
             )
-            duty = Duty(found.sweep.name, folder.refuses, beat_seconds=patience / 10, patience_seconds=patience)
+            duty = Duty(found.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
             _work(opened, make_engine(engine, folder, slots=slots), duty)
 
 
@@ -98,12 +99,13 @@ def worker(
     """Join the sweeps of a store, from any machine. Without --tasks only built-in tasks are run."""
     with _errors(), ExitStack() as stack:
         from paredown.runs.running import TaskFolder, make_engine
+        from paredown.runs.watch import beat_every
         from paredown.runs.worker import Duty
 
         none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
         folder = TaskFolder(Path(tasks or str(none)).resolve())
         opened = stack.enter_context(_open(_needed(store), may_create=False))
-        duty = Duty(sweep, folder.refuses, stays=stays, beat_seconds=patience / 10, patience_seconds=patience)
+        duty = Duty(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
         _work(opened, make_engine(engine, folder, slots=slots), duty)
 
 

@@ -27,6 +27,11 @@ BEAT_SECONDS = 2.0
 PATIENCE_SECONDS = 20.0
 
 
+def beat_every(patience_seconds: float) -> float:
+    """Seconds between beats: never more than others with the usual patience expect, whatever one's own is."""
+    return min(BEAT_SECONDS, patience_seconds / 10)
+
+
 @dataclass
 class Pulse:
     """How long the counter of each worker stood still, as far as this process saw it."""
