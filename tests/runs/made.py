@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paredown import Plan, Trial, evaluate
 from paredown.runs.data import Examples
 from paredown.runs.task import Recipe, Task
 
@@ -46,6 +47,11 @@ def make_task(make_model: Callable[[int], nn.Module] = net, **changes: Any) -> T
     """Blobs for `net`."""
     given: dict[str, Any] = {"steps": 12, "batch": 32, "recipe": Recipe("sgdm", 0.1), **changes}
     return Task("blobs", make_model, given.pop("data", None) or examples(), **given)
+
+
+def run(task: Task, plan: Plan | None = None, **options: Any) -> Trial:
+    """A trial on the CPU; as it is written without a plan."""
+    return evaluate(task, plan if plan is not None else Plan(), device="cpu", **options)
 
 
 def pictures(num: int, *shape: int, num_classes: int = 3, seed: int = 0) -> tuple[Any, Any]:

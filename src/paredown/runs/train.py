@@ -142,7 +142,11 @@ def train(
         if is_point and progress is not None and curve.points:
             progress(step + 1, task.steps, curve.points[-1][1])
         if curve.verdict is not None:
-            break
+            return
+    if curve.step < task.steps:
+        raise TaskError(
+            f"task {task.name!r}: its data gave {curve.step} batches and it has {task.steps} steps; batches() has no end."
+        )
 
 
 @torch.no_grad()
