@@ -50,5 +50,5 @@ def test_what_trials_do_on_a_cluster_becomes_their_result(tmp_path: Path) -> Non
     }
 
 
-def test_a_sweep_on_ray_killed_and_started_again(tmp_path: Path) -> None:
-    kill_and_go_on(tmp_path, str(tmp_path / "t.db"), "--engine", "ray", num_seeds=2)
+def test_a_sweep_on_ray_killed_and_started_again(tmp_path: Path, address: str) -> None:
+    kill_and_go_on(tmp_path, address, "--engine", "ray", num_seeds=2)
