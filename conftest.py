@@ -20,7 +20,14 @@ if not HAS_CUDA:
 
 torch.set_num_threads(1)  # tests run side by side, and tensors are small
 
-collect_ignore = [] if find_spec("triton") else ["src/paredown/codec/kernels", "src/paredown/optim/kernels"]
+# package: what cannot be imported without it; tests that need it skip themselves
+STORES = ("address", "claims", "database", "export", "merge", "progress", "running", "schema", "status", "store", "watch", "worker")
+NEEDED_BY = {
+    "triton": ["src/paredown/codec/kernels", "src/paredown/optim/kernels"],
+    "sqlalchemy": [*(f"src/paredown/runs/{name}.py" for name in STORES), "src/paredown/runs/engines", "tests/support/work.py"],
+    "typer": ["src/paredown/cli.py"],
+}
+collect_ignore = [path for package, paths in NEEDED_BY.items() if not find_spec(package) for path in paths]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

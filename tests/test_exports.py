@@ -31,6 +31,8 @@ EXPORTS = {
     "Seed",
     "Sensitivities",
     "Session",
+    "StoreError",
+    "SweepError",
     "Task",
     "TaskError",
     "Trace",

@@ -25,8 +25,9 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search"}), frozenset({"torch"})),
     "runs": (
         frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "models", "search"}),
-        frozenset({"torch", "numpy", "PIL"}),
+        frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
     ),
+    "cli": (frozenset({"errors", "plan", "runs"}), frozenset({"typer", "rich"})),
     "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}), frozenset()),
 }
 

@@ -38,6 +38,8 @@ def failures(text: str) -> str:
 @pytest.mark.parametrize("name", ["README.md", *GUIDES])
 def test_what_is_written_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples write files
+    if name == "docs/sweeps.md":
+        pytest.importorskip("sqlalchemy")
     text = (ROOT / name).read_text(encoding="utf-8")
     assert len(python_blocks(text)) >= 3
     assert not failures(text)

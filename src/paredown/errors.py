@@ -33,5 +33,13 @@ class OptimError(ParedownError, RuntimeError):
     """An optimizer that is asked for what it cannot do, or a state that does not belong to it."""
 
 
+class SweepError(ParedownError, ValueError):
+    """A sweep that is described wrongly, or that cannot go on."""
+
+
+class StoreError(ParedownError, RuntimeError):
+    """A store of trials that cannot be opened, read or written."""
+
+
 class TaskError(ParedownError, ValueError):
     """A task that cannot be found, or whose model, data and settings do not fit together."""

@@ -1,0 +1,179 @@
+"""One database, and work on it in transactions that are tried again while the trouble may pass.
+
+SQLite runs in WAL mode with full synchronization: a commit that returned survives the process, the machine and the power. What
+may pass is waited for, up to `patience_seconds`: a lock, a full disk, a PostgreSQL server that restarts. What cannot is a
+StoreError at once: a read-only path, a file that is no database, a wrong password. TROUBLES is the table of both.
+
+Work may run twice, when the server was lost between commit and answer: whoever writes must find what the first time did.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+
+from paredown.errors import StoreError
+from paredown.runs import schema
+from paredown.runs.address import parse_address, say_address
+
+T = TypeVar("T")
+OLDEST_SQLITE = (3, 35)  # RETURNING
+LOCK_SECONDS = 20  # that SQLite itself waits for a lock
+READS: dict[str, Any] = {"paredown_reads": True}
+PAUSE_SECONDS = (0.05, 2.0)  # between attempts: the first, and the longest
+
+
+class Trouble(NamedTuple):
+    """A text of the database's message, what it means, whether it may pass, and what to do."""
+
+    said: str
+    meaning: str
+    may_pass: bool
+    advice: str
+
+
+TROUBLES = (
+    Trouble("database is locked", "other processes keep it locked", True, "End what holds it, or use PostgreSQL."),
+    Trouble("disk is full", "its disk is full", True, "Free some space: finished trials are safe and the sweep goes on."),
+    Trouble("disk i/o error", "its disk takes no more writes: full, over a quota, or broken", True, "Free some space, or copy it."),
+    Trouble("no space left on device", "the server's disk is full", True, "Free some space there: the sweep goes on."),
+    Trouble("could not extend file", "the server's disk is full", True, "Free some space there: the sweep goes on."),
+    Trouble(
+        "readonly database", "it cannot be written", False, "Allow writing to the file and its folder, or copy both elsewhere."
+    ),
+    Trouble(
+        "unable to open database file",
+        "it cannot be opened",
+        False,
+        "The folder must be there and writable, for the log beside it.",
+    ),
+    Trouble("not a database", "the file is no SQLite database", False, "Give another path."),
+    Trouble("malformed", "the file is damaged", False, "Take a copy, and read it with sqlite3's .recover."),
+    Trouble("password authentication failed", "the server refuses user or password", False, "Set PGPASSWORD, or correct the URL."),
+    Trouble("no password supplied", "the server asks for a password", False, "Set PGPASSWORD, or put it into the URL."),
+    Trouble(
+        "permission denied", "this user may not do that there", False, "Ask for CREATE, SELECT, INSERT, UPDATE and DELETE rights."
+    ),
+    Trouble("fatal:  database", "the server has no such database", False, "Make it (createdb), or correct the URL."),
+    Trouble("fatal:  role", "the server has no such user", False, "Make it (createuser), or correct the URL."),
+)
+LOST = Trouble("", "the server does not answer", True, "Start it, and run the same command again: it goes on where it stopped.")
+
+
+class Database:
+    """Connections to one store. `say` gets a sentence when something has to be waited for."""
+
+    def __init__(self, address: str | Path, *, patience_seconds: float = 120.0, say: Callable[[str], object] | None = None) -> None:
+        self.url = parse_address(address)
+        self.name = say_address(self.url)
+        self.patience_seconds = patience_seconds
+        self._say = say or _to_stderr
+        self._engine = _make_engine(self.url, self.name)
+
+    def open(self, *, may_create: bool = True) -> None:
+        """Connect, and make or migrate the tables; StoreError says what is in the way. A store to read must be there."""
+        if may_create or not self._is_current():
+            self._try(lambda: self._run(lambda connection: schema.prepare(connection, self.name), {}), LOCK_SECONDS)
+
+    def _is_current(self) -> bool:
+        """Whether the tables are there as this version has them; StoreError where there are none. Writes nothing."""
+        there = self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
+        found = self._try(lambda: self._run(schema.find_version, READS), LOCK_SECONDS) if there else None
+        if found is None:
+            raise StoreError(f"there is no store {self.name}. Give the address of one; `paredown sweep run` makes it.")
+        schema.check_version(found, self.name)
+        return found == len(schema.MIGRATIONS)
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """What `work` returns, once all that it wrote is on the disk."""
+        return self._try(lambda: self._run(work, {}), self.patience_seconds)
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """What `work` returns; it sees one moment of the store and blocks nobody."""
+        return self._try(lambda: self._run(work, READS), self.patience_seconds)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._engine.dispose()
+
+    def _run(self, work: Callable[[Connection], T], options: dict[str, Any]) -> T:
+        with self._engine.connect() as connection, connection.execution_options(**options).begin():
+            return work(connection)
+
+    def _try(self, work: Callable[[], T], patience_seconds: float) -> T:
+        """Do it, again after trouble that may pass, for so long."""
+        start, pause, told = time.monotonic(), PAUSE_SECONDS[0], False
+        while True:
+            try:
+                return work()
+            except DBAPIError as error:
+                trouble = find_trouble(error)
+                waited = time.monotonic() - start
+                if trouble is None:
+                    raise
+                if not trouble.may_pass or waited + pause > patience_seconds:
+                    raise StoreError(_sentence(self.name, trouble, waited)) from None
+            if not told and waited > 1.0:
+                self._say(
+                    f"the store {self.name} cannot be used: {trouble.meaning}. Trying for {patience_seconds:.0f} s. {trouble.advice}"
+                )
+                told = True
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE_SECONDS[1])
+
+
+def find_trouble(error: DBAPIError) -> Trouble | None:
+    """What the database means; None where it is no trouble of the store but a mistake of ours."""
+    said = str(error.orig).lower()
+    for row in TROUBLES:
+        if row.said in said:
+            return row
+    is_lost = isinstance(error, OperationalError | InterfaceError) and not type(error.orig).__module__.startswith("sqlite3")
+    return LOST if is_lost else None
+
+
+def _sentence(name: str, trouble: Trouble, waited: float) -> str:
+    after = f" (waited {waited:.0f} s)" if trouble.may_pass else ""
+    return f"the store {name} cannot be used: {trouble.meaning}{after}. {trouble.advice}"
+
+
+def _to_stderr(sentence: str) -> None:
+    print(f"paredown: {sentence}", file=sys.stderr, flush=True)
+
+
+def _make_engine(url: URL, name: str) -> Engine:
+    options: dict[str, Any] = {"connect_args": {"connect_timeout": 10}}
+    if url.drivername == "sqlite":
+        if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+            raise StoreError(
+                f"the store {name} needs SQLite 3.35; this Python has {sqlite3.sqlite_version}. Use a newer Python, or PostgreSQL."
+            )
+        options = {"connect_args": {"timeout": LOCK_SECONDS, "check_same_thread": False}}
+    try:
+        engine = create_engine(url, hide_parameters=True, **options)
+    except ModuleNotFoundError:
+        raise StoreError(f"the store {name} needs psycopg: pip install 'paredown[postgres]'.") from None
+    if url.drivername == "sqlite":
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _set_up_sqlite(connection: Any, _record: object) -> None:
+    connection.isolation_level = None  # transactions begin below, not when the driver sees an INSERT
+    if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A writer takes the lock at once: one that asked for it after reading would be refused without waiting.
+    reads = connection.get_execution_options().get("paredown_reads")
+    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

@@ -1,0 +1,172 @@
+"""One process for each trial on this machine, forked from a server that has imported torch already.
+
+A process has its own memory and its own CUDA context, so one that runs out of memory, hangs or crashes harms no other. Slots take
+the GPUs in turn (`CUDA_VISIBLE_DEVICES`). Results come back as JSON through a pipe. When the worker is killed, the pipe closes and
+each child ends its own process group; nothing goes on training that nobody waits for. What a trial prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any, NamedTuple, final
+
+from paredown.errors import SweepError
+from paredown.plan.trial import Status, Trial
+from paredown.runs.claims import Claim, Ended
+from paredown.runs.engines.engine import Engine, Run, failed, run_safely
+from paredown.runs.sweep import TrialSpec
+
+# torch._dynamo: imported by the first step of any optimizer, which takes a new process 1.1 s
+PRELOAD = ("torch", "torch._dynamo", "paredown.runs.evaluate", "paredown.runs.running")
+END_SECONDS = 5.0  # for a process whose result has come to end by itself
+
+
+class Room(NamedTuple):
+    """What a trial may use: a GPU, None for any, and threads of the CPU."""
+
+    gpu: str | None
+    threads: int
+
+
+@dataclass
+class Running:
+    """A trial's process, our end of its pipe, its GPU and when it must be over."""
+
+    claim: Claim
+    process: BaseProcess
+    pipe: Connection
+    gpu: str | None
+    deadline: float | None
+
+
+@final
+class LocalEngine(Engine):
+    """Processes of this machine. `run` is a function of a module, or a picklable object: a child finds it by its name."""
+
+    def __init__(self, run: Run, *, slots: int = 1, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
+        if getattr(run, "__module__", None) == "__main__":
+            raise SweepError(
+                "what runs trials is defined in the script itself; children find it in a module: put it into a file and import it."
+            )
+        self.slots = slots
+        self._run = run
+        self._gpus = list(gpus)
+        self._threads = max(1, (os.cpu_count() or 1) // slots)
+        self._running: list[Running] = []
+        self._context: Any = get_context("forkserver")
+        self._context.set_forkserver_preload([*preload, __name__])
+
+    def start(self, claim: Claim) -> None:
+        ours, theirs = self._context.Pipe()
+        gpu = min(self._gpus, key=[one.gpu for one in self._running].count) if self._gpus else None
+        process = self._context.Process(target=_child, args=(theirs, self._run, claim.spec, Room(gpu, self._threads)), daemon=False)
+        with _without_main():
+            process.start()
+        theirs.close()
+        limit = claim.spec.settings.timeout_seconds
+        self._running.append(Running(claim, process, ours, gpu, None if limit is None else time.monotonic() + limit))
+
+    def wait(self, seconds: float) -> list[Ended]:
+        left = [one.deadline - time.monotonic() for one in self._running if one.deadline is not None]
+        connection.wait([one.pipe for one in self._running], timeout=max(0.0, min([seconds, *left])))
+        ended = [(one, found) for one in self._running if (found := _look(one)) is not None]
+        self._running = [one for one in self._running if all(one is not other for other, _ in ended)]
+        return [found for _, found in ended]
+
+    def stop(self) -> list[Claim]:
+        left = [one.claim for one in self._running]
+        for one in self._running:
+            _kill(one)
+        self._running = []
+        return left
+
+
+def _look(one: Running) -> Ended | None:
+    """The result, the way its process died, or None while it runs."""
+    spec = one.claim.spec
+    if one.pipe.poll():
+        trial = _receive(one)
+        one.process.join(END_SECONDS)
+        reason = "" if trial else _cause(one.process.exitcode)
+        exited = trial is None and (one.process.exitcode or 0) >= 0
+        _kill(one)
+        return Ended(one.claim, failed(spec, reason) if exited else trial, reason)
+    if one.deadline is not None and time.monotonic() >= one.deadline:
+        _kill(one)
+        reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
+        return Ended(one.claim, failed(spec, reason, Status.KILLED))
+    return None
+
+
+def _receive(one: Running) -> Trial | None:
+    """What the child sent; None: the pipe closed without a result."""
+    try:
+        return Trial.from_json(json.loads(one.pipe.recv_bytes()))
+    except (EOFError, OSError):
+        return None
+
+
+def _cause(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "its process closed its pipe without a result"
+    if exitcode >= 0:
+        return f"its process ended with exit status {exitcode} and without a result"
+    name = signal.Signals(-exitcode).name if -exitcode in tuple(signal.Signals) else str(-exitcode)
+    hint = " (the machine may have run out of memory)" if name == "SIGKILL" else ""
+    return f"its process was ended by {name}{hint}"
+
+
+def _kill(one: Running) -> None:
+    """End the process and all that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(one.process.pid or 0, signal.SIGKILL) if one.process.pid else None
+    if one.process.is_alive():
+        one.process.kill()
+    one.process.join()
+    one.pipe.close()
+
+
+def _child(pipe: Connection, run: Run, spec: TrialSpec, room: Room) -> None:
+    """All that a trial's process does."""
+    os.setsid()  # a group of its own, which ends as a whole
+    os.dup2(sys.stderr.fileno(), 1)  # stdout is the parent's to write
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    if room.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = room.gpu
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(room.threads)  # slots with all threads each are slower than one alone
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    trial = run_safely(run, spec)
+    pipe.send_bytes(json.dumps(trial.to_json()).encode())
+    sys.stderr.flush()
+    os._exit(0)  # what a library leaves behind for its end cannot hang or change the result
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    """Wait for the end of the pipe's other side, and end this process and all that it started."""
+    with suppress(EOFError, OSError):
+        pipe.poll(None)
+    os.killpg(0, signal.SIGKILL)
+
+
+@contextmanager
+def _without_main() -> Generator[None]:
+    """Keep multiprocessing from running the user's script once more in every child: trials need none of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

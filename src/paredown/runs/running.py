@@ -1,0 +1,115 @@
+"""A sweep from its description to its last result: tasks of one folder, an engine, a store.
+
+A store says which task to run, in words; what runs is what this machine's own folder has under that name. A file outside of the
+folder, by `..`, by an absolute path or through a link, is refused, whoever asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from paredown.errors import SweepError, TaskError
+from paredown.plan.footprint import footprint
+from paredown.plan.plan import Plan
+from paredown.plan.trace import Trace, trace_step
+from paredown.plan.trial import Trial
+from paredown.runs.engines.engine import Engine, Run
+from paredown.runs.engines.inline import InlineEngine
+from paredown.runs.engines.local import LocalEngine
+from paredown.runs.engines.ray import RayEngine
+from paredown.runs.evaluate import evaluate
+from paredown.runs.store import Added, Store
+from paredown.runs.sweep import Cost, Sweep, TrialSpec
+from paredown.runs.tasks import WITH_FILE, find_file, find_task, is_inside
+from paredown.runs.train import Setting
+from paredown.runs.worker import Duty, work
+
+
+@dataclass(frozen=True)
+class TaskFolder:
+    """Runs the trials whose tasks are built in or lie under `path`."""
+
+    path: Path
+
+    def refuses(self, task: str) -> str | None:
+        """Why this machine does not run a task, or None. Looks for its file and imports nothing."""
+        head = task.strip().partition("#")[0]
+        kind, _, file = head.partition(":")
+        try:
+            if ".py:" in head:
+                path = self.path / (own := Path(head.rpartition(":")[0]))
+                if own.is_absolute() or not is_inside(path, self.path):
+                    return "its file is outside of the folder that tasks may come from, and is not run."
+                return None if path.is_file() else "the folder that tasks may come from has no such file."
+            if kind in WITH_FILE and file:
+                find_file(file, self.path)
+        except TaskError as error:
+            return str(error)
+        return None
+
+    def __call__(self, spec: TrialSpec) -> Trial:
+        """Train it."""
+        if (reason := self.refuses(spec.task)) is not None:
+            raise TaskError(f"task {spec.task!r}: {reason}")
+        settings = spec.settings
+        trial = evaluate(find_task(spec.task, self.path), spec.plan, seed=spec.seed, device=settings.device, mode=settings.mode)
+        return replace(trial, task=spec.task)  # as the sweep calls it
+
+
+def predicted_bytes(task: str, plan: Plan, folder: Path) -> int:
+    """What a plan takes on a task, by arithmetic alone; what `cheap_first` ranks by."""
+    return footprint(_trace(task, folder), plan).peak_bytes
+
+
+@lru_cache(maxsize=4)
+def _trace(text: str, folder: Path) -> Trace:
+    task = find_task(text, folder)
+    setting = Setting(task, Plan(), 0, torch.device("cpu"))
+    batch = next(task.data.batches(task.batch, seed=0, device=setting.device))
+    return trace_step(setting.model(), batch, loss=task.loss, optimizer=task.recipe.optimizer, autocast=task.autocast)
+
+
+def _local(run: Run, slots: int | None) -> Engine:
+    gpus = find_gpus()
+    return LocalEngine(run, slots=slots or max(1, len(gpus)), gpus=gpus)
+
+
+def _inline(run: Run, slots: int | None) -> Engine:
+    if slots not in (None, 1):
+        raise SweepError(f"the inline engine runs one trial at a time, not {slots}. Start more workers instead.")
+    return InlineEngine(run)
+
+
+ENGINES: dict[str, Callable[[Run, int | None], Engine]] = {"local": _local, "inline": _inline, "ray": RayEngine.make}
+
+
+def make_engine(name: str, run: Run, *, slots: int | None = None) -> Engine:
+    """The engine of that name; `slots` None: one for each GPU, or one."""
+    if name not in ENGINES:
+        raise SweepError(f"engine {name!r} is unknown. Allowed: {', '.join(ENGINES)}.")
+    return ENGINES[name](run, slots)
+
+
+def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> Added:
+    """Put a sweep's trials into a store; those that are there stay as they are."""
+    return store.add(sweep.name, sweep.draw(cost))
+
+
+def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, duty: Duty | None = None) -> int:
+    """Run what is left of a sweep, with whoever else works on it; how many trials were finished here."""
+    add_sweep(sweep, store, cost=cost)
+    return work(store, engine, replace(duty or Duty(), sweep=sweep.name))
+
+
+def find_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [part.strip() for part in given.split(",") if part.strip()]
+    return [str(i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,89 @@
+"""Trials without training, for tests of what runs trials: the task's name says how one behaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paredown.plan.plan import Plan
+from paredown.plan.trial import Status, Trial
+from paredown.runs.sweep import Drawn, Settings, Sweep, TrialSpec
+
+PLANS = (Plan(), Plan.preset("activations4"))
+
+
+def done(spec: TrialSpec) -> Trial:
+    """A result that can be told from all others."""
+    error = (spec.seed % 97 + 1) / 100 + len(spec.plan.rules) / 1000
+    return Trial(spec.task, spec.plan, spec.seed, Status.DONE, error=error, seconds=0.01)
+
+
+def nap(spec: TrialSpec) -> Trial:
+    """A result after a while: 'nap:0.5'."""
+    time.sleep(float(spec.task.partition(":")[2] or 0.2))
+    return done(spec)
+
+
+def _raise(spec: TrialSpec) -> Trial:
+    raise ValueError("no such layer")
+
+
+def _kill(spec: TrialSpec) -> Trial:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return done(spec)
+
+
+def _kill_once(spec: TrialSpec) -> Trial:
+    """'kill_once:PATH': dies unless the file is there."""
+    mark = Path(spec.task.partition(":")[2])
+    if not mark.exists():
+        mark.touch()
+        return _kill(spec)
+    return done(spec)
+
+
+def _leave_a_child(spec: TrialSpec) -> Trial:
+    """'orphan:PATH': starts a process that outlives it, writes its id to the file, and hangs."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    Path(spec.task.partition(":")[2]).write_text(f"{os.getpid()} {child}")
+    return nap(TrialSpec("nap:600", spec.plan, spec.seed))
+
+
+def _hoard(spec: TrialSpec) -> Trial:
+    raise MemoryError("12 GiB")
+
+
+def _chat(spec: TrialSpec) -> Trial:
+    print("chatter of a task")
+    return done(spec)
+
+
+BEHAVIOURS: dict[str, Callable[[TrialSpec], Trial]] = {
+    "noop": done,
+    "nap": nap,
+    "raise": _raise,
+    "exit": lambda spec: sys.exit(3),
+    "exit_hard": lambda spec: os._exit(4),
+    "kill": _kill,
+    "kill_once": _kill_once,
+    "hang": lambda spec: nap(TrialSpec("nap:600", spec.plan, spec.seed)),
+    "orphan": _leave_a_child,
+    "hoard": _hoard,
+    "chat": _chat,
+}
+
+
+def act(spec: TrialSpec) -> Trial:
+    """Do what the task is called."""
+    return BEHAVIOURS[spec.task.partition(":")[0]](spec)
+
+
+def draw(*tasks: str, seeds: Sequence[int] = (0,), plans: Sequence[Plan] = PLANS[:1], timeout: float | None = None) -> list[Drawn]:
+    """The trials of a full sweep over these."""
+    return Sweep("s", tasks, tuple(plans), tuple(seeds), settings=Settings(timeout_seconds=timeout)).draw()

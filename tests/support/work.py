@@ -1,0 +1,62 @@
+"""A worker as a process of its own, which tests may kill: `python -m tests.support.work ADDRESS [inline|local] [slots]`.
+
+It prints the key of each trial once its result is in the store, and beats fast, so that deaths are noticed within a second or two.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from paredown.plan.trial import Trial
+from paredown.runs.claims import Claim
+from paredown.runs.engines.engine import Engine
+from paredown.runs.engines.inline import InlineEngine
+from paredown.runs.engines.local import LocalEngine
+from paredown.runs.store import Store
+from paredown.runs.worker import Duty, work
+from tests.support.trials import act
+
+ROOT = Path(__file__).parent.parent.parent
+BEAT_SECONDS, PATIENCE_SECONDS = 0.2, 2.0
+
+
+def told(claim: Claim, trial: Trial) -> None:
+    """Announce a result."""
+    print(claim.key, trial.status.value, flush=True)
+
+
+def make_engine(kind: str, slots: int) -> Engine:
+    """An engine that needs no torch."""
+    return InlineEngine(act) if kind == "inline" else LocalEngine(act, slots=slots, preload=["tests.support.trials"])
+
+
+def main(address: str, kind: str = "inline", slots: str = "1") -> None:
+    """Work until all is done."""
+    if jump := os.environ.get("CLOCK_JUMPS"):
+        clock = time.time
+        time.time = lambda: clock() + float(jump) * (int(clock() * 5) % 2)  # back and forth, five times a second
+    duty = Duty(
+        told=told, say=lambda text: print(text, file=sys.stderr), beat_seconds=BEAT_SECONDS, patience_seconds=PATIENCE_SECONDS
+    )
+    with Store(address, patience_seconds=30) as store:
+        work(store, make_engine(kind, int(slots)), duty)
+
+
+def start(address: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start such a process."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", **variables}
+    command = [sys.executable, "-W", "error", "-m", "tests.support.work", address, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def announced(*outputs: str) -> list[str]:
+    """The keys that workers announced, of all of them."""
+    return [line.split()[0] for text in outputs for line in text.splitlines()]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
