@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -137,6 +138,19 @@ def test_leaves_the_model_as_it_was() -> None:
     assert torch.equal(random, torch.get_rng_state())
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     assert all(m.training for m in model.modules())
+
+
+def test_nothing_of_a_probe_is_in_the_way_of_packing_weights() -> None:
+    model, loss = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128)), mse_loss
+    batch = rows(64, 128), rows(64, 128)
+    trace = pare.trace_step(model, batch, loss=loss, device="cpu")
+    gc.disable()  # what has to be collected first is in the way
+    try:
+        pare.probe(model, batch, trace, loss=loss)
+        with pare.apply(pare.Plan.uniform(weight=INT8), model) as session:
+            assert session.weight_bytes == 2 * Format.parse(INT8).nbytes((128, 128))
+    finally:
+        gc.enable()
 
 
 def test_probes_a_batch_of_another_size() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from math import inf, isfinite, isnan
 from typing import Any
@@ -64,7 +64,7 @@ def probe(
             "the model is sharded (fully_shard), and gradients of shards come by hooks alone: probe it before it is sharded."
         )
     board, parameters = Board(model, seed=seed), [p for p in model.parameters() if p.requires_grad]
-    with unchanged(model), torch.enable_grad():
+    with unchanged(model), torch.enable_grad(), closing(board):
         value = board.forward(lambda: _loss(model, batch, trace, loss))
         slots = {slot.name: slot for slot in trace.activations if not slot.stays and slot.name in board.slots}
         if not slots:
