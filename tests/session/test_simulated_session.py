@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -41,6 +43,16 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
     out, gradients = forked_step(net, pictures(2, side=8), sent_back(), PAPER)
     ours, found = step(net, pictures(2, side=8), sent_back())
     assert torch.equal(ours, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
+
+
+def test_nothing_keeps_a_model_that_nobody_has() -> None:
+    net = Forked()
+    apply(paper_plan(), net, mode="simulate")
+    step(net, pictures(2, side=8), sent_back())
+    there = weakref.ref(net)
+    del net
+    gc.collect()
+    assert there() is None
 
 
 def test_inference_mode_rounds_as_no_grad_does() -> None:

@@ -231,8 +231,10 @@ class SimulatedSession:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(place)))
 
     def _accumulated(self, place: Place) -> Callable[[Tensor], None]:
+        places = self._places  # not the session, which has the model: nobody collects a parameter that its own hook keeps
+
         def hook(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self._places.round_(parameter.grad, place)
+                places.round_(parameter.grad, place)
 
         return hook
