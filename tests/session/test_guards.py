@@ -261,6 +261,22 @@ def test_gradients_that_jump_are_left_out_a_few_times() -> None:
     assert len([action for action in run.session.actions if action.slot == THE_STEP]) == 3, "then it is taken for what it is"
 
 
+def test_two_optimizers_of_one_model_have_each_their_own_norms() -> None:
+    """One has gradients a million times those of the other, which is usual for it; a step of both is one step."""
+    run = Run(pare.Plan.uniform(activation=INT8), pare.Guard(traced(Loud()), "100%"))
+    scale = 1e-6
+    *most, last = run.model.parameters()
+    last.register_hook(lambda g: g * scale)
+    ways = [torch.optim.SGD([last], 1e-3), torch.optim.SGD(most, 1e-3)]
+    for _ in range(25):
+        mse_loss(run.model(BATCH[0]), BATCH[1]).backward()
+        for optimizer in ways:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.session.actions == ()
+    assert run.session.state_dict()["guard"]["memory"]["steps"] == 25
+
+
 @pytest.mark.parametrize("tier", ["full", "lpmm"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_optimizers_of_paredown_leave_steps_out_too(tier: str, microbatches: int) -> None:
