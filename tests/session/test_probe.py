@@ -229,6 +229,14 @@ def test_says_what_is_wrong(keywords: dict[str, Any], says: str) -> None:
         pare.probe(net, batch, trace, loss=mse_loss, **keywords)
 
 
+def test_a_target_without_its_loss_is_told() -> None:
+    net, batch = nn.Linear(64, 64), (rows(), rows())
+    trace = pare.trace_step(net, batch, loss=mse_loss, device="cpu")
+    with pytest.raises(TypeError) as raised:
+        pare.probe(net, batch, trace)
+    assert "give the loss that takes it: probe(..., loss=...)" in raised.value.__notes__[0]
+
+
 def test_says_that_the_trace_is_of_another_model() -> None:
     net, batch = Net(lambda m, x: m.b(m.a(x).sin())), (rows(), rows())
     other = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))

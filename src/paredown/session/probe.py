@@ -32,7 +32,7 @@ from paredown.formats.format import Format
 from paredown.plan.given import significant_bits
 from paredown.plan.record import Trace
 from paredown.plan.slots import Slot
-from paredown.plan.step import Arguments, _loss_of
+from paredown.plan.step import Arguments, _loss_of, note_missing_loss
 from paredown.search.sensitivity import Sensitivities
 from paredown.session.board import Board, Held
 from paredown.session.noise import Noise, Trial, energy_of
@@ -194,7 +194,11 @@ def _loss(model: nn.Module, batch: Any, trace: Trace, loss: Callable[..., Tensor
     with ExitStack() as stack:
         if dtype not in own and not torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, dtype))
-        output = model(*given.args, **given.keywords)
+        try:
+            output = model(*given.args, **given.keywords)
+        except TypeError as error:
+            note_missing_loss(error, "probe")
+            raise
         return loss(output, *given.targets) if loss is not None else _loss_of(output)
 
 
