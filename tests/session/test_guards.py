@@ -426,6 +426,8 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "the plan needs .* of a budget",
     ),
     (lambda: pare.apply(pare.Plan(), Loud(), guard=pare.Guard(traced(Loud()), "much")), BudgetError, "cannot be read"),
+    (lambda: pare.Guard(traced(Loud()), "much"), BudgetError, "size 'much' cannot be read"),
+    (lambda: pare.apply(pare.Plan(), Loud(), guard=traced(Loud())), ApplyError, r"guard is Trace of .{,50}: give Guard"),  # type: ignore[arg-type]
     (lambda: pare.Limits(every=0), ApplyError, "every is 0"),
     (lambda: pare.Limits(jump=0.5), ApplyError, "jump is 0.5"),
 ]
@@ -456,3 +458,13 @@ def test_states_with_and_without_a_guard_are_told_apart() -> None:
     other = Run(pare.Plan.uniform(activation=INT4), pare.Guard(traced(Loud()))).session
     with pytest.raises(ApplyError, match="another plan"):
         other.load_state_dict(guarded.state_dict())
+
+
+@pytest.mark.parametrize("spoiled", [3, {}, {"memory": {}}, {"actions": None}])
+def test_states_that_are_none_are_told_and_change_nothing(spoiled: Any) -> None:
+    session = Run(pare.Plan.uniform(activation=INT8), pare.Guard(traced(Loud()))).steps(2).session
+    state = session.state_dict()
+    guard = {**state["guard"], **spoiled} if isinstance(spoiled, dict) and spoiled else spoiled
+    with pytest.raises(ApplyError, match="the guard's part of the state"):
+        session.load_state_dict({**state, "guard": guard})
+    assert session.state_dict() == state

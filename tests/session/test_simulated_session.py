@@ -83,6 +83,27 @@ def test_what_is_not_there_is_told() -> None:
     assert "residue" in told and len(told) == 2
 
 
+def test_what_would_be_computed_again_is_told() -> None:
+    plan = paper_plan().recomputing("conv")
+    assert [(row.slot, row.given) for row in apply(plan, Forked(), mode="simulate").changes] == [("conv", "as it is")]
+    with pytest.raises(ApplyError, match="recompute 'layers' is no module"):
+        apply(paper_plan().recomputing("layers"), Forked(), mode="simulate")
+
+
+@pytest.mark.parametrize("state", [None, [], {"version": 1}])
+def test_what_is_no_state_is_told(state: Any) -> None:
+    for mode in ("store", "simulate"):
+        with apply(Plan.uniform(), Forked(), mode=mode) as session, pytest.raises(ApplyError, match="this is not the state of a"):
+            session.load_state_dict(state)
+
+
+def test_plans_are_plans() -> None:
+    with pytest.raises(ApplyError, match="raised is a Plan"):
+        Simulate(raised="e6m9f")  # type: ignore[arg-type]
+    with pytest.raises(ApplyError, match="set_plan takes a Plan, not str"):
+        apply(paper_plan(), Forked(), mode="simulate").set_plan("e6m9f")  # type: ignore[arg-type]
+
+
 def test_float64_is_left_alone_and_told() -> None:
     net = Forked().double()
     session = apply(FORWARD.rule(Plan.uniform(), "activation"), net, mode="simulate")

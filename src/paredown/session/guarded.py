@@ -226,11 +226,17 @@ class Guarded:
 
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
         """Go on where a guard was that had come to `plan`."""
-        self.memory = Memory.from_json(state["memory"])
-        self.actions = [Action(*row) for row in state["actions"]]
-        saved = state["sensitivities"]
-        self.sensitivities = Sensitivities.from_json(saved) if saved is not None else None
-        self._signals.looks_at_all = bool(state["looks_at_all"])
+        try:
+            memory, actions = Memory.from_json(state["memory"]), [Action(*row) for row in state["actions"]]
+            saved, looks_at_all = state["sensitivities"], bool(state["looks_at_all"])
+            sensitivities = Sensitivities.from_json(saved) if saved is not None else None
+        except (KeyError, TypeError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ApplyError(
+                f"the guard's part of the state cannot be read ({what}). Give what session.state_dict() returned."
+            ) from error
+        self.memory, self.actions, self.sensitivities = memory, actions, sensitivities
+        self._signals.looks_at_all = looks_at_all
         self.plan = plan
         self._change(plan)
 
