@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,14 @@ def test_the_model_is_afterwards_what_it_was(name: str, device: str) -> None:
     assert fingerprint(model) == before
     assert all(torch.equal(a, b) for a, b in zip(batch, held, strict=True))
     loss(model(batch[0]), batch[1]).backward()
+
+
+def test_a_trace_keeps_neither_model_nor_weights() -> None:
+    model = nn.Linear(WIDE, 8)
+    found, there = trace(model, (X, torch.ones(2, 8))), weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None and found.activations
 
 
 def test_the_model_is_what_it_was_after_an_error_too() -> None:

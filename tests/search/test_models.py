@@ -227,6 +227,8 @@ def test_other_bad_input() -> None:
         assign(trace, "50%", sensitivities=Sensitivities({"x:input": {"int8/64@bf16": 1.0}}))
     with pytest.raises(PlanError, match="sensitivities are what probe"):
         assign(trace, "50%", method="sensitivity", sensitivities={})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"recompute is 'layers\.0': None"):
+        assign(trace, "50%", recompute="layers.0")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="assign takes a Trace and a budget, not str"):
         assign("50%", trace)  # type: ignore[arg-type]
     for levels in ("int8/64@bf16", ()):

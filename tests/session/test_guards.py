@@ -261,6 +261,22 @@ def test_gradients_that_jump_are_left_out_a_few_times() -> None:
     assert len([action for action in run.session.actions if action.slot == THE_STEP]) == 3, "then it is taken for what it is"
 
 
+def test_two_optimizers_of_one_model_have_each_their_own_norms() -> None:
+    """One has gradients a million times those of the other, which is usual for it; a step of both is one step."""
+    run = Run(pare.Plan.uniform(activation=INT8), pare.Guard(traced(Loud()), "100%"))
+    scale = 1e-6
+    *most, last = run.model.parameters()
+    last.register_hook(lambda g: g * scale)
+    ways = [torch.optim.SGD([last], 1e-3), torch.optim.SGD(most, 1e-3)]
+    for _ in range(25):
+        mse_loss(run.model(BATCH[0]), BATCH[1]).backward()
+        for optimizer in ways:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.session.actions == ()
+    assert run.session.state_dict()["guard"]["memory"]["steps"] == 25
+
+
 @pytest.mark.parametrize("tier", ["full", "lpmm"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_optimizers_of_paredown_leave_steps_out_too(tier: str, microbatches: int) -> None:
@@ -410,6 +426,8 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "the plan needs .* of a budget",
     ),
     (lambda: pare.apply(pare.Plan(), Loud(), guard=pare.Guard(traced(Loud()), "much")), BudgetError, "cannot be read"),
+    (lambda: pare.Guard(traced(Loud()), "much"), BudgetError, "size 'much' cannot be read"),
+    (lambda: pare.apply(pare.Plan(), Loud(), guard=traced(Loud())), ApplyError, r"guard is Trace of .{,50}: give Guard"),  # type: ignore[arg-type]
     (lambda: pare.Limits(every=0), ApplyError, "every is 0"),
     (lambda: pare.Limits(jump=0.5), ApplyError, "jump is 0.5"),
 ]
@@ -440,3 +458,13 @@ def test_states_with_and_without_a_guard_are_told_apart() -> None:
     other = Run(pare.Plan.uniform(activation=INT4), pare.Guard(traced(Loud()))).session
     with pytest.raises(ApplyError, match="another plan"):
         other.load_state_dict(guarded.state_dict())
+
+
+@pytest.mark.parametrize("spoiled", [3, {}, {"memory": {}}, {"actions": None}])
+def test_states_that_are_none_are_told_and_change_nothing(spoiled: Any) -> None:
+    session = Run(pare.Plan.uniform(activation=INT8), pare.Guard(traced(Loud()))).steps(2).session
+    state = session.state_dict()
+    guard = {**state["guard"], **spoiled} if isinstance(spoiled, dict) and spoiled else spoiled
+    with pytest.raises(ApplyError, match="the guard's part of the state"):
+        session.load_state_dict({**state, "guard": guard})
+    assert session.state_dict() == state

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -139,6 +140,19 @@ def test_leaves_the_model_as_it_was() -> None:
     assert all(m.training for m in model.modules())
 
 
+def test_nothing_of_a_probe_is_in_the_way_of_packing_weights() -> None:
+    model, loss = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128)), mse_loss
+    batch = rows(64, 128), rows(64, 128)
+    trace = pare.trace_step(model, batch, loss=loss, device="cpu")
+    gc.disable()  # what has to be collected first is in the way
+    try:
+        pare.probe(model, batch, trace, loss=loss)
+        with pare.apply(pare.Plan.uniform(weight=INT8), model) as session:
+            assert session.weight_bytes == 2 * Format.parse(INT8).nbytes((128, 128))
+    finally:
+        gc.enable()
+
+
 def test_probes_a_batch_of_another_size() -> None:
     """Names are stable, and small tensors are probed too: a micro-batch tells of the whole one."""
     model, batch, loss = trained("gpt")
@@ -213,6 +227,14 @@ def test_says_what_is_wrong(keywords: dict[str, Any], says: str) -> None:
     trace = pare.trace_step(net, batch, loss=mse_loss, device="cpu")
     with pytest.raises(ApplyError, match=says):
         pare.probe(net, batch, trace, loss=mse_loss, **keywords)
+
+
+def test_a_target_without_its_loss_is_told() -> None:
+    net, batch = nn.Linear(64, 64), (rows(), rows())
+    trace = pare.trace_step(net, batch, loss=mse_loss, device="cpu")
+    with pytest.raises(TypeError) as raised:
+        pare.probe(net, batch, trace)
+    assert "give the loss that takes it: probe(..., loss=...)" in raised.value.__notes__[0]
 
 
 def test_says_that_the_trace_is_of_another_model() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from paredown import ApplyError, Plan, Role, apply, footprint, optim
+from paredown import ApplyError, Guard, Plan, Role, apply, footprint, optim, trace_step
 from tests.plan.steps import peak_bytes, step_of, traced
 from tests.session.nets import INT8, assert_same, gradients, relative_error
 
@@ -168,6 +168,54 @@ def test_the_peak_is_the_one_foreseen(name: str) -> None:
     assert foot.low_bytes - rest == pytest.approx(measured, rel=0.05)
     assert foot.peak_bytes < 0.75 * footprint(trace).peak_bytes
     assert foot.recomputed == ("layers.0", "layers.1")
+
+
+def test_a_graph_that_is_retained_is_computed_again_each_time() -> None:
+    model, x = Deep(), torch.randn(32, 64)
+    with apply(Plan().recomputing("layers.*"), model):
+        loss = model(x).square().mean()
+        first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
+    assert_same(list(first), list(second))
+
+
+def test_a_guard_probes_anew_where_layers_are_computed_again() -> None:
+    """A probe is several backwards through one graph."""
+    model, batch = Deep(), (torch.randn(128, 64), torch.randn(128, 64))
+    loss = nn.functional.mse_loss
+    plan, trace = Plan.uniform(activation=INT8).recomputing("layers.0"), trace_step(model, batch, loss=loss, device="cpu")
+    with apply(plan, model, guard=Guard(trace)) as session:
+        loss(model(batch[0]), batch[1]).backward()
+        found = session.reprobe(batch, loss=loss)
+    assert any(name.startswith("layers.1") for name in found.errors)
+
+
+class Doubled(nn.Module):
+    """Adds onto the input of its layer, which autograd does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Twice()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        return x.add_(self.layer(x))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x * 2.0)
+
+
+def test_an_input_that_is_changed_in_place_is_no_silent_error() -> None:
+    model = Doubled()
+    with apply(Plan().recomputing("layer"), model):
+        loss = model(torch.randn(8, 64)).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_a_module_that_is_not_there() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -43,6 +45,16 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
     assert torch.equal(ours, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
 
 
+def test_nothing_keeps_a_model_that_nobody_has() -> None:
+    net = Forked()
+    apply(paper_plan(), net, mode="simulate")
+    step(net, pictures(2, side=8), sent_back())
+    there = weakref.ref(net)
+    del net
+    gc.collect()
+    assert there() is None
+
+
 def test_inference_mode_rounds_as_no_grad_does() -> None:
     """ResNet-18 has ReLUs and sums in place."""
     torch.manual_seed(0)
@@ -69,6 +81,27 @@ def test_what_is_not_there_is_told() -> None:
     told = {row.slot: row.reason for row in session.changes}
     assert told["conv2:output"] == "no such slot in this model"
     assert "residue" in told and len(told) == 2
+
+
+def test_what_would_be_computed_again_is_told() -> None:
+    plan = paper_plan().recomputing("conv")
+    assert [(row.slot, row.given) for row in apply(plan, Forked(), mode="simulate").changes] == [("conv", "as it is")]
+    with pytest.raises(ApplyError, match="recompute 'layers' is no module"):
+        apply(paper_plan().recomputing("layers"), Forked(), mode="simulate")
+
+
+@pytest.mark.parametrize("state", [None, [], {"version": 1}])
+def test_what_is_no_state_is_told(state: Any) -> None:
+    for mode in ("store", "simulate"):
+        with apply(Plan.uniform(), Forked(), mode=mode) as session, pytest.raises(ApplyError, match="this is not the state of a"):
+            session.load_state_dict(state)
+
+
+def test_plans_are_plans() -> None:
+    with pytest.raises(ApplyError, match="raised is a Plan"):
+        Simulate(raised="e6m9f")  # type: ignore[arg-type]
+    with pytest.raises(ApplyError, match="set_plan takes a Plan, not str"):
+        apply(paper_plan(), Forked(), mode="simulate").set_plan("e6m9f")  # type: ignore[arg-type]
 
 
 def test_float64_is_left_alone_and_told() -> None:

@@ -57,6 +57,14 @@ class Arguments:
         return Arguments(parts[:-1], {}, parts[-1:]) if has_loss else Arguments(parts, {}, ())
 
 
+def note_missing_loss(error: Exception, function: str) -> None:
+    """Add a note where a model got a target, as it does from a batch without a loss."""
+    if isinstance(error, TypeError) and "positional argument" in str(error):
+        error.add_note(
+            f"paredown: if the last part of the batch is the target, give the loss that takes it: {function}(..., loss=...)."
+        )
+
+
 @contextmanager
 def _quiet() -> Generator[None]:
     """Without what torch logs of an error in a fake operation: the error itself is raised, and says it."""
@@ -237,10 +245,7 @@ class Step:
         except Exception as error:
             if "tensor subclasses" in str(error):  # what .numpy() says
                 raise TraceError(f"{phase} of {self._place()} takes a tensor out of torch (.numpy()). {ADVICE}") from error
-            if isinstance(error, TypeError) and "positional argument" in str(error):
-                error.add_note(
-                    "paredown: if the last part of the batch is the target, give the loss that takes it: trace_step(..., loss=...)."
-                )
+            note_missing_loss(error, "trace_step")
             error.add_note(f"paredown: in the traced {phase} of {self._place()}, last operation {self.timeline.last_op!r}.")
             raise
 

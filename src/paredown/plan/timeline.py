@@ -135,7 +135,7 @@ class Timeline(TorchDispatchMode):
         made = Allocation(storage.nbytes(), self.now, op, module, self.phase, shape, dtype, owner=owner or self._owner)
         self.allocations.append(made)
         self._live[storage._cdata] = made
-        weakref.finalize(storage, self._dies, storage._cdata).atexit = False
+        weakref.finalize(storage, _dies, weakref.ref(self), storage._cdata).atexit = False  # a weight outlives the step
         return made
 
     def find(self, tensor: Tensor) -> Allocation | None:
@@ -155,5 +155,12 @@ class Timeline(TorchDispatchMode):
         """What is there now."""
         return list(self._live.values())
 
-    def _dies(self, cdata: int) -> None:
+    def dies(self, cdata: int) -> None:
+        """Take note that a storage is gone."""
         self._live.pop(cdata).death = self.now
+
+
+def _dies(timeline: weakref.ref[Timeline], cdata: int) -> None:
+    there = timeline()
+    if there is not None:
+        there.dies(cdata)

@@ -64,6 +64,11 @@ def assign(
     """
     if not isinstance(trace, Trace):
         raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
+    if recompute not in (None, True, False):
+        raise PlanError(
+            f"recompute is {recompute!r}: None (layers are computed again if nothing else fits), True (also if errors would be large) or "
+            "False (never). A plan names them itself: plan.recomputing('layers.0')."
+        )
     row = method_named(method)
     check_sensitivities(trace, row, sensitivities)
     ladder = None if levels is None else ladder_of(levels)

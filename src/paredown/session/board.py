@@ -106,6 +106,13 @@ class Board:
             if found is not None:
                 self.slots[name].lower(found, self.seed_of(name, turn))
 
+    def close(self) -> None:
+        """Let go of the graph and of all that it holds, at once: a weight that a graph holds cannot be packed."""
+        for held in self._by_waiting.values():
+            held.nodes.clear()
+        self.slots.clear()
+        self._by_waiting.clear()
+
     def seed_of(self, name: str, turn: int) -> Seed:
         """The seed of a slot's stochastic rounding."""
         return Seed(self._seed, crc32(name.encode()), turn)

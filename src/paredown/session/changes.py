@@ -7,9 +7,10 @@ attn:query    int4/64@bf16    int8/64@bf16    pinned
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from html import escape
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,12 @@ class Changes(tuple[Change, ...]):
         head = "<tr><th>slot<th>asked<th>given<th>why</tr>"
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in astuple(row))}</tr>" for row in self)
         return f"<table>{head}{body}</table>"
+
+
+def said_keys(state: Any) -> str:
+    """What a state that cannot be loaded is, for the sentence that says so.
+
+    >>> said_keys({"seed": 1}), said_keys(None)
+    ("has ['seed']", 'is of type NoneType')
+    """
+    return f"has {sorted(map(str, state))}" if isinstance(state, Mapping) else f"is of type {type(state).__name__}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 from torch import Tensor
@@ -81,6 +82,8 @@ class Guard:
         for name, kind in (("sensitivities", Sensitivities | None), ("limits", Limits)):
             if not isinstance(getattr(self, name), kind):
                 raise ApplyError(f"Guard: {name} is of type {type(getattr(self, name)).__name__}.")
+        if self.budget is not None:
+            parse_bytes(self.budget, whole=1)  # refuses what is no size, here where it is written
 
     def budget_for(self, plan: Plan) -> int:
         """The budget in bytes, which `plan` must be within."""
@@ -104,8 +107,8 @@ def checked_guard(guard: Any, plan: Plan) -> Guard | None:
     if guard is None or isinstance(guard, Guard):
         return guard
     raise ApplyError(
-        f"guard is {guard!r}: give Guard(trace), where trace = trace_step(model, batch, ...) is the step that is trained. Without it "
-        "nothing is known of what a slot takes, and a budget cannot be kept."
+        f"guard is {shorten(repr(guard), 60)}: give Guard(trace), where trace = trace_step(model, batch, ...) is the step that is "
+        "trained. Without it nothing is known of what a slot takes, and a budget cannot be kept."
     )
 
 

@@ -34,7 +34,7 @@ from paredown.search.search import ladder_of
 from paredown.search.sensitivity import Sensitivities
 from paredown.session.actions import THE_STEP, Action
 from paredown.session.guard import Guard
-from paredown.session.memory import Memory
+from paredown.session.memory import Memory, Taken
 from paredown.session.probe import probe
 from paredown.session.signals import UNSEEN, Look, Signals, total_norm
 from paredown.session.stored import Activations
@@ -64,7 +64,7 @@ class Guarded:
         self.is_probing = False
         self._activations = activations
         self._signals = Signals(activations, list(self.slots), guard.limits.every)
-        self._parameters = {id(p) for p in model.parameters()}
+        self._names = {id(p): name for name, p in model.named_parameters()}
         self._handle = register_optimizer_step_pre_hook(_weakly(self))
         weakref.finalize(self, self._handle.remove)
 
@@ -82,7 +82,7 @@ class Guarded:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Decide about the step that `optimizer` is about to take."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         if not parameters or not self._signals.has_any or not getattr(optimizer, "updates_next", True):
             return
         if owner_of(parameters[0]) not in (None, optimizer):
@@ -90,38 +90,40 @@ class Guarded:
         has_scaler = getattr(optimizer, "found_inf", None) is not None  # a GradScaler leaves steps out by itself
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm, looks = self._signals.read(None if has_scaler else total_norm(gradients))
-        if not self._takes(norm, looks):
+        name = self._names[id(parameters[0])]
+        is_new = self.memory.begin(name)
+        if not self._takes(self.memory.taken.setdefault(name, Taken()), norm, looks, is_new=is_new):
             drop = getattr(optimizer, "drop_gradients", optimizer.zero_grad)
             drop()
-        if self.guard.batch is not None and self.memory.is_probe_due():
+        if self.guard.batch is not None and is_new and self.memory.is_probe_due():
             self.reprobe(self.guard.batch, self.guard.loss)
 
-    def _takes(self, norm: float, looks: Mapping[str, Look]) -> bool:
-        """Whether the step is taken; repairs the plan."""
-        memory = self.memory
-        memory.steps += 1
-        alarm = self._alarm(norm)
+    def _takes(self, taken: Taken, norm: float, looks: Mapping[str, Look], *, is_new: bool) -> bool:
+        """Whether the step is taken by the optimizer that has `taken` those before; repairs the plan."""
+        memory, signals = self.memory, self._signals
+        alarm = self._alarm(taken, norm)
         wrong = self._wrong(looks)
-        if alarm and not wrong and self._signals.looks_at_all:
-            wrong = dict.fromkeys(self._suspects(looks), f"{alarm}, and it is under suspicion")
+        if alarm and not wrong and signals.looks_at_all:
+            wrong = dict.fromkeys(self._suspects(taken, looks), f"{alarm}, and it is under suspicion")
         wrong = {name: why for name, why in wrong.items() if not memory.is_refused(name)}
         if wrong:
             keeps = {name for name in self.slots if memory.is_held(name) or self._is_tight(name)}
             self._put(repair(self.plan, self.terms, raised=list(wrong), keeps=keeps), wrong)
-        self._signals.looks_at_all = bool(alarm)
-        memory.learn(norm if norm != UNSEEN else None, looks, is_taken=not alarm)
-        if alarm and (memory.num_left_out <= TOLD or memory.num_left_out.bit_count() == 1):
-            count = f", {memory.num_left_out} steps in a row" if memory.num_left_out > TOLD else ""
+        signals.looks_at_all = bool(alarm) or (signals.looks_at_all and not is_new)
+        memory.learn(looks)
+        taken.learn(norm if norm != UNSEEN else None, is_taken=not alarm)
+        if alarm and (taken.left_out <= TOLD or taken.left_out.bit_count() == 1):
+            count = f", {taken.left_out} steps in a row" if taken.left_out > TOLD else ""
             self.actions.append(Action(memory.steps, THE_STEP, "due", "left out", alarm + count))
         return not alarm
 
-    def _alarm(self, norm: float) -> str:
+    def _alarm(self, taken: Taken, norm: float) -> str:
         """What is wrong with gradients, "" for nothing."""
         if not isfinite(norm):
             return NOT_FINITE
-        usual = self.memory.usual_norm()
+        usual = taken.usual_norm()
         is_jump = usual is not None and norm > self.guard.limits.gradient_jump * usual
-        if is_jump and self.memory.num_left_out < self.guard.limits.patience:
+        if is_jump and taken.left_out < self.guard.limits.patience:
             return f"the gradient norm is {norm:.3g}, and usually {usual:.3g}"
         return ""
 
@@ -154,7 +156,7 @@ class Guarded:
         is_scaled = decision is None or decision.format is None or decision.format.block is not None
         return inf if is_scaled else self.guard.limits.jump
 
-    def _suspects(self, looks: Mapping[str, Look]) -> list[str]:
+    def _suspects(self, taken: Taken, looks: Mapping[str, Look]) -> list[str]:
         """Slots to raise where gradients are wrong and no slot is: those that are pinned, then by error; more from time to time."""
 
         def blame(name: str) -> tuple[bool, float, str]:
@@ -164,8 +166,8 @@ class Guarded:
                 error = self.sensitivities.of(name, decision.format) or error
             return self.slots[name].pin is None, -error, name
 
-        count = max(1, len(looks) // SHARE) << min(self.memory.suspicions, 10)
-        self.memory.suspicions += 1
+        count = max(1, len(looks) // SHARE) << min(taken.suspicions, 10)
+        taken.suspicions += 1
         return sorted(looks, key=blame)[:count]
 
     def _is_tight(self, name: str) -> bool:
@@ -224,11 +226,17 @@ class Guarded:
 
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
         """Go on where a guard was that had come to `plan`."""
-        self.memory = Memory.from_json(state["memory"])
-        self.actions = [Action(*row) for row in state["actions"]]
-        saved = state["sensitivities"]
-        self.sensitivities = Sensitivities.from_json(saved) if saved is not None else None
-        self._signals.looks_at_all = bool(state["looks_at_all"])
+        try:
+            memory, actions = Memory.from_json(state["memory"]), [Action(*row) for row in state["actions"]]
+            saved, looks_at_all = state["sensitivities"], bool(state["looks_at_all"])
+            sensitivities = Sensitivities.from_json(saved) if saved is not None else None
+        except (KeyError, TypeError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ApplyError(
+                f"the guard's part of the state cannot be read ({what}). Give what session.state_dict() returned."
+            ) from error
+        self.memory, self.actions, self.sensitivities = memory, actions, sensitivities
+        self._signals.looks_at_all = looks_at_all
         self.plan = plan
         self._change(plan)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from math import inf, isfinite, isnan
 from typing import Any
@@ -32,7 +32,7 @@ from paredown.formats.format import Format
 from paredown.plan.given import significant_bits
 from paredown.plan.record import Trace
 from paredown.plan.slots import Slot
-from paredown.plan.step import Arguments, _loss_of
+from paredown.plan.step import Arguments, _loss_of, note_missing_loss
 from paredown.search.sensitivity import Sensitivities
 from paredown.session.board import Board, Held
 from paredown.session.noise import Noise, Trial, energy_of
@@ -64,7 +64,7 @@ def probe(
             "the model is sharded (fully_shard), and gradients of shards come by hooks alone: probe it before it is sharded."
         )
     board, parameters = Board(model, seed=seed), [p for p in model.parameters() if p.requires_grad]
-    with unchanged(model), torch.enable_grad():
+    with unchanged(model), torch.enable_grad(), closing(board):
         value = board.forward(lambda: _loss(model, batch, trace, loss))
         slots = {slot.name: slot for slot in trace.activations if not slot.stays and slot.name in board.slots}
         if not slots:
@@ -194,7 +194,11 @@ def _loss(model: nn.Module, batch: Any, trace: Trace, loss: Callable[..., Tensor
     with ExitStack() as stack:
         if dtype not in own and not torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, dtype))
-        output = model(*given.args, **given.keywords)
+        try:
+            output = model(*given.args, **given.keywords)
+        except TypeError as error:
+            note_missing_loss(error, "probe")
+            raise
         return loss(output, *given.targets) if loss is not None else _loss_of(output)
 
 

@@ -13,8 +13,8 @@ Batch norms count a batch once: in the second pass their running statistics are 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -65,7 +65,7 @@ class Recomputed:
         running = _checkpoint_without_reentrant_generator(
             module,
             KEEPS_RANDOM_STATE,
-            lambda: (nullcontext(), self._again(module)),
+            lambda: (nullcontext(), _Afresh(lambda: self._again(module))),
             DETERMINISM,
             DEBUG,
             EARLY_STOP,
@@ -96,6 +96,22 @@ class Recomputed:
                 yield
         finally:
             self._local.is_again = before
+
+
+class _Afresh:
+    """A context that is made anew each time it is entered: a graph that is retained is computed again by every backward."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._open.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.pop().__exit__(*error)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from paredown.plan.watch import Watch
 from paredown.roles import FORMATTED, Role
 from paredown.search.sensitivity import Sensitivities
 from paredown.session.actions import Actions
-from paredown.session.changes import Change, Changes
+from paredown.session.changes import Change, Changes, said_keys
 from paredown.session.explain import Explanation, explained
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guarded import Guarded
@@ -167,11 +167,13 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a session with the same plan was."""
-        if state.get("version") != VERSION or not {"plan", "seed", "forwards"} <= set(state):
+        if not isinstance(state, Mapping) or state.get("version") != VERSION or not {"plan", "seed", "forwards"} <= set(state):
             raise ApplyError(
-                f"this is not the state of a session, version {VERSION}: it has {sorted(state)}. Give what session.state_dict() returned."
+                f"this is not the state of a session, version {VERSION}: it {said_keys(state)}. Give what session.state_dict() returned."
             )
         guard: Mapping[str, Any] | None = state.get("guard")
+        if guard is not None and (not isinstance(guard, Mapping) or "applied" not in guard):
+            raise ApplyError(f"the guard's part of the state {said_keys(guard)}. Give what session.state_dict() returned.")
         if (guard is None) != (self._guarded is None):
             has, had = ("no guard", "one") if self._guarded is None else ("a guard", "none")
             raise ApplyError(f"this session has {has}, and the one whose state this is had {had}. Apply the plan in the same way.")

@@ -31,8 +31,9 @@ from paredown.plan.outline import LOSS, Outline, of_call
 from paredown.plan.plan import Plan
 from paredown.plan.watch import Hook
 from paredown.roles import Role
-from paredown.session.changes import Change, Changes
+from paredown.session.changes import Change, Changes, said_keys
 from paredown.session.places import Place, Places, Promotion
+from paredown.session.recomputed import Recomputed
 from paredown.session.updates import Updates
 from paredown.session.values import Simulate, Values
 
@@ -41,6 +42,7 @@ __all__ = ["Simulate", "SimulatedSession"]
 VERSION = 1
 FIELDS: set[str] = set(("version", "mode", "plan", "seed", "forwards", "steps", "promotions"))
 COMPILED = "torch.compile runs the model: its operations are not seen"
+NOT_AGAIN = "simulate mode saves no memory, and computing it again would change no value"
 NO_RESIDUE = "nothing is left over: parameters stay as wide as they are"
 
 
@@ -50,6 +52,7 @@ class SimulatedSession:
 
     def __init__(self, plan: Plan, model: nn.Module, seed: int, how: Simulate, on_close: Callable[..., None]) -> None:
         self.how, self._model, self._on_close = how, weakref.ref(model), on_close
+        Recomputed(plan, model)  # refuses modules that are not there
         self._places = Places(plan, seed, raised=how.raised, share=how.share, all_live=how.all_live)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._values = Values(self._places, self._names, how)
@@ -108,6 +111,10 @@ class SimulatedSession:
 
         `forwards`: where the count of passes goes on. One that no other run comes to has random bits of its own, as another seed has.
         """
+        if not isinstance(plan, Plan):
+            raise ApplyError(
+                f"set_plan takes a Plan, not {type(plan).__name__}: session.set_plan(Plan.uniform(activation='e4m3fn'))."
+            )
         self._places.set_plan(plan)
         self._values.relearn()
         self._places.forwards = self.forwards if forwards is None else forwards
@@ -120,6 +127,7 @@ class SimulatedSession:
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         residue = self.plan.find(("",), Role.RESIDUE).format
         rows += [Change("residue", str(residue), "nothing", NO_RESIDUE)] if residue is not None else []
+        rows += [Change(path, "computed again", "as it is", NOT_AGAIN) for path in self.plan.recompute]
         rows += [Change("the model", "names of what is saved", "names of what is made", note) for note in self._notes]
         rows += [Change("the model", "rounded values", "as they are", COMPILED)] if self._begin_hook.was_compiled else []
         return Changes(rows)
@@ -133,9 +141,9 @@ class SimulatedSession:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a simulated session with the same plan was."""
-        if state.get("version") != VERSION or set(state) != FIELDS:
+        if not isinstance(state, Mapping) or state.get("version") != VERSION or set(state) != FIELDS:
             raise ApplyError(
-                f"this is not the state of a simulated session, version {VERSION}: it has {sorted(state)}. "
+                f"this is not the state of a simulated session, version {VERSION}: it {said_keys(state)}. "
                 "Give what state_dict() of one returned."
             )
         other = Plan.from_json(state["plan"])
@@ -231,8 +239,10 @@ class SimulatedSession:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(place)))
 
     def _accumulated(self, place: Place) -> Callable[[Tensor], None]:
+        places = self._places  # not the session, which has the model: nobody collects a parameter that its own hook keeps
+
         def hook(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self._places.round_(parameter.grad, place)
+                places.round_(parameter.grad, place)
 
         return hook

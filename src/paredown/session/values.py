@@ -50,6 +50,8 @@ class Simulate:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ApplyError(f"Simulate: {name}={getattr(self, name)!r} is unknown. Allowed: {', '.join(allowed)}.")
+        if not isinstance(self.raised, Plan | None):
+            raise ApplyError(f"Simulate: raised is a Plan, the formats that slots are raised to, not {type(self.raised).__name__}.")
         if not 0 < self.share <= 1:
             raise ApplyError(
                 f"Simulate: share={self.share} is the part of a tensor's values that may overflow, above 0 and at most 1."
