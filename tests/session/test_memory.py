@@ -17,6 +17,7 @@ from paredown.formats.format import Format
 from paredown.session import waiting
 from tests.session.nets import INT4, INT8, Net, activations, assert_exact, error_of, pictures, rows, step
 
+LIMIT = 0.03  # of the error of gradients with everything right
 EIGHT = 8192 + 256  # bytes of 8192 values in INT8
 
 
@@ -42,7 +43,7 @@ def worst_error() -> float:
 
 def test_addresses_that_are_used_again() -> None:
     assert_exact(Net(many_of_one_size, Wave()), rows(1024))
-    assert worst_error() < 0.03
+    assert worst_error() < LIMIT
 
 
 def test_a_cache_by_address_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +55,7 @@ def test_a_cache_by_address_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> N
         self.key = (tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     monkeypatch.setattr(waiting.Piece, "__init__", naive)
-    assert worst_error() > 0.2
+    assert worst_error() > 2 * LIMIT  # 0.17 to 0.5, by what the process has freed before
 
 
 def test_one_storage_waits_once() -> None:
