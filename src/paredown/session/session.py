@@ -31,7 +31,7 @@ from paredown.roles import FORMATTED, Role
 from paredown.search.sensitivity import Sensitivities
 from paredown.session.actions import Actions
 from paredown.session.changes import Change, Changes, said_keys
-from paredown.session.explain import Explanation, explained
+from paredown.session.explain import HELD, Explanation, explained
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guarded import Guarded
 from paredown.session.optimized import ask_for, asked_for, forget, state_changes
@@ -44,7 +44,6 @@ VERSION = 1
 # Both weak, as a session knows its model; the hooks on the model keep the session.
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session | SimulatedSession]] = weakref.WeakKeyDictionary()
 COMPILED = "torch.compile runs the model: packing does not reach what it saves"
-HELD = "the caller or the model holds it when the forward pass ends"
 LATER = "store mode has no such tensor"
 
 
