@@ -21,6 +21,8 @@ from paredown.session.stored import Activations
 
 HEAD = ("slot", "asked", "now", "why")
 AS_IS = "as it is"
+AGAIN = "computed again"
+LOWERED = "lowered by the plan"
 HELD = "the caller or the model holds it when the forward pass ends"
 
 
@@ -75,6 +77,6 @@ def _activations(plan: Plan, activations: Activations, actions: Actions) -> Iter
         if name in activations.returned:
             now, why = AS_IS, HELD
         if not why:
-            why = "the plan leaves it" if asked is None else "lowered by the plan"
+            why = "the plan leaves it" if asked is None else LOWERED
         later = [f"step {action.step}: {action.before} to {action.after}, {action.why}" for action in done[name]]
         yield Row(name, str(asked or AS_IS), now, "; ".join([why, *later]))

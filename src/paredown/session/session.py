@@ -31,7 +31,7 @@ from paredown.roles import FORMATTED, Role
 from paredown.search.sensitivity import Sensitivities
 from paredown.session.actions import Actions
 from paredown.session.changes import Change, Changes, said_keys
-from paredown.session.explain import HELD, Explanation, explained
+from paredown.session.explain import AGAIN, HELD, LOWERED, Explanation, Row, explained
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guarded import Guarded
 from paredown.session.optimized import ask_for, asked_for, forget, state_changes
@@ -125,7 +125,7 @@ class Session:
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
         if self._watch.was_compiled:
-            rows += [Change(path, "computed again", "saved", COMPILED) for path in self._recomputed.paths]
+            rows += [Change(path, AGAIN, "saved", COMPILED) for path in self._recomputed.paths]
         return Changes(rows)
 
     @property
@@ -152,7 +152,12 @@ class Session:
     def explain(self) -> Explanation:
         """Slot by slot: what the plan asked for, what it is now, and why: lowered, pinned, held, raised later."""
         slots = self._guarded.slots if self._guarded is not None else self._activations.decisions
-        return explained(self.applied, self._activations, self.changes, self.actions, slots)
+        changes = self.changes
+        told = {change.slot for change in changes}
+        rows = [Row(path, AGAIN, AGAIN, "its inside is not saved") for path in self._recomputed.paths if path not in told]
+        packed = {f"weight={name}": str(weight.packed.format) for name, weight in self._weights.weights.items()}
+        rows += [Row(slot, text, text, LOWERED) for slot, text in packed.items() if slot not in told]
+        return Explanation([*explained(self.applied, self._activations, changes, self.actions, slots), *rows])
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, the seed and the count of forward passes: with these, stochastic rounding goes on with the same bits.
