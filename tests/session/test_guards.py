@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import paredown as pare
-from paredown.errors import ApplyError, BudgetError
+from paredown.errors import ApplyError, BudgetError, PlanError
 from paredown.plan.footprint import peak_of
 from paredown.session.actions import THE_STEP
 from tests.session.nets import INT4, INT8, rows
@@ -428,6 +428,9 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: pare.apply(pare.Plan(), Loud(), guard=pare.Guard(traced(Loud()), "much")), BudgetError, "cannot be read"),
     (lambda: pare.Guard(traced(Loud()), "much"), BudgetError, "size 'much' cannot be read"),
     (lambda: pare.apply(pare.Plan(), Loud(), guard=traced(Loud())), ApplyError, r"guard is Trace of .{,50}: give Guard"),  # type: ignore[arg-type]
+    (lambda: pare.Limits(levels=("much",)), PlanError, "element 'much' is not known"),
+    (lambda: pare.Limits(levels=3), PlanError, "levels are formats, the best first, .* not 3"),  # type: ignore[arg-type]
+    (lambda: pare.Limits(error=True), ApplyError, "error is True"),
     (lambda: pare.Limits(every=0), ApplyError, "every is 0"),
     (lambda: pare.Limits(jump=0.5), ApplyError, "jump is 0.5"),
 ]
@@ -446,6 +449,17 @@ def test_a_refused_guard_leaves_the_model_plain() -> None:
         pare.apply(pare.Plan.uniform(activation=INT8), model, guard=pare.Guard(trace, "10%"))
     pare.apply(pare.Plan.uniform(activation=INT8), model).close()
     assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("other", [nn.Linear(8, 8), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))])
+def test_the_trace_of_another_model_is_refused_and_leaves_the_model_plain(other: nn.Module) -> None:
+    size = next(other.parameters()).shape[1]
+    trace = traced(other, (torch.randn(256, size), torch.randn(256, size)))
+    model, plan = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)), pare.Plan.uniform(activation=INT8)
+    with pytest.raises(ApplyError, match=r"the guard's trace is of another model, a (Linear|Sequential): '(0\.)?weight' is"):
+        pare.apply(plan, model, guard=pare.Guard(trace))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    pare.apply(plan, model).close()
 
 
 def test_states_with_and_without_a_guard_are_told_apart() -> None:

@@ -247,6 +247,15 @@ def test_says_that_the_trace_is_of_another_model() -> None:
         pare.probe(net, batch, nn.Linear(2, 2), loss=mse_loss)  # type: ignore[arg-type]
 
 
+def test_says_that_nothing_was_saved() -> None:
+    net, batch = Net(lambda m, x: m.b(m.a(x))), (rows(), rows())
+    trace = pare.trace_step(net, batch, loss=mse_loss, device="cpu")
+    with pare.apply(pare.Plan.uniform(activation=INT8), net), pytest.raises(ApplyError, match="has an open session"):
+        pare.probe(net, batch, trace, loss=mse_loss)
+    with pytest.raises(ApplyError, match="all parameters are frozen"):
+        pare.probe(net.requires_grad_(False), batch, trace, loss=mse_loss)
+
+
 def test_says_that_gradients_are_not_finite() -> None:
     net, batch = Net(lambda m, x: m.b(m.a(x).sin())), (rows(), rows() * float("inf"))
     trace = pare.trace_step(net, batch, loss=mse_loss, device="cpu")

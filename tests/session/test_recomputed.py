@@ -189,6 +189,17 @@ def test_a_guard_probes_anew_where_layers_are_computed_again() -> None:
     assert any(name.startswith("layers.1") for name in found.errors)
 
 
+def test_a_session_explains_layers_and_weights_too() -> None:
+    model = Deep()
+    session = apply(Plan.uniform(activation=INT8, weight=INT8).recomputing("layers.0"), model)
+    model(torch.randn(128, 64)).sum().backward()
+    said = session.explain()
+    assert (said.of("layers.0").now, said.of("layers.0").why) == ("computed again", "its inside is not saved")
+    assert said.of("weight=layers.1.body.0.weight").now == INT8
+    assert len({row.slot for row in said}) == len(said)
+    session.close()
+
+
 class Doubled(nn.Module):
     """Adds onto the input of its layer, which autograd does not need."""
 

@@ -13,6 +13,7 @@ from torch import nn
 from paredown import apply
 from paredown.optim.outside import PackedParameter
 from paredown.optim.weights import weight_of
+from paredown.session.packable import SHARED
 from tests.session.nets import assert_same, gradients, rows
 from tests.session.test_weights import CASES, PLAN, Lstm, assert_equal, mlp, parameter_bytes, tokens
 
@@ -47,9 +48,7 @@ def test_weights_of_an_lstm_lie_in_one_memory() -> None:
     for model in (net, plain):
         weighted(model(tokens().cuda())).backward()
     assert_same(gradients(net), gradients(plain))
-    assert {row.slot for row in session.changes if row.reason == "its memory is shared with other tensors"} >= {
-        "weight=body.weight_hh_l0"
-    }
+    assert {row.slot for row in session.changes if row.reason == SHARED} >= {"weight=body.weight_hh_l0"}
 
 
 def deep() -> nn.Sequential:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from paredown import ApplyError, Plan, apply
 from paredown.optim.outside import PackedParameter
 from paredown.optim.weights import weight_of
+from paredown.session.packable import SHARED
 from tests.session.nets import Net, assert_same, rows, weighted
 from tests.session.test_weights import LPMM, PLAN, assert_equal, mlp, parameter_bytes, step
 
@@ -307,7 +308,7 @@ def test_parameters_that_cannot_be_packed() -> None:
     net.with_gaps = nn.Parameter(torch.randn(64, 128)[:, ::2])
     net.elsewhere = nn.Parameter(torch.empty(64, 64, device="meta"))
     found = reasons(net)
-    assert found.pop("weight=0.weight") == found.pop("weight=2.weight") == "its memory is shared with other tensors"
+    assert found.pop("weight=0.weight") == found.pop("weight=2.weight") == SHARED
     assert found.pop("weight=4.weight") == "it holds values that are not finite"
     assert "float64" in found.pop("weight=double_one")
     assert "gaps" in found.pop("weight=with_gaps")
@@ -320,7 +321,7 @@ def test_parameters_that_cannot_be_packed() -> None:
 def test_a_parameter_whose_memory_somebody_has() -> None:
     net = mlp()
     alias = net[0].weight.data
-    assert reasons(net)["weight=0.weight"] == "its memory is shared with other tensors"
+    assert reasons(net)["weight=0.weight"] == SHARED
     alias.zero_()
     assert not net[0].weight.any()
 

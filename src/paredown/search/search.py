@@ -83,7 +83,7 @@ def method_named(name: str) -> Method:
 
 def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
     """The formats that `levels` spell, the best first."""
-    if isinstance(levels, str) or not levels:
+    if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
         raise PlanError(f"levels are formats, the best first, such as ('int8/64@bf16', 'int2/64@bf16'), not {levels!r}.")
     return tuple(Assignment.parse(level).format for level in levels)
 

@@ -21,6 +21,9 @@ from paredown.session.stored import Activations
 
 HEAD = ("slot", "asked", "now", "why")
 AS_IS = "as it is"
+AGAIN = "computed again"
+LOWERED = "lowered by the plan"
+HELD = "the caller or the model holds it when the forward pass ends"
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ def _activations(plan: Plan, activations: Activations, actions: Actions) -> Iter
         asked = plan.find((name,), Role.ACTIVATION).format
         now, why = str(decision.format or AS_IS), decision.reason
         if name in activations.returned:
-            now, why = AS_IS, "the caller or the model holds it when the forward pass ends"
+            now, why = AS_IS, HELD
         if not why:
-            why = "the plan leaves it" if asked is None else "lowered by the plan"
+            why = "the plan leaves it" if asked is None else LOWERED
         later = [f"step {action.step}: {action.before} to {action.after}, {action.why}" for action in done[name]]
         yield Row(name, str(asked or AS_IS), now, "; ".join([why, *later]))

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paredown.errors import ApplyError, BudgetError
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
 from paredown.plan.sizes import parse_bytes, say_bytes
+from paredown.roles import Role
+from paredown.search.search import ladder_of
 from paredown.search.sensitivity import Sensitivities
 
 EVERY = 16
@@ -54,8 +56,10 @@ class Limits:
                 raise ApplyError(f"Limits: {name} is {value!r}; it is a whole number from 1 up.")
         for name in ("error", "jump", "gradient_jump"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > (1 if name != "error" else 0):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > (1 if name != "error" else 0):
                 raise ApplyError(f"Limits: {name} is {value!r}; it is a number above {1 if name != 'error' else 0}.")
+        if self.levels is not None:
+            ladder_of(self.levels)  # refuses what is no format
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,18 @@ def checked_guard(guard: Any, plan: Plan) -> Guard | None:
         f"guard is {shorten(repr(guard), 60)}: give Guard(trace), where trace = trace_step(model, batch, ...) is the step that is "
         "trained. Without it nothing is known of what a slot takes, and a budget cannot be kept."
     )
+
+
+def check_model(trace: Trace, model: nn.Module) -> None:
+    """Refuse the trace of another model, whose slots would never be seen."""
+    own = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for slot in trace.of(Role.WEIGHT):
+        if not slot.stays and own.get(slot.name) != slot.shape:
+            there = f"{own[slot.name]} in this one" if slot.name in own else f"this one, a {type(model).__name__}, has none"
+            raise ApplyError(
+                f"the guard's trace is of another model, a {trace.model}: {slot.name!r} is {slot.shape} there, and {there}. "
+                "Trace the model that is trained: Guard(trace_step(model, batch, ...))."
+            )
 
 
 def probe_steps() -> Iterator[int]:

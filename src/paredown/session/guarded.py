@@ -33,7 +33,7 @@ from paredown.search.repair import LEVELS, Repaired, Terms, repair, settle
 from paredown.search.search import ladder_of
 from paredown.search.sensitivity import Sensitivities
 from paredown.session.actions import THE_STEP, Action
-from paredown.session.guard import Guard
+from paredown.session.guard import Guard, check_model
 from paredown.session.memory import Memory, Taken
 from paredown.session.probe import probe
 from paredown.session.signals import UNSEEN, Look, Signals, total_norm
@@ -54,6 +54,7 @@ class Guarded:
     def __init__(
         self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]
     ) -> None:
+        check_model(guard.trace, model)
         self.guard, self.plan, self._model, self._change = guard, plan, weakref.ref(model), change
         self.budget_bytes = guard.budget_for(plan)
         self._levels = LEVELS if guard.limits.levels is None else ladder_of(guard.limits.levels)

@@ -14,7 +14,7 @@ from paredown.optim.weights import DTYPES, strides_of
 
 ALONE = 2  # holders of a storage: the tensor, and the object that asks
 COMPILED = "torch.compile runs its module, where hooks cannot bring it"
-SHARED = "its memory is shared with other tensors"
+SHARED = "its memory is shared with other tensors, or a graph that waits for its backward holds it"
 SCRIPTED = "TorchScript runs its module"
 ADDED = "it was added after the plan was applied"
 LARGER = "it would not be smaller"

@@ -215,6 +215,11 @@ def _checked(formats: Sequence[str | Format] | None, backwards: int, trace: Any)
 
 
 def _nothing_in_common(trace: Trace, board: Board) -> str:
+    if not board.slots:
+        return (
+            "the forward pass of this batch saved nothing that a probe can round: all parameters are frozen, the batch is tiny, or the "
+            "model has an open session (then session.reprobe(batch) of a session with a guard probes it)."
+        )
     first = ", ".join(repr(name) for name in list(board.slots)[:3])
     return (
         f"none of the {len(trace.activations)} activations of the trace of {trace.model} was saved by this model, which has "

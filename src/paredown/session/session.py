@@ -31,7 +31,7 @@ from paredown.roles import FORMATTED, Role
 from paredown.search.sensitivity import Sensitivities
 from paredown.session.actions import Actions
 from paredown.session.changes import Change, Changes, said_keys
-from paredown.session.explain import Explanation, explained
+from paredown.session.explain import AGAIN, HELD, LOWERED, Explanation, Row, explained
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guarded import Guarded
 from paredown.session.optimized import ask_for, asked_for, forget, state_changes
@@ -44,7 +44,6 @@ VERSION = 1
 # Both weak, as a session knows its model; the hooks on the model keep the session.
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session | SimulatedSession]] = weakref.WeakKeyDictionary()
 COMPILED = "torch.compile runs the model: packing does not reach what it saves"
-HELD = "the caller or the model holds it when the forward pass ends"
 LATER = "store mode has no such tensor"
 
 
@@ -63,6 +62,7 @@ class Session:
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_NUMEL)
         rows = asked_for(model, plan)  # may refuse
         self._recomputed = Recomputed(plan, model)  # may refuse too
+        self._guarded = Guarded(guard, plan, model, self._activations, self._change) if guard is not None else None  # and this
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._watch.attach(follows=self._packs_activations)
         try:
@@ -72,7 +72,6 @@ class Session:
             raise
         self._recomputed.attach()
         ask_for(rows)
-        self._guarded = Guarded(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._is_open = True
 
     @property
@@ -126,7 +125,7 @@ class Session:
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
         if self._watch.was_compiled:
-            rows += [Change(path, "computed again", "saved", COMPILED) for path in self._recomputed.paths]
+            rows += [Change(path, AGAIN, "saved", COMPILED) for path in self._recomputed.paths]
         return Changes(rows)
 
     @property
@@ -153,7 +152,12 @@ class Session:
     def explain(self) -> Explanation:
         """Slot by slot: what the plan asked for, what it is now, and why: lowered, pinned, held, raised later."""
         slots = self._guarded.slots if self._guarded is not None else self._activations.decisions
-        return explained(self.applied, self._activations, self.changes, self.actions, slots)
+        changes = self.changes
+        told = {change.slot for change in changes}
+        rows = [Row(path, AGAIN, AGAIN, "its inside is not saved") for path in self._recomputed.paths if path not in told]
+        packed = {f"weight={name}": str(weight.packed.format) for name, weight in self._weights.weights.items()}
+        rows += [Row(slot, text, text, LOWERED) for slot, text in packed.items() if slot not in told]
+        return Explanation([*explained(self.applied, self._activations, changes, self.actions, slots), *rows])
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, the seed and the count of forward passes: with these, stochastic rounding goes on with the same bits.
