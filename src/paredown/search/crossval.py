@@ -56,18 +56,24 @@ class Matrices:
 
     errors: Array
     memory: Array
-    levels: NDArray[np.intp]
+    levels: NDArray[np.intp] | None = None
 
     def __post_init__(self) -> None:
-        if self.errors.shape != self.memory.shape or self.levels.shape != self.errors.shape[1:]:
-            shapes = f"errors {self.errors.shape}, memory {self.memory.shape}, levels {self.levels.shape}"
-            raise PlanError(f"matrices are (tasks, plans) with a level for each plan, not {shapes}.")
+        shapes = [
+            self.errors.shape,
+            self.memory.shape,
+            self.errors.shape[:1] + (self.errors.shape[1:] if self.levels is None else self.levels.shape),
+        ]
+        if len(set(shapes)) > 1 or self.errors.ndim != 2:
+            raise PlanError(f"errors and memory are (tasks, plans), with a level for each plan: these are {shapes}.")
         if len(self.errors) < 2:
             raise PlanError("leaving one task out needs two or more; this is one.")
 
     @cached_property
     def denoised(self) -> Array:
         """Errors as means over the plans of a level."""
+        if self.levels is None:
+            return self.errors
         is_of = self.levels[:, None] == np.unique(self.levels)[None]  # (num_plans, num_levels)
         return (self.errors @ is_of / is_of.sum(axis=0)) @ is_of.T
 
@@ -160,10 +166,9 @@ def _trial(matrices: Matrices, row: int, earlier: Earlier, cap: float) -> Trial:
     if not len(feasible):
         raise BudgetError(f"no plan of task {row} fits {cap:.6g}; the smallest needs {memory.min():.6g}.")
     most = matrices.memory.max()
-    known = Known(
-        earlier.errors[:, feasible], earlier.completed[:, feasible], memory[feasible] / most, matrices.levels[feasible], seed=row
-    )
-    return Trial(known, Truth(memory / most, errors, feasible, errors))
+    levels = None if matrices.levels is None else matrices.levels[feasible]
+    known = Known(earlier.errors[:, feasible], earlier.completed[:, feasible], memory[feasible] / most, levels, seed=row)
+    return Trial(known, Truth(memory / most, errors, feasible, matrices.denoised[row]))
 
 
 def judge(rows: Sequence[Trial], picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Judged]:

@@ -58,7 +58,8 @@ def pivoted(vectors: Array, count: int) -> list[int]:
     """The first pivots: each plan is the one least explained by those before it."""
     from scipy.linalg import qr
 
-    return np.asarray(qr(vectors, mode="r", pivoting=True)[1])[:count].tolist()
+    *_, order = qr(vectors, mode="r", pivoting=True)
+    return np.asarray(order)[:count].tolist()
 
 
 def scattered(num_plans: int, count: int, *, seed: int, num_first: int = 5) -> list[int]:

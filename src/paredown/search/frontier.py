@@ -3,6 +3,7 @@
     convergence             mean over the predicted front of the distance to the nearest point of the true one
     hypervolume difference  |area predicted - area true|, up to memory 1 and error `top`
     regret                  error of the plan recommended within a budget, less the least there; mean over all budgets
+    mean regret             the same of means over runs that differ by noise alone, recommending by predictions: luck is not counted
     rmse                    of the predictions
 
 Memory is in parts of the most of all tasks, error in parts of top = max(1, the predicted front's largest error).
@@ -58,11 +59,12 @@ def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
 
 @dataclass(frozen=True)
 class Scores:
-    """How good one prediction is; the four are described above."""
+    """How good one prediction is; the five are described above."""
 
     convergence: float
     hypervolume: float
     regret: float
+    mean_regret: float
     rmse: float
 
 
@@ -70,13 +72,13 @@ class Scores:
 class Truth:
     """A task as it is: memory in parts of the most of all tasks, and errors, of all plans; which of them are feasible.
 
-    `wanted` are the errors that regret is of: those of the single run of `errors`, or means over runs that differ by noise alone.
+    `means` are the means of `errors` over runs that differ by noise alone, `errors` themselves where that is not known.
     """
 
     memory: Array
     errors: Array
     feasible: NDArray[np.intp]
-    wanted: Array
+    means: Array
 
     def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
         """Those of a front drawn from `drawn`, plans recommended by `expected`, and errors `predicted`, of the feasible plans."""
@@ -91,7 +93,8 @@ class Truth:
         return Scores(
             convergence=distance(here, there),
             hypervolume=abs(areas[0] - areas[1]),
-            regret=mean_regret(memory, expected, self.wanted[self.feasible]),
+            regret=regret(memory, expected, errors),
+            mean_regret=regret(memory, predicted, self.means[self.feasible]),
             rmse=float(np.sqrt(np.mean((predicted - errors) ** 2))),
         )
 
@@ -101,7 +104,7 @@ def distance(points: Array, others: Array) -> float:
     return float(np.sqrt(((points[:, None] - others[None]) ** 2).sum(axis=-1)).min(axis=1).mean())
 
 
-def mean_regret(memory: Array, expected: Array, errors: Array) -> float:
+def regret(memory: Array, expected: Array, errors: Array) -> float:
     """Mean over all budgets that make a difference of what recommending by `expected` loses."""
     lost: list[float] = []
     for budget in np.unique(memory):

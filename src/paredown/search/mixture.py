@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 NUM_STEPS = 40
+TASKS_OF_A_KIND = 8  # at least, at the start
 STRENGTH = 4.0  # tasks that the guess about S weighs as much as
 ALIKE = 0.9  # correlation of levels in that guess
 NOISE_RUNS = 4.0  # runs that the guess about v weighs as much as
@@ -79,15 +80,16 @@ class Mixture:
     noise: Array
 
     @staticmethod
-    def fitted(sums: Sums, num_kinds: int = 2) -> Mixture:
-        """By EM from a split of the tasks into equal parts by their mean error."""
+    def fitted(sums: Sums, num_kinds: int = 2, num_steps: int = NUM_STEPS) -> Mixture:
+        """By EM from a split of the tasks into equal parts by their mean error; of fewer kinds where tasks are few."""
         guess = _Guess.of(sums)
+        num_kinds = max(1, min(num_kinds, len(sums.count) // TASKS_OF_A_KIND))
         order = np.argsort(np.argsort(guess.heights, kind="stable"))
         weights = np.eye(num_kinds)[order * num_kinds // len(order)]
         means = np.repeat(guess.filled(sums)[:, None], num_kinds, axis=1)
         spreads = np.zeros((*means.shape, means.shape[-1]))
         found = _maximised(sums, Belief(weights, means, spreads, np.empty(0), 0.0), guess)
-        for _ in range(NUM_STEPS):
+        for _ in range(num_steps):
             found = _maximised(sums, found.given(sums), guess)
         return found
 
@@ -98,7 +100,7 @@ class Mixture:
         eye = np.eye(self.means.shape[1])
         # (S^-1 + D)^-1 = (I + S D)^-1 S: S need not have an inverse
         inner = eye + self.spreads * precision[:, :, None, :]
-        spreads = np.linalg.solve(inner, np.broadcast_to(self.spreads, inner.shape))
+        spreads: Array = np.linalg.solve(inner, np.broadcast_to(self.spreads, inner.shape)).astype(float)
         shift = (spreads @ pull[..., None])[..., 0]
         misfit = (sums.count[:, None] * np.log(2 * np.pi * self.noise) + self._around(sums) / self.noise).sum(axis=-1)
         logs = -0.5 * (misfit - (pull * shift).sum(axis=-1) + np.linalg.slogdet(inner)[1]) + np.log(self.shares)

@@ -32,13 +32,13 @@ class Known:
     """What a picker may know of a new task, its feasible plans alone.
 
     `earlier`: errors of earlier tasks (tasks, plans), NaN where nobody looked; `completed`: the same without gaps. `levels`: a number for
-    each plan, the same for plans that may differ by noise alone; `seed`: for pickers that throw dice.
+    each plan, the same for plans that may differ by noise alone, None where that is not known; `seed`: for pickers that throw dice.
     """
 
     earlier: Array
     completed: Array
     memory: Array
-    levels: NDArray[np.intp]
+    levels: NDArray[np.intp] | None = None
     seed: int = 0
 
 

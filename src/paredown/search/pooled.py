@@ -19,6 +19,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from paredown.errors import PlanError
+from paredown.search.grouping import as_levels, find_levels, offsets
 from paredown.search.mixture import Belief, Mixture, Sums
 from paredown.search.pickers import Known, Measure, Prediction, with_measured
 
@@ -33,45 +35,74 @@ class Pooled:
     num_kinds: int = 2
 
     def __call__(self, known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-        wanted = set(counts)
-        prior = Mixture.fitted(Sums.of(known.earlier, known.levels), self.num_kinds)
+        wanted, prior = set(counts), Prior.of(known.earlier, known.levels, self.num_kinds)
         seen = np.full(len(known.memory), np.nan)
         found: dict[int, Prediction] = {}
         chosen: list[int] = []
         for count in range(max(wanted) + 1):
-            belief = prior.given(Sums.of(seen[None], known.levels))
+            belief = prior.given(seen)
             if count in wanted:
-                found[count] = predicted(belief, known, chosen, seen)
-            if len(chosen) < len(seen):
-                plan = _next(self.turns[count % len(self.turns)], belief, known, seen)
-                chosen.append(plan)
-                seen[plan] = measure(plan)
+                found[count] = predicted(prior, belief, chosen, seen)
+            if len(chosen) < len(seen) and count < max(wanted):
+                chosen.append(propose(self.turns[count % len(self.turns)], prior, belief, known.memory, seen))
+                seen[chosen[-1]] = prior.finite(measure(chosen[-1]))
         return found
 
 
-def predicted(belief: Belief, known: Known, chosen: list[int], seen: Array) -> Prediction:
+@dataclass(frozen=True)
+class Prior:
+    """What earlier tasks teach: the levels, how far each plan lies from its level, the mixture, how many they are, their worst error."""
+
+    levels: NDArray[np.intp]
+    offsets: Array
+    mixture: Mixture
+    num_tasks: int
+    worst: float
+
+    @staticmethod
+    def of(earlier: Array, levels: NDArray[np.intp] | None = None, num_kinds: int = 2) -> Prior:
+        """From errors (tasks, plans), NaN where nobody looked; `levels` are found where none are given."""
+        if not np.isfinite(earlier).any():
+            raise PlanError(
+                f"earlier tasks have no errors ({earlier.shape[0]} tasks, {earlier.shape[1]} plans): there is nothing to learn from."
+            )
+        earlier = np.where(np.isfinite(earlier), earlier, np.nan)
+        levels = find_levels(earlier) if levels is None else as_levels(levels)
+        apart = offsets(earlier, levels)
+        mixture = Mixture.fitted(Sums.of(earlier - apart, levels), num_kinds)
+        return Prior(levels, apart, mixture, len(earlier), float(np.nanmax(earlier)))
+
+    def given(self, seen: Array) -> Belief:
+        """A new task by what was measured (NaN where not)."""
+        return self.mixture.given(Sums.of((seen - self.offsets)[None], self.levels))
+
+    def finite(self, measured: float) -> float:
+        """A run that diverged counts as the worst of all errors."""
+        return measured if np.isfinite(measured) else self.worst
+
+
+def predicted(prior: Prior, belief: Belief, chosen: list[int], seen: Array) -> Prediction:
     """Errors of all plans, with deviations of one run."""
+    levels, measured = prior.levels, seen[chosen]
     mean, deviation = belief.levels()
     noise = belief.run_noise()
-    sizes = np.bincount(known.levels, minlength=len(mean))
-    likely = mean - noise * np.array([luck(int(size)) for size in sizes])
-    means = mean[known.levels]
-    measured = seen[chosen]
+    lucky = noise * np.array([luck(int(size)) for size in np.bincount(levels)])
+    means = mean[levels] + prior.offsets
     return Prediction(
         tuple(chosen),
         means,
         with_measured(means, chosen, measured),
-        with_measured(likely[known.levels], chosen, measured),
-        np.sqrt(deviation**2 + noise**2)[known.levels],
+        with_measured(means - lucky[levels], chosen, measured),
+        np.sqrt(deviation**2 + noise**2)[levels],
     )
 
 
-def _next(design: str, belief: Belief, known: Known, seen: Array) -> int:
-    """The plan with the largest gain of its level; of those, the one with the least memory."""
-    gains = _knowledge(belief)[known.levels] if design == "knowledge" else _improvement(belief, known, seen)
+def propose(design: str, prior: Prior, belief: Belief, memory: Array, seen: Array) -> int:
+    """The plan to measure next: of those with the largest gain, the one with the least memory."""
+    gains = _knowledge(belief)[prior.levels] if design == "knowledge" else _improvement(prior, belief, memory, seen)
     gains = np.where(np.isnan(seen), gains, -np.inf)
     best = np.flatnonzero(gains >= gains.max() - 1e-12 * abs(gains.max()))
-    return int(best[np.argmin(known.memory[best])])
+    return int(best[np.argmin(memory[best])])
 
 
 def _knowledge(belief: Belief) -> Array:
@@ -81,17 +112,22 @@ def _knowledge(belief: Belief) -> Array:
     return weights @ lowered
 
 
-def _improvement(belief: Belief, known: Known, seen: Array) -> Array:
-    """By how much each plan is expected to add to the area under what was measured, up to memory 1 and error 1."""
-    order = np.argsort(known.memory, kind="stable")
-    edges = np.append(known.memory[order], max(1.0, known.memory.max()))
-    heights = np.minimum.accumulate(np.where(np.isnan(seen[order]), 1.0, seen[order]))  # the front from each plan's memory on
-    widths = np.diff(edges)
-    means, spreads = belief.means[0], np.diagonal(belief.spreads[0], axis1=-2, axis2=-1) + belief.noise
-    gains = np.einsum("k,klh->lh", belief.weights[0], _shortfall(heights, means, np.sqrt(spreads)))  # (levels, plans)
-    areas = np.cumsum((gains * widths)[:, ::-1], axis=1)[:, ::-1]
+def _improvement(prior: Prior, belief: Belief, memory: Array, seen: Array) -> Array:
+    """By how much each plan is expected to add to the area under what was measured, up to the most memory and the worst error."""
+    order = np.argsort(memory, kind="stable")
+    top = max(1.0, prior.worst)
+    heights = np.minimum.accumulate(np.where(np.isnan(seen[order]), top, seen[order]))  # the front from each plan's memory on
+    steps, first = np.unique(heights, return_inverse=True)
+    widths = np.zeros(len(steps))
     found = np.empty(len(seen))
-    found[order] = areas[known.levels[order], np.arange(len(order))]
+    edges = np.append(memory[order], max(1.0, memory.max()))
+    levels = prior.levels[order]
+    means = belief.means[0][:, levels] + prior.offsets[order]  # (kinds, plans)
+    spreads = (np.diagonal(belief.spreads[0], axis1=-2, axis2=-1) + belief.noise)[:, levels]
+    gains = np.einsum("k,kph->ph", belief.weights[0], _shortfall(steps, means, np.sqrt(spreads)))  # (plans, steps of the front)
+    for place in range(len(order) - 1, -1, -1):
+        widths[first[place]] += edges[place + 1] - edges[place]
+        found[order[place]] = gains[place] @ widths
     return found
 
 
