@@ -52,9 +52,10 @@ def numbers(text: str) -> np.ndarray:
 
 @pytest.mark.parametrize(("setting", "who"), TABLE)
 def test_the_published_table(setting: str, who: str) -> None:
-    found = judge(released_trials(setting), PICKERS[who], COUNTS, is_released=True)
-    means = np.array([[found[count].mean("convergence"), found[count].mean("hypervolume")] for count in COUNTS])
-    assert np.all(np.abs(means - numbers(TABLE[setting, who])) <= TOLERANCES[setting]), means.round(4)
+    counts = COUNTS[:4] if who.startswith("BO") else COUNTS  # benchmarks/bench_peppp.py has all; these take seconds
+    found = judge(released_trials(setting), PICKERS[who], counts, is_released=True)
+    means = np.array([[found[count].mean("convergence"), found[count].mean("hypervolume")] for count in counts])
+    assert np.all(np.abs(means - numbers(TABLE[setting, who])[: len(counts)]) <= TOLERANCES[setting]), means.round(4)
 
 
 def test_regret_and_rmse_of_the_re_run() -> None:

@@ -3,8 +3,8 @@
     k(x, y) = exp(-|x - y|^2 / (2 length^2)) + noise [x is y]     mean 0, variance 1; length and noise by maximum likelihood
     EI = d cdf(d / s) + s pdf(d / s),  d = best - mean - margin   the plan with the LARGEST is next (the release took the smallest)
 
->>> points = np.array([[0.0], [1.0], [2.0], [50.0]])
->>> mean, deviation = Process.fitted(points, [0, 2], np.array([0.5, 0.7])).predict()
+>>> squares = squared_distances(np.array([[0.0], [1.0], [2.0], [50.0]]))
+>>> mean, deviation = Process.fitted(squares, [0, 2], np.array([0.5, 0.7])).predict()
 >>> bool(deviation[3] >= deviation[1]) and mean.shape == (4,)
 True
 """
@@ -34,11 +34,10 @@ class Process:
     noise: float
 
     @staticmethod
-    def fitted(points: Array, chosen: list[int], measured: Array) -> Process:
+    def fitted(squares: Array, chosen: list[int], measured: Array) -> Process:
         """The process whose length and noise make the measurements most likely."""
         from scipy.optimize import minimize
 
-        squares = ((points[:, None] - points[None]) ** 2).sum(axis=-1)
         near = squares[np.ix_(chosen, chosen)]
         bounds = [(np.log(BOUNDS[0]), np.log(BOUNDS[1]))] * 2
         found = minimize(_unlikeliness, np.log(START), args=(near, measured), jac=True, method="L-BFGS-B", bounds=bounds)
@@ -54,6 +53,11 @@ class Process:
         factor = cho_factor(inside, lower=True)
         variance = 1 + self.noise - (across.T * cho_solve(factor, across.T)).sum(axis=0)
         return across @ cho_solve(factor, self.measured), np.sqrt(np.maximum(variance, 0.0))
+
+
+def squared_distances(points: Array) -> Array:
+    """Of all points (num_points, anything) from all."""
+    return ((points[:, None] - points[None]) ** 2).sum(axis=-1)
 
 
 def _unlikeliness(logs: Array, squares: Array, measured: Array) -> tuple[float, Array]:

@@ -4,8 +4,8 @@
 
 p_ij is how likely the entry was to be observed: 1 for all, unless cheap plans were tried more often. Steps go down the gradient, shrink the
 singular values (soft-impute) and clip to the box; momentum is dropped whenever it points uphill. Singular vectors are carried on from
-step to step, by one product each, and the last step is checked with a whole decomposition. With a cap on the rank there is more than
-one minimum: the answer is the one that is reached from 0.
+step to step, by one product each; the last steps are whole decompositions, unless the matrix is large. With a cap on the rank there is
+more than one minimum: the answer is the one that is reached from 0.
 
 >>> gaps = np.outer([1.0, 2.0, 3.0, 4.0], [0.1, 0.2, 0.15])
 >>> gaps[1, 2] = np.nan
@@ -27,6 +27,7 @@ Array = NDArray[np.float64]
 # Singular vectors that are carried on beside the wanted ones. On PEPPP's matrices 10 of them reach the lowest minimum on average (8.2202;
 # with 5, or with whole decompositions for the first steps, 8.2208 and 8.2217) in the shortest time.
 SPARE = 10
+LARGE = 100_000  # entries from which on nothing is decomposed whole
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ def complete(errors: Array, *, propensities: Array | None = None, **how: float) 
     weights = np.where(is_known, 1.0, 0.0) if propensities is None else _inverse(propensities, is_known)
     known = np.where(is_known, errors, 0.0)
     found = _descend(known, weights, options, _Carried(options.rank))
-    if found.is_converged and min(errors.shape) > options.rank + SPARE:  # one more, by whole decompositions
+    if (
+        found.is_converged and options.rank + SPARE < min(errors.shape) and errors.size <= LARGE
+    ):  # one more, by whole decompositions
         found = _descend(known, weights, options, _Exact(options.rank), start=found)
     return found
 
@@ -111,7 +114,7 @@ class _Carried:
 
     def __call__(self, matrix: Array, amount: float) -> Array:
         if self.right is None:
-            self.right = np.linalg.svd(matrix, full_matrices=False)[2][: self.rank + SPARE].T
+            self.right = self._first(matrix)
         base = np.linalg.qr(matrix @ self.right)[0]  # (num_tasks, rank + SPARE)
         inside = base.T @ matrix
         squares, turn = np.linalg.eigh(inside @ inside.T)
@@ -119,3 +122,13 @@ class _Carried:
         self.right = (inside.T @ turn) / np.maximum(values, 1e-12)
         left = (base @ turn)[:, : self.rank]
         return (left * np.maximum(values[: self.rank] - amount, 0)) @ self.right[:, : self.rank].T
+
+    def _first(self, matrix: Array) -> Array:
+        """The first right singular vectors (num_plans, rank + SPARE); of a large matrix about, by products with a few random vectors."""
+        count = min(self.rank + SPARE, *matrix.shape)
+        if matrix.size <= LARGE:
+            return np.linalg.svd(matrix, full_matrices=False)[2][:count].T
+        right = np.random.RandomState(0).standard_normal((matrix.shape[1], count))
+        for _ in range(2):
+            right = np.linalg.qr(matrix.T @ (matrix @ right))[0]
+        return right

@@ -62,7 +62,13 @@ class Estimate:
         mean, deviation = belief.levels()
         levels = prior.levels
         return Estimate(
-            memory, mean[levels] + prior.offsets, deviation[levels], belief.run_noise()[levels], measured, prior, belief
+            memory,
+            mean[levels] + prior.offsets,
+            np.sqrt(deviation[levels] ** 2 + prior.doubt),
+            belief.run_noise()[levels],
+            measured,
+            prior,
+            belief,
         )
 
     def front(self) -> NDArray[np.intp]:
@@ -94,6 +100,7 @@ class Estimate:
         spreads, means = self.belief.spreads[0], self.belief.means[0]  # (kinds, levels, levels), (kinds, levels)
         diagonal = np.diagonal(spreads, axis1=-2, axis2=-1)
         variance = (diagonal + diagonal[:, own, None] - 2 * spreads[:, own])[:, levels]
+        variance = variance + self.prior.doubt + self.prior.doubt[plan]
         apart = (means[:, own, None] - means)[:, levels] + self.prior.offsets[plan] - self.prior.offsets
         return self.belief.weights[0] @ ndtr(apart / np.sqrt(np.maximum(variance, 1e-18)))
 

@@ -45,13 +45,14 @@ def as_levels(levels: Levels) -> Levels:
 
 def _likelihood(fit: Array, judge: Array, levels: Levels) -> float:
     """Of one half of the tasks, by what the other half teaches."""
-    apart = offsets(fit, levels)
+    apart = offsets(fit, levels)[0]
     return Mixture.fitted(Sums.of(fit - apart, levels), num_steps=FEW_STEPS).given(Sums.of(judge - apart, levels)).log_likelihood
 
 
 def _tree(errors: Array) -> Array:
     """Ward's tree of the plans; what was not observed is taken for its task's and plan's means."""
     from scipy.cluster.hierarchy import ward
+    from scipy.linalg import eigh
 
     if errors.shape[1] < 2:
         return np.empty((0, 4))
@@ -59,9 +60,10 @@ def _tree(errors: Array) -> Array:
     rest = np.where(known, errors, 0.0)
     rest -= known * (rest.sum(axis=1) / np.maximum(known.sum(axis=1), 1))[:, None]
     middle = rest.sum(axis=0) / np.maximum(known.sum(axis=0), 1)
-    values, right = np.linalg.svd(rest - known * middle, full_matrices=False)[1:]
-    share = max(float(known.mean()), 1e-9)
-    vectors = (values[:NUM_VECTORS, None] * right[:NUM_VECTORS]).T / share
+    rest -= known * middle
+    last = errors.shape[1] - 1
+    squares, vectors = eigh(rest.T @ rest, subset_by_index=[max(0, last + 1 - NUM_VECTORS), last])
+    vectors = vectors * np.sqrt(np.maximum(squares, 0.0)) / max(float(known.mean()), 1e-9)
     return ward(np.column_stack([vectors, np.sqrt(len(errors)) * middle]))
 
 
@@ -73,8 +75,8 @@ def _cut(tree: Array, count: int, num_plans: int) -> Levels:
     return as_levels(fcluster(tree, count, criterion="maxclust"))
 
 
-def offsets(errors: Array, levels: Levels) -> Array:
-    """How far each plan lies from its level on all tasks alike, drawn to 0 by as much as noise explains; (num_plans,)."""
+def offsets(errors: Array, levels: Levels) -> tuple[Array, Array]:
+    """How far each plan lies from its level on all tasks alike, drawn to 0 by as much as noise explains, and the variance of that."""
     sums = Sums.of(errors, levels)
     count = sums.count[:, levels]
     apart = errors - (sums.total / np.maximum(sums.count, 1.0))[:, levels]
@@ -84,4 +86,5 @@ def offsets(errors: Array, levels: Levels) -> Array:
     means = np.where(seen, apart, 0.0).sum(axis=0) / runs
     noise = np.where(seen, (apart - means) ** 2, 0.0).sum() / max(seen.sum(), 1)
     real = max(0.0, float(np.mean(means**2 - noise / runs)))  # the variance between plans of a level
-    return means * real / np.maximum(real + noise / runs, 1e-300)
+    share = real / np.maximum(real + noise / runs, 1e-300)
+    return means * share, share * noise / runs

@@ -29,6 +29,7 @@ STRENGTH = 4.0  # tasks that the guess about S weighs as much as
 ALIKE = 0.9  # correlation of levels in that guess
 NOISE_RUNS = 4.0  # runs that the guess about v weighs as much as
 SMALLEST = 1e-8  # variance
+SETTLED = 0.01  # EM ends when a step makes everything observed less than 1 % more likely
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,12 @@ class Mixture:
         means = np.repeat(guess.filled(sums)[:, None], num_kinds, axis=1)
         spreads = np.zeros((*means.shape, means.shape[-1]))
         found = _maximised(sums, Belief(weights, means, spreads, np.empty(0), 0.0), guess)
+        last = -np.inf
         for _ in range(num_steps):
-            found = _maximised(sums, found.given(sums), guess)
+            belief = found.given(sums)
+            if belief.log_likelihood - last < SETTLED:
+                break
+            found, last = _maximised(sums, belief, guess), belief.log_likelihood
         return found
 
     def given(self, sums: Sums) -> Belief:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from paredown.search.bayes import Process, expected_improvement
+from paredown.search.bayes import Process, expected_improvement, squared_distances
 from paredown.search.design import DESIGNS, first_at_random, scattered
 from paredown.search.embedding import RANK, embed, predict
 
@@ -91,12 +91,12 @@ def bayesian(points_of: Callable[[Known], Array], *, is_released: bool = False) 
     """Expected improvement over points; `is_released`: the plan with the least of it is next."""
 
     def pick(known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-        points, wanted = points_of(known), set(counts)
-        chosen = first_at_random(len(points), RANK, seed=known.seed)
+        squares, wanted = squared_distances(points_of(known)), set(counts)
+        chosen = first_at_random(len(squares), RANK, seed=known.seed)
         found: dict[int, Prediction] = {}
         for count in range(RANK, max(wanted) + 1):
             measured = np.array([measure(plan) for plan in chosen])
-            mean, deviation = Process.fitted(points, chosen, measured).predict()
+            mean, deviation = Process.fitted(squares, chosen, measured).predict()
             if count in wanted:
                 found[count] = plain(chosen, measured, mean)
             gains = expected_improvement(mean, deviation, measured.min()) * (-1 if is_released else 1)

@@ -51,10 +51,11 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Prior:
-    """What earlier tasks teach: the levels, how far each plan lies from its level, the mixture, how many they are, their worst error."""
+    """What earlier tasks teach: levels, how far plans lie from theirs (and its variance), the mixture, their number and worst error."""
 
     levels: NDArray[np.intp]
     offsets: Array
+    doubt: Array
     mixture: Mixture
     num_tasks: int
     worst: float
@@ -63,14 +64,12 @@ class Prior:
     def of(earlier: Array, levels: NDArray[np.intp] | None = None, num_kinds: int = 2) -> Prior:
         """From errors (tasks, plans), NaN where nobody looked; `levels` are found where none are given."""
         if not np.isfinite(earlier).any():
-            raise PlanError(
-                f"earlier tasks have no errors ({earlier.shape[0]} tasks, {earlier.shape[1]} plans): there is nothing to learn from."
-            )
+            raise PlanError(f"there is nothing to learn from: the matrix of earlier errors {earlier.shape} has no number in it.")
         earlier = np.where(np.isfinite(earlier), earlier, np.nan)
         levels = find_levels(earlier) if levels is None else as_levels(levels)
-        apart = offsets(earlier, levels)
+        apart, doubt = offsets(earlier, levels)
         mixture = Mixture.fitted(Sums.of(earlier - apart, levels), num_kinds)
-        return Prior(levels, apart, mixture, len(earlier), float(np.nanmax(earlier)))
+        return Prior(levels, apart, doubt, mixture, len(earlier), float(np.nanmax(earlier)))
 
     def given(self, seen: Array) -> Belief:
         """A new task by what was measured (NaN where not)."""
@@ -93,7 +92,7 @@ def predicted(prior: Prior, belief: Belief, chosen: list[int], seen: Array) -> P
         means,
         with_measured(means, chosen, measured),
         with_measured(means - lucky[levels], chosen, measured),
-        np.sqrt(deviation**2 + noise**2)[levels],
+        np.sqrt((deviation**2 + noise**2)[levels] + prior.doubt),
     )
 
 
