@@ -1,7 +1,7 @@
 """The published ways to learn a new task's frontier from a few measurements, each a row of `PICKERS`.
 
     ED-MF       least squares on the plans' vectors, at a D-optimal design; the vectors are those of the completed matrix
-    QR-MF       the same at the pivots; `ED-MF relaxed`: at the rounded relaxation
+    QR-MF       the same at the pivots; `ED-MF relaxed`: at the rounded relaxation; `ED-MF plugged`: the front has what was measured
     random-MF   the same at random plans
     BO-MF       a Gaussian process over the plans' vectors, plans by expected improvement, begun at five random ones
     BO-full     the same over whole columns of the matrix
@@ -87,6 +87,15 @@ def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
     return pick
 
 
+def plugged(picker: Picker) -> Picker:
+    """The same with the front drawn from what was measured too."""
+
+    def pick(known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+        return {count: replace(found, drawn=found.expected) for count, found in picker(known, measure, counts).items()}
+
+    return pick
+
+
 def bayesian(points_of: Callable[[Known], Array], *, is_released: bool = False) -> Picker:
     """Expected improvement over points; `is_released`: the plan with the least of it is next."""
 
@@ -125,6 +134,7 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
     {
         "ED-MF": factorised(lambda vectors, count, seed: DESIGNS["optimal"](vectors, count)),
         "ED-MF+5": factorised(lambda vectors, count, seed: DESIGNS["optimal"](vectors, count + RANK)),  # as released: five more
+        "ED-MF plugged": plugged(factorised(lambda vectors, count, seed: DESIGNS["optimal"](vectors, count))),
         "ED-MF relaxed": factorised(lambda vectors, count, seed: DESIGNS["relaxed"](vectors, count)),
         "QR-MF": factorised(lambda vectors, count, seed: DESIGNS["pivoted"](vectors, count)),
         "random-MF": factorised(lambda vectors, count, seed: scattered(vectors.shape[1], count, seed=seed)),
