@@ -24,7 +24,7 @@ def main() -> None:
         print(f"Installing {tested} into .venv (once; a minute or more) ...", flush=True)
         install(tested, pins=[pin for pin in pins if name_of(pin) != "triton"])
     print(f"Installing paredown beside torch {metadata.version('torch')} ...", flush=True)
-    install("-e", f"{ROOT}[cli,safetensors,test]", pins=pins_beside_torch(pins))
+    install("-e", f"{ROOT}[cli,safetensors,search,test]", pins=pins_beside_torch(pins))
 
 
 def installed_torch() -> tuple[int, ...]:

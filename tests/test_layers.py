@@ -19,7 +19,7 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "formats": (frozenset({"errors"}), frozenset()),
     "codec": (frozenset({"errors", "formats"}), TORCH),
     "plan": (frozenset({"errors", "roles", "formats"}), TORCH - {"triton"}),
-    "search": (frozenset({"errors", "roles", "formats", "plan"}), frozenset({"numpy"})),
+    "search": (frozenset({"errors", "roles", "formats", "plan"}), frozenset({"numpy", "scipy"})),
     "models": (frozenset(), frozenset({"torch"})),
     "optim": (frozenset({"errors", "roles", "formats", "codec"}), TORCH),
     "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search"}), frozenset({"torch"})),

@@ -1,0 +1,161 @@
+"""What earlier tasks say about a new one: errors by level, normal within each of a few kinds of task.
+
+Plans of one level differ by noise alone. Task i is of kind k with probability pi_k; its levels' errors and its runs are
+
+    a_i ~ N(mu_k, S_k)  (num_levels numbers)        e_ij = a_i[level of j] + noise,  noise ~ N(0, v_k[level of j])
+
+`Mixture.fitted` finds pi, mu, S and v by EM from whatever was observed: gaps need no completing. S and v are drawn, weakly, towards levels
+that go up and down together and towards one noise. Conditioning on a new task's measurements is exact.
+
+>>> rng = np.random.default_rng(0)
+>>> tasks = 0.5 + 0.2 * rng.standard_normal((40, 1)) + [[0.0, 0.1]] + 0.01 * rng.standard_normal((40, 2))
+>>> belief = Mixture.fitted(Sums.of(tasks, np.array([0, 1]))).given(Sums.of(np.array([[0.3, np.nan]]), np.array([0, 1])))
+>>> mean, deviation = belief.levels()
+>>> mean.round(1).tolist(), bool(deviation[1] < 0.05)
+([0.3, 0.4], True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+NUM_STEPS = 40
+TASKS_OF_A_KIND = 8  # at least, at the start
+STRENGTH = 4.0  # tasks that the guess about S weighs as much as
+ALIKE = 0.9  # correlation of levels in that guess
+NOISE_RUNS = 4.0  # runs that the guess about v weighs as much as
+SMALLEST = 1e-8  # variance
+SETTLED = 0.01  # EM ends when a step makes everything observed less than 1 % more likely
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What matters of observed errors: how many of each level, their sum and sum of squares; (num_tasks, num_levels) each."""
+
+    count: Array
+    total: Array
+    square: Array
+
+    @staticmethod
+    def of(errors: Array, levels: NDArray[np.intp], num_levels: int | None = None) -> Sums:
+        """Of a matrix (tasks, plans), NaN where nothing was observed."""
+        is_of = (levels[:, None] == np.arange(num_levels or int(levels.max()) + 1)[None]).astype(float)
+        seen = np.where(np.isfinite(errors), errors, 0.0)
+        return Sums(np.isfinite(errors) @ is_of, seen @ is_of, seen**2 @ is_of)
+
+
+@dataclass(frozen=True)
+class Belief:
+    """Tasks after their observations: `weights` (tasks, kinds), `means` (tasks, kinds, levels) and `spreads` (.., levels, levels) of each
+    kind, `noise` (kinds, levels), and how likely the observations were."""
+
+    weights: Array
+    means: Array
+    spreads: Array
+    noise: Array
+    log_likelihood: float
+
+    def levels(self) -> tuple[Array, Array]:
+        """Mean and standard deviation of the first task's levels, without the noise of a run."""
+        weights, means = self.weights[0][:, None], self.means[0]
+        mean = (weights * means).sum(axis=0)
+        inside = np.diagonal(self.spreads[0], axis1=-2, axis2=-1)
+        return mean, np.sqrt((weights * (inside + (means - mean) ** 2)).sum(axis=0))
+
+    def run_noise(self) -> Array:
+        """Standard deviation of one run of each level of the first task."""
+        return np.sqrt((self.weights[0][:, None] * self.noise).sum(axis=0))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Kinds of tasks: `shares` (kinds), `means` (kinds, levels), `spreads` (kinds, levels, levels), `noise` (kinds, levels) variances."""
+
+    shares: Array
+    means: Array
+    spreads: Array
+    noise: Array
+
+    @staticmethod
+    def fitted(sums: Sums, num_kinds: int = 2, num_steps: int = NUM_STEPS) -> Mixture:
+        """By EM from a split of the tasks into equal parts by their mean error; of fewer kinds where tasks are few."""
+        guess = _Guess.of(sums)
+        num_kinds = max(1, min(num_kinds, len(sums.count) // TASKS_OF_A_KIND))
+        order = np.argsort(np.argsort(guess.heights, kind="stable"))
+        weights = np.eye(num_kinds)[order * num_kinds // len(order)]
+        means = np.repeat(guess.filled(sums)[:, None], num_kinds, axis=1)
+        spreads = np.zeros((*means.shape, means.shape[-1]))
+        found = _maximised(sums, Belief(weights, means, spreads, np.empty(0), 0.0), guess)
+        last = -np.inf
+        for _ in range(num_steps):
+            belief = found.given(sums)
+            if belief.log_likelihood - last < SETTLED:
+                break
+            found, last = _maximised(sums, belief, guess), belief.log_likelihood
+        return found
+
+    def given(self, sums: Sums) -> Belief:
+        """Tasks by their observations; a task without any is as the earlier ones were."""
+        precision = sums.count[:, None] / self.noise  # (tasks, kinds, levels)
+        pull = (sums.total[:, None] - sums.count[:, None] * self.means) / self.noise
+        eye = np.eye(self.means.shape[1])
+        # (S^-1 + D)^-1 = (I + S D)^-1 S: S need not have an inverse
+        inner = eye + self.spreads * precision[:, :, None, :]
+        spreads: Array = np.linalg.solve(inner, np.broadcast_to(self.spreads, inner.shape)).astype(float)
+        shift = (spreads @ pull[..., None])[..., 0]
+        misfit = (sums.count[:, None] * np.log(2 * np.pi * self.noise) + self._around(sums) / self.noise).sum(axis=-1)
+        logs = -0.5 * (misfit - (pull * shift).sum(axis=-1) + np.linalg.slogdet(inner)[1]) + np.log(self.shares)
+        top = logs.max(axis=1, keepdims=True)
+        total = np.exp(logs - top).sum(axis=1, keepdims=True)
+        return Belief(np.exp(logs - top) / total, self.means + shift, spreads, self.noise, float((top + np.log(total)).sum()))
+
+    def _around(self, sums: Sums) -> Array:
+        return sums.square[:, None] - 2 * self.means * sums.total[:, None] + sums.count[:, None] * self.means**2
+
+
+@dataclass(frozen=True)
+class _Guess:
+    """What is believed before EM: the tasks' mean errors, the levels' offsets, a variance between tasks and one of noise."""
+
+    heights: Array
+    offsets: Array
+    variance: float
+    noise: float
+
+    @staticmethod
+    def of(sums: Sums) -> _Guess:
+        seen = np.maximum(sums.count, 1e-12)
+        offsets = sums.total.sum(axis=0) / np.maximum(sums.count.sum(axis=0), 1e-12)
+        middle = float(sums.total.sum() / max(sums.count.sum(), 1.0))
+        offsets = np.where(sums.count.sum(axis=0) > 0, offsets, middle)
+        lifted = (sums.total - sums.count * offsets).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
+        inside = (sums.square - sums.total**2 / seen).sum() / max((sums.count - (sums.count > 0)).sum(), 1.0)
+        return _Guess(lifted, offsets, max(float(lifted.var()), SMALLEST), max(float(inside), SMALLEST))
+
+    def filled(self, sums: Sums) -> Array:
+        """The tasks' levels: as seen, and where nothing was seen the level's offset moved by the task's height."""
+        return np.where(sums.count > 0, sums.total / np.maximum(sums.count, 1.0), self.offsets + self.heights[:, None])
+
+    def spread(self) -> Array:
+        size = len(self.offsets)
+        return self.variance * (ALIKE + (1 - ALIKE) * np.eye(size))
+
+
+def _maximised(sums: Sums, belief: Belief, guess: _Guess) -> Mixture:
+    """The kinds that suit what is believed about the tasks."""
+    weights = belief.weights
+    tasks = np.maximum(weights.sum(axis=0), 1e-9)  # (kinds,)
+    means = np.einsum("tk,tkl->kl", weights, belief.means) / tasks[:, None]
+    apart = belief.means - means
+    spreads = np.einsum("tk,tkl,tkm->klm", weights, apart, apart) + np.einsum("tk,tklm->klm", weights, belief.spreads)
+    spreads = (spreads + STRENGTH * guess.spread()) / (tasks + STRENGTH)[:, None, None]
+    inside = np.diagonal(belief.spreads, axis1=-2, axis2=-1)
+    squares = sums.square[:, None] - 2 * belief.means * sums.total[:, None] + sums.count[:, None] * (belief.means**2 + inside)
+    squares, runs = np.einsum("tk,tkl->kl", weights, squares), weights.T @ sums.count
+    common = (squares.sum(axis=1) + NOISE_RUNS * guess.noise) / (runs.sum(axis=1) + NOISE_RUNS)
+    noise = (squares + NOISE_RUNS * common[:, None]) / (runs + NOISE_RUNS)
+    return Mixture(tasks / tasks.sum(), means, spreads, np.maximum(noise, SMALLEST))
