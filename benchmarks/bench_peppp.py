@@ -76,13 +76,16 @@ def jobs(*, is_quick: bool) -> list[Job]:
     """What is run, the longest first."""
     if is_quick:
         return [Job(("I", "II"), ("ED-MF", "QR-MF", "random-MF", OURS)), Job(("I", "II"), ("ED-MF",), is_released=True)]
-    bayes, quick = ("BO-MF", "BO-full"), ("ED-MF", "ED-MF plugged", "QR-MF", "random-MF", "means", "most memory")
-    released = ("ED-MF", "ED-MF+5", "QR-MF", "random-MF", "BO-MF worst")
-    several = [Job(settings, (*quick, *bayes, OURS, NO_LEVELS)) for _, settings in PAIRS[:3]]
+    quick = ("ED-MF", "ED-MF plugged", "QR-MF", "random-MF", "means", "most memory", OURS)
+    full, uniform, cheap, leaky = (settings for _, settings in PAIRS)
     return [
-        *several,
-        *(Job(settings, released, is_released=True) for _, settings in (*PAIRS[:2], PAIRS[3])),
-        Job(("I",), ("ED-MF relaxed",)),
+        Job(uniform, (*quick, "BO-MF", "BO-full", NO_LEVELS)),
+        Job(full, (*quick, "BO-MF", "BO-full", NO_LEVELS)),
+        Job(cheap, quick),
+        Job(leaky, ("ED-MF",), is_released=True),
+        Job(uniform[:1], ("ED-MF", "ED-MF+5", "QR-MF", "random-MF", "BO-MF worst"), is_released=True),
+        Job(full, ("ED-MF", "ED-MF+5", "QR-MF", "random-MF"), is_released=True),
+        Job(full[:1], ("ED-MF relaxed",)),
     ]
 
 

@@ -17,7 +17,7 @@ that go up and down together and towards one noise. Conditioning on a new task's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,8 @@ Array = NDArray[np.float64]
 NUM_STEPS = 40
 TASKS_OF_A_KIND = 8  # at least, at the start
 STRENGTH = 4.0  # tasks that the guess about S weighs as much as
-ALIKE = 0.9  # correlation of levels in that guess
+LOOSE = (0.01, 0.1)  # in that guess, at least and at most: the part of a level's variance that it shares with no other
+NUM_COMMON = 5  # directions, at most half of all, in which levels go together; what is left of the variance is loose
 NOISE_RUNS = 4.0  # runs that the guess about v weighs as much as
 SMALLEST = 1e-8  # variance
 SETTLED = 0.01  # EM ends when a step makes everything observed less than 1 % more likely
@@ -119,30 +120,37 @@ class Mixture:
 
 @dataclass(frozen=True)
 class _Guess:
-    """What is believed before EM: the tasks' mean errors, the levels' offsets, a variance between tasks and one of noise."""
+    """What is believed before EM: the tasks' mean errors, the levels' offsets, variances between tasks, loose ones, and of noise."""
 
     heights: Array
     offsets: Array
     variance: float
+    loose: float
     noise: float
 
     @staticmethod
     def of(sums: Sums) -> _Guess:
+        """From sums, means and what is left of them."""
         seen = np.maximum(sums.count, 1e-12)
         offsets = sums.total.sum(axis=0) / np.maximum(sums.count.sum(axis=0), 1e-12)
         middle = float(sums.total.sum() / max(sums.count.sum(), 1.0))
         offsets = np.where(sums.count.sum(axis=0) > 0, offsets, middle)
         lifted = (sums.total - sums.count * offsets).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
         inside = (sums.square - sums.total**2 / seen).sum() / max((sums.count - (sums.count > 0)).sum(), 1.0)
-        return _Guess(lifted, offsets, max(float(lifted.var()), SMALLEST), max(float(inside), SMALLEST))
+        guess = _Guess(lifted, offsets, max(float(lifted.var()), SMALLEST), LOOSE[1], max(float(inside), SMALLEST))
+        num_common = min(NUM_COMMON, len(offsets) // 2)
+        rest = np.linalg.eigvalsh(np.cov(guess.filled(sums) - offsets, rowvar=False, bias=True).reshape(len(offsets), -1))
+        alone = float(rest[: len(offsets) - num_common].mean())
+        return replace(guess, loose=float(np.clip(alone / guess.variance, *LOOSE)))
 
     def filled(self, sums: Sums) -> Array:
         """The tasks' levels: as seen, and where nothing was seen the level's offset moved by the task's height."""
         return np.where(sums.count > 0, sums.total / np.maximum(sums.count, 1.0), self.offsets + self.heights[:, None])
 
     def spread(self) -> Array:
+        """Levels that go up and down together, but for what is loose."""
         size = len(self.offsets)
-        return self.variance * (ALIKE + (1 - ALIKE) * np.eye(size))
+        return self.variance * ((1 - self.loose) + self.loose * np.eye(size))
 
 
 def _maximised(sums: Sums, belief: Belief, guess: _Guess) -> Mixture:
