@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from assign_tasks import MAKERS, loud, tasks_of
 from assign_ways import LEVELS, TIMED, WAYS, Planner, Way, kept_bytes, low_share, without_pins
-from loops import Log, Table, common_options, compared, failure, release
+from loops import Log, Table, compared, failure, mean_of, release, training_options
 from measure import RESULTS
 from torch import nn
 from train_activations import CHECK_EVERY, Task, number, update
@@ -192,12 +189,6 @@ def attempt(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def mean_of(rows: Sequence[Row], name: str) -> float | None:
-    """The mean of a column, None where no row has it."""
-    found = [getattr(row, name) for row in rows if getattr(row, name) is not None]
-    return statistics.mean(found) if found else None
-
-
 def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
     """Means over the seeds of one way, runs that diverged left out and counted."""
     values, others = ([row.value for row in of if row.status == "done" and row.value is not None] for of in (rows, full))
@@ -241,15 +232,12 @@ TABLE = Table(FILE, Row, tuple(WAYS), summaries, line)
 
 def parse_options() -> argparse.Namespace:
     """What to run, and on which data."""
-    parser = common_options(__doc__)
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("PAREDOWN_DATA", "data")), help="folder (PAREDOWN_DATA)")
+    parser = training_options(__doc__)
     parser.add_argument("--task", nargs="+", dest="model", choices=tuple(MAKERS), help="only these")
     parser.add_argument("--way", nargs="+", default=[""], help="only ways whose name contains one of these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--share", type=float, default=1.0, help="of the steps, where time is short")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th run from the i-th on")
     parser.add_argument("--timed", action="store_true", help="take times instead of training")
-    parser.add_argument("--merge", type=Path, nargs="+", help="files to join instead of training")
     return parser.parse_args()
 
 

@@ -209,6 +209,12 @@ def compared(values: Sequence[float], others: Sequence[float]) -> dict[str, floa
     }
 
 
+def mean_of(rows: Sequence[Any], name: str) -> float | None:
+    """The mean of a column, None where no row has it."""
+    found = [getattr(row, name) for row in rows if getattr(row, name) is not None]
+    return statistics.mean(found) if found else None
+
+
 def gib(count: int | None) -> str:
     """Bytes for a table."""
     return "      -" if count is None else f"{count / GIB:7.3f}"
@@ -222,4 +228,13 @@ def common_options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
     parser.add_argument("--out", type=Path, help="folder of the JSON file: benchmarks/results, or with --quick none")
+    return parser
+
+
+def training_options(doc: str | None) -> argparse.ArgumentParser:
+    """`common_options`, and what benchmarks that train on data have beside them."""
+    parser = common_options(doc)
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("PAREDOWN_DATA", "data")), help="folder (PAREDOWN_DATA)")
+    parser.add_argument("--share", type=float, default=1.0, help="of the steps, where time is short")
+    parser.add_argument("--merge", type=Path, nargs="+", help="files to join instead of training")
     return parser

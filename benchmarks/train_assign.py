@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from loops import Log, Table, common_options, compared, failure, release
+from loops import Log, Table, compared, failure, mean_of, release, training_options
 from measure import RESULTS
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -259,12 +257,6 @@ def attempt(task: Task, way: Way, seed: int, data: Pictures, *, graph: bool) -> 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def mean_of(rows: Sequence[Row], name: str) -> float | None:
-    """Of what the rows have under this name."""
-    found = [getattr(row, name) for row in rows if getattr(row, name) is not None]
-    return sum(found) / len(found) if found else None
-
-
 def summaries(rows: Sequence[Row]) -> Iterator[Row]:
     """One for each task and way: means over the seeds, runs that diverged left out of accuracies and counted."""
     for task, way in dict.fromkeys((row.task, row.way) for row in rows):
@@ -298,14 +290,11 @@ TABLE = Table(FILE, Row, tuple(WAYS), summaries, line)
 
 def parse_options() -> argparse.Namespace:
     """What to run, and on which data."""
-    parser = common_options(__doc__)
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("PAREDOWN_DATA", "data")), help="folder (PAREDOWN_DATA)")
+    parser = training_options(__doc__)
     parser.add_argument("--task", nargs="+", choices=tuple(TASKS), default=tuple(TASKS), help="only these")
     parser.add_argument("--way", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--share", type=float, default=1.0, help="of the steps, where time is short")
     parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph")
-    parser.add_argument("--merge", type=Path, nargs="+", help="files to join instead of training")
     return parser.parse_args()
 
 

@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from loops import Log, Table, common_options, compared, failure, release
+from loops import Log, Table, compared, failure, release, training_options
 from lpmm_tasks import SETTINGS, Setting, device_of, settings_of
 from measure import RESULTS
 from torch import nn
@@ -263,13 +261,10 @@ TABLE = Table(FILE, Row, tuple(WAYS), summaries, line)
 
 def parse_options() -> argparse.Namespace:
     """What to run, and on which data."""
-    parser = common_options(__doc__)
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("PAREDOWN_DATA", "data")), help="folder (PAREDOWN_DATA)")
+    parser = training_options(__doc__)
     parser.add_argument("--task", nargs="+", dest="model", choices=tuple(SETTINGS), help="only these")
     parser.add_argument("--way", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of five for the MLP and the CNN, and three for the others")
-    parser.add_argument("--share", type=float, default=1.0, help="of the steps, where time is short")
-    parser.add_argument("--merge", type=Path, nargs="+", help="files to join instead of training")
     return parser.parse_args()
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paredown.errors import SweepError
 from paredown.plan.plan import Plan
+from paredown.runs.status import say_plan
 from paredown.runs.sweep import Method, Settings, Sweep, TrialSpec, cheap_odds, draw_pairs
 from paredown.runs.sweep_file import load_sweep
 
@@ -114,12 +115,21 @@ def test_keys_tell_trials_apart_and_ignore_what_does_not_matter() -> None:
         TrialSpec("a", PLANS[0], 1),
         TrialSpec("a", PLANS[0], 0, Settings("simulate")),
         TrialSpec("a", PLANS[0], 0, Settings(device="cpu")),
+        TrialSpec("a", PLANS[0].recomputing("layers.0"), 0),
+        TrialSpec("a", PLANS[0].recomputing("layers.1"), 0),
     ]
-    assert len({spec.key("s") for spec in [base, *others]} | {base.key("t")}) == 7
+    assert len({spec.key("s") for spec in [base, *others]} | {base.key("t")}) == 9
     same = [TrialSpec("a", Plan(PLANS[0].rules, "why", {"model": 1}), 0), TrialSpec("a", PLANS[0], 0, Settings(timeout_seconds=9))]
     assert {spec.key("s") for spec in same} == {base.key("s")}
     told = b'["s", "a", [["activation", {"format": "int2/32@bf16", "overflow": null, "rounding": null}]], 0, "store", null]'
     assert base.key("s") == hashlib.sha256(told).hexdigest()[:32], "keys are in stores: they never change"
+
+
+def test_plans_that_differ_in_what_is_computed_again_are_two() -> None:
+    plans = Plan(), Plan((), recompute=("layers.0",))
+    drawn = Sweep("s", ("a",), plans, seeds=(0,)).draw()
+    assert [one.spec.plan for one in drawn] == list(plans)
+    assert [say_plan(plan) for plan in plans] == ["nothing packed", "layers.0 computed again"]
 
 
 TOML = """

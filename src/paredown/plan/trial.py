@@ -70,6 +70,7 @@ class Trial:
     def __repr__(self) -> str:
         num_rules = len(self.plan.rules)
         rules = "no rules" if not num_rules else f"{num_rules} rule{'s' * (num_rules > 1)}"
+        rules += ", layers computed again" if self.plan.recompute else ""
         said = f"{self.status.value}: {self.reason}" if self.reason else self.status.value
         return f"Trial({self.task}, seed {self.seed}, {rules}: {', '.join([said, *self._figures()])})"
 

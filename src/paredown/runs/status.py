@@ -100,7 +100,8 @@ def say_plan(plan: Plan) -> str:
     """A plan in a few words."""
     said = [f"{key} {assignment}" for key, assignment in plan.rules[:3]]
     more = [f"{len(plan.rules) - 3} rules more"] if len(plan.rules) > 3 else []
-    return ", ".join([*said, *more]) or "nothing packed"
+    again = [f"{', '.join(plan.recompute)} computed again"] if plan.recompute else []
+    return ", ".join([*said, *more, *again]) or "nothing packed"
 
 
 def _counts(sweep: str, nums: dict[str, int]) -> Counts:

@@ -66,7 +66,8 @@ class TrialSpec:
     def key(self, sweep: str) -> str:
         """What tells this trial from the others of a store: the same for the same words, on any machine."""
         rules = [[key, assignment.to_json()] for key, assignment in self.plan.rules]
-        told = [sweep, self.task, rules, self.seed, self.settings.mode, self.settings.device]
+        plan = [rules, list(self.plan.recompute)] if self.plan.recompute else rules
+        told = [sweep, self.task, plan, self.seed, self.settings.mode, self.settings.device]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -97,7 +98,7 @@ class Sweep:
             object.__setattr__(self, word, values)
             if not values:
                 raise SweepError(f"sweep {self.name!r} has no {word}; it needs one at least.")
-            told = [value.rules if isinstance(value, Plan) else value for value in values]
+            told = [(value.rules, value.recompute) if isinstance(value, Plan) else value for value in values]
             if len(set(told)) != len(told):
                 twice = next(value for value, said in zip(values, told, strict=True) if told.count(said) > 1)
                 raise SweepError(f"sweep {self.name!r} has one of its {word} twice: {twice!r}. Leave one out.")

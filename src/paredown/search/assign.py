@@ -62,13 +62,7 @@ def assign(
     nothing else is lowered. `seed`: that of method "random". `recompute`: whether layers may be computed again in backward, which costs
     time: None where nothing else fits, True also where errors would be large, False never (layers.py).
     """
-    if not isinstance(trace, Trace):
-        raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
-    if recompute not in (None, True, False):
-        raise PlanError(
-            f"recompute is {recompute!r}: None (layers are computed again if nothing else fits), True (also if errors would be large) or "
-            "False (never). A plan names them itself: plan.recomputing('layers.0')."
-        )
+    _check(trace, recompute)
     row = method_named(method)
     check_sensitivities(trace, row, sensitivities)
     ladder = None if levels is None else ladder_of(levels)
@@ -89,6 +83,16 @@ def assign(
         if footprint(trace, plan).peak_bytes <= budget_bytes:
             return plan
     raise AssertionError(f"no plan of {layers} and {search.formats(best)} takes as little as was planned, {best.peak_bytes} bytes")
+
+
+def _check(trace: object, recompute: object) -> None:
+    if not isinstance(trace, Trace):
+        raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
+    if recompute not in (None, True, False):
+        raise PlanError(
+            f"recompute is {recompute!r}: None (layers are computed again if nothing else fits), True (also if errors would be large) or "
+            "False (never). A plan names them itself: plan.recomputing('layers.0')."
+        )
 
 
 def _found(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search], bearable: float, recompute: bool | None) -> Found:
