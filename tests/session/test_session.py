@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from paredown import ApplyError, Plan, PlanError, Session, apply
+from paredown import ApplyError, Plan, PlanError, Session, apply, optim
 from paredown.models import MODELS, random_batch
 from tests.session.nets import INT4, INT8, activations, assert_same, relative_error, rows, step
 
@@ -213,3 +213,13 @@ def test_what_is_not_called_through_the_model_is_not_packed() -> None:
     net.zero_grad()
     assert_same(step(nn.Sequential(*net), rows()), plain)
     assert session.forwards == 0
+
+
+def test_explaining_a_plan_for_optimizers_alone_does_not_say_that_nothing_ran() -> None:
+    net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+    session = apply(Plan.uniform(moment1="int8/64@bf16"), net)
+    optimizer = optim.AdamW(net.parameters())
+    net(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    said = repr(session.explain())
+    assert "no activation and no weight is packed" in said and "session.plan.explain()" in said

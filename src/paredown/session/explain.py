@@ -23,6 +23,7 @@ HEAD = ("slot", "asked", "now", "why")
 AS_IS = "as it is"
 AGAIN = "computed again"
 LOWERED = "lowered by the plan"
+NOTHING = "no activation and no weight is packed, or there was no forward pass yet; session.plan.explain() has what was asked of optimizers"
 HELD = "the caller or the model holds it when the forward pass ends"
 
 
@@ -52,7 +53,7 @@ class Explanation(tuple[Row, ...]):
         return found
 
     def __repr__(self) -> str:
-        return in_columns([HEAD, *map(astuple, self)]) if self else "no forward pass yet"
+        return in_columns([HEAD, *map(astuple, self)]) if self else NOTHING
 
     def _repr_html_(self) -> str:
         return in_html([HEAD, *map(astuple, self)])
