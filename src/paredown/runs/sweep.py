@@ -28,7 +28,7 @@ from paredown.errors import SweepError
 from paredown.plan.plan import Plan
 
 Cost = Callable[[str, Plan], int]  # bytes of a plan on a task
-MODES = ("store", "simulate")
+MODES = ("store", "simulate", "peppp")
 
 
 class Method(str, Enum):
