@@ -124,7 +124,7 @@ class Lane:
         if _drawn(self.setting.device) != drawn:
             raise NotAlike("its model draws random numbers, which runs side by side would share")
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        with self._session.capturing(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             call()
         return graph.replay
 
@@ -237,7 +237,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def _batches(setting: Setting) -> Iterator[Pair]:
-    return setting.task.data.batches(setting.task.batch, seed=setting.seed, device=setting.device)
+    return setting.task.data.batches_ahead(setting.task.batch, seed=setting.seed, device=setting.device)
 
 
 def _has_come(sent: tuple[Tensor, Any]) -> bool:
