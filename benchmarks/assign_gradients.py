@@ -27,7 +27,7 @@ from paredown.plan.footprint import peak_of
 
 FILE = "assign_gradients.json"
 NUM_BATCHES, NUM_SEEDS = 4, 2
-WARM_STEPS, QUICK_STEPS = 100, 4
+WARM_STEPS, QUICK_STEPS = 300, 4
 
 
 @dataclass(frozen=True)

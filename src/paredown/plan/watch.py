@@ -90,7 +90,9 @@ class Watch:
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations that were left out for being small, as long as they are collected
         self.collects_small = True
-        self.passed_over: frozenset[nn.Module] = frozenset()  # what is inside of these is held by others: looked at in the first pass alone
+        self.passed_over: frozenset[nn.Module] = (
+            frozenset()
+        )  # what is inside of these is held by others: looked at in the first pass alone
 
     @property
     def was_compiled(self) -> bool:
