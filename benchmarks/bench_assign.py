@@ -87,10 +87,9 @@ class Measured:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, task: Task, way: Way, seed: int, device: str) -> Row:
-    """Train once and judge."""
+def run(name: str, task: Task, way: Way, seed: int, device: str, data_bytes: int) -> Row:
+    """Train once and judge. `data_bytes`: of all tasks, which are not counted; workspaces of libraries are."""
     release(device)
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0  # the data of all tasks
     task = loud(task) if way.is_loud and task.larger_is_better else task
     torch.manual_seed(seed)
     model = task.build().to(device).train()
@@ -99,7 +98,7 @@ def run(name: str, task: Task, way: Way, seed: int, device: str) -> Row:
     with nullcontext() if way.has_pins else without_pins():
         planner = planner if way.has_pins else replace(planner, pinned=pinned)
         row, measured, session = _trained(planner, way, first_row(task, way, seed))
-        peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
+        peak = torch.cuda.max_memory_allocated() - data_bytes if device == "cuda" else None
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         value = task.judge(model.eval())
     is_better = value > 1.2 * task.guessing if task.larger_is_better else value < task.guessing
@@ -184,10 +183,10 @@ def first_row(task: Task, way: Way, seed: int) -> Row:
     return Row(task.name, way.name, task.metric, task.size.num_steps, task.size.batch, seed)
 
 
-def attempt(name: str, task: Task, way: Way, seed: int, device: str) -> Row:
+def attempt(name: str, task: Task, way: Way, seed: int, device: str, data_bytes: int) -> Row:
     """`run`, an error being a row too."""
     try:
-        return run(name, task, way, seed, device)
+        return run(name, task, way, seed, device, data_bytes)
     except Exception as error:
         return replace(first_row(task, way, seed), status="failed", error=failure(error))
 
@@ -267,9 +266,10 @@ def train_all(options: argparse.Namespace, device: str) -> None:
     """Seed by seed, so that what is there when it is stopped can be compared."""
     tasks, log, rows = dict(tasks_of(options, device)), Log(FILE, device, options), list[Row]()
     ways = named(WAYS, options)
+    data_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
     every = [(name, way, seed) for seed in options.seeds for way in ways for name in tasks]
     for name, way, seed in part_of(every, options):
-        rows.append(attempt(name, tasks[name], way, seed, device))
+        rows.append(attempt(name, tasks[name], way, seed, device, data_bytes))
         TABLE.tell(log, rows[-1:])
     TABLE.tell(log, summaries(rows))
 
