@@ -36,7 +36,7 @@ from train_activations import CHECK_EVERY, Task, number, update
 
 import paredown as pare
 from paredown.plan.footprint import peak_of
-from paredown.session.actions import THE_STEP
+from paredown.session.actions import THE_PROBE, THE_STEP
 
 FILE = "assign.json"
 WARM = 10  # steps before times are taken
@@ -112,7 +112,7 @@ def run(name: str, task: Task, way: Way, seed: int, device: str, data_bytes: int
         saved_bytes=measured.saved_bytes,
         step_ms=measured.step_ms,
         num_left_out=len(left_out),
-        num_moves=len(session.actions) - len(left_out),
+        num_moves=sum(action.slot not in (THE_STEP, THE_PROBE) for action in session.actions),
         status="done" if is_done else "diverged",
     )
 

@@ -16,7 +16,7 @@ from paredown.models.tokens import token_loss
 from paredown.models.transformer import GPT, GPTConfig
 from paredown.plan.footprint import peak_of
 from tests.session.nets import INT8, gradients, relative_error
-from tests.session.test_guards import BATCH, LOW, Loud, Run, becomes_loud, weights
+from tests.session.test_guards import BATCH, LOW, MANY, Loud, Run, becomes_loud, weights
 
 pytestmark = pytest.mark.gpu
 
@@ -101,14 +101,15 @@ def test_a_probe_measures_what_it_does_on_the_cpu() -> None:
 
 
 def test_a_guard_saves_a_run_within_the_budget() -> None:
-    batch = tuple(t.cuda() for t in BATCH)
+    batch = tuple(t.cuda() for t in MANY)
     plan = pare.Plan.uniform(activation=LOW)
     lost = Run(plan, None, Loud().cuda(), batch)
     lost.steps(30, becomes_loud(lost))
     assert not all(w.isfinite().all() for w in weights(lost.model))
-    trace = pare.trace_step(Loud(), BATCH, loss=mse_loss, device="cuda", optimizer="sgd")
-    budget = peak_of(trace, plan) + 1024  # the loud slot takes 512 bytes more at the next level
-    run = Run(plan, pare.Guard(trace, budget, batch=batch, loss=mse_loss), Loud().cuda(), batch)
+    trace = pare.trace_step(Loud(), MANY, loss=mse_loss, device="cuda", optimizer="sgd")
+    budget = peak_of(trace, plan) + 4096  # the loud slot takes 2048 bytes more at the next level
+    part = tuple(t[:64] for t in batch)
+    run = Run(plan, pare.Guard(trace, budget, batch=part, loss=mse_loss), Loud().cuda(), batch)
     run.steps(40, becomes_loud(run))
     assert all(w.isfinite().all() for w in weights(run.model))
     assert run.losses[-1] < run.losses[0]
