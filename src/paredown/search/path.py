@@ -86,7 +86,9 @@ def _least(ledger: Ledger) -> Iterator[Point]:
     """From the options that hold least in all, move by move to a lower peak, whatever it costs: the way down alone may miss the least."""
     totals = ledger.held.sum(axis=1)
     ends = np.append(ledger.starts[1:], len(ledger.errors))
-    chosen = np.array([first + int(totals[first:end].argmin()) for first, end in zip(ledger.starts, ends, strict=True)], dtype=np.int64)
+    chosen = np.array(
+        [first + int(totals[first:end].argmin()) for first, end in zip(ledger.starts, ends, strict=True)], dtype=np.int64
+    )
     for _ in range(MOVES):
         point = _point(ledger, chosen)
         yield point
