@@ -146,7 +146,7 @@ def test_no_more_layers_than_are_needed(share: float, recompute: bool | None) ->
     plan = assign(trace, budget, levels=levels, recompute=recompute)
     assert footprint(trace, plan).peak_bytes <= budget
     borne = sum(
-        expected_error(slot, ladder[1 if recompute else 2])
+        expected_error(slot, Format.parse("int8/64@bf16" if recompute else "int4/64@bf16"))
         for slot in trace.activations
         if not slot.stays and Use.VALUE in slot.uses
     )
