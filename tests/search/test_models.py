@@ -274,7 +274,7 @@ def test_other_bad_input() -> None:
     with pytest.raises(PlanError, match="int99"):
         assign(trace, "50%", levels=("int99",))
     for levels in (("int2/64@bf16", "int8/64@bf16"), ("int8/64@bf16", None)):
-        with pytest.raises(PlanError, match="levels go from the best down, and .* is better than int"):
+        with pytest.raises(PlanError, match=r"levels go from the best down, and .* is better than int"):
             assign(trace, "50%", levels=levels)
 
 
