@@ -27,7 +27,10 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "models", "search"}),
         frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
     ),
-    "cli": (frozenset({"errors", "plan", "runs"}), frozenset({"typer", "rich"})),
+    "cli": (
+        frozenset({"__init__", "errors", "roles", "formats", "plan", "models", "session", "search", "runs"}),
+        frozenset({"typer", "rich", "torch"}),
+    ),
     "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}), frozenset()),
 }
 
