@@ -26,6 +26,7 @@ EXPORTS = {
     "ParedownError",
     "Plan",
     "PlanError",
+    "PriorError",
     "Role",
     "Rounding",
     "Seed",

@@ -43,3 +43,7 @@ class StoreError(ParedownError, RuntimeError):
 
 class TaskError(ParedownError, ValueError):
     """A task that cannot be found, or whose model, data and settings do not fit together."""
+
+
+class PriorError(ParedownError, ValueError):
+    """A file of earlier tasks that cannot be read or made, or a name that none has."""
