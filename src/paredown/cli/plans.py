@@ -1,4 +1,7 @@
-"""A plan from a text of the command line: a preset, a file, or formats by role.
+"""A plan from a text of the command line: a preset, several of different roles, a file, or formats by role.
+
+>>> len(read_plan("lpmm+activations4").rules)
+5
 
 >>> read_plan("activation=int4/64@bf16,weight=int8/64@e8m0").rules[0][0]
 'weight'
@@ -16,6 +19,7 @@ from paredown.errors import PlanError
 from paredown.plan.keys import closest
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
+from paredown.search.below import combined
 
 AS_WRITTEN = "as_written"
 
@@ -24,8 +28,8 @@ def read_plan(text: str) -> Plan:
     """The plan that `text` names."""
     if text == AS_WRITTEN:
         return Plan()
-    if text in PRESETS:
-        return Plan.preset(text)
+    if text and all(name in PRESETS for name in text.split("+")):
+        return combined(text.split("+")) if "+" in text else Plan.preset(text)
     if "=" in text and not Path(text).exists():
         return _by_role(text)
     if not Path(text).is_file():
