@@ -48,6 +48,10 @@ class Sums:
         seen = np.where(np.isfinite(errors), errors, 0.0)
         return Sums(np.isfinite(errors) @ is_of, seen @ is_of, seen**2 @ is_of)
 
+    def rows(self, which: NDArray[np.bool_]) -> Sums:
+        """Those of some tasks alone."""
+        return Sums(self.count[which], self.total[which], self.square[which])
+
 
 @dataclass(frozen=True)
 class Belief:
@@ -66,6 +70,13 @@ class Belief:
         mean = (weights * means).sum(axis=0)
         inside = np.diagonal(self.spreads[0], axis1=-2, axis2=-1)
         return mean, np.sqrt((weights * (inside + (means - mean) ** 2)).sum(axis=0))
+
+    def moments(self) -> tuple[Array, Array]:
+        """Means (tasks, levels) and spreads (tasks, levels, levels) of all tasks, over kinds."""
+        means = np.einsum("tk,tkl->tl", self.weights, self.means)
+        apart = self.means - means[:, None]
+        inside = np.einsum("tk,tklm->tlm", self.weights, self.spreads)
+        return means, inside + np.einsum("tk,tkl,tkm->tlm", self.weights, apart, apart)
 
     def run_noise(self) -> Array:
         """Standard deviation of one run of each level of the first task."""
