@@ -65,7 +65,7 @@ def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
     """PEPPP's configuration of (exponent bits, mantissa bits) for `models/sumlast.py`: what is where, all rounded stochastically.
 
     Weights, gradients and activations are low, input, logits, masters and momentum high. The stem's convolution is not rounded, and
-    gradients are rounded as they are summed up: `Simulate(sums=ROUNDED, gradients=AT_STEP)`.
+    gradients are rounded as they are summed up: `apply(plan, model, mode="peppp")`.
     """
     texts = {False: peppp_element(*low), True: peppp_element(*high)}
     given = {is_high: Assignment.parse(text, Rounding.STOCHASTIC, Overflow.SATURATE) for is_high, text in texts.items()}
