@@ -72,12 +72,8 @@ class Recipe:
                 raise TaskError(
                     f"{what} {value!r} is unknown. Closest: {closest(str(value), allowed)}. Allowed: {', '.join(allowed)}."
                 )
-        for what, value in (
-            ("lr", self.lr),
-            ("max_norm", self.max_norm),
-            ("loss_scale", self.loss_scale),
-            ("loss_factor", self.loss_factor),
-        ):
+        for what in ("lr", "max_norm", "loss_scale", "loss_factor"):
+            value = getattr(self, what)
             if value is not None and not value > 0:
                 raise TaskError(f"{what} is {value}; it is above 0.")
 
