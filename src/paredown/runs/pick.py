@@ -15,25 +15,32 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paredown.errors import TaskError
+import torch
+
+from paredown.errors import PlanError, TaskError
 from paredown.plan.footprint import footprint
+from paredown.plan.outline import Outline, outline
 from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
 from paredown.plan.sizes import parse_bytes
+from paredown.roles import Role
 from paredown.runs.evaluate import find_device, formats_state, traced
 from paredown.runs.measuring import Runner, Told, measurer
 from paredown.runs.picking import Picking
 from paredown.runs.tasks import Task, find_task
+from paredown.runs.train import Setting
 from paredown.search import prior as priors
 from paredown.search.candidates import Step, candidates, family_of
 from paredown.search.earlier import Earlier
 from paredown.search.learned import Learned, blind_error
+from paredown.search.peppp import plan_bytes
 from paredown.search.picked import Picked
 
-MODES = ("store", "simulate")
+MODES = {"store": "store", "simulate": "simulate", "peppp": "simulate"}  # and the mode of the prior that is asked
 
 
 def pick(
@@ -59,9 +66,9 @@ def pick(
     found = find_task(task) if isinstance(task, str) else task
     if not isinstance(found, Task):
         raise TaskError(f"pick takes a Task, or its name, and a budget, not {type(found).__name__}.")
-    earlier = prior if isinstance(prior, Earlier) else priors.known(mode) if prior is None else priors.load(prior)
+    earlier = prior if isinstance(prior, Earlier) else priors.known(MODES[mode]) if prior is None else priors.load(prior)
     place = find_device(device)
-    step = step_of(found, place.type, mode)
+    step = step_of(found, place.type, mode, earlier)
     runs = measurer(Runner(found, mode, None if device is None else str(place)), store)
     try:
         own, others = runs.known()
@@ -97,8 +104,8 @@ def blind_of(task: Task) -> float | None:
     return blind_error(task.metric, task.data.num_answers) if isinstance(task.metric, str) else None
 
 
-def step_of(task: Task, device: str, mode: str) -> Step:
-    """The step of a task, to be planned for."""
+def step_of(task: Task, device: str, mode: str, earlier: Earlier) -> Step:
+    """The step of a task, to be planned for: bytes are those that it stores; of PEPPP's configurations those that PEPPP counts."""
 
     def trace_of(plan: Plan) -> Trace:
         return traced(task, device, formats_state(plan))
@@ -106,4 +113,29 @@ def step_of(task: Task, device: str, mode: str) -> Step:
     def bytes_of(plan: Plan) -> int:
         return footprint(trace_of(plan), plan).peak_bytes
 
+    if mode != "store" and any(row.plan is not None and is_peppp(Plan.from_json(row.plan)) for row in earlier.plans):
+        counted = partial(_counted_bytes, outlined(task))
+        return Step(counted, None, counted(Plan()))
     return Step(bytes_of, trace_of if mode == "store" else None, bytes_of(Plan()))
+
+
+def is_peppp(plan: Plan) -> bool:
+    """Whether a plan has what tells PEPPP's configurations: low weights and high masters."""
+    return all(plan.find(("*",), role).format is not None for role in (Role.WEIGHT, Role.MASTER))
+
+
+def _counted_bytes(outline: Outline, plan: Plan) -> int:
+    if not (is_peppp(plan) or plan.changes_nothing):
+        raise PlanError("PEPPP counts the memory of its own configurations.")
+    plan.check(outline.slots())
+    try:
+        return int(plan_bytes(outline, plan))
+    except IndexError:
+        raise PlanError("PEPPP counts the memory of its own network.") from None
+
+
+def outlined(task: Task) -> Outline:
+    """All values of a task's model."""
+    setting = Setting(task, Plan(), 0, torch.device("cpu"))
+    x, _ = next(task.data.batches(task.batch, seed=0, device=setting.device))
+    return outline(setting.model(), (x,))

@@ -215,7 +215,7 @@ class Picking:
         if self.step.trace_of is None:
             return [], why_nothing_is_small_enough(least, self.budget_bytes)
         try:
-            self.step.made(self.budget_bytes, "role")
+            self.step.made(self.budget_bytes)
         except BudgetError as error:
             smallest = error.smallest_bytes
             if smallest is None or smallest >= least.predicted_bytes:
@@ -225,7 +225,7 @@ class Picking:
 
     def _smallest(self, nbytes: int) -> list[Point]:
         """The plan of the smallest peak, judged by its features."""
-        plan = self.step.made(nbytes, "role")
+        plan = self.step.made(nbytes)
         rows = self.candidates
         prior = self.learned.covering(np.array([-1]), self.step.features(plan)[None], rows.points)
         found = Estimate.of(prior, np.array([float(nbytes)]))

@@ -1,7 +1,7 @@
 """The plans that `pick` chooses from: those of earlier tasks, presets, and plans with a format for each slot, made for the budget.
 
-A plan of earlier tasks that is made anew for each task has a recipe, "assign 40% role": share of the step as it is written, and method.
-Plans that say the same are one; plans that speak of slots which this step does not have are left out, and counted.
+A plan of earlier tasks that is made anew for each task has a recipe (`recipe.py`). Plans that say the same are one; plans that speak of
+slots which this step does not have are left out, and counted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from paredown.errors import BudgetError, PlanError
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.record import Trace
-from paredown.plan.sizes import parse_bytes
+from paredown.plan.sizes import parse_bytes, say_bytes
 from paredown.search.assign import assign
 from paredown.search.earlier import Earlier, PlanRow
 from paredown.search.features import NAMES, features_of
+from paredown.search.recipe import plan_of_row
 
 Array = NDArray[np.float64]
 AS_WRITTEN = "as written"
-RECIPE = "assign"
 OPS = {"attention": "scaled_dot_product", "convolution": "convolution", "tokens": "embedding", "recurrent": "rnn"}
 
 
@@ -53,20 +53,28 @@ class Step:
         """The plan's, as far as they can be told."""
         return features_of(plan, None if self.trace_of is None else self.trace_of(plan))
 
-    def made(self, budget: int | str, method: str, *, recompute: bool | None = None) -> Plan:
+    def plan_of(self, row: PlanRow) -> Plan:
+        """The plan of a column."""
+        return Plan.from_json(row.plan) if row.plan is not None else plan_of_row(row, self._state_trace())
+
+    def made(self, budget_bytes: int, *, recompute: bool | None = None) -> Plan:
         """A format for each slot within a budget."""
+        return assign(self._state_trace(), budget_bytes, recompute=recompute)
+
+    def _state_trace(self) -> Trace:
+        """The step for plans that may speak of weights and optimizer state."""
         if self.trace_of is None:
             raise PlanError("plans with a format for each slot are made for what a step stores.")
-        trace = self.trace_of(Plan.preset("lpmm"))
-        return assign(trace, parse_bytes(budget, whole=self.full_bytes), method=method, recompute=recompute)
+        return self.trace_of(Plan.preset("lpmm"))
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """All of them, with the features of earlier tasks' plans (NaN: of those that cannot be made here)."""
+    """All of them, with the features of earlier tasks' plans (NaN: not known), and how many of these cannot be made here."""
 
     rows: tuple[Candidate, ...]
     points: Array  # (earlier plans, features)
+    num_left_out: int = 0
 
     @property
     def columns(self) -> NDArray[np.intp]:
@@ -83,37 +91,24 @@ class Candidates:
         """Bytes of each."""
         return np.array([row.predicted_bytes for row in self.rows], dtype=float)
 
-    @property
-    def num_left_out(self) -> int:
-        """Earlier plans that cannot be made here."""
-        return int(np.isnan(self.points).any(axis=1).sum())
-
 
 def candidates(step: Step, earlier: Earlier, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
     """The plans to choose from; `others` are further ones, by label."""
     found: dict[object, Candidate] = {}
+    num_left_out = 0
     points = np.full((len(earlier.plans), len(NAMES)), np.nan)
     for column, row in enumerate(earlier.plans):
-        made = _candidate(step, row.label, lambda row=row: plan_of(row, step), column)
+        made = _candidate(step, row.label, lambda row=row: step.plan_of(row), column)
         if made is not None:
             points[column] = made.features
             found.setdefault(_key(made.plan), made)
+        elif row.plan is not None:
+            points[column], num_left_out = features_of(Plan.from_json(row.plan)), num_left_out + 1
     for label, make in (*_general(step, budget), *((label, lambda plan=plan: plan) for label, plan in others)):
         made = _candidate(step, label, make, -1)
         if made is not None:
             found.setdefault(_key(made.plan), made)
-    return Candidates(tuple(_told_apart(found.values())), points)
-
-
-def plan_of(row: PlanRow, step: Step) -> Plan:
-    """The plan of a column for this step."""
-    if row.plan is not None:
-        return Plan.from_json(row.plan)
-    word, _, rest = row.recipe.partition(" ")
-    share, _, method = rest.partition(" ")
-    if word != RECIPE or not share.endswith("%"):
-        raise PlanError(f"recipe {row.recipe!r} of plan {row.label!r} is unknown; it is like 'assign 40% role'.")
-    return step.made(share, method or "role")
+    return Candidates(tuple(_told_apart(found.values())), points, num_left_out)
 
 
 def family_of(trace: Trace) -> str:
@@ -125,14 +120,14 @@ def family_of(trace: Trace) -> str:
 
 
 def _general(step: Step, budget: int | str) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    """Plans that are for any task; in simulate mode presets say as much as in store mode."""
+    """Plans that are for any task."""
     yield AS_WRITTEN, Plan
     for name in PRESETS:
         yield name, lambda name=name: Plan.preset(name)
     if step.trace_of is not None:
-        share = budget if isinstance(budget, str) else f"{budget} bytes"
-        yield f"{RECIPE} {share} role", lambda: step.made(budget, "role")
-        yield f"{RECIPE} {share} role, layers again", lambda: step.made(budget, "role", recompute=True)
+        share, nbytes = say_bytes(budget) if isinstance(budget, int) else budget, parse_bytes(budget, whole=step.full_bytes)
+        yield f"assign {share}", lambda: step.made(nbytes)
+        yield f"assign {share}, layers again", lambda: step.made(nbytes, recompute=True)
 
 
 def _candidate(step: Step, label: str, make: Callable[[], Plan], column: int) -> Candidate | None:

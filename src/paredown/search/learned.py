@@ -69,7 +69,7 @@ class Learned:
         apart, doubt = offsets(errors, levels)
         flat = (runs - apart[:, None]).reshape(len(runs), -1)
         sums = Sums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
-        fitted = Mixture.fitted(sums, num_kinds)
+        fitted = _widened(Mixture.fitted(sums, num_kinds), len(runs))
         near = nearest(family, [task.family for task in earlier.tasks])
         is_of = np.array([bool(near) and task.family == near for task in earlier.tasks])
         mixture = with_family(fitted, sums, is_of, is_own=near == family)
@@ -129,3 +129,9 @@ def levels_of(earlier: Earlier, errors: Array) -> NDArray[np.intp]:
     names = [plan.level or f"\0{i}" for i, plan in enumerate(earlier.plans)]
     levels = as_levels(np.unique(names, return_inverse=True)[1])
     return levels if levels.max() < MOST_LEVELS else find_levels(errors)
+
+
+def _widened(mixture: Mixture, num_tasks: int) -> Mixture:
+    """With what n tasks leave open of a kind's mean and spread: the next one of n draws has (1 + 1/n) n / (n - 2) of their variance."""
+    counts = np.maximum(mixture.shares * num_tasks, 1.0)
+    return replace(mixture, spreads=mixture.spreads * ((1 + 1 / counts) * counts / np.maximum(counts - 2, 1.0))[:, None, None])
