@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from paredown.plan.trial import Trial
     from paredown.roles import Role
     from paredown.runs.evaluate import evaluate
+    from paredown.runs.pick import pick
     from paredown.runs.task import Task
     from paredown.search.assign import assign
+    from paredown.search.picked import Frontier, Picked
     from paredown.search.sensitivity import Sensitivities
     from paredown.session.guard import Guard, Limits
     from paredown.session.probe import probe
@@ -52,12 +54,14 @@ __all__ = [
     "Footprint",
     "Format",
     "FormatError",
+    "Frontier",
     "Guard",
     "Limits",
     "OptimError",
     "Overflow",
     "PackedTensor",
     "ParedownError",
+    "Picked",
     "Plan",
     "PlanError",
     "PriorError",
@@ -80,6 +84,7 @@ __all__ = [
     "evaluate",
     "footprint",
     "optim",
+    "pick",
     "probe",
     "round_trip",
     "trace_step",
@@ -111,8 +116,10 @@ _NAMES_OF = {
     "paredown.plan.trial": ("Trial",),
     "paredown.roles": ("Role",),
     "paredown.runs.evaluate": ("evaluate",),
+    "paredown.runs.pick": ("pick",),
     "paredown.runs.task": ("Task",),
     "paredown.search.assign": ("assign",),
+    "paredown.search.picked": ("Frontier", "Picked"),
     "paredown.search.sensitivity": ("Sensitivities",),
     "paredown.session.guard": ("Guard", "Limits"),
     "paredown.session.probe": ("probe",),

@@ -26,7 +26,9 @@ class ApplyError(ParedownError, RuntimeError):
 
 
 class BudgetError(ParedownError, ValueError):
-    """A size that is misspelled, or a budget that nothing fits."""
+    """A size that is misspelled, or a budget that nothing fits; `smallest_bytes`: what would do, where that is known."""
+
+    smallest_bytes: int | None = None
 
 
 class OptimError(ParedownError, RuntimeError):

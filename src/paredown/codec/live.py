@@ -1,11 +1,12 @@
-"""round_trip in place, with formats that are read from memory when it runs: one captured CUDA graph serves all of them.
+"""round_trip in place, with formats and seeds that are read from memory when it runs: one captured CUDA graph serves all of them.
 
-A `LiveTable` has a row of twelve int32 for each slot (`kernels/run_time.py`). Floats and integers without a block can stand in it, and
-"as it is", which is fp32. On a CPU, where nothing is captured, the table is a list.
+A `LiveTable` has a row of int32 for each slot: twelve of its format (`kernels/run_time.py`) and two keys of its random bits. Floats and
+integers without a block can stand in it, and "as it is", which is fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -18,7 +19,8 @@ from paredown.formats.element import Kind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
-NUM_FIELDS = 12  # of a row
+NUM_FIELDS = 12  # of a format
+NUM_COLUMNS = 16  # of a row, so that rows begin on a multiple of 16 bytes
 TF32_BITS = 10  # of a mantissa
 AS_IT_IS = Format.parse("fp32")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,17 +73,24 @@ class LiveTable:
     """Formats of `capacity` slots on `device`."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self.rows = torch.zeros((capacity, NUM_FIELDS), dtype=torch.int32, device=device)
+        self.rows = torch.zeros((capacity, NUM_COLUMNS), dtype=torch.int32, device=device)
         self.device = device
 
     def set(self, rows: dict[int, tuple[Format | None, Overflow | None]]) -> None:
         """Give slots their formats, by one copy."""
-        places = sorted(rows)
-        fields = torch.tensor([list(fields_of(*rows[place])) for place in places], dtype=torch.int32).view(-1, NUM_FIELDS)
-        self.rows[torch.tensor(places, device=self.device)] = fields.to(self.device)
+        self._write({place: fields_of(*row) for place, row in rows.items()}, slice(NUM_FIELDS))
 
-    def round_into(self, x: Tensor, out: Tensor, place: int, rounding: Rounding, seed: Seed) -> Tensor:
-        """`x` rounded to the format that stands in the table when the kernel runs; `out` may be `x`, or like it."""
+    def set_seeds(self, seeds: dict[int, Seed]) -> None:
+        """Give slots their random bits; the step of a seed is left out, which is told when something is rounded."""
+        self._write({place: signed_keys(seed) for place, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2))
+
+    def _write(self, rows: Mapping[int, Sequence[int]], columns: slice) -> None:
+        if rows:
+            values = torch.tensor(list(rows.values()), dtype=torch.int32).to(self.device)
+            self.rows[torch.tensor(list(rows)).to(self.device), columns] = values
+
+    def round_into(self, x: Tensor, out: Tensor, place: int, rounding: Rounding, step: Tensor) -> Tensor:
+        """`x` rounded as the table and `step`, one int32, say when the kernel runs; `out` may be `x`, or like it."""
         kernels = backend.find_kernels()
         if kernels is None:
             raise CodecError("formats in memory need Triton: install it, or keep tensors on the CPU.")
@@ -90,10 +99,15 @@ class LiveTable:
         if has_gaps:
             source = target = x.detach().clone(memory_format=torch.contiguous_format).view(-1)
         if x.numel():
-            kernels.round_trip_at_run_time(source, self.rows[place], rounding, seed, target)
+            kernels.round_trip_by_row(source, self.rows[place], rounding, step, target)
         if has_gaps and target is not None:
             out.data.copy_(target.view(x.shape))
         return out
+
+
+def signed_keys(seed: Seed) -> tuple[int, ...]:
+    """The keys of a stream before the step is mixed in, as int32."""
+    return tuple(key - (1 << 32) if key >> 31 else key for key in seed.base_keys())
 
 
 @cache

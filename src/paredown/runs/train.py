@@ -102,7 +102,7 @@ class Loop:
         with self.setting.autocast(), getattr(self.session, "following", nullcontext)():
             loss = self.setting.task.loss(self.model(x), answers)
         if self.scaler is None:
-            loss.backward()
+            self._backward(loss)
             self._clip()
             self.optimizer.step()
         else:
@@ -113,6 +113,17 @@ class Loop:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def _backward(self, loss: Tensor) -> None:
+        """Gradients of the loss; on the way they are `loss_factor` times as large."""
+        factor = self.setting.task.recipe.loss_factor
+        if factor is None:
+            loss.backward()
+            return
+        (loss * factor).backward()
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(1 / factor)
 
     def _clip(self) -> None:
         max_norm = self.setting.task.recipe.max_norm

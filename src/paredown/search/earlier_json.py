@@ -36,8 +36,8 @@ ABOUT = {
     "name, mode": "what the prior is called; store: tensors wait in their formats, simulate: arithmetic is rounded",
     "tasks": "name, family of the model, data, metric (error: share of wrong answers; loss: cross entropy), answers to choose from, "
     "blind: error of a blind guess, full_bytes: the step as it is written, steps of training, source: the prior it came with",
-    "plans": "label; plan: JSON of a Plan, or recipe: how it is made for each task; level: plans of one level differ by noise alone, as far "
-    "as is known; features: bits a value by role, and other numbers that tell plans apart",
+    "plans": "label; plan: JSON of a Plan, or recipe: how it is made for each task; level: plans of one level differ by noise alone, as "
+    "far as is known; features: bits a value by role, and other numbers that tell plans apart",
     "runs": "for each task, for each plan, the errors of its runs in the order of their seeds; [] where nobody looked",
     "diverged": "how many of these diverged, and have the error of a blind guess",
     "memory, measured": "peak bytes, predicted and measured; null where they are not known",

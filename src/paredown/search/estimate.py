@@ -14,7 +14,7 @@ paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, err
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,12 +53,10 @@ class Estimate:
     belief: Belief
 
     @staticmethod
-    def of(prior: Prior, memory: Array, measured: Mapping[int, float] | None = None) -> Estimate:
-        """After measurements, or before any."""
-        measured = {plan: prior.finite(error) for plan, error in (measured or {}).items()}
-        seen = np.full(len(memory), np.nan)
-        seen[list(measured)] = list(measured.values())
-        belief = prior.given(seen)
+    def of(prior: Prior, memory: Array, measured: Mapping[int, float | Sequence[float]] | None = None) -> Estimate:
+        """After measurements, or before any; a plan may have been measured several times."""
+        runs = {plan: [prior.finite(float(error)) for error in np.atleast_1d(errors)] for plan, errors in (measured or {}).items()}
+        belief = prior.after([(plan, error) for plan, errors in runs.items() for error in errors])
         mean, deviation = belief.levels()
         levels = prior.levels
         return Estimate(
@@ -66,7 +64,7 @@ class Estimate:
             mean[levels] + prior.offsets,
             np.sqrt(deviation[levels] ** 2 + prior.doubt),
             belief.run_noise()[levels],
-            measured,
+            {plan: float(np.mean(errors)) for plan, errors in runs.items()},
             prior,
             belief,
         )

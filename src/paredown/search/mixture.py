@@ -48,6 +48,10 @@ class Sums:
         seen = np.where(np.isfinite(errors), errors, 0.0)
         return Sums(np.isfinite(errors) @ is_of, seen @ is_of, seen**2 @ is_of)
 
+    def rows(self, which: NDArray[np.bool_]) -> Sums:
+        """Those of some tasks alone."""
+        return Sums(self.count[which], self.total[which], self.square[which])
+
 
 @dataclass(frozen=True)
 class Belief:
@@ -66,6 +70,13 @@ class Belief:
         mean = (weights * means).sum(axis=0)
         inside = np.diagonal(self.spreads[0], axis1=-2, axis2=-1)
         return mean, np.sqrt((weights * (inside + (means - mean) ** 2)).sum(axis=0))
+
+    def moments(self) -> tuple[Array, Array]:
+        """Means (tasks, levels) and spreads (tasks, levels, levels) of all tasks, over kinds."""
+        means = np.einsum("tk,tkl->tl", self.weights, self.means)
+        apart = self.means - means[:, None]
+        inside = np.einsum("tk,tklm->tlm", self.weights, self.spreads)
+        return means, inside + np.einsum("tk,tkl,tkm->tlm", self.weights, apart, apart)
 
     def run_noise(self) -> Array:
         """Standard deviation of one run of each level of the first task."""
@@ -101,18 +112,24 @@ class Mixture:
 
     def given(self, sums: Sums) -> Belief:
         """Tasks by their observations; a task without any is as the earlier ones were."""
-        precision = sums.count[:, None] / self.noise  # (tasks, kinds, levels)
-        pull = (sums.total[:, None] - sums.count[:, None] * self.means) / self.noise
-        eye = np.eye(self.means.shape[1])
-        # (S^-1 + D)^-1 = (I + S D)^-1 S: S need not have an inverse
-        inner = eye + self.spreads * precision[:, :, None, :]
-        spreads: Array = np.linalg.solve(inner, np.broadcast_to(self.spreads, inner.shape)).astype(float)
+        pull = (sums.total[:, None] - sums.count[:, None] * self.means) / self.noise  # (tasks, kinds, levels)
+        spreads, size = self._conditioned(sums.count)
         shift = (spreads @ pull[..., None])[..., 0]
         misfit = (sums.count[:, None] * np.log(2 * np.pi * self.noise) + self._around(sums) / self.noise).sum(axis=-1)
-        logs = -0.5 * (misfit - (pull * shift).sum(axis=-1) + np.linalg.slogdet(inner)[1]) + np.log(self.shares)
+        logs = -0.5 * (misfit - (pull * shift).sum(axis=-1) + size) + np.log(self.shares)
         top = logs.max(axis=1, keepdims=True)
         total = np.exp(logs - top).sum(axis=1, keepdims=True)
         return Belief(np.exp(logs - top) / total, self.means + shift, spreads, self.noise, float((top + np.log(total)).sum()))
+
+    def _conditioned(self, count: Array) -> tuple[Array, Array]:
+        """Spreads (tasks, kinds, levels, levels) after so many runs, and log |I + S D|; once where the same was observed of all tasks."""
+        is_alike = bool((count == count[0]).all())
+        precision = (count[:1] if is_alike else count)[:, None] / self.noise
+        # (S^-1 + D)^-1 = (I + S D)^-1 S: S need not have an inverse
+        inner = np.eye(self.means.shape[1]) + self.spreads * precision[:, :, None, :]
+        spreads: Array = np.linalg.solve(inner, np.broadcast_to(self.spreads, inner.shape)).astype(float)
+        sizes = np.linalg.slogdet(inner)[1]
+        return np.broadcast_to(spreads, (len(count), *spreads.shape[1:])), np.broadcast_to(sizes, (len(count), sizes.shape[1]))
 
     def _around(self, sums: Sums) -> Array:
         return sums.square[:, None] - 2 * self.means * sums.total[:, None] + sums.count[:, None] * self.means**2

@@ -109,7 +109,7 @@ class Places:
 
     def _write(self, places: Sequence[Place]) -> None:
         """Tell the device what these slots have."""
-        for place in places:
+        for place in places if self.raised is not None else ():
             is_raised = self.is_raised(place)
             now = place.raised if is_raised else place.assignment
             self._limits[place.number] = overflow_limit(now.format)
@@ -118,10 +118,13 @@ class Places:
             self._may_rise[place.number] = may_rise
         if self._table is not None:
             live = [place for place in places if place.is_live]
+            seeds = {p.number: Seed(self.seed, p.tensor_id) for p in live}
             now = {p.number: (p.assignment.format, p.assignment.overflow) for p in live}
             self._table.set({**now, **{p.number: (p.raised.format, p.raised.overflow) for p in live if self.is_raised(p)}})
-            assert self._next_rows is not None
-            self._next_rows.set({p.number: (p.raised.format, p.raised.overflow) for p in live})
+            self._table.set_seeds(seeds)
+            if self._next_rows is not None:
+                self._next_rows.set({p.number: (p.raised.format, p.raised.overflow) for p in live})
+                self._next_rows.set_seeds(seeds)
 
     def _make_room(self, capacity: int) -> None:
         """Vectors with a number for each slot, on the device; what was there is kept."""
@@ -134,7 +137,8 @@ class Places:
         for new, old in zip((self._promoted, self._shares, self._risen_at_share), before, strict=False):
             new[: len(old)] = old
         is_tabled = self.device.type in TABLED
-        self._table, self._next_rows = (LiveTable(capacity, self.device) if is_tabled else None for _ in range(2))
+        self._table = LiveTable(capacity, self.device) if is_tabled else None
+        self._next_rows = LiveTable(capacity, self.device) if is_tabled and self.raised is not None else None
         if self._all:
             self._write(self._all)
 
@@ -144,8 +148,8 @@ class Places:
             self.device, self._counter = device, self._counter.to(device)
             self._make_room(max(len(self._promoted), 2 * len(self._all) + SPARE))
 
-    def set_plan(self, plan: Plan) -> None:
-        """Other formats for the same slots, in the memory that a captured graph reads; roundings stay."""
+    def set_plan(self, plan: Plan, seed: int) -> None:
+        """Other formats and random bits for the same slots, in the memory that a captured graph reads; roundings stay."""
         for place in self._all:
             asked = plan.find(place.names, place.role)
             if self._table is not None and not (is_live(asked.format) and place.is_live):
@@ -162,7 +166,7 @@ class Places:
                 )
         for place in self._all:
             place.assignment = plan.find(place.names, place.role)
-        self.plan = plan
+        self.plan, self.seed = plan, seed
         self._found = {key: place for key, place in self._found.items() if place is not None}
         self._write(self._all)
 
@@ -200,9 +204,9 @@ class Places:
         if looks and is_here and self.raised is not None and x.numel():
             past = (x.detach().abs() >= self._limits[place.number]).float().mean()
             self._shares[place.number].copy_(torch.maximum(self._shares[place.number], past))
-        seed = Seed(self.seed, place.tensor_id, self._step())
         if self._table is not None and is_here and place.is_live:
-            return self._table.round_into(x, out, place.number, place.rounding, seed)
+            return self._table.round_into(x, out, place.number, place.rounding, self._counter)
+        seed = Seed(self.seed, place.tensor_id, self._step())
         now = place.raised if self.is_raised(place) else place.assignment
         return x if now.format is None else round_trip_(x, now.format, place.rounding, now.overflow, seed)
 

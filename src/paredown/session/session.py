@@ -36,7 +36,7 @@ from paredown.session.guard import Guard, checked_guard
 from paredown.session.guarded import Guarded
 from paredown.session.optimized import ask_for, asked_for, forget, state_changes
 from paredown.session.recomputed import Recomputed
-from paredown.session.simulated import Simulate, SimulatedSession
+from paredown.session.simulated import MODES, Simulate, SimulatedSession
 from paredown.session.stored import Activations
 from paredown.session.weights import Weights
 
@@ -268,13 +268,14 @@ def apply(
     plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["store"] = "store", guard: Guard | None = None
 ) -> Session: ...
 @overload
-def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["simulate"] | Simulate) -> SimulatedSession: ...
+def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["simulate", "peppp"] | Simulate) -> SimulatedSession: ...
 def apply(
     plan: Plan, model: nn.Module, *, seed: int = 0, mode: str | Simulate = "store", guard: Guard | None = None
 ) -> Session | SimulatedSession:
     """Put `plan` onto `model`, in place. `seed` is that of stochastic rounding.
 
-    `mode`: "store" makes tensors wait packed; "simulate", or a `Simulate` with choices of its own, makes arithmetic see rounded values.
+    `mode`: "store" makes tensors wait packed; "simulate", or a `Simulate` with choices of its own, makes arithmetic see rounded values;
+    "peppp" is the `Simulate` that rounds where PEPPP does.
     A `guard` changes the plan of a store session when rounding goes wrong.
     """
     if isinstance(plan, nn.Module) or isinstance(model, Plan):
@@ -298,15 +299,17 @@ def _session(
 ) -> Session | SimulatedSession:
     if mode == "store":
         return Session(plan, model, seed, is_compiled=is_compiled, guard=checked_guard(guard, plan))
-    if mode != "simulate" and not isinstance(mode, Simulate):
-        raise ApplyError(f"mode {mode!r} is unknown. Allowed: 'store', 'simulate', or a paredown.session.simulated.Simulate.")
+    how = MODES.get(mode) if isinstance(mode, str) else mode
+    if not isinstance(how, Simulate):
+        allowed = ", ".join(map(repr, ("store", *MODES)))
+        raise ApplyError(f"mode {mode!r} is unknown. Allowed: {allowed}, or a paredown.session.simulated.Simulate.")
     if is_compiled:
         raise ApplyError("a compiled model cannot be simulated: its operations are not seen. Apply the plan to the model inside.")
     if guard is not None:
         raise ApplyError(
             "a guard keeps a memory budget, and simulate mode saves no memory: Simulate(raised=...) raises what overflows."
         )
-    return SimulatedSession(plan, model, seed, Simulate() if isinstance(mode, str) else mode, on_close=_close)
+    return SimulatedSession(plan, model, seed, how, on_close=_close)
 
 
 def _close(model: nn.Module, session: Session | SimulatedSession) -> None:

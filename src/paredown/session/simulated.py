@@ -35,9 +35,9 @@ from paredown.session.changes import Change, Changes, said_keys
 from paredown.session.places import Place, Places, Promotion
 from paredown.session.recomputed import Recomputed
 from paredown.session.updates import Updates
-from paredown.session.values import Simulate, Values
+from paredown.session.values import MODES, Simulate, Values
 
-__all__ = ["Simulate", "SimulatedSession"]
+__all__ = ["MODES", "Simulate", "SimulatedSession"]
 
 VERSION = 1
 FIELDS: set[str] = set(("version", "mode", "plan", "seed", "forwards", "steps", "promotions"))
@@ -106,18 +106,19 @@ class SimulatedSession:
         """Raise what overflowed in the last training pass. Each training pass begins with this, in a captured graph too."""
         self._places.promote()
 
-    def set_plan(self, plan: Plan, *, forwards: int | None = None) -> None:
+    def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
         """Other formats for the same slots, also for a CUDA graph that was captured; `Simulate(all_live=True)` has every slot.
 
-        `forwards`: where the count of passes goes on. One that no other run comes to has random bits of its own, as another seed has.
+        `forwards`: where the count of passes goes on. `seed`: another one, unless it is None.
         """
         if not isinstance(plan, Plan):
             raise ApplyError(
                 f"set_plan takes a Plan, not {type(plan).__name__}: session.set_plan(Plan.uniform(activation='e4m3fn'))."
             )
-        self._places.set_plan(plan)
+        self._places.set_plan(plan, self.seed if seed is None else seed)
         self._values.relearn()
-        self._places.forwards = self.forwards if forwards is None else forwards
+        if forwards is not None:
+            self._places.forwards = forwards
 
     @property
     def changes(self) -> Changes:

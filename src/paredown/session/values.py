@@ -8,8 +8,9 @@ own output has the rounded one. Gradients are rounded by hooks on the nodes that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -56,6 +57,10 @@ class Simulate:
             raise ApplyError(
                 f"Simulate: share={self.share} is the part of a tensor's values that may overflow, above 0 and at most 1."
             )
+
+
+PEPPP = Simulate(sums="rounded", gradients="step")  # but for its first step, which its release computes with exact weights
+MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp": PEPPP})
 
 
 @dataclass(eq=False, slots=True)

@@ -9,6 +9,7 @@ from paredown.codec.kernels.launch import (
     encode_rows,
     largest_finite,
     round_trip_at_run_time,
+    round_trip_by_row,
     round_trip_rows,
 )
 
@@ -25,6 +26,7 @@ __all__ = [
     "pack_mask",
     "recompute",
     "round_trip_at_run_time",
+    "round_trip_by_row",
     "round_trip_rows",
     "unpack_mask",
 ]

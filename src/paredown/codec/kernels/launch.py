@@ -101,10 +101,21 @@ def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Se
     return out
 
 
+def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, out: Tensor) -> Tensor:
+    """The same, where the keys of the random bits stand behind the element in `row`, and the step in `step`."""
+    wide = x.numel() > 1 << 32
+    for launch in round_trips(x.numel(), rounding, step_in_memory=True, wide=wide, keys_in_memory=True):
+        launch((bf16_as_integers(x), out, row, step), (0, 0, 0))
+    return out
+
+
 @lru_cache(maxsize=4096)
-def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool) -> list[quick.Launch]:
+def round_trips(
+    numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False
+) -> list[quick.Launch]:
     """Launches for so many values."""
-    constants = {"ROUNDING": ROUNDINGS[rounding].value, "STEP_IN_MEMORY": step_in_memory, "WIDE": wide}
+    where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
+    constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}
     launches: list[quick.Launch] = []
     for tiles in _tiles(1, numel, FP32, "round_trip"):
         first_tile, _, cols, _, _ = tiles.offsets

@@ -92,11 +92,14 @@ def round_to_spec(x, random, spec_ptr, ROUNDING: tl.constexpr):
 @triton.jit(do_not_specialize=["k0", "k1", "first_index"])
 def round_trip_kernel(
     x_ptr, out_ptr, spec_ptr, step_ptr, numel, first_tile, first_index, k0, k1,
-    ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
+    ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, KEYS_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each value of x rounded to the element at `spec_ptr`."""
+    """Each value of x rounded to the element at `spec_ptr`, behind which the keys of its random bits may stand."""
     start = (tl.program_id(0).to(tl.int64) + first_tile) * TILE
     inside = tl.arange(0, TILE) < tl.minimum(numel - start, TILE).to(tl.int32)
     x = load_values(x_ptr + start, tl.arange(0, TILE), inside, MASKED)
+    if KEYS_IN_MEMORY:
+        k0, k1 = tl.load(spec_ptr + 12), tl.load(spec_ptr + 13)
     random = random_tile(first_index + start, k0, k1, step_ptr, ROUNDING, STEP_IN_MEMORY, WIDE, TILE)
     store_values(out_ptr + start, round_to_spec(x, random, spec_ptr, ROUNDING), inside, MASKED)
