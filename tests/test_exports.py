@@ -27,6 +27,7 @@ EXPORTS = {
     "Plan",
     "PlanError",
     "PriorError",
+    "ReportError",
     "Role",
     "Rounding",
     "Seed",
