@@ -27,9 +27,12 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "models", "search"}),
         frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
     ),
-    "report": (frozenset({"errors", "roles", "plan", "search", "session", "runs"}), frozenset()),
+    "report": (frozenset({"errors", "roles", "plan", "search", "session", "runs"}), frozenset({"sqlalchemy"})),
     "cli": (frozenset({"errors", "plan", "runs"}), frozenset({"typer", "rich"})),
-    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}), frozenset()),
+    "__init__": (
+        frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}),
+        frozenset({"sqlalchemy"}),
+    ),
 }
 
 

@@ -66,7 +66,13 @@ def embedded(record: Record) -> str:
 
 def policy(*, is_live: bool) -> str:
     """What the page may do: run its script, use its style, and, where it is served, listen to its server."""
-    allowed = [f"script-src '{_hash(script())}'", f"style-src '{_hash(style())}'", "base-uri 'none'", "form-action 'none'"]
+    allowed = [
+        f"script-src '{_hash(script())}'",
+        f"style-src '{_hash(style())}'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
     return "; ".join(["default-src 'none'", *allowed, *(["connect-src 'self'"] if is_live else [])])
 
 

@@ -30,7 +30,7 @@ class Mark:
     high: float | None = None
     measured: float | None = None  # mean of the finished trials
     measured_bytes: int | None = None
-    num_trials: int = 0
+    num_trials: int = 0  # behind `measured`
     on_front: bool = False
     note: str = ""
     words: tuple[str, ...] = ()  # the plan, a line for each rule

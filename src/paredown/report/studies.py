@@ -103,7 +103,7 @@ def _measured(label: str, trials: Sequence[Trial]) -> Mark | None:
         high=max(errors, default=None),
         measured=fmean(errors) if errors else None,
         measured_bytes=max(measured, default=None),
-        num_trials=len(trials),
+        num_trials=len(errors),
         note=", ".join(f"{num} of {len(trials)} {status.replace('_', ' ')}" for status, num in ended.items() if num),
         words=in_words(trials[0].plan),
     )

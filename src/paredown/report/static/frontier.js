@@ -55,7 +55,7 @@ function drawFrontier(study, budget, label, width, onPick) {
 }
 
 function drawAxes(root, study, x, y, width, height) {
-  const yTicks = y.isLog ? logTicks(y.low, y.high, 10) : roundTicks(y.low, y.high, height / 70);
+  const yTicks = y.isLog ? logTicks(y.low, y.high, 10) : roundTicks(y.low, y.high, height / 55);
   for (const tick of yTicks) {
     const text = study.metric === "error" ? `${Number((100 * tick).toPrecision(6))} %` : short(tick);
     root.append(svg("line", { x1: EDGE.left, x2: width - EDGE.right, y1: y.at(tick), y2: y.at(tick), class: "grid" }));
@@ -89,7 +89,7 @@ function drawMark(study, mark, x, y, inside, isPicked, onPick) {
     const [a, b] = [inside(mark.high), inside(mark.low)];
     group.append(svg("path", { d: `M${at - 4},${a}h8m-4,0V${b}m-4,0h8`, class: "band", fill: "none" }));
   }
-  if (mark.measured_bytes !== null && mark.on_front) {
+  if (mark.measured_bytes !== null && isPicked) {
     group.append(svg("path", { d: `M${at},${height}H${x.at(mark.measured_bytes)}m0,-4v8`, class: "band", fill: "none" }));
   }
   if (isPicked) group.append(svg("circle", { cx: at, cy: height, r: 10, class: "ring" }));
@@ -104,7 +104,7 @@ function labelled(study, label) {
 
 function drawLabel(study, mark, x, y, width, isPicked) {
   const at = x.at(mark.nbytes), end = at > 0.6 * width;
-  const text = cut(`${isPicked ? "picked: " : ""}${mark.label}`, end ? at - EDGE.left : width - at - 30);
+  const text = cut(`${isPicked ? "picked: " : ""}${mark.label}`, end ? at - EDGE.left - 14 : width - at - 30, isPicked);
   return svg("text", { x: at + (end ? -14 : 14), y: y.at(mark.error) - 10, "text-anchor": end ? "end" : "start", class: `halo${isPicked ? " strong" : ""}` }, text);
 }
 
@@ -124,17 +124,19 @@ function shareOf(study, nbytes) { return study.full_bytes ? ` (${percent(nbytes 
 function sayPick(study, budget, label) {
   if (label === null) {
     const least = study.picks.length ? study.picks[0] : null;
-    const needs = least ? ` The smallest plan, ${least[1]}, needs ${bytes(least[0])}.` : "";
+    const needs = least ? ` The smallest plan, ${quoted(least[1])}, needs ${bytes(least[0])}.` : "";
     return [`Nothing fits ${bytes(budget)}.${needs}`, ...(budget === study.budget_bytes && study.reason ? [study.reason] : [])];
   }
   const mark = markOf(study, label), lines = [];
   const peak = `${bytes(mark.nbytes)} at the peak${mark.measured_bytes !== null ? ` (measured ${bytes(mark.measured_bytes)})` : ", predicted"}`;
-  lines.push(`Within ${bytes(budget)}${shareOf(study, budget)} take ${label}: ${peak}, ${study.metric} ${sayError(mark.error, study.metric)}${sayBand(study, mark)}.`);
+  lines.push(`Within ${bytes(budget)}${shareOf(study, budget)} take ${quoted(label)}: ${peak}, ${study.metric} ${sayError(mark.error, study.metric)}${sayBand(study, mark)}.`);
+  if (mark.measured_bytes !== null && mark.measured_bytes > budget) lines.push(`The measured peak is ${bytes(mark.measured_bytes - budget)} above this budget: it has what libraries take for a moment, which predictions leave out.`);
+  if (mark.note) lines.push(`Note: ${mark.note}.`);
   const against = sayAgainst(study, mark);
   if (against) lines.push(against);
   lines.push(...sayNeighbours(study, mark));
   if (budget === study.budget_bytes && study.reason) lines.push(study.reason);
-  if (label === study.picked && study.ties.length) lines.push(`May be as good: ${study.ties.join("; ")}.`);
+  if (label === study.picked && study.ties.length) lines.push(`May be as good: ${study.ties.map(quoted).join(", ")}.`);
   return lines;
 }
 
@@ -157,7 +159,7 @@ function sayNeighbours(study, mark) {
   const i = study.picks.findIndex(([, label]) => label === mark.label), lines = [];
   if (i < 0 || mark.error === null) return lines;
   const up = study.picks[i + 1], down = study.picks[i - 1];
-  if (up) lines.push(`With ${bytes(up[0] - mark.nbytes)} more, ${up[1]} would bring the ${study.metric} to ${sayError(markOf(study, up[1]).error, study.metric)}.`);
-  if (down) lines.push(`With less than ${bytes(study.picks[i][0])} it would be ${down[1]}, ${study.metric} ${sayError(markOf(study, down[1]).error, study.metric)}.`);
+  if (up) lines.push(`With ${bytes(up[0] - mark.nbytes)} more, ${quoted(up[1])} would bring the ${study.metric} to ${sayError(markOf(study, up[1]).error, study.metric)}.`);
+  if (down) lines.push(`With less than ${bytes(study.picks[i][0])} it would be ${quoted(down[1])}, ${study.metric} ${sayError(markOf(study, down[1]).error, study.metric)}.`);
   return lines;
 }

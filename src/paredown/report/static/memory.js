@@ -31,7 +31,7 @@ function legendOf(kept) {
 function rolesOf(row) { return ROLES.filter((role) => row.by_role[role] > 0).map((role) => [role, row.by_role[role]]); }
 
 function drawBars(study, kept, budget, label, width) {
-  const most = Math.max(...kept.map((row) => row.peak_bytes), budget || 0) * 1.02, step = 50, height = kept.length * step + 4;
+  const most = Math.max(...kept.map((row) => row.peak_bytes), 1) * 1.02, step = 50, height = kept.length * step + 20;
   const x = (nbytes) => (nbytes / most) * width;
   const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Bytes at the peak by role, a bar for each plan; the table below has the same numbers." });
   kept.forEach((row, i) => {
@@ -42,12 +42,16 @@ function drawBars(study, kept, budget, label, width) {
     let at = 0;
     for (const [role, nbytes] of rolesOf(row)) {
       root.append(tile(role, x(at), top, x(nbytes), 22, `${row.label}, ${role}: ${bytes(nbytes)}`));
-      const text = cut(role, x(nbytes) - 8);
-      if (text.length > 3) root.append(svg("text", { x: x(at) + 5, y: top + 15.5, class: "halo onfill", "data-role": roleOf(role) }, text));
+      const text = cut(role, x(nbytes) - 10);
+      if (text === role) root.append(svg("text", { x: x(at) + 5, y: top + 15.5, class: "halo" }, text));
       at += nbytes;
     }
   });
-  if (budget) root.append(svg("line", { x1: x(budget), x2: x(budget), y1: 16, y2: height - 4, class: "budget" }, svg("title", {}, `budget ${bytes(budget)}`)));
+  if (budget && budget < most) {
+    const end = x(budget) > width - 130;
+    root.append(svg("line", { x1: x(budget), x2: x(budget), y1: 16, y2: height - 6, class: "budget" }));
+    root.append(svg("text", { x: x(budget) + (end ? -6 : 6), y: height - 8, "text-anchor": end ? "end" : "start", class: "strong" }, `budget ${bytes(budget)}`));
+  }
   return root;
 }
 
@@ -107,6 +111,12 @@ function squarify(items, x, y, width, height) {
   return placed;
 }
 
+// The name of a module where there is room for it, or its last part if that says something.
+function nameIn(name, width) {
+  const last = name.split(".").pop();
+  return [name, `…${last}`].find((text, i) => (i === 0 || last.length > 2) && widthOf(text, true) <= width) || "";
+}
+
 function drawMap(row, depth, width, height, most) {
   const share = Math.sqrt(row.peak_bytes / most), w = width * share, h = height * share;
   const said = `Bytes at the peak of ${row.label} by module and role; the table of roles has the sums.`;
@@ -118,10 +128,10 @@ function drawMap(row, depth, width, height, most) {
       root.append(tile(part.item.role, part.x, part.y, part.width, part.height, `${group.item.name}, ${part.item.role}: ${bytes(part.item.nbytes)}`));
     }
     root.append(svg("rect", { x: group.x, y: group.y, width: group.width, height: group.height, class: "frame" }));
-    const name = cut(group.item.name, group.width - 8);
+    const name = nameIn(group.item.name, group.width - 10);
     if (name && group.height > 18) root.append(svg("text", { x: group.x + 5, y: group.y + 15, class: "halo strong" }, name));
-    const size = cut(bytes(group.item.nbytes, 1), group.width - 8);
-    if (name && size.length > 4 && !size.endsWith("…") && group.height > 34) root.append(svg("text", { x: group.x + 5, y: group.y + 30, class: "halo" }, size));
+    const size = bytes(group.item.nbytes, 1);
+    if (name && widthOf(size) < group.width - 10 && group.height > 34) root.append(svg("text", { x: group.x + 5, y: group.y + 30, class: "halo" }, size));
   }
   return root;
 }

@@ -27,7 +27,7 @@ const SECTIONS = [
   { id: "curves", name: "Training curves", has: (record, study) => runsOf(record, study).some((run) => run.curve.length > 1), build: () => [el("div", { id: "curves-legend" }), el("div", { id: "curves-chart" })], draw: drawCurvesSection },
   { id: "guards", name: "What the guard did", has: (record) => record.actions.length > 0, build: () => [el("div", { id: "guards-table" })], draw: drawActions },
   { id: "given", name: "Asked and given", has: (record) => record.changes.length + record.given.length > 0, build: () => [el("div", { id: "given-table" })], draw: drawGiven },
-  { id: "made", name: "How it was made", has: () => true, build: () => [el("div", { id: "made-list" })], draw: drawMade },
+  { id: "made", name: "How it was made", has: (record, study) => madeRows(record).length + record.notes.length + (study ? study.notes.length : 0) > 0, build: () => [el("div", { id: "made-list" })], draw: drawMade },
 ];
 
 function runsOf(record, study) { return record.runs.filter((run) => !study || run.task === study.task); }
@@ -113,7 +113,7 @@ function frontierLegend(study) {
   const draw = (...inner) => svg("svg", { width: 26, height: 16, "aria-hidden": "true" }, inner);
   const rows = [["measured", svg("circle", { cx: 13, cy: 8, r: 5, class: "dot filled" })], ["predicted", svg("circle", { cx: 13, cy: 8, r: 5, class: "dot" })], ["best within each budget", svg("path", { d: "M0,4H13V12H26", class: "front" })]];
   if (study.marks.some((mark) => mark.low !== null && mark.high > mark.low)) rows.push(["band of the error", svg("path", { d: "M9,2h8m-4,0V14m-4,0h8", class: "band", fill: "none" })]);
-  if (study.marks.some((mark) => mark.measured_bytes !== null && mark.on_front)) rows.push(["up to the measured peak", svg("path", { d: "M2,8H22m0,-4v8", class: "band", fill: "none" })]);
+  if (study.marks.some((mark) => mark.measured_bytes !== null)) rows.push(["from the predicted to the measured peak, of the picked plan", svg("path", { d: "M2,8H22m0,-4v8", class: "band", fill: "none" })]);
   if (study.marks.some((mark) => mark.error === null)) rows.push(["no run ended well", svg("path", { d: "M8,3l10,10m0,-10l-10,10", class: "cross" })]);
   return rows.map(([name, inner]) => el("li", {}, draw(inner), name));
 }
@@ -215,10 +215,13 @@ function drawGiven(record) {
   fill("given-table", parts);
 }
 
-function drawMade(record, study) {
+function madeRows(record) {
   const devices = [...new Set(record.runs.map((run) => run.device).filter(Boolean))];
-  const rows = [["device", devices.join(", ")], ["commit", record.commit], ...Object.entries(record.versions)].filter(([, value]) => value);
-  const notes = [...record.notes, ...(study ? study.notes : [])];
+  return [["device", devices.join(", ")], ["commit", record.commit], ...Object.entries(record.versions)].filter(([, value]) => value);
+}
+
+function drawMade(record, study) {
+  const rows = madeRows(record), notes = [...record.notes, ...(study ? study.notes : [])];
   fill("made-list", [el("dl", { class: "meta" }, rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])), ...notes.map((note) => el("p", { class: "hint" }, note))]);
 }
 
@@ -297,7 +300,7 @@ function setUpLive(address) {
 document.body.prepend(textures());
 setUpTheme();
 document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; drawAll(); });
-document.getElementById("foot").append("Made by paredown. This page is one file: it loads nothing and sends nothing.");
+document.getElementById("foot").append(document.body.dataset.live ? "Shown by paredown from this machine, for reading only." : "Made by paredown. This page is one file: it loads nothing and sends nothing.");
 drawAll();
 let lastWidth = document.body.clientWidth;
 new ResizeObserver(() => { if (document.body.clientWidth !== lastWidth) { lastWidth = document.body.clientWidth; drawAll(); } }).observe(document.body);

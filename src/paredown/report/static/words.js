@@ -1,14 +1,15 @@
 // Numbers and texts as people read them, and elements made of them. Data becomes text nodes and attributes, never markup.
+const NARROW = "\u00a0"; // between a number and its unit: they stay on one line
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 function bytes(count, digits = 2) {
   if (count === null || count === undefined) return "–";
   let value = count, unit = 0;
   while (value >= 1024 && unit < UNITS.length - 1) { value /= 1024; unit += 1; }
-  return unit === 0 ? `${Math.round(value)} B` : `${value.toFixed(digits)} ${UNITS[unit]}`;
+  return `${unit === 0 ? Math.round(value) : value.toFixed(digits)}${NARROW}${UNITS[unit]}`;
 }
 
-function percent(share, digits = 0) { return `${(100 * share).toFixed(digits)} %`; }
+function percent(share, digits = 0) { return `${(100 * share).toFixed(digits)}${NARROW}%`; }
 
 // An error in the units of its metric: a share of wrong answers in percent, a loss as it is.
 function sayError(value, metric) {
@@ -29,7 +30,7 @@ function short(value) {
 
 function seconds(value) {
   if (value === null || value === undefined) return "–";
-  return value < 100 ? `${value.toFixed(1)} s` : value < 6000 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
+  return value < 100 ? `${value.toFixed(1)}${NARROW}s` : value < 6000 ? `${(value / 60).toFixed(1)}${NARROW}min` : `${(value / 3600).toFixed(1)}${NARROW}h`;
 }
 
 function plural(count, word) { return `${count} ${word}${count === 1 ? "" : "s"}`; }
@@ -50,11 +51,22 @@ function el(tag, attributes, ...children) { return put(document.createElement(ta
 function svg(tag, attributes, ...children) { return put(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children); }
 function fill(id, ...children) { const node = document.getElementById(id); if (node) node.replaceChildren(...children.flat().filter((x) => x !== null && x !== false)); return node; }
 
-// Text cut to a width in pixels, for labels inside of drawings.
-function cut(text, width, perLetter = 6.6) {
-  const most = Math.floor(width / perLetter);
-  return text.length <= most ? text : most < 3 ? "" : `${text.slice(0, most - 1)}…`;
+// The width of a text in drawings, in pixels, and a text cut to a width; "" where less than three letters would be left.
+const pen = document.createElement("canvas").getContext("2d");
+
+function widthOf(text, isStrong) {
+  pen.font = `${isStrong ? "650 " : ""}12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif`;
+  return pen.measureText(text).width;
 }
+
+function cut(text, width, isStrong = false) {
+  if (widthOf(text, isStrong) <= width) return text;
+  let most = Math.min(text.length, Math.floor(width / 3));
+  while (most >= 3 && widthOf(`${text.slice(0, most)}…`, isStrong) > width) most -= 1;
+  return most < 3 ? "" : `${text.slice(0, most)}…`;
+}
+
+function quoted(label) { return `“${label}”`; }
 
 // A scale from values to pixels, linear or logarithmic, with ticks at round values.
 function scale(low, high, from, to, isLog) {
@@ -91,6 +103,6 @@ function byteTicks(axis, count) {
 }
 
 function byteTick(count) {
-  const text = bytes(count, 2).split(" ");
-  return `${Number(text[0])} ${text[1]}`;
+  const [number, unit] = bytes(count, 2).split(NARROW);
+  return `${Number(number)}${NARROW}${unit}`;
 }
