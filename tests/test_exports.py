@@ -29,6 +29,7 @@ EXPORTS = {
     "Plan",
     "PlanError",
     "PriorError",
+    "ReportError",
     "Role",
     "Rounding",
     "Seed",

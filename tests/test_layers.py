@@ -27,11 +27,15 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "models", "search"}),
         frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
     ),
+    "report": (frozenset({"errors", "roles", "plan", "search", "session", "runs"}), frozenset({"sqlalchemy"})),
     "cli": (
-        frozenset({"__init__", "errors", "roles", "formats", "plan", "models", "session", "search", "runs"}),
+        frozenset({"__init__", "errors", "roles", "formats", "plan", "models", "session", "search", "runs", "report"}),
         frozenset({"typer", "rich", "torch"}),
     ),
-    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}), frozenset()),
+    "__init__": (
+        frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}),
+        frozenset({"sqlalchemy"}),
+    ),
 }
 
 

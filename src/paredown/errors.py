@@ -43,6 +43,10 @@ class StoreError(ParedownError, RuntimeError):
     """A store of trials that cannot be opened, read or written."""
 
 
+class ReportError(ParedownError, ValueError):
+    """A record that cannot be read, or a page that cannot be made or served."""
+
+
 class TaskError(ParedownError, ValueError):
     """A task that cannot be found, or whose model, data and settings do not fit together."""
 
