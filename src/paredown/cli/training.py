@@ -142,17 +142,13 @@ def told(task: str, runs: list[Run]) -> list[str]:
     """A table of runs, and what the last one saved and cost against the first."""
     from paredown.plan.sizes import say_bytes
 
-    def size(number: int | None) -> str:
-        return "unknown" if number is None else say_bytes(number)
+    def cells(trial: Trial) -> tuple[str, ...]:
+        errors = ["none" if value is None else f"{value:.4f}" for value in (trial.error, trial.loss)]
+        sizes = (trial.measured_peak_bytes, trial.predicted_peak_bytes)
+        peaks = ["unknown" if size is None else say_bytes(size) for size in sizes]
+        return (trial.status.value, *errors, *peaks, f"{trial.seconds or 0:.1f}")
 
-    def number(value: float | None) -> str:
-        return "none" if value is None else f"{value:.4f}"
-
-    rows = [
-        (run.name, run.trial.status.value, number(run.trial.error), number(run.trial.loss), size(run.trial.measured_peak_bytes))
-        + (size(run.trial.predicted_peak_bytes), f"{run.trial.seconds or 0:.1f}")
-        for run in runs
-    ]
+    rows = [(run.name, *cells(run.trial)) for run in runs]
     names = ("plan", "ended", "error", "loss", "peak, measured", "peak, predicted", "seconds")
     first = runs[0].trial
     return [head(f"{task}, seed {first.seed}, {first.device}"), *table(names, rows, left=2)]

@@ -59,7 +59,9 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1)
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    return 2 * sum(cell.lstrip("+-")[:1].isdigit() or cell in ("yes", "no") for cell in cells) > len(cells)
+    """Most of those that say anything."""
+    told = [cell for cell in cells if cell]
+    return 2 * sum(cell.lstrip("+-")[:1].isdigit() or cell in ("yes", "no") for cell in told) > len(told)
 
 
 def warn_of_passwords(arguments: Iterable[str]) -> None:
