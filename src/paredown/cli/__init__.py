@@ -5,6 +5,7 @@ A file has the verbs of one kind; torch, numpy and SQLAlchemy are imported by th
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"paredown: the command line needs {error.name}: pip install 'paredown[cli]'.")
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # its profiler warns of what was there before; read when torch is imported
     import_module("paredown.cli.voice").warn_of_passwords(sys.argv)
     loaded(prog_name="paredown")
 

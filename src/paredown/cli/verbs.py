@@ -103,9 +103,10 @@ def errors() -> Generator[None]:
     except ParedownError as error:
         end(str(error), Exit.ERROR)
     except ModuleNotFoundError as error:
-        if error.name not in EXTRAS and error.name not in ALONE:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS and package not in ALONE:
             raise
-        end(say_missing(str(error.name)), Exit.ERROR)
+        end(say_missing(package), Exit.ERROR)
     except KeyboardInterrupt:
         end("stopped; finished trials are in the store, and the same command goes on with the others.", Exit.INTERRUPTED)
     except BrokenPipeError:

@@ -42,10 +42,10 @@ def head(text: str) -> str:
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> list[str]:
     """Lines of a table: columns of numbers are flush right, all others and the first `left` flush left.
 
-    >>> print(*table(("plan", "peak", "note"), [("as written", "1.25 MiB", ""), ("lpmm", "612 KiB", "8 bits")]), sep="\\n")
+    >>> print(*table(("plan", "peak", "note"), [("as written", "1.25 MiB", ""), ("lpmm", "612 KiB", "of 8 bits")]), sep="\\n")
     plan            peak  note
     as written  1.25 MiB
-    lpmm         612 KiB  8 bits
+    lpmm         612 KiB  of 8 bits
     """
     cells = [tuple(names), *(tuple(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
