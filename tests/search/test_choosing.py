@@ -5,43 +5,57 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paredown.search.choosing import TURNS, is_settled, joint, knowledge, propose, value_of_all, values
+from paredown.search.choosing import TURNS, Kinds, is_settled, kinds_of, knowledge, propose, value_of_all, values
 from paredown.search.mixture import Mixture
 from paredown.search.pooled import Prior
 
+NUM_DRAWS = 200_000
 
-def made(seed: int = 0, num: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Means, spread and noise of plans that are hard to tell apart."""
+
+def made(seed: int = 0, num: int = 5) -> Kinds:
+    """Two kinds of plans that are hard to tell apart."""
     rng = np.random.default_rng(seed)
-    root = rng.standard_normal((num, num)) * 0.05
-    return rng.uniform(0.3, 0.4, num), root @ root.T, rng.uniform(1e-4, 4e-3, num)
+    roots = rng.standard_normal((2, num, num)) * 0.05
+    means = rng.uniform(0.3, 0.4, (2, num)) + np.array([[0.0], [0.2]])
+    return Kinds(np.array([0.7, 0.3]), means, roots @ roots.transpose(0, 2, 1), rng.uniform(1e-4, 4e-3, (2, num)))
+
+
+def drawn(kinds: Kinds, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The kinds of tasks and their plans' means."""
+    which = rng.choice(2, NUM_DRAWS, p=kinds.weights)
+    both = np.stack([rng.multivariate_normal(m, s, NUM_DRAWS) for m, s in zip(kinds.means, kinds.spreads, strict=True)])
+    return which, both[which, np.arange(NUM_DRAWS)]
 
 
 def test_a_runs_value_is_what_draws_of_it_say() -> None:
-    """200,000 runs of each plan, conditioned on; four standard errors."""
-    means, spread, noise = made()
-    rng = np.random.default_rng(1)
-    for plan, value in enumerate(values(means, spread, noise)):
-        runs = means[plan] + np.sqrt(spread[plan, plan] + noise[plan]) * rng.standard_normal(200_000)
-        after = means + np.outer(runs - means[plan], spread[plan] / (spread[plan, plan] + noise[plan]))
-        gains = means.min() - after.min(axis=1)
-        assert value == pytest.approx(gains.mean(), abs=4 * gains.std() / np.sqrt(len(gains)))
+    """Tasks and their runs are drawn; those of like runs are of one mean of each plan, which is what may be known after such a run."""
+    kinds, rng = made(), np.random.default_rng(1)
+    which, tasks = drawn(kinds, rng)
+    for plan, value in enumerate(values(kinds)):
+        runs = tasks[:, plan] + np.sqrt(kinds.noise[which, plan]) * rng.standard_normal(NUM_DRAWS)
+        parts = np.array_split(tasks[np.argsort(runs)], 400)
+        least = np.mean([part.mean(axis=0).min() for part in parts])
+        assert value == pytest.approx(kinds.mean.min() - least, rel=0.1, abs=3e-4)
 
 
 def test_all_values_are_what_draws_of_them_say() -> None:
-    means, spread, noise = made()
-    draws = np.random.default_rng(2).multivariate_normal(means, spread, 200_000)
-    gains = means.min() - draws.min(axis=1)
-    found = value_of_all(means, spread)
-    assert found == pytest.approx(gains.mean(), abs=8 * gains.std() / np.sqrt(4096))
-    assert found > values(means, spread, noise).max(), "one run tells less than everything"
+    """Against 200,000 draws; four standard errors of the 4,096 that are drawn there of each kind."""
+    kinds = made()
+    _, tasks = drawn(kinds, np.random.default_rng(2))
+    least = tasks.min(axis=1)
+    found = value_of_all(kinds)
+    assert found == pytest.approx(kinds.mean.min() - least.mean(), abs=4 * least.std() / np.sqrt(4096))
+    assert found > values(kinds).max(), "one run tells less than everything"
 
 
 def test_knowledge_is_the_fall_of_all_variances() -> None:
-    _, spread, noise = made()
-    for plan, gain in enumerate(knowledge(np.zeros(5), spread, noise)):
-        left = spread - np.outer(spread[plan], spread[plan]) / (spread[plan, plan] + noise[plan])
-        assert gain == pytest.approx(np.trace(spread) - np.trace(left))
+    kinds = made()
+    for plan, gain in enumerate(knowledge(kinds)):
+        falls = []
+        for spread, noise in zip(kinds.spreads, kinds.noise, strict=True):
+            left = spread - np.outer(spread[plan], spread[plan]) / (spread[plan, plan] + noise[plan])
+            falls.append(np.trace(spread) - np.trace(left))
+        assert gain == pytest.approx(kinds.weights @ falls)
 
 
 def prior_of(means: np.ndarray, spread: np.ndarray, noise: float) -> Prior:
@@ -69,7 +83,7 @@ def test_plans_that_always_do_the_same_need_no_run() -> None:
 
 @pytest.mark.parametrize("design", TURNS)
 def test_only_plans_that_may_be_taken_are_proposed(design: str) -> None:
-    prior = prior_of(*made()[:2], 1e-3)
+    prior = prior_of(made().means[0], made().spreads[0], 1e-3)
     for plans in (np.array([1, 3]), np.array([4])):
         assert propose(design, prior, prior.after([(0, 0.3)]), plans, np.ones(5)) in plans
 
@@ -79,11 +93,11 @@ def test_of_equals_the_one_with_least_memory_is_proposed() -> None:
     assert propose("choice", prior, prior.after([]), np.arange(4), np.array([3.0, 2.0, 1.0, 4.0])) == 2
 
 
-def test_joint_beliefs_have_the_offsets_and_doubts_of_plans() -> None:
-    means, spread, _ = made(num=2)
-    mixture = Mixture(np.ones(1), means[None], spread[None], np.full((1, 2), 1e-3))
-    prior = Prior(np.array([0, 0, 1]), np.array([0.0, 0.02, 0.0]), np.array([0.0, 1e-4, 0.0]), mixture, 9, 1.0)
-    found, joined, noise = joint(prior, prior.after([]), np.array([0, 1, 2]))
-    assert found == pytest.approx([means[0], means[0] + 0.02, means[1]])
-    assert joined[0, 1] == pytest.approx(spread[0, 0]) and joined[1, 1] == pytest.approx(spread[0, 0] + 1e-4)
-    assert noise == pytest.approx(np.full(3, 1e-3))
+def test_beliefs_of_plans_have_their_offsets_and_doubts() -> None:
+    kinds = made(num=2)
+    prior = Prior(np.array([0, 0, 1]), np.array([0.0, 0.02, 0.0]), np.array([0.0, 1e-4, 0.0]), Mixture(*kinds), 9, 1.0)
+    found = kinds_of(prior, prior.after([]), np.array([0, 1, 2]))
+    assert found.means == pytest.approx(kinds.means[:, [0, 0, 1]] + np.array([0.0, 0.02, 0.0]))
+    assert found.spreads[:, 0, 1] == pytest.approx(kinds.spreads[:, 0, 0])
+    assert found.spreads[:, 1, 1] == pytest.approx(kinds.spreads[:, 0, 0] + 1e-4)
+    assert found.noise == pytest.approx(kinds.noise[:, [0, 0, 1]])
