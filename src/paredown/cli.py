@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from paredown.cli_prior import prior_app
 from paredown.errors import ParedownError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train in the memory you have.")
 sweep_app = typer.Typer(no_args_is_help=True, help="Many trials: tasks x plans x seeds, resumable.")
 app.add_typer(sweep_app, name="sweep")
+app.add_typer(prior_app, name="prior")
 EXTRAS = {"sqlalchemy": "sweeps", "psycopg": "postgres", "ray": "ray", "pyarrow": "parquet", "rich": "cli"}
 PIPE_SECONDS = 10.0  # between lines of progress in a pipe
 SHOWN_BEST = 5
