@@ -25,7 +25,7 @@ STORES = ("address", "claims", "database", "export", "merge", "progress", "runni
 NEEDED_BY = {
     "triton": ["src/paredown/codec/kernels", "src/paredown/optim/kernels"],
     "sqlalchemy": [*(f"src/paredown/runs/{name}.py" for name in STORES), "src/paredown/runs/engines", "tests/support/work.py"],
-    "typer": ["src/paredown/cli.py"],
+    "typer": ["src/paredown/cli.py", "src/paredown/cli_prior.py"],
 }
 collect_ignore = [path for package, paths in NEEDED_BY.items() if not find_spec(package) for path in paths]
 

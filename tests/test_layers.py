@@ -27,7 +27,8 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "models", "search"}),
         frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
     ),
-    "cli": (frozenset({"errors", "plan", "runs"}), frozenset({"typer", "rich"})),
+    "cli": (frozenset({"errors", "plan", "runs", "cli_prior"}), frozenset({"typer", "rich"})),
+    "cli_prior": (frozenset({"errors", "search", "runs"}), frozenset({"typer", "numpy"})),
     "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}), frozenset()),
 }
 

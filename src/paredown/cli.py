@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from paredown.cli_prior import prior_app
 from paredown.errors import ParedownError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train in the memory you have.")
 sweep_app = typer.Typer(no_args_is_help=True, help="Many trials: tasks x plans x seeds, resumable.")
 app.add_typer(sweep_app, name="sweep")
+app.add_typer(prior_app, name="prior")
 EXTRAS = {"sqlalchemy": "sweeps", "psycopg": "postgres", "ray": "ray", "pyarrow": "parquet", "rich": "cli"}
 PIPE_SECONDS = 10.0  # between lines of progress in a pipe
 SHOWN_BEST = 5
@@ -44,7 +46,8 @@ StoreOption = Annotated[
 ]
 TasksOption = Annotated[Path | None, typer.Option("--tasks", help="The folder that task files may come from.", show_default=False)]
 SlotsOption = Annotated[int | None, typer.Option(min=1, help="Trials at a time.  [default: one a GPU, or one]", show_default=False)]
-EngineOption = Annotated[str, typer.Option(help="Where trials run: local (a process each), inline, or ray.")]
+ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated ones side by side on a GPU), inline, or ray."
+EngineOption = Annotated[str, typer.Option(help=ENGINES_HELP)]
 PatienceOption = Annotated[
     float, typer.Option("--patience", min=1.0, help="Seconds without a heartbeat after which a worker's trials run elsewhere.")
 ]
@@ -62,14 +65,14 @@ def sweep_run(
     store: StoreOption = None,
     tasks: TasksOption = None,
     slots: SlotsOption = None,
-    engine: EngineOption = "local",
+    engine: Annotated[str | None, typer.Option(help=f"{ENGINES_HELP}  [default: what suits the sweep]", show_default=False)] = None,
     patience: PatienceOption = 20.0,
     again: Annotated[str, typer.Option(help="Statuses to run once more, such as failed,killed.")] = "",
 ) -> None:
     """Run a sweep to its end. Killed and started again, it goes on with what is left."""
     with _errors():
         from paredown.plan.trial import Status
-        from paredown.runs.running import TaskFolder, add_sweep, make_engine, predicted_bytes
+        from paredown.runs.running import TaskFolder, add_sweep, engine_for, make_engine, predicted_bytes
         from paredown.runs.sweep_file import load_sweep
         from paredown.runs.watch import beat_every
         from paredown.runs.worker import Duty
@@ -83,7 +86,7 @@ def sweep_run(
                 f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again; store {opened.database.name}"
             )
             duty = Duty(found.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
-            _work(opened, make_engine(engine, folder, slots=slots), duty)
+            _work(opened, make_engine(engine or engine_for(found.sweep), folder, slots=slots), duty)
 
 
 @app.command("worker")
