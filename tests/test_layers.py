@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "report": (frozenset({"errors", "roles", "plan", "search", "session", "runs"}), frozenset({"sqlalchemy"})),
     "cli": (
         frozenset({"__init__", "errors", "roles", "formats", "plan", "models", "session", "search", "runs", "report"}),
-        frozenset({"typer", "rich", "torch", "safetensors"}),
+        frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),
     ),
     "__init__": (
         frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}),

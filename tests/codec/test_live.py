@@ -46,6 +46,22 @@ def test_a_table_rounds_as_round_trip_does(rounding: Rounding, device: str) -> N
 
 
 @every_device
+@pytest.mark.parametrize("rounding", [Rounding.NEAREST_EVEN, Rounding.STOCHASTIC])
+def test_many_tensors_in_one_launch(rounding: Rounding, device: str) -> None:
+    from paredown.codec.live import LiveTable
+
+    table, step = LiveTable(8, torch.device(device)), torch.tensor([2], dtype=torch.int32, device=device)
+    table.set({place: (Format.parse(text), Overflow.SATURATE) for place, text in enumerate(TEXTS)})
+    table.set_seeds({place: Seed(3, place) for place in range(8)})
+    given = [9 * normal(*shape) for shape in ((3, 700), (5,), (1024,), (1025,), (2, 3, 3, 3))]
+    theirs = [x.to(device, copy=True) for x in given]
+    table.round_many([(x, x, place) for place, x in enumerate(theirs)], rounding, step)
+    for place, (text, x) in enumerate(zip(TEXTS, given, strict=True)):
+        expected = round_trip(x, text, rounding=rounding, overflow="saturate", seed=Seed(3, place, 2))
+        assert_same_bits(theirs[place].cpu(), expected)
+
+
+@every_device
 def test_a_row_that_is_replaced_is_read_anew(device: str) -> None:
     from paredown.codec.live import LiveTable
 

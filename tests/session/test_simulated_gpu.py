@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -196,6 +197,28 @@ def test_rows_are_replaced_by_other_plans_and_by_promotion() -> None:
         net.fc.weight.fill_(40.0)
     low, high = net(0.01 * x), net(0.01 * x)
     assert "fc.weight" in {row.slot for row in session.promotions} and not torch.equal(low, high)
+
+
+@pytest.mark.usefixtures("tabled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_parameters_in_few_launches_are_rounded_as_one_by_one() -> None:
+    plan = plan_of({role: "e4m3b11f" for role in (*ROLES, "master", "moment1")}, "stochastic")
+    x, sent, found = pictures(2, side=8), torch.randn(2, 5), []
+    torch.manual_seed(0)
+    first = Forked()
+    for few in (False, True):
+        net = copy.deepcopy(first)
+        session = apply(plan, net, seed=3, mode=Simulate(gradients="step"))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net(x)  # the model is on its device, and its slots are known
+        with session.capturing() if few else nullcontext():
+            for _ in range(2):
+                out = net(x)
+                out.backward(sent)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([out, *net.parameters(), *(optimizer.state[p]["momentum_buffer"] for p in net.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def place_of(text: str | None, raised: str | None) -> list[Place | None]:

@@ -75,7 +75,8 @@ StoreOption = Annotated[
 ]
 TasksOption = Annotated[Path | None, typer.Option("--tasks", help="The folder that task files may come from.", show_default=False)]
 SlotsOption = Annotated[int | None, typer.Option(min=1, help="Trials at a time. (default: one a GPU, or one)", show_default=False)]
-EngineOption = Annotated[str, typer.Option(help="Where trials run: local (a process each), inline, or ray.")]
+ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated ones side by side on a GPU), inline, or ray."
+EngineOption = Annotated[str, typer.Option(help=ENGINES_HELP)]
 PatienceOption = Annotated[
     float, typer.Option("--patience", min=1.0, help="Seconds without a heartbeat after which a worker's trials run elsewhere.")
 ]

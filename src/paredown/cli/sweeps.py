@@ -13,6 +13,7 @@ import typer
 
 from paredown.cli.live import work_on
 from paredown.cli.options import (
+    ENGINES_HELP,
     EngineOption,
     JsonOption,
     PatienceOption,
@@ -38,14 +39,14 @@ def sweep_run(
     store: StoreOption = None,
     tasks: TasksOption = None,
     slots: SlotsOption = None,
-    engine: EngineOption = "local",
+    engine: Annotated[str | None, typer.Option(help=f"{ENGINES_HELP} (default: what suits the sweep)", show_default=False)] = None,
     patience: PatienceOption = 20.0,
     again: Annotated[str, typer.Option(help="Statuses to run once more, such as failed,killed.")] = "",
     is_json: JsonOption = False,
 ) -> None:
     """Run a sweep to its end. Killed and started again, it goes on with what is left."""
     from paredown.plan.trial import Status
-    from paredown.runs.running import TaskFolder, add_sweep, make_engine, predicted_bytes
+    from paredown.runs.running import TaskFolder, add_sweep, engine_for, make_engine, predicted_bytes
     from paredown.runs.sweep_file import load_sweep
     from paredown.runs.watch import beat_every
     from paredown.runs.worker import Duty
@@ -57,7 +58,7 @@ def sweep_run(
         reopened = opened.reopen(found.sweep.name, _statuses(again, Status)) if again else 0
         say(f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again; store {opened.database.name}")
         duty = Duty(found.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(engine, folder, slots=slots), duty, is_json=is_json)
+        work_on(opened, make_engine(engine or engine_for(found.sweep), folder, slots=slots), duty, is_json=is_json)
 
 
 @verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ NUM_FIELDS = 12  # of a format
 NUM_COLUMNS = 16  # of a row, so that rows begin on a multiple of 16 bytes
 TF32_BITS = 10  # of a mantissa
 AS_IT_IS = Format.parse("fp32")
+NEEDS_TRITON = "formats in memory need Triton: install it, or keep tensors on the CPU."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,11 +91,31 @@ class LiveTable:
             values = torch.tensor(list(rows.values()), dtype=torch.int32).to(self.device)
             self.rows[torch.tensor(list(rows)).to(self.device), columns] = values
 
+    def round_many(
+        self, jobs: Sequence[tuple[Tensor, Tensor, int]], rounding: Rounding, step: Tensor, *, writes: bool = True
+    ) -> Many:
+        """Round each (x, out, place), float32 without gaps, in one launch. `writes` False: the caller calls `write` before it runs."""
+        kernels, first, rows = backend.find_kernels(), 0, list[list[int]]()
+        if kernels is None:
+            raise CodecError(NEEDS_TRITON)
+        for x, out, place in jobs:
+            rows.append([x.data_ptr(), out.data_ptr(), self.rows[place].data_ptr(), x.numel(), first])
+            first += -(-x.numel() // kernels.MANY_TILE)
+        many = Many(
+            torch.empty(first, dtype=torch.int32, device=self.device),
+            torch.empty((len(rows), len(rows[0])), dtype=torch.int64, device=self.device),
+            rows,
+        )
+        if writes:
+            many.write()
+        kernels.round_many(many.owners, many.table, rounding, step)
+        return many
+
     def round_into(self, x: Tensor, out: Tensor, place: int, rounding: Rounding, step: Tensor) -> Tensor:
         """`x` rounded as the table and `step`, one int32, say when the kernel runs; `out` may be `x`, or like it."""
         kernels = backend.find_kernels()
         if kernels is None:
-            raise CodecError("formats in memory need Triton: install it, or keep tensors on the CPU.")
+            raise CodecError(NEEDS_TRITON)
         source, target = flat(x.data), flat(out.data)
         has_gaps = source is None or target is None or x.stride() != out.stride()
         if has_gaps:
@@ -108,6 +130,26 @@ class LiveTable:
 def signed_keys(seed: Seed) -> tuple[int, ...]:
     """The keys of a stream before the step is mixed in, as int32."""
     return tuple(key - (1 << 32) if key >> 31 else key for key in seed.base_keys())
+
+
+class Many(NamedTuple):
+    """What one launch for many tensors reads, on the device, and what stands there once it is `written`."""
+
+    owners: Tensor
+    table: Tensor
+    rows: list[list[int]]
+
+    def write(self) -> None:
+        """Tell the device. A graph that was captured before reads it at its next replay."""
+        counts = [-(-row[3] // _many_tile()) for row in self.rows]
+        self.owners.copy_(torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts)))
+        self.table.copy_(torch.tensor(self.rows))
+
+
+def _many_tile() -> int:
+    kernels = backend.find_kernels()
+    assert kernels is not None
+    return kernels.MANY_TILE
 
 
 @cache

@@ -45,27 +45,40 @@ class Curve:
         self.verdict: Verdict | None = None
         self._steps, self._blind_loss = steps, blind_loss
         self._every = -(-steps // POINTS)
-        self._looks = [math.ceil(share * steps) for share in LOOKS] if stops_early and steps >= FEWEST else []
+        looks = [-(-math.ceil(share * steps) // self._every) * self._every for share in LOOKS]  # the first point from there on
+        self._looks = looks if stops_early and steps >= FEWEST else []
         self._sum: Tensor | None = None
-        self._count = 0
 
     def add(self, loss: Tensor) -> bool:
         """Take the loss of one more step; whether there is a new point."""
-        self.step += 1
         loss = loss.detach().float()
-        self._sum, self._count = loss if self._sum is None else self._sum + loss, self._count + 1
-        if self.step % self._every and self.step < self._steps:
+        self._sum = loss if self._sum is None else self._sum + loss
+        if not self.is_point(self.step + 1):
+            self.step += 1
             return False
-        assert self._sum is not None
-        mean = self._sum.item() / self._count
-        self._sum, self._count = None, 0
+        self.point(self._sum.item())
+        self._sum = None
+        return True
+
+    def is_point(self, step: int) -> bool:
+        """Whether a point of the curve is at this step."""
+        return step % self._every == 0 or step >= self._steps
+
+    def may_stop(self, step: int) -> bool:
+        """Whether a run may be called hopeless at this step: it is judged as it is then."""
+        return step in self._looks
+
+    def point(self, total: float) -> None:
+        """Take the sum of all losses since the last point, up to the next one."""
+        last = self.step // self._every * self._every
+        self.step = min(last + self._every, self._steps)
+        mean = total / (self.step - last)
         self.verdict = self._diverged(mean)
         if math.isfinite(mean):
             self.points.append((self.step, mean))
         if self.verdict is None and self._looks and self.step >= self._looks[0]:
             self._looks.pop(0)
             self.verdict = self._hopeless()
-        return True
 
     def _diverged(self, mean: float) -> Verdict | None:
         at = f"at step {self.step} of {self._steps}"

@@ -29,6 +29,7 @@ from paredown.errors import TaskError
 Pair = tuple[Tensor, Tensor]  # inputs, answers
 NUM_BYTES = 256
 TEST_SHARE = 10  # one part in this many of a text is for tests, the last one
+AHEAD = 16  # batches that are made at once where memory does not matter
 LARGEST_TEST = 512  # pieces of a text
 
 
@@ -57,6 +58,10 @@ class Data(ABC):
     @abstractmethod
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
         """All test examples, in batches of at most this many."""
+
+    def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
+        """The same batches where memory does not matter, several of them made at once."""
+        return self.batches(batch, seed=seed, device=device)
 
     @property
     def blind_loss(self) -> float | None:
@@ -164,6 +169,15 @@ class Examples(Data):
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
         """Batches of training examples, without end."""
+        return self._pairs(batch, batch, seed, device)
+
+    def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
+        """The same batches, AHEAD of them made at once."""
+        chunks = self._pairs(batch, AHEAD * batch, seed, device)
+        return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
+
+    def _pairs(self, batch: int, size: int, seed: int, device: torch.device) -> Iterator[Pair]:
+        """So many examples at once, in the order of batches."""
         source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
         first = self._draws(num, source, device)
@@ -171,7 +185,7 @@ class Examples(Data):
         return (
             (self.numbers(self._moved(x[which], how)), y[which])
             for order, moves in passes
-            for which, how in zip(order.split(batch), moves.split(batch), strict=True)
+            for which, how in zip(order.split(size), moves.split(size), strict=True)
         )
 
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:

@@ -14,7 +14,6 @@ afterwards what they were.
 from __future__ import annotations
 
 import gc
-import math
 import re
 import time
 import warnings
@@ -36,7 +35,7 @@ from paredown.roles import Role
 from paredown.runs.curves import Curve
 from paredown.runs.peaks import Meter, meter_of
 from paredown.runs.tasks import Task, find_task
-from paredown.runs.train import Loop, Progress, Setting, judge, make_optimizer, train
+from paredown.runs.train import Loop, Progress, Setting, judge, make_optimizer, train, with_scores
 from paredown.runs.where import commit, device_name, versions
 
 # what libraries say, other than by an exception of their own, when there is no memory
@@ -51,20 +50,28 @@ def evaluate(
 
     `mode`: "store" or "simulate", as `apply` takes it. `progress` is told (step, steps, training loss) up to a hundred times.
     """
-    setting = _setting(task, plan, seed, device, mode)
-    head = Trial(
-        setting.task.name, plan, seed, Status.DONE, device=device_name(setting.device), versions=versions(), commit=commit()
-    )
+    setting = make_setting(task, plan, seed=seed, device=device, mode=mode)
     meter = meter_of(setting.device)
-    with _seeded(setting), _deterministic(setting.device):
-        head, begun = replace(head, predicted_peak_bytes=_predicted(setting)), time.perf_counter()
+    with seeded(setting), deterministic(setting.device):
+        head, begun = head_of(setting), time.perf_counter()
         trial = _outcome(head, setting, meter, progress)
     measured = meter.bytes if setting.mode == "store" else None  # simulating saves nothing, and takes memory of its own
     return replace(trial, measured_peak_bytes=measured, seconds=time.perf_counter() - begun)
 
 
-def _setting(task: Any, plan: Any, seed: Any, device: Any, mode: Any) -> Setting:
-    """The arguments, checked."""
+def head_of(setting: Setting) -> Trial:
+    """What is known of a trial before it runs."""
+    head = Trial(setting.task.name, setting.plan, setting.seed, Status.DONE, predicted_peak_bytes=_predicted(setting))
+    return replace(head, device=device_name(setting.device), versions=versions(), commit=commit())
+
+
+def curve_of(task: Task) -> Curve:
+    """The empty curve of a task."""
+    return Curve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
+
+
+def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mode: Any = "store") -> Setting:
+    """The arguments of `evaluate`, checked."""
     if isinstance(task, Plan):
         raise TaskError("evaluate takes the task first, then the plan: paredown.evaluate(task, plan).")
     task = find_task(task) if isinstance(task, str) else task
@@ -87,8 +94,7 @@ def find_device(device: Any) -> torch.device:
 
 def _outcome(head: Trial, setting: Setting, meter: Meter, progress: Progress | None) -> Trial:
     """The trial without what is measured from outside; without memory, what the exception held is freed first."""
-    task = setting.task
-    curve = Curve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
+    task, curve = setting.task, curve_of(setting.task)
     try:
         return _run(head, setting, curve, meter, progress)
     except (MemoryError, RuntimeError) as error:
@@ -124,9 +130,7 @@ def _run(head: Trial, setting: Setting, curve: Curve, meter: Meter, progress: Pr
         if trial.status is Status.DIVERGED:
             return trial
         error, loss = judge(loop)
-    if not (math.isfinite(error) and math.isfinite(loss)):
-        return replace(trial, status=Status.DIVERGED, reason=f"on the test split the error is {error:.4g} and the loss {loss:.4g}")
-    return replace(trial, error=error, loss=loss)
+    return with_scores(trial, error, loss)
 
 
 # --- predicted bytes --------------------------------------------------------------------------------------------------
@@ -162,7 +166,7 @@ def formats_state(plan: Plan) -> bool:
 
 
 @contextmanager
-def _seeded(setting: Setting) -> Generator[None]:
+def seeded(setting: Setting) -> Generator[None]:
     """torch's random states, seeded inside, and as they were afterwards."""
     devices = [setting.device] if setting.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -171,7 +175,7 @@ def _seeded(setting: Setting) -> Generator[None]:
 
 
 @contextmanager
-def _deterministic(device: torch.device) -> Generator[None]:
+def deterministic(device: torch.device) -> Generator[None]:
     """Algorithms that give the same numbers again, where torch has them; a CPU's do."""
     if device.type != "cuda":
         yield

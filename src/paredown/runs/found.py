@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paredown.runs.tasks import WITH_FILE, Task, find_file, find_task
 
-KEPT = 4  # tasks: trials of a sweep come task by task
+KEPT = 8  # tasks: trials of a sweep come task by task, several side by side
 Stamp = tuple[int, int]
 
 

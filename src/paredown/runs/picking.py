@@ -24,6 +24,7 @@ from paredown.search.telling import Telling, why_none_trains, why_nothing_is_sma
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 MOST_USED = 8  # earlier tasks that an answer names
+MOST_FAILURES = 3  # trials that may fail, and none succeed: then it is not the plan
 
 
 @dataclass
@@ -61,11 +62,8 @@ class Picking:
         self.trials += own
         self.num_done += len(own)
         self.others += others
-        finished = [trial for trial in self.trials if trial.status is not Status.FAILED]
-        if len(self.trials) > 1 and not finished:
-            raise TaskError(
-                f"task {self.task!r}: all {len(self.trials)} trials failed, the last one with {self.trials[-1].reason}."
-            )
+        if len(self.trials) >= MOST_FAILURES and all(trial.status is Status.FAILED for trial in self.trials):
+            raise TaskError(f"task {self.task!r}: {len(self.trials)} trials of {len(self.trials)} failed. {self.trials[-1].reason}")
 
     @property
     def known(self) -> list[tuple[int, Trial]]:
@@ -191,7 +189,7 @@ class Picking:
                 label=row.label,
                 plan=row.plan,
                 predicted_bytes=row.predicted_bytes,
-                mean=float(estimate.means[i]) * self._unit,
+                mean=max(float(estimate.means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
                 deviation=float(estimate.deviations[i]) * self._unit,
                 measured=_mean([trial.error for plan, trial in self.known if plan == i]),
                 measured_bytes=max((trial.measured_peak_bytes or 0 for plan, trial in self.known if plan == i), default=0) or None,

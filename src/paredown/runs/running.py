@@ -15,19 +15,22 @@ import torch
 
 from paredown.errors import SweepError, TaskError
 from paredown.plan.trial import Trial
+from paredown.runs.bench import NUM_LANES
 from paredown.runs.engines.engine import Engine, Run
+from paredown.runs.engines.graphs import GraphsEngine
 from paredown.runs.engines.inline import InlineEngine
 from paredown.runs.engines.local import LocalEngine
 from paredown.runs.engines.ray import RayEngine
-from paredown.runs.evaluate import evaluate
+from paredown.runs.evaluate import evaluate, make_setting
 from paredown.runs.found import found_task
 from paredown.runs.store import Added, Store
 from paredown.runs.sweep import Cost, Sweep, TrialSpec
 from paredown.runs.tasks import WITH_FILE, find_file, is_inside
 from paredown.runs.traced import predicted_bytes
+from paredown.runs.train import Setting
 from paredown.runs.worker import Duty, work
 
-__all__ = ["TaskFolder", "add_sweep", "find_gpus", "make_engine", "predicted_bytes", "run_sweep"]
+__all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", "predicted_bytes", "run_sweep"]
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,25 @@ class TaskFolder:
 
     def __call__(self, spec: TrialSpec) -> Trial:
         """Train it."""
+        given = self.setting(spec)
+        trial = evaluate(given.task, given.plan, seed=given.seed, device=given.device, mode=given.mode)
+        return replace(trial, task=spec.task)  # as the sweep calls it
+
+    def setting(self, spec: TrialSpec) -> Setting:
+        """What a trial trains."""
         if (reason := self.refuses(spec.task)) is not None:
             raise TaskError(f"task {spec.task!r}: {reason}")
-        settings = spec.settings
-        trial = evaluate(found_task(spec.task, self.path), spec.plan, seed=spec.seed, device=settings.device, mode=settings.mode)
-        return replace(trial, task=spec.task)  # as the sweep calls it
+        how = spec.settings
+        return make_setting(found_task(spec.task, self.path), spec.plan, seed=spec.seed, device=how.device, mode=how.mode)
 
 
 def _local(run: Run, slots: int | None) -> Engine:
     gpus = find_gpus()
     return LocalEngine(run, slots=slots or max(1, len(gpus)), gpus=gpus)
+
+
+def _graphs(run: Run, slots: int | None) -> Engine:
+    return GraphsEngine(run, lanes=slots or NUM_LANES, gpus=find_gpus())
 
 
 def _inline(run: Run, slots: int | None) -> Engine:
@@ -72,11 +84,21 @@ def _inline(run: Run, slots: int | None) -> Engine:
     return InlineEngine(run)
 
 
-ENGINES: dict[str, Callable[[Run, int | None], Engine]] = {"local": _local, "inline": _inline, "ray": RayEngine.make}
+ENGINES: dict[str, Callable[[Run, int | None], Engine]] = {
+    "local": _local,
+    "graphs": _graphs,
+    "inline": _inline,
+    "ray": RayEngine.make,
+}
+
+
+def engine_for(sweep: Sweep) -> str:
+    """What suits a sweep on this machine."""
+    return "graphs" if sweep.settings.mode != "store" and find_gpus() and sweep.settings.device != "cpu" else "local"
 
 
 def make_engine(name: str, run: Run, *, slots: int | None = None) -> Engine:
-    """The engine of that name; `slots` None: one for each GPU, or one."""
+    """The engine of that name; `slots` None: one for each GPU, or one; of lanes with graphs, NUM_LANES."""
     if name not in ENGINES:
         raise SweepError(f"engine {name!r} is unknown. Allowed: {', '.join(ENGINES)}.")
     return ENGINES[name](run, slots)

@@ -126,7 +126,8 @@ class Sweep:
                 "Raise share, or change draw_seed."
             )
         pairs = [(self.tasks[i // len(self.plans)], self.plans[i % len(self.plans)], float(odds[i])) for i in order if taken[i]]
-        pairs = [*pairs, *((task, plan, 1.0) for task, plan in self.pairs)]
+        if self.pairs:  # task by task: who trains a task has its data at hand
+            pairs = sorted([*pairs, *((task, plan, 1.0) for task, plan in self.pairs)], key=lambda pair: self.tasks.index(pair[0]))
         return [Drawn(TrialSpec(task, plan, seed, self.settings), p) for task, plan, p in pairs for seed in self.seeds]
 
     def _odds(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paredown import optim
 from paredown.errors import TaskError
 from paredown.plan.plan import Plan
+from paredown.plan.trial import Status, Trial
 from paredown.runs.curves import Curve
 from paredown.runs.data import Pair
 from paredown.runs.task import RULES, Recipe, Task
@@ -27,6 +28,8 @@ from paredown.session.session import apply
 
 WARM_UP = 10  # one step in so many
 LAST = 0.01  # of the peak learning rate
+CPU = torch.device("cpu")
+FUSED: dict[str, dict[str, bool]] = {"SGD": {"fused": True}, "AdamW": {"fused": True, "capturable": True}}
 Progress = Callable[[int, int, float], None]  # step, steps, training loss
 
 
@@ -39,12 +42,20 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
     return peak * (LAST + (1 - LAST) * down)
 
 
+def rate_of(task: Task, step: int) -> float:
+    """Of a step of a task, counted from 0."""
+    return task.recipe.lr if task.recipe.schedule == "constant" else learning_rate(step, task.steps, task.recipe.lr)
+
+
 def make_optimizer(recipe: Recipe, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
     """The optimizer that `recipe` names; its formats are those of the model's session."""
     kind, implied = RULES[recipe.optimizer]
     options = {"lr": recipe.lr, **implied, **recipe.options}
     is_torchs = mode != "store" and hasattr(torch.optim, kind)
     made: Any = getattr(torch.optim if is_torchs else optim, kind)
+    device = next((p.device for p in model.parameters()), CPU)
+    if is_torchs and device.type == "cuda":  # one launch, which reads its rate from memory: the same in a captured graph
+        options |= {"lr": torch.tensor(float(recipe.lr), device=device), **FUSED[kind]}
     try:
         return made(model.parameters(), **options, **({} if is_torchs else {"seed": seed}))
     except TypeError as error:
@@ -97,8 +108,19 @@ class Loop:
 
     def step(self, x: Tensor, answers: Tensor, lr: float) -> Tensor:
         """The loss of the batch, the model changed."""
+        self.set_rate(lr)
+        return self.learn(x, answers)
+
+    def set_rate(self, lr: float) -> None:
+        """The learning rate of the steps to come."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def learn(self, x: Tensor, answers: Tensor) -> Tensor:
+        """A step at the rate that was set; its loss."""
         with self.setting.autocast(), getattr(self.session, "following", nullcontext)():
             loss = self.setting.task.loss(self.model(x), answers)
         if self.scaler is None:
@@ -121,9 +143,17 @@ class Loop:
             loss.backward()
             return
         (loss * factor).backward()
-        for p in self.model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(1 / factor)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_mul_([g for g in gradients if type(g) is Tensor], 1 / factor)  # in one launch
+        for packed in (g for g in gradients if type(g) is not Tensor):
+            packed.mul_(1 / factor)
+
+    def scores(self, x: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+        """Error and loss of a batch."""
+        with self.setting.autocast():
+            output = self.model(x)
+        output = output.float() if isinstance(output, Tensor) else output
+        return self.setting.task.judge(output, answers), self.setting.task.loss(output, answers)
 
     def _clip(self) -> None:
         max_norm = self.setting.task.recipe.max_norm
@@ -145,8 +175,7 @@ def train(
     """
     task = loop.setting.task
     for step, (x, answers) in zip(range(task.steps), batches, strict=False):
-        lr = task.recipe.lr if task.recipe.schedule == "constant" else learning_rate(step, task.steps, task.recipe.lr)
-        is_point = curve.add(loop.step(x, answers, lr))
+        is_point = curve.add(loop.step(x, answers, rate_of(task, step)))
         if after is not None:
             after(step + 1)
         if is_point and progress is not None and curve.points:
@@ -166,10 +195,15 @@ def judge(loop: Loop) -> tuple[float, float]:
     error, loss, count = 0.0, 0.0, 0
     loop.model.eval()
     for x, answers in task.data.tests(task.batch, device=setting.device):
-        with setting.autocast():
-            output = loop.model(x)
-        output = output.float() if isinstance(output, Tensor) else output
-        error += task.judge(output, answers).item() * len(answers)
-        loss += task.loss(output, answers).item() * len(answers)
+        of_batch = loop.scores(x, answers)
+        error += of_batch[0].item() * len(answers)
+        loss += of_batch[1].item() * len(answers)
         count += len(answers)
     return error / count, loss / count
+
+
+def with_scores(trial: Trial, error: float, loss: float) -> Trial:
+    """The trial with its scores on the test split; diverged where they are not finite."""
+    if not (math.isfinite(error) and math.isfinite(loss)):
+        return replace(trial, status=Status.DIVERGED, reason=f"on the test split the error is {error:.4g} and the loss {loss:.4g}")
+    return replace(trial, error=error, loss=loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from functools import lru_cache
@@ -35,7 +36,12 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def commit() -> str:
-    """Of the checkout that paredown is run from, with `-dirty` where files were changed; empty where it was installed."""
+    """Of the checkout that paredown is run from, with `-dirty` where files were changed; empty where it was installed.
+
+    The environment variable PAREDOWN_COMMIT says it where a checkout was copied without its history.
+    """
+    if os.environ.get("PAREDOWN_COMMIT"):
+        return os.environ["PAREDOWN_COMMIT"]
     if not (ROOT / ".git").exists() or not (ROOT / "pyproject.toml").exists():
         return ""
     try:

@@ -40,7 +40,7 @@ class TaskRow:
     """A task that was trained. `metric`: "error" is the share of wrong answers, "loss" the loss of a text.
 
     `answers`: how many there are to choose from. `blind`: the error of a blind guess. `full_bytes`: the step as it is written, counted
-    as `memory` is. `source`: the prior that it came with.
+    as `memory` is. `source`: the prior that it came with. `text`: the task as `find_task` reads it.
     """
 
     name: str
@@ -52,6 +52,7 @@ class TaskRow:
     full_bytes: float | None = None
     steps: int | None = None
     source: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ ABOUT = {
     "version": f"of this form of file: {VERSION}",
     "name, mode": "what the prior is called; store: tensors wait in their formats, simulate: arithmetic is rounded",
     "tasks": "name, family of the model, data, metric (error: share of wrong answers; loss: cross entropy), answers to choose from, "
-    "blind: error of a blind guess, full_bytes: the step as it is written, steps of training, source: the prior it came with",
+    "blind: error of a blind guess, full_bytes: the step as it is written, steps of training, "
+    "source: the prior it came with, text: the task as sweeps call it",
     "plans": "label; plan: JSON of a Plan, or recipe: how it is made for each task; level: plans of one level differ by noise alone, as "
     "far as is known; features: bits a value by role, and other numbers that tell plans apart",
     "runs": "for each task, for each plan, the errors of its runs in the order of their seeds; [] where nobody looked",
@@ -223,7 +224,7 @@ def _is_features(value: object) -> bool:
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("name", "family", "data", "metric", "source", "label", "recipe", "level"), _is_text),
+    **dict.fromkeys(("name", "family", "data", "metric", "source", "text", "label", "recipe", "level"), _is_text),
     **dict.fromkeys(("answers", "steps"), _is_count),
     **dict.fromkeys(("blind", "full_bytes"), _is_number),
     "plan": lambda value: value is None or isinstance(value, dict),

@@ -1,8 +1,11 @@
-"""Tasks of one family of models, as a kind of their own beside all tasks.
+"""Kinds of tasks beside those that EM finds: the tasks of one family of models, and tasks like none before.
 
 The kind of a family has the mean of its tasks, drawn to that of all by as much as OF_ALL tasks weigh, and their spread, drawn to that of
 all. A new task is of it with probability n / (n + DOUBT), n being the number of its tasks, else as all tasks are; what is measured decides
 from then on. A family that no earlier task has starts from the one that shares most traits with it, with more doubt.
+
+A last kind is for tasks like none before: plans of any error, far less tied to each other, and noisier runs. It is unlikely, until what is
+measured is more unlikely under all others; then measurements speak for themselves.
 
 >>> nearest("vit", ["cnn", "gpt"]), nearest("cnn", ["cnn", "gpt"]), nearest("unknown", ["cnn"])
 ('gpt', 'cnn', '')
@@ -21,6 +24,12 @@ from paredown.search.mixture import STRENGTH, Mixture, Sums
 Array = NDArray[np.float64]
 OF_ALL = 2.0
 DOUBT, OTHER_DOUBT = 4.0, 12.0  # of one's own family, of another one
+STRANGE = 0.03  # the share of tasks like none before
+TOGETHER, APART, NOISIER = (
+    0.25,
+    0.12,
+    4.0,
+)  # deviations of such a task and of its plans, in parts of a blind guess; of runs, times others'
 TRAITS = MappingProxyType(
     {
         "cnn": {"convolutions", "pictures", "batch norms"},
@@ -29,7 +38,7 @@ TRAITS = MappingProxyType(
         "bert": {"attention", "layer norms", "residuals", "tokens"},
         "unet": {"convolutions", "pictures", "group norms"},
         "mlp": {"linear layers"},
-        "rnn": {"tokens", "linear layers"},
+        "lstm": {"tokens", "linear layers"},
     }
 )
 
@@ -44,18 +53,30 @@ def nearest(family: str, known: Sequence[str]) -> str:
     return best if best and shared[best] else ""
 
 
+def with_strangers(mixture: Mixture) -> Mixture:
+    """The mixture and, last, the kind of tasks like none before."""
+    mean = mixture.shares @ mixture.means
+    spread = TOGETHER**2 + APART**2 * np.eye(len(mean))
+    noise = np.full(len(mean), NOISIER**2 * float((mixture.shares @ mixture.noise).mean()))
+    return _joined(mixture, STRANGE, mean, spread, noise)
+
+
 def with_family(mixture: Mixture, sums: Sums, is_of: NDArray[np.bool_], *, is_own: bool = True) -> Mixture:
     """The mixture and, last, the kind of the tasks `is_of`; without it where that are all tasks, or none."""
     count = int(is_of.sum())
     if not count or count == len(is_of):
         return mixture
     share = count / (count + (DOUBT if is_own else OTHER_DOUBT))
-    mean, spread = _family(mixture, sums.rows(is_of), count)
+    return _joined(mixture, share, *_family(mixture, sums.rows(is_of), count), mixture.shares @ mixture.noise)
+
+
+def _joined(mixture: Mixture, share: float, mean: Array, spread: Array, noise: Array) -> Mixture:
+    """With a kind more."""
     return Mixture(
         np.append(mixture.shares * (1 - share), share),
         np.concatenate([mixture.means, mean[None]]),
         np.concatenate([mixture.spreads, spread[None]]),
-        np.concatenate([mixture.noise, (mixture.shares @ mixture.noise)[None]]),
+        np.concatenate([mixture.noise, noise[None]]),
     )
 
 

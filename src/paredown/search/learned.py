@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from paredown.errors import PriorError
 from paredown.search.earlier import Earlier
-from paredown.search.families import nearest, with_family
+from paredown.search.families import nearest, with_family, with_strangers
 from paredown.search.grouping import MOST_LEVELS, as_levels, find_levels, offsets
 from paredown.search.mixture import Belief, Mixture, Sums
 from paredown.search.pooled import Prior
@@ -72,12 +72,14 @@ class Learned:
         fitted = _widened(Mixture.fitted(sums, num_kinds), len(runs))
         near = nearest(family, [task.family for task in earlier.tasks])
         is_of = np.array([bool(near) and task.family == near for task in earlier.tasks])
-        mixture = with_family(fitted, sums, is_of, is_own=near == family)
-        prior = Prior(levels, apart, doubt, mixture, len(runs), WORST)
+        with_own = with_family(fitted, sums, is_of, is_own=near == family)
         weights = fitted.given(sums).weights
-        weights = np.column_stack([weights, is_of]) if len(mixture.shares) > len(fitted.shares) else weights
-        shares = weights / np.maximum(weights.sum(axis=0), 1e-12)
-        return Learned(earlier, prior, family, near if len(mixture.shares) > len(fitted.shares) else "", sums, shares)
+        if len(with_own.shares) > len(fitted.shares):
+            weights = np.column_stack([weights, is_of])
+        weights = np.column_stack([weights, np.ones(len(runs))])  # of tasks like none before, all tell alike
+        prior = Prior(levels, apart, doubt, with_strangers(with_own), len(runs), WORST)
+        own = near if len(with_own.shares) > len(fitted.shares) else ""
+        return Learned(earlier, prior, family, own, sums, weights / np.maximum(weights.sum(axis=0), 1e-12))
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
         """The prior of plans to choose from: `columns` are those of the earlier tasks' plans, -1 for plans that are none of them.

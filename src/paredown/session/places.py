@@ -9,7 +9,8 @@ largest one is taken of every activation and weight. From `share` on, that slot 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -17,7 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from paredown.codec.live import FLOATS, LiveTable, is_live, is_narrow, overflow_limit, round_trip_
+from paredown.codec.live import FLOATS, LiveTable, Many, flat, is_live, is_narrow, overflow_limit, round_trip_
 from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.assignment import AS_IS, Assignment
@@ -82,6 +83,8 @@ class Places:
         self._pending: dict[str, tuple[int, float]] = {}  # of a loaded state, for slots that were not met yet
         self.device = torch.device("cpu")
         self._counter = torch.zeros(1, dtype=torch.int32)
+        self._many: list[Many] | None = None  # of the graph that is being captured
+        self._kept: list[Many] = []  # of those that were
         self._table: LiveTable | None = None
         self._make_room(SPARE)
 
@@ -209,6 +212,39 @@ class Places:
         seed = Seed(self.seed, place.tensor_id, self._step())
         now = place.raised if self.is_raised(place) else place.assignment
         return x if now.format is None else round_trip_(x, now.format, place.rounding, now.overflow, seed)
+
+    def round_all(self, jobs: Sequence[tuple[Tensor, Tensor, Place]]) -> None:
+        """Round each x of (x, out, slot) into its out: in one launch inside of `capturing`, one by one otherwise."""
+        many = [job for job in jobs if self._many is not None and self._is_simple(*job)]
+        for x, out, place in (job for job in jobs if not any(job is other for other in many)):
+            self._round(x, out, place, looks=False)
+        for rounding in dict.fromkeys(place.rounding for *_, place in many):
+            rows = [(x.data, out.data, place.number) for x, out, place in many if place.rounding is rounding]
+            assert self._table is not None and self._many is not None
+            later = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            self._many.append(self._table.round_many(rows, rounding, self._counter, writes=not later))
+
+    def _is_simple(self, x: Tensor, out: Tensor, place: Place) -> bool:
+        """Whether a launch for many takes this one."""
+        is_here = self._table is not None and x.device == self.device and place.is_live and x.numel() > 0
+        return is_here and x.dtype is torch.float32 and x.stride() == out.stride() and flat(x) is not None
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether many tensors are rounded at once."""
+        return self._many is not None
+
+    @contextmanager
+    def capturing(self) -> Generator[None]:
+        """Around the capture of a graph: addresses, which it fixes, are told to the device when it is over."""
+        self._many = made = []
+        try:
+            yield
+        finally:
+            self._many = None
+        for many in made:
+            many.write()
+        self._kept += made
 
     def _step(self) -> Any:
         return self._counter if self._table is not None else self.forwards

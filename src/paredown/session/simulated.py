@@ -120,6 +120,13 @@ class SimulatedSession:
         if forwards is not None:
             self._places.forwards = forwards
 
+    def capturing(self) -> AbstractContextManager[None]:
+        """A context around the capture of a CUDA graph, in which parameters and their state are rounded by few launches.
+
+        The graph runs once the context is left. It may be captured without, in more launches.
+        """
+        return self._places.capturing()
+
     @property
     def changes(self) -> Changes:
         """What is not as it was asked for, slot by slot; complete after the first forward pass."""
@@ -202,6 +209,8 @@ class SimulatedSession:
             self._places.promote()
         self._places.begin()
         self._values.has_stepped = self._updates.num_steps > 0
+        if self._places.is_capturing and not looks:
+            self._values.copy_all(model.parameters())
         return self._values.begin(args, kwargs, looks=looks)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -34,19 +34,19 @@ class Updates:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer) -> None:
-        for name, parameter in self._mine(optimizer) if self._gradients_at_step else ():
-            if parameter.grad is not None:
-                self._round(parameter.grad, name, Role.GRADIENT)
+        mine = self._mine(optimizer) if self._gradients_at_step else ()
+        self._round([(parameter.grad, name, Role.GRADIENT) for name, parameter in mine if parameter.grad is not None])
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer) -> None:
         mine = list(self._mine(optimizer))
         self.num_steps += bool(mine)
+        found: list[tuple[Tensor, str, Role]] = [(parameter, name, Role.MASTER) for name, parameter in mine]
         for name, parameter in mine:
-            self._round(parameter, name, Role.MASTER)
             for key, state in optimizer.state.get(parameter, {}).items():
                 if isinstance(state, Tensor) and state.shape == parameter.shape and state.is_floating_point() and state.dim():
-                    self._round(state, name, role_of_state(str(key)))
+                    found.append((state, name, role_of_state(str(key))))
+        self._round(found)
 
     def _mine(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         for group in optimizer.param_groups:
@@ -55,10 +55,9 @@ class Updates:
                 if name is not None:
                     yield name, parameter
 
-    def _round(self, tensor: Tensor, name: str, role: Role) -> None:
-        place = self._places.of((name,), role)
-        if place is not None:
-            self._places.round_(tensor, place)
+    def _round(self, tensors: list[tuple[Tensor, str, Role]]) -> None:
+        slots = [(tensor, self._places.of((name,), role)) for tensor, name, role in tensors]
+        self._places.round_all([(tensor, tensor, place) for tensor, place in slots if place is not None])
 
 
 def _remove(handles: list[Any]) -> None:

@@ -8,7 +8,7 @@ own output has the rounded one. Gradients are rounded by hooks on the nodes that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
@@ -83,6 +83,7 @@ class Values(Listener):
         self._outline = Outline((), {})
         self._known: dict[str, Known] = {}
         self._weights: dict[int, Tensor] = {}  # rounded copies of the forward pass that runs
+        self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, made all at once
 
     def learn(self, outline: Outline) -> None:
         """The names of all values; slots get their numbers in this order."""
@@ -127,8 +128,17 @@ class Values(Listener):
             return weight
         copy = self._weights.get(id(weight))
         if copy is None or copy.requires_grad != (weight.requires_grad and torch.is_grad_enabled()):
-            self._weights[id(weight)] = copy = Straight.apply(weight, self.places, place, self.looks)
+            made = self._copies.pop(id(weight), None)
+            self._weights[id(weight)] = copy = Straight.apply(weight, self.places, place, self.looks, made)
         return copy
+
+    def copy_all(self, weights: Iterable[Tensor]) -> None:
+        """Round copies of these for the pass that begins, in one launch; what `taken` gives then."""
+        named = [(weight, self._names[id(weight)]) for weight in weights if id(weight) in self._names]
+        places = [(weight, self.places.of((name,), Role.WEIGHT)) for weight, name in named]
+        rounded = [(weight, torch.empty_like(weight, requires_grad=False), place) for weight, place in places if place is not None]
+        self.places.round_all(rounded)
+        self._copies = {id(weight): out for weight, out, _ in rounded}
 
     def begins(self, operation: Operation) -> None:
         """TF32 or not."""
@@ -233,9 +243,9 @@ class Straight(torch.autograd.Function):
     """A rounded copy, whose gradient passes straight through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Places, place: Place, looks: bool) -> Tensor:  # type: ignore[override]
-        return places.rounded(x, place, looks=looks)
+    def forward(ctx: Any, x: Tensor, places: Places, place: Place, looks: bool, made: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return places.rounded(x, place, looks=looks) if made is None else made
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return grad, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        return grad, None, None, None, None

@@ -2,18 +2,21 @@
 
 from paredown.codec.kernels.flat import covers_recompute, decode_flat, encode_flat, pack_mask, recompute, unpack_mask
 from paredown.codec.kernels.launch import (
+    MANY_TILE,
     covers,
     decode_rows,
     decoder,
     device_spec,
     encode_rows,
     largest_finite,
+    round_many,
     round_trip_at_run_time,
     round_trip_by_row,
     round_trip_rows,
 )
 
 __all__ = [
+    "MANY_TILE",
     "covers",
     "covers_recompute",
     "decode_flat",
@@ -25,6 +28,7 @@ __all__ = [
     "largest_finite",
     "pack_mask",
     "recompute",
+    "round_many",
     "round_trip_at_run_time",
     "round_trip_by_row",
     "round_trip_rows",

@@ -103,3 +103,22 @@ def round_trip_kernel(
         k0, k1 = tl.load(spec_ptr + 12), tl.load(spec_ptr + 13)
     random = random_tile(first_index + start, k0, k1, step_ptr, ROUNDING, STEP_IN_MEMORY, WIDE, TILE)
     store_values(out_ptr + start, round_to_spec(x, random, spec_ptr, ROUNDING), inside, MASKED)
+
+
+@triton.jit
+def round_many_kernel(owners_ptr, table_ptr, step_ptr, ROUNDING: tl.constexpr, TILE: tl.constexpr):
+    """The same for many float32 tensors in one launch; a program has a tile of one of them.
+
+    owners   [ 0 0 0 1 2 2 ]        program -> tensor
+    table    [ address of x, of out, of its element and keys | numel, first program ]        one row of int64 for each tensor
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = table_ptr + tl.load(owners_ptr + program).to(tl.int64) * 5
+    x_ptr = tl.load(row).to(tl.pointer_type(tl.float32))
+    out_ptr = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    spec_ptr = tl.load(row + 2).to(tl.pointer_type(tl.int32))
+    start = (program - tl.load(row + 4)) * TILE
+    inside = tl.arange(0, TILE) < tl.minimum(tl.load(row + 3) - start, TILE).to(tl.int32)
+    x = load_values(x_ptr + start, tl.arange(0, TILE), inside, True)
+    random = random_tile(start, tl.load(spec_ptr + 12), tl.load(spec_ptr + 13), step_ptr, ROUNDING, True, True, TILE)
+    store_values(out_ptr + start, round_to_spec(x, random, spec_ptr, ROUNDING), inside, True)

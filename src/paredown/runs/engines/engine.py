@@ -2,6 +2,7 @@
 
 inline   in the worker's own process, one after the other: for trials that are trusted and short
 local    a process for each trial on this machine
+graphs   simulated trials side by side in one process for each GPU
 ray      a process for each trial on a Ray cluster
 """
 
@@ -43,14 +44,19 @@ def run_safely(run: Run, spec: TrialSpec) -> Trial:
         if not isinstance(trial, Trial):
             return failed(spec, f"running it gave {type(trial).__name__}, not a Trial")
         return trial
-    except KeyboardInterrupt:
-        raise
-    except MemoryError as error:
-        return failed(spec, f"out of memory: {error}", Status.OUT_OF_MEMORY)
-    except SystemExit as error:
-        return failed(spec, f"its code ended the process with exit status {error.code}")
     except BaseException as error:
-        return failed(spec, f"{type(error).__name__}: {error}")
+        return of_error(spec, error)
+
+
+def of_error(spec: TrialSpec, error: BaseException) -> Trial:
+    """The trial whose code raised this; an interrupt is the user's, and is raised again."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, MemoryError):
+        return failed(spec, f"out of memory: {error}", Status.OUT_OF_MEMORY)
+    if isinstance(error, SystemExit):
+        return failed(spec, f"its code ended the process with exit status {error.code}")
+    return failed(spec, f"{type(error).__name__}: {error}")
 
 
 def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Trial:

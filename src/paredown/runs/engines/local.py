@@ -56,10 +56,7 @@ class LocalEngine(Engine):
     """Processes of this machine. `run` is a function of a module, or a picklable object: a child finds it by its name."""
 
     def __init__(self, run: Run, *, slots: int = 1, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
-        if getattr(run, "__module__", None) == "__main__":
-            raise SweepError(
-                "what runs trials is defined in the script itself; children find it in a module: put it into a file and import it."
-            )
+        check_run(run)
         self.slots = slots
         self._run = run
         self._gpus = list(gpus)
@@ -72,15 +69,20 @@ class LocalEngine(Engine):
         ours, theirs = self._context.Pipe()
         gpu = min(self._gpus, key=[one.gpu for one in self._running].count) if self._gpus else None
         process = self._context.Process(target=_child, args=(theirs, self._run, claim.spec, Room(gpu, self._threads)), daemon=False)
-        with _without_main():
+        with without_main():
             process.start()
         theirs.close()
         limit = claim.spec.settings.timeout_seconds
         self._running.append(Running(claim, process, ours, gpu, None if limit is None else time.monotonic() + limit))
 
+    @property
+    def pipes(self) -> list[Connection]:
+        """Where results come from."""
+        return [one.pipe for one in self._running]
+
     def wait(self, seconds: float) -> list[Ended]:
         left = [one.deadline - time.monotonic() for one in self._running if one.deadline is not None]
-        connection.wait([one.pipe for one in self._running], timeout=max(0.0, min([seconds, *left])))
+        connection.wait(self.pipes, timeout=max(0.0, min([seconds, *left])))
         ended = [(one, found) for one in self._running if (found := _look(one)) is not None]
         self._running = [one for one in self._running if all(one is not other for other, _ in ended)]
         return [found for _, found in ended]
@@ -93,13 +95,21 @@ class LocalEngine(Engine):
         return left
 
 
+def check_run(run: Run) -> None:
+    """SweepError where children could not find it."""
+    if getattr(run, "__module__", None) == "__main__":
+        raise SweepError(
+            "what runs trials is defined in the script itself; children find it in a module: put it into a file and import it."
+        )
+
+
 def _look(one: Running) -> Ended | None:
     """The result, the way its process died, or None while it runs."""
     spec = one.claim.spec
     if one.pipe.poll():
         trial = _receive(one)
         one.process.join(END_SECONDS)
-        reason = "" if trial else _cause(one.process.exitcode)
+        reason = "" if trial else cause_of(one.process.exitcode)
         exited = trial is None and (one.process.exitcode or 0) >= 0
         _kill(one)
         return Ended(one.claim, failed(spec, reason) if exited else trial, reason)
@@ -118,7 +128,8 @@ def _receive(one: Running) -> Trial | None:
         return None
 
 
-def _cause(exitcode: int | None) -> str:
+def cause_of(exitcode: int | None) -> str:
+    """How a process ended that gave no result."""
     if exitcode is None:
         return "its process closed its pipe without a result"
     if exitcode >= 0:
@@ -129,17 +140,30 @@ def _cause(exitcode: int | None) -> str:
 
 
 def _kill(one: Running) -> None:
-    """End the process and all that it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(one.process.pid or 0, signal.SIGKILL) if one.process.pid else None
-    if one.process.is_alive():
-        one.process.kill()
-    one.process.join()
+    kill_group(one.process)
     one.pipe.close()
+
+
+def kill_group(process: BaseProcess) -> None:
+    """End a process and all that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL) if process.pid else None
+    if process.is_alive():
+        process.kill()
+    process.join()
 
 
 def _child(pipe: Connection, run: Run, spec: TrialSpec, room: Room) -> None:
     """All that a trial's process does."""
+    settle(pipe, room)
+    trial = run_safely(run, spec)
+    pipe.send_bytes(json.dumps(trial.to_json()).encode())
+    sys.stderr.flush()
+    os._exit(0)  # what a library leaves behind for its end cannot hang or change the result
+
+
+def settle(pipe: Connection, room: Room) -> None:
+    """What each child does first; it ends when the other side of `pipe` is closed."""
     os.setsid()  # a group of its own, which ends as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout is the parent's to write
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
@@ -148,10 +172,6 @@ def _child(pipe: Connection, run: Run, spec: TrialSpec, room: Room) -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(room.threads)  # slots with all threads each are slower than one alone
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    trial = run_safely(run, spec)
-    pipe.send_bytes(json.dumps(trial.to_json()).encode())
-    sys.stderr.flush()
-    os._exit(0)  # what a library leaves behind for its end cannot hang or change the result
 
 
 def _end_with_parent(pipe: Connection) -> None:
@@ -162,7 +182,7 @@ def _end_with_parent(pipe: Connection) -> None:
 
 
 @contextmanager
-def _without_main() -> Generator[None]:
+def without_main() -> Generator[None]:
     """Keep multiprocessing from running the user's script once more in every child: trials need none of it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
