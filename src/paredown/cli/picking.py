@@ -34,7 +34,7 @@ AllOption = Annotated[bool, typer.Option("--all", help="All plans, not only thos
     app,
     "pick",
     "paredown pick digits#steps=100 --budget 50% --evaluations 6",
-    "paredown pick tasks.py:mine --budget 6GiB --store picks.db --report report.html",
+    "paredown pick tasks.py:mine --budget 6GiB --store picks.db --report page.html",
     panel=CHOOSE,
 )
 def pick(

@@ -10,7 +10,8 @@ A trace needs shapes alone, so another batch size is the same batch with another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,22 @@ class Subject:
         if size not in self._traces:
             keeps: dict[str, Any] = {"loss": self.loss, "optimizer": self.optimizer}
             where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
-            self._traces[size] = trace_step(self.model, resized(self.batch, self.batch_size, size), **keeps, **where)
+            with _said(f"{self.name}: one step cannot be followed"):
+                self._traces[size] = trace_step(self.model, resized(self.batch, self.batch_size, size), **keeps, **where)
         return self._traces[size]
+
+
+@contextmanager
+def _said(what: str) -> Generator[None]:
+    """What the user's model raises becomes a sentence."""
+    try:
+        yield
+    except TaskError:
+        raise
+    except TraceError as error:
+        raise TraceError(f"{what}: {error}") from error
+    except Exception as error:
+        raise TraceError(f"{what}: {type(error).__name__}: {error}.") from error
 
 
 def resized(batch: Any, now: int, size: int) -> Any:
@@ -208,10 +223,8 @@ def _made_up(model: nn.Module, asked: Asked) -> tuple[Any, Callable[..., Tensor]
         shapes.append(tuple(output.shape))
         return output.float().sum()
 
-    try:
+    with _said(f"the model does not take examples of {asked.input}"):
         trace_step(model, (x, torch.empty(1)), loss=noted, device="cpu")
-    except TraceError as error:
-        raise TaskError(f"the model does not take examples of {asked.input}: {error}") from None
     return (x, torch.zeros(shapes[0][:-1], dtype=torch.int64)), token_loss
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Generator
@@ -36,6 +37,7 @@ EXTRAS = {
     "sqlalchemy": "sweeps",
 }
 ALONE = {"PIL": "pillow", "transformers": "transformers", "torch": "torch", "numpy": "numpy"}  # packages by import name
+TRACEBACK = "PAREDOWN_TRACEBACK"
 LONG = 2000  # letters of a sentence: what others wrote may be of any length
 
 
@@ -98,24 +100,31 @@ def errors() -> Generator[None]:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a worker that is asked to end gives its trials back
     try:
         yield
-    except BudgetError as error:
-        end(str(error), Exit.DOES_NOT_FIT)
-    except ParedownError as error:
-        end(str(error), Exit.ERROR)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS and package not in ALONE:
-            raise
-        end(say_missing(package), Exit.ERROR)
-    except KeyboardInterrupt:
-        end("stopped; finished trials are in the store, and the same command goes on with the others.", Exit.INTERRUPTED)
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
     except BrokenPipeError:
         sys.stderr.close()
         raise typer.Exit(Exit.ERROR) from None
-    except OSError as error:
-        end(f"{error.filename}: {error.strerror}." if error.filename and error.strerror else f"{error}.", Exit.ERROR)
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get(TRACEBACK) and not isinstance(error, ParedownError | KeyboardInterrupt):
+            raise
+        end(*told(error))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def told(error: BaseException) -> tuple[str, Exit]:
+    """The sentence and the exit status of an error."""
+    if isinstance(error, ParedownError):
+        return str(error), Exit.DOES_NOT_FIT if isinstance(error, BudgetError) else Exit.ERROR
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped; finished trials are in the store, and the same command goes on with the others.", Exit.INTERRUPTED
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return say_missing(error.name.partition(".")[0]), Exit.ERROR
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}.", Exit.ERROR
+    # of a model, a task or a library: a sentence, and the way to the rest
+    return f"{type(error).__name__}: {str(error).strip() or 'no reason given'}. {TRACEBACK}=1 shows where.", Exit.ERROR
 
 
 def say_missing(package: str) -> str:
