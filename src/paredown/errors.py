@@ -1,8 +1,14 @@
 """The exceptions of paredown: every one is a `ParedownError`, and says what, where, the numbers and what to do next."""
 
+LONGEST = 2000  # letters of a message: what it quotes may be of any length
+
 
 class ParedownError(Exception):
     """Anything that paredown itself refuses."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
 
 
 class FormatError(ParedownError, ValueError):

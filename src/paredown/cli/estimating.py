@@ -65,8 +65,10 @@ def estimate(
         trace = subject.trace()
         feet = {name: footprint(trace, of) for name, of in plans.items()}
     allowed = None if budget is None else _allowed(budget, feet)
-    with waiting("looking for the largest batch"):
-        largest = {name: _largest(subject, of, allowed or 0) for name, of in plans.items()} if batch == AUTO else {}
+    largest: dict[str, int] = {}
+    if batch == AUTO:
+        with waiting("looking for the largest batch"):
+            largest = {name: _largest(subject, of, allowed or 0) for name, of in plans.items()}
     rows = [_row(name, foot, allowed, largest.get(name), depth) for name, foot in feet.items()]
     value = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": trace.optimizer}
     value |= {

@@ -6,17 +6,29 @@ Tables are plain text, the same on a terminal and in a pipe; only a terminal get
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
+# control characters other than new line and tab, and halves of characters, but for the two above
+CONTROL = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """A text as a terminal may show it: names in files of strangers may hold commands for it.
+
+    >>> clean("digits" + chr(27) + "[2J")
+    'digits?[2J'
+    """
+    return CONTROL.sub("?", text)
 
 
 def say(sentence: str) -> None:
     """A sentence for people."""
-    print(f"paredown: {sentence}", file=sys.stderr, flush=True)
+    print(clean(f"paredown: {sentence}"), file=sys.stderr, flush=True)
 
 
 def to_json(value: Mapping[str, Any]) -> str:
@@ -31,7 +43,7 @@ def emit(value: Mapping[str, Any]) -> None:
 
 def tell(*lines: str) -> None:
     """The answer of a verb in words."""
-    print(*lines, sep="\n", flush=True)
+    print(*map(clean, lines), sep="\n", flush=True)
 
 
 def head(text: str) -> str:

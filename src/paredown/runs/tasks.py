@@ -64,6 +64,8 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
             return named_task(_name(kind, options), _without_file(kind, options), options)
     except TaskError as error:
         raise TaskError(str(error) if str(error).startswith("task ") else f"task {_told(text)!r}: {error}") from error.__cause__
+    except OSError as error:  # a name that no file may have
+        raise TaskError(f"task {_told(text)!r}: {error.strerror or error}.") from None
     likely = closest(kind, (*WITHOUT_FILE, *WITH_FILE)).partition(",")[0]
     raise TaskError(f"task {_told(text)!r} is unknown. Closest: {likely}. Allowed: {ALLOWED}.")
 
