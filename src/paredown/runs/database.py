@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 
 from paredown.errors import StoreError
 from paredown.runs import schema
@@ -116,6 +116,8 @@ class Database:
             except DBAPIError as error:
                 trouble = find_trouble(error)
                 waited = time.monotonic() - start
+                if trouble is None and isinstance(error, IntegrityError):
+                    raise  # a mistake of ours, which the tables refuse
                 if trouble is None:
                     said = str(error.orig).strip()[:200]
                     raise StoreError(
