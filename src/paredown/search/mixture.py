@@ -181,6 +181,9 @@ def _maximised(sums: Sums, belief: Belief, guess: _Guess) -> Mixture:
     inside = np.diagonal(belief.spreads, axis1=-2, axis2=-1)
     squares = sums.square[:, None] - 2 * belief.means * sums.total[:, None] + sums.count[:, None] * (belief.means**2 + inside)
     squares, runs = np.einsum("tk,tkl->kl", weights, squares), weights.T @ sums.count
-    common = (squares.sum(axis=1) + NOISE_RUNS * guess.noise) / (runs.sum(axis=1) + NOISE_RUNS)
-    noise = (squares + NOISE_RUNS * common[:, None]) / (runs + NOISE_RUNS)
+    # a level of which no task has two runs tells nothing of noise: what it is made of would be taken for the task's own
+    is_repeated = sums.count.max(axis=0) > 1
+    told = is_repeated if is_repeated.any() else np.ones(len(is_repeated), dtype=bool)
+    common = (squares[:, told].sum(axis=1) + NOISE_RUNS * guess.noise) / (runs[:, told].sum(axis=1) + NOISE_RUNS)
+    noise = np.where(told, (squares + NOISE_RUNS * common[:, None]) / (runs + NOISE_RUNS), common[:, None])
     return Mixture(tasks / tasks.sum(), means, spreads, np.maximum(noise, SMALLEST))
