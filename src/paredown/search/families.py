@@ -87,5 +87,6 @@ def _family(mixture: Mixture, sums: Sums, count: int) -> tuple[Array, Array]:
     means, spreads = mixture.given(sums).moments()
     mean = (means.sum(axis=0) + OF_ALL * middle) / (count + OF_ALL)
     apart = means - mean
-    spread = (apart.T @ apart + spreads.sum(axis=0) + STRENGTH * whole) / (count + STRENGTH)
+    strength = max(STRENGTH, float(len(mean) - count))
+    spread = (apart.T @ apart + spreads.sum(axis=0) + strength * whole) / (count + strength)
     return mean, spread * (1 + 1 / (count + OF_ALL))

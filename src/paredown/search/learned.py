@@ -130,7 +130,13 @@ def levels_of(earlier: Earlier, errors: Array) -> NDArray[np.intp]:
     """A level for each plan: by name, or else each by itself; found where that would be too many."""
     names = [plan.level or f"\0{i}" for i, plan in enumerate(earlier.plans)]
     levels = as_levels(np.unique(names, return_inverse=True)[1])
-    return levels if levels.max() < MOST_LEVELS else find_levels(errors)
+    if levels.max() < MOST_LEVELS:
+        return levels
+    try:
+        return find_levels(errors)
+    except ModuleNotFoundError as error:
+        plans = f"the {len(names)} plans of prior {earlier.name!r} have no levels"
+        raise PriorError(f"{plans}, and to find some needs {error.name}: pip install 'paredown[search]'.") from None
 
 
 def _widened(mixture: Mixture, num_tasks: int) -> Mixture:
