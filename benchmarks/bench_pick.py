@@ -121,31 +121,31 @@ def _plan(earlier: Earlier, column: int) -> Plan:
 # --- ways to pick ---------------------------------------------------------------------------------------------------------
 
 
-def picked(case: Case, draw: int, num: int) -> int:
-    """As `pick` does it."""
+def picked(case: Case, draw: int, num: int) -> tuple[int, int]:
+    """As `pick` does it: the column that is taken, and the trials that were run."""
     picking = case.picking()
     picking.search(case.looked(picking, draw), num, seed=0)
-    return int(picking.candidates.rows[picking.choice().plan].column)
+    return int(picking.candidates.rows[picking.choice().plan].column), len(picking.trials)
 
 
-def at_random(case: Case, draw: int, num: int) -> int:
+def at_random(case: Case, draw: int, num: int) -> tuple[int, int]:
     """The least error of random plans that fit."""
     picking, dice = case.picking(), np.random.default_rng([draw, case.row])
     looked = case.looked(picking, draw)
     tried = dice.choice(case.fits, min(num, len(case.fits)), replace=False)
-    return int(min(tried, key=lambda column: looked.error(int(column), 0)))
+    return int(min(tried, key=lambda column: looked.error(int(column), 0))), len(tried)
 
 
-def at_random_believed(case: Case, draw: int, num: int) -> int:
+def at_random_believed(case: Case, draw: int, num: int) -> tuple[int, int]:
     """Random plans that fit, and then what is believed."""
     picking, dice = case.picking(), np.random.default_rng([draw, case.row])
     looked = case.looked(picking, draw)
     for column in dice.choice(case.fits, min(num, len(case.fits)), replace=False):
         picking.learn(looked.measure(_plan(case.earlier, int(column)), 0))
-    return int(picking.candidates.rows[picking.choice().plan].column)
+    return int(picking.candidates.rows[picking.choice().plan].column), len(picking.trials)
 
 
-WAYS: dict[str, tuple[Callable[[Case, int, int], int], int]] = {
+WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
     "pick": (picked, NUM_TRIALS),
     "pick, 3 trials": (picked, 3),
     "nothing": (picked, 0),
@@ -193,8 +193,10 @@ def rows_of(earlier: Earlier, budget: str) -> list[dict[str, Any]]:
             found.append({**head, "way": "none", "note": "nothing fits"})
             continue
         for way, (pick, num) in WAYS.items():
-            columns = [pick(case, draw, num) for draw in range(NUM_DRAWS if num else 1)]
-            found.append({**head, "way": way, **{name: _scores(case, truth, columns) for name, truth in case.truths.items()}})
+            done = [pick(case, draw, num) for draw in range(NUM_DRAWS if num else 1)]
+            columns, trials = [column for column, _ in done], float(np.mean([count for _, count in done]))
+            scores = {name: _scores(case, truth, columns) for name, truth in case.truths.items()}
+            found.append({**head, "way": way, "trials": round(trials, 2), "plan": earlier.plans[columns[0]].label, **scores})
     return found
 
 
@@ -217,7 +219,8 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
                 parts = [row[truth] for row in of_way]
                 within, first, above = (sum(part[word] for part in parts) for word in ("within", "first_within", "above"))
                 cells.append(f"{truth} {within:4.1f} (first draw {first:2.0f}), {above / len(parts):5.2f}")
-            yield f"   {way:22s}" + "   ".join(cells)
+            trials = np.mean([row["trials"] for row in of_way])
+            yield f"   {way:22s}{trials:4.1f} trials   " + "   ".join(cells)
 
 
 def save(rows: list[dict[str, Any]]) -> None:

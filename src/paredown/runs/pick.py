@@ -81,7 +81,7 @@ def pick(
             budget_bytes=parse_bytes(budget, whole=step.full_bytes),
             step=step,
             candidates=rows,
-            learned=Learned.of(earlier, family_of_task(found)),
+            learned=Learned.of(earlier, _family(found)),
             is_strict=place.type == "cuda",
         )
         picking.learn(own, others)
@@ -96,6 +96,11 @@ def _check(evaluations: Any, mode: Any) -> None:
         raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: earlier tasks alone answer).")
     if mode not in MODES:
         raise TaskError(f"mode {mode!r} is unknown. Allowed: {', '.join(MODES)}.")
+
+
+def _family(task: Task) -> str:
+    with torch.random.fork_rng(devices=[]):  # making a model draws numbers
+        return family_of_task(task)
 
 
 def blind_of(task: Task) -> float | None:
