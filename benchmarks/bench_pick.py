@@ -3,11 +3,12 @@
     python benchmarks/bench_pick.py                     # the stored prior under 40 %, the simulated one under 22 %
     python benchmarks/bench_pick.py --prior FILE.json --budget 40%      # another one, printed alone
 
-All rows of a data set are left out together (its ViT, its superclasses). Trials are looked up: one of the runs of the plan where it ran
-more than once, else its run and noise on top. A pick is right if its mean error is within the noise of one run of that of the best plan.
+All rows of a data set are left out together (its ViT, its superclasses). Trials are looked up: a run of the plan, each once, where it ran
+more than once, else its mean and noise on top. A pick is right if its mean error is within the noise of one run of that of the best plan.
 
     matrix      means as the matrix has them, of one run for most plans: the best of many is a lucky one
-    smoothed    what all runs of the task and all tasks say of each mean (of plans of a level together): luck is taken out
+    smoothed    luck taken out: the mean of all plans of a level where the prior names levels, else what all runs of this task and all
+                tasks say of each mean
 
 Ways: `pick` with some trials; `nothing`: no trial; `random`: the same number of trials of random plans that fit, the least error is taken;
 `random, same beliefs`: of these, what the prior makes of them.
@@ -59,10 +60,12 @@ class Looked(Measurer):
         return [Trial(self.task, plan, seed, Status.DONE, error=self.error(self.place[plan.rules, plan.recompute], seed))]
 
     def error(self, column: int, seed: int) -> float:
-        """One of the plan's runs, or its only one and noise."""
-        dice = np.random.default_rng([self.draw, column, seed])
+        """The plan's runs in random order where it has several, each once; else, and after that, their mean and noise."""
         there = self.runs[column][np.isfinite(self.runs[column])]
-        return float(dice.choice(there) if len(there) > 1 else max(0.0, there[0] + self.noise * dice.standard_normal()))
+        if 1 < len(there) > seed:
+            return float(np.random.default_rng([self.draw, column]).permutation(there)[seed])
+        noise = np.random.default_rng([self.draw, column, seed]).standard_normal()
+        return max(0.0, float(there.mean() + self.noise * noise))
 
     def close(self) -> None:
         pass
@@ -169,8 +172,15 @@ def cases(earlier: Earlier, budget: str) -> Iterator[Case]:
         kin = [other.name for other in earlier.tasks if other.data.partition("/")[0] == task.data]
         full = task.full_bytes or float(np.nanmax(earlier.memory[row]))
         unit = task.blind or blind_error(task.metric, task.answers) or 1.0
-        truths = {"matrix": earlier.errors[row], "smoothed": unit * smoothed(whole, runs[row])}
+        smooth = level_means(earlier, row) if any(plan.level for plan in earlier.plans) else unit * smoothed(whole, runs[row])
+        truths = {"matrix": earlier.errors[row], "smoothed": smooth}
         yield Case(earlier, row, parse_bytes(budget, whole=int(full)), earlier.without(kin), truths)
+
+
+def level_means(earlier: Earlier, row: int) -> np.ndarray:
+    """Of each plan, the mean error of the plans of its level."""
+    names = np.array([plan.level or f"plan {i}" for i, plan in enumerate(earlier.plans)])
+    return np.array([np.nanmean(earlier.errors[row, names == name]) for name in names])
 
 
 def smoothed(learned: Learned, runs: np.ndarray) -> np.ndarray:

@@ -35,7 +35,7 @@ def test_runs_are_looked_up(bench: Any) -> None:
     earlier = made_up(6, 12, seeds=2)
     case = next(bench.cases(earlier, "60%"))
     looked = case.looked(case.picking(), draw=0)
-    assert {looked.error(3, seed) for seed in range(30)} == set(earlier.runs[0, 3].tolist())
+    assert {looked.error(3, seed) for seed in range(2)} == set(earlier.runs[0, 3].tolist()), "each run once"
     looked.runs = np.where(np.arange(2) == 0, looked.runs, np.nan)
     drawn = [looked.error(3, seed) - earlier.runs[0, 3, 0] for seed in range(400)]
     assert np.std(drawn) == pytest.approx(case.noise, rel=0.2), "one run: noise on top"
