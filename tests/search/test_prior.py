@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paredown.errors import PriorError
+from paredown.errors import PlanError, PriorError
 from paredown.plan.plan import Plan
 from paredown.search import earlier_json
 from paredown.search.earlier import Earlier, PlanRow, TaskRow, joined, pooled_noise
@@ -126,7 +126,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "a task without data": (change(tasks=[{"name": "a", "family": "cnn"}] * 2), "row 1 of tasks needs name, family, data"),
     "a task of another form": (lambda value: value["tasks"][0].update(path="/root"), "a field 'path', which is unknown"),
     "the same task twice": (lambda value: value["tasks"].__setitem__(0, value["tasks"][1]), "one of its tasks twice"),
-    "a plan that is none": (lambda value: value["plans"][0].update(plan={"version": 9}), "row 1 of plans: "),
+    "a plan that is none": (
+        lambda value: value["plans"][0].update(plan={"version": 9}),
+        "row 1 of plans: plan cannot be an object of 1",
+    ),
     "features of text": (lambda value: value["plans"][0].update(features={"weight": "8"}), "features cannot be an object of 1"),
     "fewer rows": (lambda value: value["runs"].pop(), "runs is 2 rows of 3 lists"),
     "a number for a list": (lambda value: value["runs"][0].__setitem__(0, 0.5), "runs is 2 rows of 3 lists"),
@@ -212,7 +215,7 @@ def test_own_priors_come_and_go(folder: Path) -> None:
     assert len(load("mine").tasks) == 2
     remove("mine")
     assert available() == before and list(folder.iterdir()) == []
-    with pytest.raises(PriorError, match="no prior 'mine' of your own. You have: none"):
+    with pytest.raises(PriorError, match=r"no prior 'mine' of your own\. You have: none"):
         remove("mine")
 
 
@@ -251,7 +254,7 @@ def test_rows_are_taken_by_name() -> None:
         np.testing.assert_array_equal(getattr(taken, name), getattr(whole, name)[[3, 0]])
     left = whole.without(["task 3", "task 0"])
     assert [task.name for task in left.tasks] == ["task 1", "task 2", "task 4"]
-    with pytest.raises(PriorError, match="has no task 'task 9'. Closest: 'task "):
+    with pytest.raises(PriorError, match=r"has no task 'task 9'\. Closest: 'task "):
         whole.rows(["task 9"])
 
 
@@ -288,6 +291,13 @@ def test_plans_have_names_levels_and_features() -> None:
     assert row_of(Plan()).label == "as written"
     recipe = recipe_row("assign 40% role")
     assert recipe.plan is None and recipe.features == {"budget": 0.4}
+
+
+def test_a_plan_that_is_wrong_inside_says_so_when_it_is_used() -> None:
+    value = json.loads(to_text(made_up(2, 3)))
+    value["plans"][0]["plan"]["rules"] = [["weight", {"format": "int99"}]]
+    with pytest.raises(PlanError):
+        print(from_text(json.dumps(value)).plans[0].key)
 
 
 def test_plans_that_say_the_same_have_one_key() -> None:
