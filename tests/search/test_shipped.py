@@ -1,4 +1,4 @@
-"""The priors that the package carries are those of the committed sweeps: tasks, plans, seeds, bytes; and nothing of a machine is in them."""
+"""The shipped priors are those of the committed sweeps: tasks, plans, seeds, bytes; and nothing of a machine is in them."""
 
 from __future__ import annotations
 
