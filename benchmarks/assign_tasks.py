@@ -1,4 +1,7 @@
-"""What bench_assign trains: ResNet-18 and a small ViT on CIFAR-10, a small GPT on English bytes, all under bf16 autocast."""
+"""What bench_assign trains: ResNet-18 and a small ViT on CIFAR-10, a small GPT on English bytes, all under bf16 autocast.
+
+The GPT returns its loss, as the models of Hugging Face do, so that what the loss saves is among the slots too.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,22 @@ from train_activations import Size, Task, picture_task, text_task
 
 from paredown.models import MODELS
 
+GPT_RATE = 3e-3  # of AdamW at its highest
 LOUD = 100.0  # what a loud task multiplies pictures with: the norms behind the first layer take it away again
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one task: to judge by, to take times of, and for a look on the CPU."""
+    """Of one task: to judge by, and for a look on the CPU."""
 
     full: Size
-    timed: Size
     quick: Size
 
 
 SIZES = {
-    "resnet18": Sizes(Size(32, 250, 128), Size(64, 30, 1024), Size(8, 4, 32, num_judged=64)),
-    "vit": Sizes(Size(128, 250, 128, 4), Size(384, 30, 512, 12), Size(32, 4, 8, 2, num_judged=64)),
-    "gpt": Sizes(Size(128, 250, 16, 4, 256, 512), Size(768, 20, 16, 12, 1024, 64), Size(64, 4, 4, 2, 64, 16)),
+    "resnet18": Sizes(Size(32, 600, 128), Size(8, 4, 32, num_judged=64)),
+    "vit": Sizes(Size(128, 600, 128, 4), Size(32, 4, 8, 2, num_judged=64)),
+    "gpt": Sizes(Size(128, 600, 16, 4, 256, 512), Size(64, 4, 4, 2, 64, 16)),
 }
 
 
@@ -43,9 +46,39 @@ def vit_task(folder: Path, device: str, size: Size) -> Task:
     return replace(base, name="vit on CIFAR-10", build=lambda: MODELS["vit"](**shape), optimizer=optimizer, peak_lr=1e-3)
 
 
-MAKERS: dict[str, Callable[[Path, str, Size], Task]] = {"resnet18": picture_task, "vit": vit_task, "gpt": text_task}
+class Told(nn.Module):
+    """A GPT that is given inputs and targets (num, 2, length), and returns its loss."""
+
+    def __init__(self, gpt: nn.Module) -> None:
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """The mean loss of a byte."""
+        return self.gpt(pairs[:, 0], pairs[:, 1]).loss
+
+
+def gpt_task(folder: Path, device: str, size: Size) -> Task:
+    """A GPT on bytes that returns its loss: AdamW at a high rate."""
+    base = text_task(folder, device, size)
+
+    def batches(num: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
+        x, target = base.batches(num, source)
+        return torch.stack((x, target), dim=1), target
+
+    return replace(
+        base,
+        build=lambda: Told(base.build()),
+        batches=batches,
+        loss=lambda output, target: output,
+        judge=lambda model: base.judge(model.gpt),
+        peak_lr=GPT_RATE,
+    )
+
+
+MAKERS: dict[str, Callable[[Path, str, Size], Task]] = {"resnet18": picture_task, "vit": vit_task, "gpt": gpt_task}
 RULES = {"resnet18": "sgdm", "vit": "adamw", "gpt": "adamw"}  # as traces name them
-LAYERS = {"resnet18": ("layer?.?",), "vit": ("layers.*",), "gpt": ("layers.*",)}  # what plain checkpointing computes again
+LAYERS = {"resnet18": ("layer?.?",), "vit": ("layers.*",), "gpt": ("gpt.layers.*",)}  # what plain checkpointing computes again
 
 
 def loud(task: Task) -> Task:
@@ -69,6 +102,6 @@ def tasks_of(options: argparse.Namespace, device: str) -> Iterator[tuple[str, Ta
     """The tasks that were asked for, by name."""
     for name in options.model or MAKERS:
         sizes = SIZES[name]
-        size = sizes.quick if options.quick else sizes.timed if options.timed else sizes.full
-        steps = size.num_steps if options.quick or options.timed else max(int(options.share * size.num_steps), 1)
+        size = sizes.quick if options.quick else sizes.full
+        steps = size.num_steps if options.quick else max(int(options.share * size.num_steps), 1)
         yield name, MAKERS[name](options.data, device, replace(size, num_steps=steps))

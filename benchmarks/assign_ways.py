@@ -1,8 +1,8 @@
 """The ways that bench_assign compares: which plan a run has, by which method, levels and budget.
 
-A share is that of the saving that is possible with two levels: the budget lies so far between the peak with all activations at the
-high level and the peak with all at the low one. All methods get the same budget in predicted bytes. `size` stands for the published
-rule, which knows no pins: traces and sessions are then made without them.
+A share is that of the bytes of activations that are at the low of two levels. It makes a budget: the peak that there is when the largest
+are lowered one by one, pins kept, until so many bytes are low. All methods get that budget. `size` stands for the published rule, which
+knows no pins: traces and sessions are then made without them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from paredown.plan.footprint import peak_of
 from paredown.plan.ops import Use
 from paredown.plan.replay import choices
 from paredown.roles import Role
-from paredown.search.layers import repeated_layers
+from paredown.search.methods import METHODS as ASSIGN_METHODS
+from paredown.search.search import Search, ladder_of
 
 LEVELS: dict[str, tuple[str | None, ...]] = {
     "int8/int2": ("int8/64@bf16", "int2/64@bf16"),
@@ -53,7 +54,7 @@ class Way:
 
 def _mixed() -> Iterator[Way]:
     for levels in ("int8/int2", "bf16/e4m3"):
-        for share in SHARES[levels == "bf16/e4m3" :]:  # the least with one of them alone
+        for share in SHARES:
             for method in METHODS:
                 at = f"{share:.0%}" if share < 1 else "most"
                 yield Way(f"{method} {levels} {at}", method, levels, share, has_pins=method != "size")
@@ -67,7 +68,6 @@ WAYS = {
         *(Way(f"uniform {name}", plan=text) for name, text in (("int4", "int4/64@bf16"), ("int2", "uint2/64@bf16+bf16"))),
         *(Way(f"{method} int4/int2 50%", method, "int4/int2", 0.5) for method in ("role", "sensitivity")),  # the lowest peaks
         Way("checkpointing", plan="checkpointing"),
-        Way("checkpointing as int4", plan="checkpointing as int4"),
         Way("role as checkpointing", "role", "any", plan="checkpointing"),
         Way("e4m3 unscaled", plan="e4m3fn", is_loud=True),
         Way("e4m3 unscaled, guarded", plan="e4m3fn", guard=True, is_loud=True),
@@ -75,7 +75,7 @@ WAYS = {
         Way("int2 without pins, guarded", plan="int2/64@bf16", guard=True, has_pins=False),
     )
 }
-TIMED = ("full", "uniform int4", "checkpointing as int4", "checkpointing", "role as checkpointing", "sensitivity int4/int2 50%")
+MIXED = ("full", *(way.name for way in _mixed()))  # what gradients are compared of
 
 
 @contextmanager
@@ -111,8 +111,8 @@ class Planner:
 
     @property
     def part(self) -> tuple[Tensor, Tensor]:
-        """A part of the batch, to probe with: nothing is packed meanwhile, and the peak is to stay where it is."""
-        num = max(len(self.batch[0]) // 32, 1)
+        """An eighth of the batch, to probe with; guards take as much of it as the budget has room for."""
+        num = max(len(self.batch[0]) // 8, 1)
         return self.batch[0][:num], self.batch[1][:num]
 
     def probed(self, way: Way) -> pare.Sensitivities:
@@ -124,27 +124,20 @@ class Planner:
         """The bytes that a way may take at its peak."""
         if way.plan == "checkpointing":
             return peak_of(self.trace, self.checkpointing)
-        pinned = self.pinned or self.trace
-        high, low = (peak_of(pinned, pare.Plan.uniform(activation=LEVELS[way.levels][i])) for i in (0, -1))
-        return int(high - (1.0 if way.share is None else way.share) * (high - low))
+        pinned, low = self.pinned or self.trace, LEVELS[way.levels][-1]
+        if way.share is None or way.share >= 1:
+            return peak_of(pinned, pare.Plan.uniform(activation=low))
+        return size_peak(pinned, LEVELS[way.levels], way.share)
 
     @cached_property
     def checkpointing(self) -> pare.Plan:
         """Every layer is computed again in backward, and nothing is packed."""
         return pare.Plan((), recompute=LAYERS[self.name])
 
-    @cached_property
-    def checkpointing_as_int4(self) -> pare.Plan:
-        """As few layers computed again as bring the peak to that of 4 bits everywhere; all of them where they do not."""
-        budget, layers = peak_of(self.trace, pare.Plan.uniform(activation="int4/64@bf16")), repeated_layers(self.trace)
-        plans = [pare.Plan((), recompute=tuple(layers[:num])) for num in range(1, len(layers) + 1)]
-        return next((plan for plan in plans if peak_of(self.trace, plan) <= budget), plans[-1])
-
     def plan(self, way: Way, sensitivities: pare.Sensitivities | None, seed: int) -> pare.Plan:
         """The plan of a way."""
         if not way.method:
-            fixed = {"checkpointing": self.checkpointing, "checkpointing as int4": self.checkpointing_as_int4}
-            return fixed[way.plan] if way.plan in fixed else pare.Plan.uniform(activation=way.plan or None)
+            return self.checkpointing if way.plan == "checkpointing" else pare.Plan.uniform(activation=way.plan or None)
         method, levels = way.method.removesuffix("+pins"), LEVELS[way.levels]
         return pare.assign(self.trace, self.budget(way), method=method, sensitivities=sensitivities, levels=levels, seed=seed)
 
@@ -164,12 +157,28 @@ def kept_bytes(trace: pare.Trace, plan: pare.Plan) -> int:
     return pare.footprint(trace, plan).by_role.get(Role.ACTIVATION, 0)
 
 
+def size_peak(trace: pare.Trace, levels: tuple[str | None, ...], share: float) -> int:
+    """The peak when the largest activations were lowered one by one until a share of the bytes is low."""
+    search = Search.of(trace, ASSIGN_METHODS["size"], ladder=ladder_of(levels))
+    low = ladder_of(levels)[-1]
+    for point in sorted(search.points, key=lambda point: point.error):
+        formats = {name: format for (name, _), format in search.formats(point).items()}
+        if _share(trace, {name for name, format in formats.items() if format == low}) >= share:
+            return point.peak_bytes
+    return search.smallest.peak_bytes
+
+
 def low_share(trace: pare.Trace, plan: pare.Plan, low: str | None) -> float | None:
-    """The share of the values that could be at the low level which are."""
+    """The share of the bytes that could be at the low level which are."""
     if low is None:
         return None
-    wanted = pare.Format.parse(low)
-    found = choices(trace, plan)
+    wanted, found = pare.Format.parse(low), choices(trace, plan)
+    return _share(trace, {name for name, choice in found.items() if choice.format == wanted})
+
+
+def _share(trace: pare.Trace, names: set[str]) -> float:
+    """Of the bytes of activations whose values matter, as written, those of `names`; a storage counts once."""
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
-    total = sum(slot.numel for slot in slots)
-    return sum(slot.numel for slot in slots if found[slot.name].format == wanted) / total if total else 0.0
+    total = {slot.storage: slot.nbytes for slot in slots}
+    lowered = {slot.storage: slot.nbytes for slot in slots if slot.name in names}
+    return sum(lowered.values()) / sum(total.values()) if total else 0.0

@@ -2,27 +2,33 @@
 
     PAREDOWN_DATA=folder python benchmarks/bench_assign.py                         # one GPU, one process; --data folder does the same
     python benchmarks/bench_assign.py --part 3/12 --out part3                      # every twelfth run, for processes side by side
-    python benchmarks/bench_assign.py --timed                                      # milliseconds of a step, larger, alone on the GPU
+    python benchmarks/bench_assign.py --gradients                                  # errors of gradients instead (assign_gradients.py)
+    python benchmarks/bench_assign.py --timed                                      # milliseconds of steps, alone (assign_times.py)
     python benchmarks/bench_assign.py --merge part*/assign.json --out folder       # what several processes found, with its means
     python benchmarks/bench_assign.py --quick                                      # a few steps of small ones on the CPU
 
 ResNet-18 and a small ViT learn CIFAR-10, a small GPT learns English byte by byte, all under bf16 autocast, which is `full`. Ways
 differ in which saved activations wait in which format (assign_ways.py). Runs of one seed start alike and see the same batches. `difference`
-is that of the means from full, with its standard error. Times of runs that share a GPU say nothing: those of --timed do.
+is that of the means from full, with its standard error; `train_loss` is that of the last steps, with the deviation of the seeds.
+Times of runs that share a GPU say nothing: those of --timed do.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
+import assign_gradients
 import torch
-from assign_tasks import MAKERS, loud, tasks_of
-from assign_ways import LEVELS, TIMED, WAYS, Planner, Way, kept_bytes, low_share, without_pins
+from assign_tasks import loud, tasks_of
+from assign_times import time_all
+from assign_ways import LEVELS, MIXED, WAYS, Planner, Way, kept_bytes, low_share, without_pins
 from loops import Log, Table, compared, failure, mean_of, release, training_options
 from measure import RESULTS
 from torch import nn
@@ -30,7 +36,7 @@ from train_activations import CHECK_EVERY, Task, number, update
 
 import paredown as pare
 from paredown.plan.footprint import peak_of
-from paredown.session.actions import THE_STEP
+from paredown.session.actions import THE_PROBE, THE_STEP
 
 FILE = "assign.json"
 WARM = 10  # steps before times are taken
@@ -45,7 +51,6 @@ class Row:
     metric: str
     num_steps: int
     batch: int
-    is_timed: bool = False
     seed: int | None = None
     value: float | None = None
     train_loss: float | None = None
@@ -53,7 +58,7 @@ class Row:
     peak_bytes: int | None = None  # measured, without the data of all tasks
     kept_bytes: int | None = None  # activations between forward and backward, predicted
     saved_bytes: int | None = None  # the same, measured: what a forward pass leaves allocated
-    low_share: float | None = None  # of the values that are at the low level
+    low_share: float | None = None  # of the bytes that are at the low level
     budget_bytes: int | None = None
     step_ms: float | None = None
     probe_ms: float | None = None  # of one probe, 16 backwards of a part of the batch
@@ -63,6 +68,7 @@ class Row:
     num_runs: int | None = None
     mean: float | None = None
     deviation: float | None = None
+    train_deviation: float | None = None
     difference: float | None = None  # of the means, from full
     standard_error: float | None = None
     num_diverged: int | None = None
@@ -81,10 +87,9 @@ class Measured:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed: bool) -> Row:
-    """Train once and judge."""
+def run(name: str, task: Task, way: Way, seed: int, device: str, data_bytes: int) -> Row:
+    """Train once and judge. `data_bytes`: of all tasks, which are not counted; workspaces of libraries are."""
     release(device)
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0  # the data of all tasks
     task = loud(task) if way.is_loud and task.larger_is_better else task
     torch.manual_seed(seed)
     model = task.build().to(device).train()
@@ -92,12 +97,12 @@ def run(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed: bo
     pinned = planner.trace
     with nullcontext() if way.has_pins else without_pins():
         planner = planner if way.has_pins else replace(planner, pinned=pinned)
-        row, measured, session = _trained(planner, way, first_row(task, way, seed, is_timed=is_timed))
-        peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
+        row, measured, session = _trained(planner, way, first_row(task, way, seed))
+        peak = torch.cuda.max_memory_allocated() - data_bytes if device == "cuda" else None
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-        value = math.nan if is_timed else task.judge(model.eval())
-    is_better = is_timed or (value > 1.2 * task.guessing if task.larger_is_better else value < task.guessing)
-    is_done = math.isfinite(measured.train_loss) and (is_timed or math.isfinite(value)) and is_better
+        value = task.judge(model.eval())
+    is_better = value > 1.2 * task.guessing if task.larger_is_better else value < task.guessing
+    is_done = math.isfinite(measured.train_loss) and math.isfinite(value) and is_better
     left_out = [action for action in session.actions if action.slot == THE_STEP]
     return replace(
         row,
@@ -107,7 +112,7 @@ def run(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed: bo
         saved_bytes=measured.saved_bytes,
         step_ms=measured.step_ms,
         num_left_out=len(left_out),
-        num_moves=len(session.actions) - len(left_out),
+        num_moves=sum(action.slot not in (THE_STEP, THE_PROBE) for action in session.actions),
         status="done" if is_done else "diverged",
     )
 
@@ -116,7 +121,7 @@ def _trained(planner: Planner, way: Way, row: Row) -> tuple[Row, Measured, pare.
     """Plan, apply and train."""
     seed = row.seed or 0
     sensitivities, probe_ms = None, None
-    for _ in range((1 + row.is_timed) * (way.method == "sensitivity")):  # the first time kernels are made
+    if way.method == "sensitivity":
         begun = now(planner.device)
         sensitivities = planner.probed(way)
         probe_ms = (now(planner.device) - begun) * 1e3
@@ -173,17 +178,17 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
-def first_row(task: Task, way: Way, seed: int, *, is_timed: bool) -> Row:
+def first_row(task: Task, way: Way, seed: int) -> Row:
     """What is asked for."""
-    return Row(task.name, way.name, task.metric, task.size.num_steps, task.size.batch, is_timed, seed)
+    return Row(task.name, way.name, task.metric, task.size.num_steps, task.size.batch, seed)
 
 
-def attempt(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed: bool) -> Row:
+def attempt(name: str, task: Task, way: Way, seed: int, device: str, data_bytes: int) -> Row:
     """`run`, an error being a row too."""
     try:
-        return run(name, task, way, seed, device, is_timed=is_timed)
+        return run(name, task, way, seed, device, data_bytes)
     except Exception as error:
-        return replace(first_row(task, way, seed, is_timed=is_timed), status="failed", error=failure(error))
+        return replace(first_row(task, way, seed), status="failed", error=failure(error))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -192,6 +197,7 @@ def attempt(name: str, task: Task, way: Way, seed: int, device: str, *, is_timed
 def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
     """Means over the seeds of one way, runs that diverged left out and counted."""
     values, others = ([row.value for row in of if row.status == "done" and row.value is not None] for of in (rows, full))
+    losses = [row.train_loss for row in rows if row.status == "done" and row.train_loss is not None]
     bytes_of = {key: mean_of(rows, key) for key in ("predicted_peak", "peak_bytes", "kept_bytes", "saved_bytes", "budget_bytes")}
     return replace(
         rows[0],
@@ -200,14 +206,15 @@ def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
         **{key: mean_of(rows, key) for key in ("train_loss", "low_share", "step_ms", "probe_ms")},
         num_runs=len(rows),
         **compared(values, others),
+        train_deviation=statistics.stdev(losses) if len(losses) > 1 else None,
         num_diverged=sum(row.status != "done" for row in rows),
     )
 
 
 def summaries(rows: Sequence[Row]) -> Iterator[Row]:
     """One for each task and way, in the order of the runs."""
-    for task, way, is_timed in dict.fromkeys((row.task, row.way, row.is_timed) for row in rows):
-        like = [row for row in rows if row.task == task and row.is_timed == is_timed]
+    for task, way in dict.fromkeys((row.task, row.way) for row in rows):
+        like = [row for row in rows if row.task == task]
         yield summary([row for row in like if row.way == way], [row for row in like if row.way == "full"])
 
 
@@ -215,13 +222,15 @@ def line(row: Row) -> str:
     """One line of the table."""
     mib = " ".join("       -" if count is None else f"{count / 2**20:8.1f}" for count in (row.peak_bytes, row.saved_bytes))
     predicted = "-" if row.predicted_peak is None else f"{row.predicted_peak / 2**20:.1f}"
-    head = f"{row.task:21s} {row.way:30s} peak, saved {mib} MiB (predicted {predicted})  {number(row.step_ms, '.1f')} ms"
+    low = "" if row.low_share is None else f"  low {row.low_share:.0%}"
+    head = f"{row.task:21s} {row.way:30s} peak, saved {mib} MiB (predicted {predicted}){low}  {number(row.step_ms, '.1f')} ms"
     head += "" if row.probe_ms is None else f", probe {row.probe_ms:.0f} ms"
     if row.seed is None:
         lost = f"  {row.num_diverged} LOST" if row.num_diverged else ""
         spread = f"{number(row.mean)} +- {number(row.deviation)}"
         against = f"{number(row.difference, '+.4f')} +- {number(row.standard_error)} against full"
-        return f"{head}  {row.metric} {spread} ({row.num_runs} runs)  {against}{lost}"
+        trained = f"train loss {number(row.train_loss)} +- {number(row.train_deviation)}"
+        return f"{head}  {row.metric} {spread} ({row.num_runs} runs)  {against}  {trained}{lost}"
     acted = f"  left out {row.num_left_out}, moved {row.num_moves}" if row.num_left_out or row.num_moves else ""
     figures = f"{row.metric} {number(row.value)}  train loss {number(row.train_loss)}"
     return f"{head}  seed {row.seed}  {figures}{acted}  {row.error or row.status}"
@@ -233,37 +242,59 @@ TABLE = Table(FILE, Row, tuple(WAYS), summaries, line)
 def parse_options() -> argparse.Namespace:
     """What to run, and on which data."""
     parser = training_options(__doc__)
-    parser.add_argument("--task", nargs="+", dest="model", choices=tuple(MAKERS), help="only these")
+    parser.add_argument("--task", nargs="+", dest="model", help="only these")
     parser.add_argument("--way", nargs="+", default=[""], help="only ways whose name contains one of these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--part", default="0/1", help="i/n: every n-th run from the i-th on")
+    parser.add_argument("--gradients", action="store_true", help="look at gradients instead of training")
     parser.add_argument("--timed", action="store_true", help="take times instead of training")
     return parser.parse_args()
 
 
-def runs_of(options: argparse.Namespace, device: str) -> Iterator[tuple[str, Task, Way, int]]:
-    """The runs of this process, seed by seed, so that what is there when it is stopped can be compared."""
-    tasks = dict(tasks_of(options, device))
-    names = [name for name in (TIMED if options.timed else WAYS) if any(text in name for text in options.way)]
-    seeds = options.seeds[:1] if options.timed else options.seeds
-    every = [(name, WAYS[way], seed) for seed in seeds for way in names for name in tasks]
+def part_of(runs: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
+    """The runs of this process."""
     part, num_parts = map(int, options.part.split("/"))
-    return ((name, tasks[name], way, seed) for name, way, seed in every[part::num_parts])
+    return runs[part::num_parts]
+
+
+def named(names: Iterable[str], options: argparse.Namespace) -> list[Way]:
+    """The ways that were asked for."""
+    return [WAYS[name] for name in names if any(text in name for text in options.way)]
+
+
+def train_all(options: argparse.Namespace, device: str) -> None:
+    """Seed by seed, so that what is there when it is stopped can be compared."""
+    tasks, log, rows = dict(tasks_of(options, device)), Log(FILE, device, options), list[Row]()
+    ways = named(WAYS, options)
+    data_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
+    every = [(name, way, seed) for seed in options.seeds for way in ways for name in tasks]
+    for name, way, seed in part_of(every, options):
+        rows.append(attempt(name, tasks[name], way, seed, device, data_bytes))
+        TABLE.tell(log, rows[-1:])
+    TABLE.tell(log, summaries(rows))
+
+
+def compare_gradients(options: argparse.Namespace, device: str) -> None:
+    """A model for each task and seed, and all plans on it."""
+    tasks, rows = dict(tasks_of(options, device)), list[assign_gradients.Row]()
+    log, table = Log(assign_gradients.FILE, device, options), assign_gradients.table(MIXED)
+    for name, seed in part_of([(name, seed) for seed in options.seeds for name in tasks], options):
+        for row in assign_gradients.rows_of(name, tasks[name], named(MIXED, options), seed, device):
+            rows.append(row)
+            table.tell(log, rows[-1:])
+    table.tell(log, assign_gradients.summaries(rows))
 
 
 def main() -> None:
     """All runs, then what those of one way have in common."""
     options = parse_options()
     if options.merge:
-        TABLE.merge(options.merge, options.out or RESULTS)
+        (assign_gradients.table(MIXED) if options.gradients else TABLE).merge(options.merge, options.out or RESULTS)
         return
     device = "cpu" if options.quick else "cuda"
     torch.backends.cudnn.benchmark = not options.quick
-    log, rows = Log(FILE, device, options), list[Row]()
-    for name, task, way, seed in runs_of(options, device):
-        rows.append(attempt(name, task, way, seed, device, is_timed=options.timed))
-        TABLE.tell(log, rows[-1:])
-    TABLE.tell(log, summaries(rows))
+    run_all = time_all if options.timed else compare_gradients if options.gradients else train_all
+    run_all(options, device)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import paredown as pare
+from paredown.codec.backend import find_kernels
 from paredown.models.sumlast import SumLastResNet
 from paredown.plan.plan import Plan
 from paredown.runs.bench import Bench
@@ -118,13 +119,16 @@ def qpytorch(task: Task, width: int) -> Iterator[float]:
 
 
 def _rounder(text: str) -> Rounder:
-    counter = 0
-    format = pare.Format.parse(text)
+    """One kernel a tensor, launched as directly as it can be."""
+    kernels, counter = find_kernels(), count()
+    assert kernels is not None
+    spec = kernels.device_spec(pare.Element.parse(text), pare.Overflow.SATURATE, torch.device(DEVICE))
 
     def round_to(x: Tensor) -> Tensor:
-        nonlocal counter
-        counter += 1
-        return pare.round_trip(x, format, rounding="stochastic", overflow="saturate", seed=pare.Seed(SEED, 0, counter))
+        x = x.contiguous()
+        return kernels.round_trip_at_run_time(
+            x, spec, pare.Rounding.STOCHASTIC, pare.Seed(SEED, 0, next(counter)), torch.empty_like(x)
+        )
 
     return round_to
 
@@ -213,7 +217,7 @@ def measured(way: str, errors: Iterator[float], task: Task, width: int, seconds:
 def main() -> None:
     parser = common_options(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--steps", type=int, default=156)
+    parser.add_argument("--steps", type=int, default=78)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--task", default="images:cifar100.npz#superclass=3")
     parser.add_argument("--way", action="append", default=[], help="only these")

@@ -87,12 +87,12 @@ def machine(device: str, packages: tuple[str, ...], commit: str | None = None) -
     }
 
 
-def append(file: str, where: dict[str, object], rows: list[Row]) -> None:
-    """Add a run to results/`file`."""
-    path = RESULTS / file
+def append(file: str, where: dict[str, object], rows: list[Row], folder: Path = RESULTS) -> None:
+    """Add a run to `file` in the folder of results."""
+    path = folder / file
     runs = json.loads(path.read_text()) if path.exists() else []
     runs.append({**where, "rows": [asdict(row) for row in rows]})
-    RESULTS.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(runs, indent=1) + "\n")
 
 

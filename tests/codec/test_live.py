@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paredown import CodecError, Format, Overflow, Rounding, Seed, round_trip
-from paredown.codec.live import fields_of, flat, is_live, overflow_limit, round_trip_
+from paredown.codec.live import fields_of, flat, is_live, overflow_limit, round_trip_, words_for
 from tests.codec.test_kernels import every_device
 from tests.support.compare import assert_same_bits
 from tests.support.values import normal
@@ -55,7 +55,8 @@ def test_many_tensors_in_one_launch(rounding: Rounding, device: str) -> None:
     table.set_seeds({place: Seed(3, place) for place in range(8)})
     given = [9 * normal(*shape) for shape in ((3, 700), (5,), (1024,), (1025,), (2, 3, 3, 3))]
     theirs = [x.to(device, copy=True) for x in given]
-    table.round_many([(x, x, place) for place, x in enumerate(theirs)], rounding, step)
+    memory = torch.empty(words_for(theirs), dtype=torch.int64, device=device)
+    table.round_many([(x, x, place) for place, x in enumerate(theirs)], rounding, step, memory)
     for place, (text, x) in enumerate(zip(TEXTS, given, strict=True)):
         expected = round_trip(x, text, rounding=rounding, overflow="saturate", seed=Seed(3, place, 2))
         assert_same_bits(theirs[place].cpu(), expected)

@@ -188,7 +188,7 @@ def test_a_new_family_says_so(tried: Any, family: str, monkeypatch: pytest.Monke
     from paredown.runs import pick as module
 
     tried()
-    monkeypatch.setattr(module, "family_of", lambda *_: family)
+    monkeypatch.setattr(module, "family_of_task", lambda *_: family)
     reason = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu").reason
     assert f"No earlier task is of family {family!r}" in reason
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paredown import Plan, TaskError, pick
@@ -171,3 +173,65 @@ def test_failed_trials_of_a_store_run_again(tried: Any, tmp_path: Path) -> None:
         pick(make_task(), "60%", 6, prior=PRIOR, device="cpu", store=tmp_path / "trials.db")
     tried()
     assert pick(make_task(), "60%", 2, prior=PRIOR, device="cpu", store=tmp_path / "trials.db").plan is not None
+
+
+# --- poor priors ----------------------------------------------------------------------------------------------------------
+
+
+def poor(change: Any) -> Any:
+    """The made-up prior with other runs (tasks, plans, seeds)."""
+    runs = change(PRIOR.runs.copy())
+    return replace(PRIOR, runs=runs, errors=runs.mean(axis=2))
+
+
+def constant_rows(runs: Any) -> Any:
+    runs[::2] = 0.5
+    return runs
+
+
+def rows_of_nothing(runs: Any) -> Any:
+    runs[:-1] = np.nan
+    return runs
+
+
+def fewer_entries_than_the_rank(runs: Any) -> Any:
+    runs[np.random.default_rng(0).random(runs.shape) > 0.03] = np.nan
+    return runs
+
+
+CHANGES = {
+    "as it is": lambda runs: runs,
+    "constant rows": constant_rows,
+    "one row": rows_of_nothing,
+    "few entries": fewer_entries_than_the_rank,
+    "negative": lambda runs: -runs,
+    "all alike": lambda runs: 0 * runs + 0.3,
+    "all diverged": lambda runs: 0 * runs + 0.9,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("error", [None, 0.25])
+def test_poor_priors_get_an_answer_with_bands(tried: Any, change: Any, error: float | None) -> None:
+    """Trials all diverge, or all have the same error."""
+    tried(lambda plan, seed: error if error is not None else {"status": Status.DIVERGED, "error": None, "reason": "nan"})
+    found = pick(make_task(), "60%", 3, prior=poor(change), device="cpu")
+    assert found.plan is not None and all(np.isfinite([point.mean, point.deviation]).all() for point in found.frontier.points)
+    assert any(point.deviation > 0 for point in found.frontier.points)
+
+
+def test_plans_that_a_prior_has_twice_are_one(tried: Any) -> None:
+    tried()
+    names = ("errors", "counts", "memory", "measured", "diverged", "propensity", "runs")
+    wide = {name: np.concatenate([getattr(PRIOR, name)] * 2, axis=1) for name in names}
+    plans = (*PRIOR.plans, *(replace(row, label=f"{row.label} again") for row in PRIOR.plans))
+    found = pick(make_task(), "60%", 3, prior=replace(PRIOR, plans=plans, **wide), device="cpu")
+    keys = [(point.plan.rules, point.plan.recompute) for point in found.frontier.points]
+    assert len(set(keys)) == len(keys) and found.plan is not None
+
+
+def test_ties_everywhere_are_called_ties(tried: Any) -> None:
+    tried(lambda plan, seed: 0.3 / 0.9 * 0.75)
+    found = pick(make_task(), "60%", 2, prior=poor(CHANGES["all alike"]), device="cpu")
+    fits = sum(point.fits is True for point in found.frontier.points)
+    assert len(found.ties) >= fits // 2 and "may be as good" in found.reason

@@ -104,10 +104,21 @@ def test_a_task_like_none_before_speaks_for_itself() -> None:
     assert after.means == pytest.approx([0.05, 0.89], abs=0.05)
 
 
+def test_a_task_may_be_quieter_or_noisier_than_most() -> None:
+    """Half of the tasks have a tenth of the noise: wild runs of one plan make the new task one of the noisy ones."""
+    rng, sizes = np.random.default_rng(0), np.where(np.arange(20) % 2, 0.02, 0.002)
+    runs = rng.uniform(0.2, 0.6, (20, 1, 1)) + sizes[:, None, None] * rng.standard_normal((20, 3, 3))
+    prior = Learned.of(small(runs)).prior
+    noise = np.sqrt(prior.mixture.noise[:-1, 0])
+    assert noise.max() / noise.min() > 5
+    quiet, wild = (Estimate.of(prior, np.ones(3), {0: [0.4, 0.4 + d, 0.4 - d, 0.4 + 2 * d]}) for d in (0.002, 0.02))
+    assert quiet.noise[0] < 0.6 * wild.noise[0] and quiet.deviations[0] < wild.deviations[0]
+
+
 def test_a_new_family_starts_from_the_nearest() -> None:
     learned = Learned.of(of_families(), "vit")
     assert (learned.wanted, learned.family) == ("vit", "gpt"), "attention, norms and residuals"
-    own = Learned.of(of_families(), "gpt").prior.mixture.shares[-2]
+    own = Learned.of(of_families(), "gpt").prior.mixture.shares[-2]  # the last one is of tasks like none before
     assert 0 < learned.prior.mixture.shares[-2] < own, "with more doubt"
     assert Learned.of(of_families(), "unheard of").family == "" and nearest("cnn", []) == ""
 

@@ -57,6 +57,7 @@ class Attention(nn.Module):
 
 
 BATCH = (rows(), rows(seed=2))
+MANY = (rows(1024), rows(1024, seed=2))  # a probe of some of them is within a budget for all of them
 TEXT = tuple(torch.randn(2, 512, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
 
 
@@ -340,10 +341,10 @@ def test_probes_with_packed_weights_and_gradients() -> None:
 
 def test_probes_anew_at_10_and_30_steps() -> None:
     model = Loud()
-    trace = traced(model)
+    trace = traced(model, MANY)
     plan = pare.Plan.uniform(activation=INT4).set("b:input", INT8)
-    part = (BATCH[0][:16], BATCH[1][:16])
-    run = Run(plan, pare.Guard(trace, batch=part, loss=mse_loss), model)
+    part = (MANY[0][:16], MANY[1][:16])
+    run = Run(plan, pare.Guard(trace, batch=part, loss=mse_loss), model, MANY)
     probed: list[int] = []
     for step in range(1, 32):
         run.steps(1)
@@ -355,12 +356,14 @@ def test_probes_anew_at_10_and_30_steps() -> None:
 
 
 def test_probing_changes_nothing_but_the_plan() -> None:
-    trace = traced(Loud())
-    settled = Run(pare.Plan.uniform(activation=INT4), pare.Guard(trace, batch=BATCH, loss=mse_loss)).steps(12)
+    trace = traced(Loud(), MANY)
+    part = (MANY[0][:16], MANY[1][:16])
+    settled = Run(pare.Plan.uniform(activation=INT4), pare.Guard(trace, batch=part, loss=mse_loss), batch=MANY).steps(12)
     plan = settled.session.plan
+    assert settled.session.sensitivities is not None
     found: list[list[Tensor]] = []
-    for batch in (None, (BATCH[0][:16], BATCH[1][:16])):
-        run = Run(plan, pare.Guard(trace, batch=batch, loss=mse_loss))
+    for batch in (None, part):
+        run = Run(plan, pare.Guard(trace, batch=batch, loss=mse_loss), batch=MANY)
         run.steps(12)
         assert run.plans == [plan], "nothing is better within this budget"
         found.append(weights(run.model))

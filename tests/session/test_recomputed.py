@@ -1,5 +1,7 @@
 """Modules that a plan has computed again: the same gradients to the bit, the bytes that a footprint foresees, and nothing left behind."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import copy
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from paredown import ApplyError, Guard, Plan, Role, apply, footprint, optim, trace_step
+from paredown.plan import watch
 from tests.plan.steps import peak_bytes, step_of, traced
 from tests.session.nets import INT8, assert_same, gradients, relative_error
 
@@ -138,6 +141,33 @@ def test_beside_packed_activations_and_weights() -> None:
         opt.step()
     assert loss(model(batch[0]), batch[1]).item() < first
     low.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("gpt", ("layers.0",)), ("resnet18", ("layer1.*", "layer3.1")), ("vit", ("layers.1",))]
+)
+def test_what_is_inside_is_read_in_the_first_pass_alone(
+    name: str, layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later passes pack the same: the same gradients to the bit, the same names, and fewer nodes looked at."""
+    model, batch, loss = step_of(name)
+    read: list[str] = []
+    describe = watch.describe
+    monkeypatch.setattr(watch, "describe", lambda *args: read.append(args[-1].path) or describe(*args))
+    with apply(Plan.uniform(activation=INT8).recomputing(*layers), model) as session:
+        first = run(model, batch, loss)
+        changes, inside = session.changes, [path for path in read if session._recomputed.has(path)]
+        read.clear()
+        assert_same(run(model, batch, loss), first)
+        assert session.changes == changes
+        held = loss(model(batch[0]), batch[1])
+        third = session.stored_bytes
+        held.backward()
+    assert inside
+    assert not any(session._recomputed.has(path) for path in read)
+    with apply(Plan.uniform(activation=INT8).recomputing(*layers), model) as anew:
+        held = loss(model(batch[0]), batch[1])
+        assert anew.stored_bytes == third
 
 
 @CASES

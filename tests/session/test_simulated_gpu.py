@@ -211,8 +211,8 @@ def test_parameters_in_few_launches_are_rounded_as_one_by_one() -> None:
         session = apply(plan, net, seed=3, mode=Simulate(gradients="step"))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         net(x)  # the model is on its device, and its slots are known
-        with session.capturing() if few else nullcontext():
-            for _ in range(2):
+        for _ in range(2):
+            with session.capturing() if few else nullcontext():
                 out = net(x)
                 out.backward(sent)
                 optimizer.step()

@@ -6,7 +6,7 @@ integers without a block can stand in it, and "as it is", which is fp32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -24,8 +24,11 @@ NUM_FIELDS = 12  # of a format
 NUM_COLUMNS = 16  # of a row, so that rows begin on a multiple of 16 bytes
 TF32_BITS = 10  # of a mantissa
 AS_IT_IS = Format.parse("fp32")
+TILE = 1024  # values of a program that rounds one of many tensors
+WORDS = 5  # of a row that says where one of them is
 NEEDS_TRITON = "formats in memory need Triton: install it, or keep tensors on the CPU."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Job = tuple[Tensor, Tensor, int]  # x, out, place
 
 
 def is_live(format: Format | None) -> bool:
@@ -92,23 +95,23 @@ class LiveTable:
             self.rows[torch.tensor(list(rows)).to(self.device), columns] = values
 
     def round_many(
-        self, jobs: Sequence[tuple[Tensor, Tensor, int]], rounding: Rounding, step: Tensor, *, writes: bool = True
+        self, jobs: Sequence[Job], rounding: Rounding, step: Tensor, memory: Tensor, *, is_captured: bool = False
     ) -> Many:
-        """Round each (x, out, place), float32 without gaps, in one launch. `writes` False: the caller calls `write` before it runs."""
+        """Round each (x, out, place), float32 without gaps, in one launch, which finds them by what stands in `memory` when it runs.
+
+        `memory`: `words_for` int64. `is_captured`: the caller writes there before the graph runs.
+        """
         kernels, first, rows = backend.find_kernels(), 0, list[list[int]]()
         if kernels is None:
             raise CodecError(NEEDS_TRITON)
         for x, out, place in jobs:
             rows.append([x.data_ptr(), out.data_ptr(), self.rows[place].data_ptr(), x.numel(), first])
-            first += -(-x.numel() // kernels.MANY_TILE)
-        many = Many(
-            torch.empty(first, dtype=torch.int32, device=self.device),
-            torch.empty((len(rows), len(rows[0])), dtype=torch.int64, device=self.device),
-            rows,
-        )
-        if writes:
+            first += tiles_of(x)
+        owners = torch.arange(len(jobs), dtype=torch.int32).repeat_interleave(torch.tensor([tiles_of(x) for x, *_ in jobs]))
+        many = Many(memory[len(rows) * WORDS :].view(torch.int32)[:first], memory[: len(rows) * WORDS], owners, torch.tensor(rows))
+        if not is_captured:
             many.write()
-        kernels.round_many(many.owners, many.table, rounding, step)
+        kernels.round_many(many.owners, many.table, rounding, step, TILE)
         return many
 
     def round_into(self, x: Tensor, out: Tensor, place: int, rounding: Rounding, step: Tensor) -> Tensor:
@@ -133,23 +136,27 @@ def signed_keys(seed: Seed) -> tuple[int, ...]:
 
 
 class Many(NamedTuple):
-    """What one launch for many tensors reads, on the device, and what stands there once it is `written`."""
+    """What one launch for many tensors reads, on the device, and what shall stand there."""
 
     owners: Tensor
     table: Tensor
-    rows: list[list[int]]
+    their_owners: Tensor
+    their_table: Tensor
 
     def write(self) -> None:
-        """Tell the device. A graph that was captured before reads it at its next replay."""
-        counts = [-(-row[3] // _many_tile()) for row in self.rows]
-        self.owners.copy_(torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts)))
-        self.table.copy_(torch.tensor(self.rows))
+        """Tell the device, before the launch runs."""
+        self.owners.copy_(self.their_owners)
+        self.table.copy_(self.their_table.flatten())
 
 
-def _many_tile() -> int:
-    kernels = backend.find_kernels()
-    assert kernels is not None
-    return kernels.MANY_TILE
+def tiles_of(x: Tensor) -> int:
+    """Programs that round one of many tensors."""
+    return -(-x.numel() // TILE)
+
+
+def words_for(tensors: Iterable[Tensor]) -> int:
+    """int64 of memory that `LiveTable.round_many` takes for so many tensors."""
+    return sum(WORDS + tiles_of(x) for x in tensors) + 2  # owners are half as wide
 
 
 @cache

@@ -78,6 +78,7 @@ class Pass:
     seen: set[int] = field(default_factory=set)
     unreached: int = 0  # nodes made so far that no output reached when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
+    over: nn.Module | None = None  # the running module whose inside is passed over
     _constants: dict[int, str] | None = None
 
     def constants(self) -> dict[int, str]:

@@ -90,6 +90,9 @@ class Watch:
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations that were left out for being small, as long as they are collected
         self.collects_small = True
+        self.passed_over: frozenset[nn.Module] = (
+            frozenset()
+        )  # what is inside of these is held by others: looked at in the first pass alone
 
     @property
     def was_compiled(self) -> bool:
@@ -146,15 +149,17 @@ class Watch:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         now = self._current()
-        if now is None:
+        if now is None or now.over is not None:
             return
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         now.times[path] = times = now.times.get(path, 0) + 1
         now.calls.append(Call(module, path if times == 1 else f"{path}@{times}", is_plain_leaf, next_number()))
+        if module in self.passed_over and not self.collects_small:
+            now.over = module
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         now = self._current()
-        if now is None:
+        if now is None or now.over not in (None, module):
             return
         calls = now.calls
         while len(calls) > 1 and calls[-1].module is not module:  # calls that ended by an exception which the model caught
@@ -163,9 +168,12 @@ class Watch:
             call = calls[-1]
             call.needs = tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
             memory = self._memories.get(call.path)
-            if memory is not None and call.first - calls[0].first - len(now.seen) != now.unreached:
+            if (memory or now.over) is not None and call.first - calls[0].first - len(now.seen) != now.unreached:
                 self._report(now, args, before=call.first)  # what the parents made before this call
-            if memory is None or not self._repeat(now, call, memory, output):
+            if now.over is not None:
+                now.seen.update(range(call.first, next_number()))
+                now.over = None
+            elif memory is None or not self._repeat(now, call, memory, output):
                 self._report(now, output)
             calls.pop()
 

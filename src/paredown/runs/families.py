@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,11 +64,7 @@ def row_of_task(text: str, folder: Path) -> TaskRow:
     head, _, tail = text.strip().partition("#")
     data = PurePath(head.partition(":")[2] or head).name
     data = data.removesuffix(".gz").rpartition(".")[0] or data
-    try:
-        options = parse_options(tail)
-        task = found_task(text, folder)
-    except ParedownError:
-        options, task = {}, None
+    options, task = _options(tail), _task(text, folder)
     if "superclass" in options:
         data = f"{data}/{options['superclass']}"
     is_text = head.startswith("text:")
@@ -78,3 +75,17 @@ def row_of_task(text: str, folder: Path) -> TaskRow:
         return TaskRow(name, family, data, "loss" if is_text else "error", text=text)
     metric = task.metric if isinstance(task.metric, str) else "own"
     return TaskRow(name, family_of_task(task), data, metric, task.data.num_answers, blind_error(task), steps=task.steps, text=text)
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        return parse_options(text)
+    except ParedownError:
+        return {}
+
+
+def _task(text: str, folder: Path) -> Task | None:
+    try:
+        return found_task(text, folder)
+    except ParedownError:
+        return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paredown.runs.tasks import WITH_FILE, Task, find_file, find_task
 
-KEPT = 8  # tasks: trials of a sweep come task by task, several side by side
+KEPT = 32  # tasks: those of a sweep that runs cheap plans first take turns
 Stamp = tuple[int, int]
 
 

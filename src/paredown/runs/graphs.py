@@ -120,7 +120,8 @@ class Lane:
             return call
         drawn = _drawn(self.setting.device)
         for _ in range(WARM_UPS):
-            call()
+            with self._session.capturing():
+                call()
         if _drawn(self.setting.device) != drawn:
             raise NotAlike("its model draws random numbers, which runs side by side would share")
         graph = torch.cuda.CUDAGraph()

@@ -29,12 +29,13 @@ from paredown.plan.record import Trace
 from paredown.plan.sizes import parse_bytes
 from paredown.roles import Role
 from paredown.runs.evaluate import find_device, formats_state, traced
+from paredown.runs.families import family_of_task
 from paredown.runs.measuring import Runner, Told, measurer
 from paredown.runs.picking import Picking
 from paredown.runs.tasks import Task, find_task
 from paredown.runs.train import Setting
 from paredown.search import prior as priors
-from paredown.search.candidates import Step, candidates, family_of
+from paredown.search.candidates import Step, candidates
 from paredown.search.earlier import Earlier
 from paredown.search.learned import Learned, blind_error
 from paredown.search.peppp import plan_bytes
@@ -80,7 +81,7 @@ def pick(
             budget_bytes=parse_bytes(budget, whole=step.full_bytes),
             step=step,
             candidates=rows,
-            learned=Learned.of(earlier, family_of(traced(found, place.type, False))),
+            learned=Learned.of(earlier, _family(found)),
             is_strict=place.type == "cuda",
         )
         picking.learn(own, others)
@@ -95,6 +96,11 @@ def _check(evaluations: Any, mode: Any) -> None:
         raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: earlier tasks alone answer).")
     if mode not in MODES:
         raise TaskError(f"mode {mode!r} is unknown. Allowed: {', '.join(MODES)}.")
+
+
+def _family(task: Task) -> str:
+    with torch.random.fork_rng(devices=[]):  # making a model draws numbers
+        return family_of_task(task)
 
 
 def blind_of(task: Task) -> float | None:

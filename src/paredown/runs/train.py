@@ -6,6 +6,8 @@ In store mode the optimizer is one of `paredown.optim`, so that the plan's forma
 mode it is torch's, whose state the session rounds. A plan without rules, in store mode, is the training as it is written.
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import math

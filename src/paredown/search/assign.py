@@ -76,7 +76,7 @@ def assign(
     def searched(of: Trace) -> Search:
         return Search.of(of, row, sensitivities=sensitivities, ladder=ladder, seed=seed)
 
-    search, best, layers = _found(trace, budget_bytes, searched, bearable_error(trace, ladder or LADDER), recompute)
+    search, best, layers = _found(trace, budget_bytes, searched, bearable_error(trace, ladder or LADDER, recompute), recompute)
     reason = _reason(search, best, layers, budget_bytes, written)
     for rules in _written(search, best):
         plan = Plan(rules, reason, made_for, layers)

@@ -24,7 +24,6 @@ from paredown.search.recipe import plan_of_row
 
 Array = NDArray[np.float64]
 AS_WRITTEN = "as written"
-OPS = {"attention": "scaled_dot_product", "convolution": "convolution", "tokens": "embedding", "recurrent": "rnn"}
 
 
 @dataclass(frozen=True)
@@ -109,14 +108,6 @@ def candidates(step: Step, earlier: Earlier, budget: int | str, others: Iterable
         if made is not None:
             found.setdefault(_key(made.plan), made)
     return Candidates(tuple(_told_apart(found.values())), points, num_left_out)
-
-
-def family_of(trace: Trace) -> str:
-    """The family of a model, by the operations of its step."""
-    ops = {name for name, text in OPS.items() if any(text in made.op for made in trace.outputs)}
-    if "attention" in ops:
-        return "gpt" if "tokens" in ops else "vit"
-    return "cnn" if "convolution" in ops else "rnn" if "recurrent" in ops else "mlp"
 
 
 def _general(step: Step, budget: int | str) -> Iterator[tuple[str, Callable[[], Plan]]]:

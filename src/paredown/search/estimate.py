@@ -14,6 +14,7 @@ paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, err
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -92,15 +93,13 @@ class Estimate:
 
     def chance_below(self, plan: int) -> Array:
         """How likely each plan's mean error is less than this one's; a half where nothing tells them apart."""
-        from scipy.special import ndtr
-
         levels, own = self.prior.levels, self.prior.levels[plan]
         spreads, means = self.belief.spreads[0], self.belief.means[0]  # (kinds, levels, levels), (kinds, levels)
         diagonal = np.diagonal(spreads, axis1=-2, axis2=-1)
         variance = (diagonal + diagonal[:, own, None] - 2 * spreads[:, own])[:, levels]
         variance = variance + self.prior.doubt + self.prior.doubt[plan]
         apart = (means[:, own, None] - means)[:, levels] + self.prior.offsets[plan] - self.prior.offsets
-        return self.belief.weights[0] @ ndtr(apart / np.sqrt(np.maximum(variance, 1e-18)))
+        return self.belief.weights[0] @ _below(apart / np.sqrt(np.maximum(variance, 1e-18)))
 
     def _text(self, plan: int) -> str:
         return f"{self.means[plan]:.2f} +- {self.deviations[plan]:.2f}"
@@ -114,3 +113,8 @@ class Estimate:
             else "no other plan that fits is likely to be better"
         )
         return f"mean error {self._text(plan)} after {runs} and {self.prior.num_tasks} earlier tasks; {sure}."
+
+
+def _below(deviations: Array) -> Array:
+    """How likely a normal number is below so many deviations; few are asked for, and scipy need not be there."""
+    return np.vectorize(lambda value: 0.5 * math.erfc(-value / math.sqrt(2)), otypes=[float])(deviations)

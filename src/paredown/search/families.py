@@ -61,6 +61,14 @@ def with_strangers(mixture: Mixture) -> Mixture:
     return _joined(mixture, STRANGE, mean, spread, noise)
 
 
+def with_noises(mixture: Mixture, ratios: Array) -> Mixture:
+    """Each kind once for each of these ratios of its noise, variances: how noisy runs of a task are is no more known than its kind."""
+    shares = np.repeat(mixture.shares, len(ratios)) / len(ratios)
+    noise = (mixture.noise[:, None] * ratios[:, None]).reshape(len(shares), -1)
+    means, spreads = (np.repeat(part, len(ratios), axis=0) for part in (mixture.means, mixture.spreads))
+    return Mixture(shares, means, spreads, noise)
+
+
 def with_family(mixture: Mixture, sums: Sums, is_of: NDArray[np.bool_], *, is_own: bool = True) -> Mixture:
     """The mixture and, last, the kind of the tasks `is_of`; without it where that are all tasks, or none."""
     count = int(is_of.sum())
@@ -87,5 +95,6 @@ def _family(mixture: Mixture, sums: Sums, count: int) -> tuple[Array, Array]:
     means, spreads = mixture.given(sums).moments()
     mean = (means.sum(axis=0) + OF_ALL * middle) / (count + OF_ALL)
     apart = means - mean
-    spread = (apart.T @ apart + spreads.sum(axis=0) + STRENGTH * whole) / (count + STRENGTH)
+    strength = max(STRENGTH, float(len(mean) - count))
+    spread = (apart.T @ apart + spreads.sum(axis=0) + strength * whole) / (count + strength)
     return mean, spread * (1 + 1 / (count + OF_ALL))

@@ -12,7 +12,9 @@ error. For the same layers more budget never means more error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from paredown.plan.ops import Use
 from paredown.plan.recompute import modules_of, outermost, recomputed
@@ -23,11 +25,12 @@ from paredown.search.path import Point
 from paredown.search.search import Search
 
 Found = tuple[Search, Point, tuple[str, ...]]
+NUMBERED = re.compile(r"(.*_)?\d+")  # in a list, or as in torchvision's encoder_layer_11; not conv1, which is one of several parts
 
 
 def repeated_layers(trace: Trace) -> list[str]:
-    """Modules in lists, outermost ones alone, that save anything when they are computed again; the one that saves most first."""
-    numbered = [path for path in modules_of(trace) if path.rpartition(".")[2].isdigit()]
+    """Modules with a number for a name, outermost ones alone, that save anything when computed again; the one that saves most first."""
+    numbered = [path for path in modules_of(trace) if NUMBERED.fullmatch(path.rpartition(".")[2])]
     saved = {path: _saved_bytes(trace, path) for path in outermost(numbered, numbered)}
     return sorted((path for path, nbytes in saved.items() if nbytes > 0), key=lambda path: -saved[path])
 
@@ -37,28 +40,47 @@ def _saved_bytes(trace: Trace, path: str) -> int:
     return sum(slot.nbytes for slot in trace.activations) - sum(slot.nbytes for slot in then.activations)
 
 
-def bearable_error(trace: Trace, ladder: Ladder) -> float:
-    """The error of all activations at the first format of the ladder."""
-    first = next((format for format in ladder if format is not None), None)
+def bearable_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
+    """The error of all activations at the first format of the ladder, or at the second where layers are the last resort."""
+    formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
-    return sum(expected_error(slot, first) for slot in slots) if first is not None else 0.0
+    return sum(expected_error(slot, formats[:2][0 if recompute else -1]) for slot in slots) if formats else 0.0
 
 
 def with_layers(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search], bearable: float) -> Found | None:
     """The plan with as few layers computed again as the policy asks for; None if none fits."""
     layers = repeated_layers(trace)
-    found: Found | None = None
-    for count in _counts(len(layers)):
+
+    @cache
+    def found(count: int) -> Found | None:
         chosen = tuple(layers[:count])
         search = searched(recomputed(trace, chosen))
         point = search.best(budget_bytes)
-        if point is None:
-            continue
-        if found is None or point.error < found[1].error:
-            found = search, point, chosen
-        if point.error <= bearable:
-            return found
-    return found
+        return None if point is None else (search, point, chosen)
+
+    def is_bearable(count: int) -> bool:
+        there = found(count)
+        return there is not None and there[1].error <= bearable
+
+    tried = list(_counts(len(layers)))
+    enough = next((count for count in tried if is_bearable(count)), None)
+    if enough is not None:
+        too_few = max((count for count in tried if count < enough), default=0)
+        return found(_fewest(is_bearable, too_few, enough))
+    fitting = [there for there in map(found, tried) if there is not None]
+    return min(fitting, key=lambda there: there[1].error, default=None)
+
+
+def _fewest(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
+    """The least count above `too_few` that is enough, by halving.
+
+    >>> _fewest(lambda count: count >= 7, 4, 8), _fewest(lambda count: count >= 12, 8, 12), _fewest(lambda count: True, 0, 1)
+    (7, 12, 1)
+    """
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if is_enough(middle) else (middle, enough)
+    return enough
 
 
 def _counts(num: int) -> Iterator[int]:

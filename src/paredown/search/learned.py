@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from paredown.errors import PriorError
 from paredown.search.earlier import Earlier
-from paredown.search.families import nearest, with_family, with_strangers
+from paredown.search.families import nearest, with_family, with_noises, with_strangers
 from paredown.search.grouping import MOST_LEVELS, as_levels, find_levels, offsets
 from paredown.search.mixture import Belief, Mixture, Sums
 from paredown.search.pooled import Prior
@@ -31,6 +31,7 @@ from paredown.search.unseen import MOST_POINTS, Likeness, extended
 
 Array = NDArray[np.float64]
 WORST = 1.0  # a blind guess
+NOISE_QUANTILES, FEWEST_NOISES = (1 / 6, 1 / 2, 5 / 6), 4  # a quiet task, a usual one and a noisy one; tasks that tell them apart
 
 
 def blind_error(metric: str, answers: int | None) -> float | None:
@@ -74,12 +75,13 @@ class Learned:
         is_of = np.array([bool(near) and task.family == near for task in earlier.tasks])
         with_own = with_family(fitted, sums, is_of, is_own=near == family)
         weights = fitted.given(sums).weights
-        if len(with_own.shares) > len(fitted.shares):
+        if has_own := len(with_own.shares) > len(fitted.shares):
             weights = np.column_stack([weights, is_of])
-        weights = np.column_stack([weights, np.ones(len(runs))])  # of tasks like none before, all tell alike
-        prior = Prior(levels, apart, doubt, with_strangers(with_own), len(runs), WORST)
-        own = near if len(with_own.shares) > len(fitted.shares) else ""
-        return Learned(earlier, prior, family, own, sums, weights / np.maximum(weights.sum(axis=0), 1e-12))
+        ratios = noise_ratios(earlier)
+        mixture = with_strangers(with_noises(with_own, ratios))
+        weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])  # to a stranger all tell alike
+        prior = Prior(levels, apart, doubt, mixture, len(runs), WORST)
+        return Learned(earlier, prior, family, near if has_own else "", sums, weights / np.maximum(weights.sum(axis=0), 1e-12))
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
         """The prior of plans to choose from: `columns` are those of the earlier tasks' plans, -1 for plans that are none of them.
@@ -118,19 +120,39 @@ class Learned:
 def scaled(earlier: Earlier) -> Array:
     """All runs (tasks, plans, seeds) in parts of a blind guess's error, at most WORST; NaN where there is none."""
     runs = np.where(np.isfinite(earlier.runs), earlier.runs, np.nan)
+    return np.minimum(runs / scales_of(earlier)[:, None, None], WORST)
+
+
+def scales_of(earlier: Earlier) -> Array:
+    """The error of a blind guess, (tasks,); of a metric of one's own the worst that was seen."""
+    runs = np.where(np.isfinite(earlier.runs), earlier.runs, np.nan)
     blind = [task.blind or blind_error(task.metric, task.answers) for task in earlier.tasks]
     tops = np.where(np.isnan(runs), -np.inf, runs).max(
         axis=(1, 2), initial=-np.inf
     )  # a metric of one's own: the worst that was seen
-    scales = np.array([one if one and one > 0 else top if 0 < top < np.inf else 1.0 for one, top in zip(blind, tops, strict=True)])
-    return np.minimum(runs / scales[:, None, None], WORST)
+    return np.array([one if one and one > 0 else top if 0 < top < np.inf else 1.0 for one, top in zip(blind, tops, strict=True)])
+
+
+def noise_ratios(earlier: Earlier) -> Array:
+    """How the noise of a task may differ from that of all, as variances: by the tasks of which plans ran more than once."""
+    noise = (earlier.noise / scales_of(earlier)) ** 2
+    known = noise[np.isfinite(noise) & (noise > 0)]
+    if len(known) < FEWEST_NOISES:
+        return np.ones(1)
+    return np.quantile(known, NOISE_QUANTILES) / known.mean()
 
 
 def levels_of(earlier: Earlier, errors: Array) -> NDArray[np.intp]:
     """A level for each plan: by name, or else each by itself; found where that would be too many."""
     names = [plan.level or f"\0{i}" for i, plan in enumerate(earlier.plans)]
     levels = as_levels(np.unique(names, return_inverse=True)[1])
-    return levels if levels.max() < MOST_LEVELS else find_levels(errors)
+    if levels.max() < MOST_LEVELS:
+        return levels
+    try:
+        return find_levels(errors)
+    except ModuleNotFoundError as error:
+        plans = f"the {len(names)} plans of prior {earlier.name!r} have no levels"
+        raise PriorError(f"{plans}, and to find some needs {error.name}: pip install 'paredown[search]'.") from None
 
 
 def _widened(mixture: Mixture, num_tasks: int) -> Mixture:

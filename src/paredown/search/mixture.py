@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 NUM_STEPS = 40
 TASKS_OF_A_KIND = 8  # at least, at the start
-STRENGTH = 4.0  # tasks that the guess about S weighs as much as
+STRENGTH = 4.0  # tasks that the guess about S weighs as much as, at least: as many more as levels are than tasks
 LOOSE = (0.01, 0.1)  # in that guess, at least and at most: the part of a level's variance that it shares with no other
 NUM_COMMON = 5  # directions, at most half of all, in which levels go together; what is left of the variance is loose
 NOISE_RUNS = 4.0  # runs that the guess about v weighs as much as
@@ -158,6 +158,8 @@ class _Guess:
         num_common = min(NUM_COMMON, len(offsets) // 2)
         rest = np.linalg.eigvalsh(np.cov(guess.filled(sums) - offsets, rowvar=False, bias=True).reshape(len(offsets), -1))
         alone = float(rest[: len(offsets) - num_common].mean())
+        if len(lifted) <= len(offsets):  # fewer tasks than levels span little of what is loose
+            alone *= len(lifted) / max(len(lifted) - 1 - num_common, 1)
         return replace(guess, loose=float(np.clip(alone / guess.variance, *LOOSE)))
 
     def filled(self, sums: Sums) -> Array:
@@ -177,10 +179,14 @@ def _maximised(sums: Sums, belief: Belief, guess: _Guess) -> Mixture:
     means = np.einsum("tk,tkl->kl", weights, belief.means) / tasks[:, None]
     apart = belief.means - means
     spreads = np.einsum("tk,tkl,tkm->klm", weights, apart, apart) + np.einsum("tk,tklm->klm", weights, belief.spreads)
-    spreads = (spreads + STRENGTH * guess.spread()) / (tasks + STRENGTH)[:, None, None]
+    strength = max(STRENGTH, float(len(guess.offsets) - len(weights)))
+    spreads = (spreads + strength * guess.spread()) / (tasks + strength)[:, None, None]
     inside = np.diagonal(belief.spreads, axis1=-2, axis2=-1)
     squares = sums.square[:, None] - 2 * belief.means * sums.total[:, None] + sums.count[:, None] * (belief.means**2 + inside)
     squares, runs = np.einsum("tk,tkl->kl", weights, squares), weights.T @ sums.count
-    common = (squares.sum(axis=1) + NOISE_RUNS * guess.noise) / (runs.sum(axis=1) + NOISE_RUNS)
-    noise = (squares + NOISE_RUNS * common[:, None]) / (runs + NOISE_RUNS)
+    # a level of which no task has two runs tells nothing of noise: what it is made of would be taken for the task's own
+    is_repeated = sums.count.max(axis=0) > 1
+    told = is_repeated if is_repeated.any() else np.ones(len(is_repeated), dtype=bool)
+    common = (squares[:, told].sum(axis=1) + NOISE_RUNS * guess.noise) / (runs[:, told].sum(axis=1) + NOISE_RUNS)
+    noise = np.where(told, (squares + NOISE_RUNS * common[:, None]) / (runs + NOISE_RUNS), common[:, None])
     return Mixture(tasks / tasks.sum(), means, spreads, np.maximum(noise, SMALLEST))

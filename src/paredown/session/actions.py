@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from html import escape
 from typing import Any
 
-THE_STEP = "the step"  # a row that speaks of no slot
+THE_STEP, THE_PROBE = "the step", "the probe"  # rows that speak of no slot
 HEAD = ("step", "slot", "from", "to", "why")
 
 

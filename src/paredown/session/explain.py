@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.session.actions import THE_STEP, Action, Actions, in_columns, in_html
+from paredown.session.actions import THE_PROBE, THE_STEP, Action, Actions, in_columns, in_html
 from paredown.session.changes import Changes
 from paredown.session.stored import Activations
 
@@ -70,7 +70,7 @@ def explained(plan: Plan, activations: Activations, changes: Changes, actions: A
 def _activations(plan: Plan, activations: Activations, actions: Actions) -> Iterator[Row]:
     done: dict[str, list[Action]] = defaultdict(list)
     for action in actions:
-        if action.slot != THE_STEP:
+        if action.slot not in (THE_STEP, THE_PROBE):
             done[action.slot].append(action)
     for name, decision in activations.decisions.items():
         asked = plan.find((name,), Role.ACTIVATION).format

@@ -5,7 +5,8 @@
     the same again, and nothing wrong with any slot                the step is left out, and slots under suspicion are raised: what backward
                                                                    exponentiates first, then by predicted or seen error, more each time
     a slot that loses too much, or much more than it did           it is raised by one level
-    steps 10, 30, 100, 300, ...                                    sensitivities are measured anew, and the plan is settled anew
+    steps 10, 30, 100, 300, ...                                    sensitivities are measured anew, with as many examples as the budget has
+                                                                   room for, and the plan is settled anew
 
 Whoever is raised is paid for by others (`search/repair.py`). What decides is read from a reduction over all processes, and nothing else
 that differs between them: all do the same. With nothing packed a guard does nothing.
@@ -29,13 +30,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paredown.errors import ApplyError
 from paredown.optim.registry import owner_of
 from paredown.plan.plan import Plan
+from paredown.plan.sizes import say_bytes
 from paredown.search.repair import LEVELS, Repaired, Terms, repair, settle
 from paredown.search.search import ladder_of
 from paredown.search.sensitivity import Sensitivities
-from paredown.session.actions import THE_STEP, Action
+from paredown.session.actions import THE_PROBE, THE_STEP, Action
 from paredown.session.guard import Guard, check_model
 from paredown.session.memory import Memory, Taken
 from paredown.session.probe import probe
+from paredown.session.probing import probe_bytes, within
 from paredown.session.signals import UNSEEN, Look, Signals, total_norm
 from paredown.session.stored import Activations
 
@@ -97,7 +100,7 @@ class Guarded:
             drop = getattr(optimizer, "drop_gradients", optimizer.zero_grad)
             drop()
         if self.guard.batch is not None and is_new and self.memory.is_probe_due():
-            self.reprobe(self.guard.batch, self.guard.loss)
+            self._probe_within_budget()
 
     def _takes(self, taken: Taken, norm: float, looks: Mapping[str, Look], *, is_new: bool) -> bool:
         """Whether the step is taken by the optimizer that has `taken` those before; repairs the plan."""
@@ -193,6 +196,17 @@ class Guarded:
         if repaired.moves:
             self.plan = repaired.plan
             self._change(repaired.plan)
+
+    def _probe_within_budget(self) -> None:
+        """Probe with as many examples of the guard's batch as the budget has room for."""
+        trace, batch = self.guard.trace, self.guard.batch
+        part = within(batch, trace, self.plan, self.budget_bytes)
+        if part is not None:
+            self.reprobe(part, self.guard.loss)
+            return
+        least = say_bytes(probe_bytes(trace, self.plan, batch, num_examples=1))
+        why = f"one example would take {least} of a budget of {say_bytes(self.budget_bytes)}"
+        self.actions.append(Action(self.memory.steps, THE_PROBE, "due", "left out", why))
 
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Sensitivities:
         """Measure sensitivities anew, and settle the plan by them."""

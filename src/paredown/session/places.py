@@ -9,7 +9,7 @@ largest one is taken of every activation and weight. From `share` on, that slot 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from paredown.codec.live import FLOATS, LiveTable, Many, flat, is_live, is_narrow, overflow_limit, round_trip_
+from paredown.codec.live import FLOATS, Job, LiveTable, Many, flat, is_live, is_narrow, overflow_limit, round_trip_, words_for
 from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.assignment import AS_IS, Assignment
@@ -29,6 +29,7 @@ from paredown.roles import Role
 SPARE = 256  # rows for slots that are met later, such as those of a loss
 NEVER = -1
 TABLED = ("cuda",)  # devices on which formats are read from memory
+OF_PARAMETERS = (Role.WEIGHT, Role.GRADIENT, Role.MASTER, Role.MOMENT1, Role.MOMENT2)
 FORWARD = (Role.ACTIVATION, Role.WEIGHT)  # what promotion looks at
 
 
@@ -72,6 +73,21 @@ class Place:
         return is_live(self.assignment.format) and is_live(self.raised.format)
 
 
+class Capture:
+    """Where launches for many tensors find them. Not memory of the graph itself, in which earlier kernels of it write at each replay."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory, self._taken = memory, 0
+        self.made: list[Many] = []
+
+    def take(self, jobs: Sequence[Job]) -> Tensor:
+        """Memory for one launch."""
+        first, self._taken = self._taken, self._taken + words_for(x for x, *_ in jobs)
+        if self._taken > self._memory.numel():
+            raise ApplyError("a captured graph holds one forward pass and one step of the model; capture more of them one by one.")
+        return self._memory[first : self._taken]
+
+
 class Places:
     """All slots of one session."""
 
@@ -83,8 +99,8 @@ class Places:
         self._pending: dict[str, tuple[int, float]] = {}  # of a loaded state, for slots that were not met yet
         self.device = torch.device("cpu")
         self._counter = torch.zeros(1, dtype=torch.int32)
-        self._many: list[Many] | None = None  # of the graph that is being captured
-        self._kept: list[Many] = []  # of those that were
+        self._capture: Capture | None = None  # of the graph that is being captured
+        self._kept: list[Capture] = []  # of those that were
         self._table: LiveTable | None = None
         self._make_room(SPARE)
 
@@ -215,14 +231,17 @@ class Places:
 
     def round_all(self, jobs: Sequence[tuple[Tensor, Tensor, Place]]) -> None:
         """Round each x of (x, out, slot) into its out: in one launch inside of `capturing`, one by one otherwise."""
-        many = [job for job in jobs if self._many is not None and self._is_simple(*job)]
-        for x, out, place in (job for job in jobs if not any(job is other for other in many)):
-            self._round(x, out, place, looks=False)
-        for rounding in dict.fromkeys(place.rounding for *_, place in many):
-            rows = [(x.data, out.data, place.number) for x, out, place in many if place.rounding is rounding]
-            assert self._table is not None and self._many is not None
-            later = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            self._many.append(self._table.round_many(rows, rounding, self._counter, writes=not later))
+        capture, many = self._capture, dict[Rounding, list[Job]]()
+        for x, out, place in jobs:
+            if capture is not None and self._is_simple(x, out, place):
+                many.setdefault(place.rounding, []).append((x.data, out.data, place.number))
+            else:
+                self._round(x, out, place, looks=False)
+        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        for rounding, rows in many.items():
+            assert self._table is not None and capture is not None
+            memory = capture.take(rows)
+            capture.made.append(self._table.round_many(rows, rounding, self._counter, memory, is_captured=is_captured))
 
     def _is_simple(self, x: Tensor, out: Tensor, place: Place) -> bool:
         """Whether a launch for many takes this one."""
@@ -232,19 +251,23 @@ class Places:
     @property
     def is_capturing(self) -> bool:
         """Whether many tensors are rounded at once."""
-        return self._many is not None
+        return self._capture is not None
 
     @contextmanager
-    def capturing(self) -> Generator[None]:
+    def capturing(self, parameters: Iterable[Tensor]) -> Generator[None]:
         """Around the capture of a graph: addresses, which it fixes, are told to the device when it is over."""
-        self._many = made = []
+        if self._table is None:
+            yield
+            return
+        words = len(OF_PARAMETERS) * words_for(parameters)
+        self._capture = capture = Capture(torch.empty(words, dtype=torch.int64, device=self.device))
         try:
             yield
         finally:
-            self._many = None
-        for many in made:
+            self._capture = None
+        for many in capture.made:
             many.write()
-        self._kept += made
+        self._kept.append(capture)
 
     def _step(self) -> Any:
         return self._counter if self._table is not None else self.forwards

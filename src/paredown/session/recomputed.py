@@ -38,7 +38,7 @@ class Recomputed:
             self.paths = tuple(outermost(paths, plan.recompute))
         except PlanError as error:
             raise ApplyError(f"{error} Correct it, or take a plan of this model.") from None
-        self._modules = [paths[path] for path in self.paths]
+        self.modules = [paths[path] for path in self.paths]
         self._handles: list[Any] = []
         self._local = threading.local()
 
@@ -48,7 +48,7 @@ class Recomputed:
 
     def attach(self) -> None:
         """Register the hooks: the first of all before a call, so that the second call gets the same arguments."""
-        for module in self._modules:
+        for module in self.modules:
             enter, leave = Hook(self._enter), Hook(self._leave)
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))

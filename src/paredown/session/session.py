@@ -62,6 +62,7 @@ class Session:
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_NUMEL)
         rows = asked_for(model, plan)  # may refuse
         self._recomputed = Recomputed(plan, model)  # may refuse too
+        self._watch.passed_over = frozenset(self._recomputed.modules)
         self._guarded = Guarded(guard, plan, model, self._activations, self._change) if guard is not None else None  # and this
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._watch.attach(follows=self._packs_activations)

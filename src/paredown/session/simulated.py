@@ -123,9 +123,10 @@ class SimulatedSession:
     def capturing(self) -> AbstractContextManager[None]:
         """A context around the capture of a CUDA graph, in which parameters and their state are rounded by few launches.
 
-        The graph runs once the context is left. It may be captured without, in more launches.
+        The graph runs once the context is left, and has at most one training step. It may be captured without, in more launches.
         """
-        return self._places.capturing()
+        model = self._model()
+        return self._places.capturing(() if model is None else model.parameters())
 
     @property
     def changes(self) -> Changes:

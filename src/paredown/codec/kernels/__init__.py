@@ -2,7 +2,6 @@
 
 from paredown.codec.kernels.flat import covers_recompute, decode_flat, encode_flat, pack_mask, recompute, unpack_mask
 from paredown.codec.kernels.launch import (
-    MANY_TILE,
     covers,
     decode_rows,
     decoder,
@@ -16,7 +15,6 @@ from paredown.codec.kernels.launch import (
 )
 
 __all__ = [
-    "MANY_TILE",
     "covers",
     "covers_recompute",
     "decode_flat",

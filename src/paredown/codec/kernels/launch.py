@@ -19,7 +19,6 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
 FP32 = Format.parse("fp32")
-MANY_TILE = 1024  # values of a program that rounds one of many tensors
 WIDTHS = (1, 2, 4, 6, 8, 16)
 MAX_BLOCK_LEN = 4096
 KINDS = {Kind.FLOAT: numbers.FLOAT, Kind.INT: numbers.INT, Kind.UINT: numbers.UINT, Kind.TABLE: numbers.TABLE}
@@ -110,9 +109,9 @@ def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, 
     return out
 
 
-def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor) -> None:
+def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, tile: int) -> None:
     """Many tensors in one launch; `run_time.round_many_kernel` says what the first two hold when it runs."""
-    constants = {"ROUNDING": ROUNDINGS[rounding].value, "TILE": MANY_TILE, "num_warps": 4, "enable_fp_fusion": False}
+    constants = {"ROUNDING": ROUNDINGS[rounding].value, "TILE": tile, "num_warps": 4, "enable_fp_fusion": False}
     run_time.round_many_kernel[(owners.numel(),)](owners, table, step, **constants)
 
 
