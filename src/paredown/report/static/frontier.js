@@ -12,6 +12,7 @@ function markOf(study, label) { return study.marks.find((mark) => mark.label ===
 
 function bytesRange(study) {
   const all = study.marks.flatMap((mark) => [mark.nbytes, mark.measured_bytes]).concat([study.full_bytes, study.budget_bytes]).filter((n) => n > 0);
+  if (!all.length) return [0, 1, false];
   const low = Math.min(...all), high = Math.max(...all);
   const isLog = high / low > 8;
   return isLog ? [low / 1.15, high * 1.15, true] : [Math.max(0, low - 0.08 * (high - low || high)), high + 0.06 * (high - low || high), false];
