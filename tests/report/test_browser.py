@@ -188,6 +188,16 @@ def test_every_control_has_a_name(tab: Tab) -> None:
     assert bare == []
 
 
+def test_runs_of_a_task_without_a_study_are_shown_beside_it(browser: Any, tmp_path: Path) -> None:
+    longer = [trial("as written", task="blobs, longer"), trial("activations8", task="blobs, longer")]
+    write(record().with_trials(longer, {"written": longer[0].plan}), tmp_path / "report.html")
+    tab = Tab(browser, (tmp_path / "report.html").as_uri())
+    assert tab.page.locator("#trials-rows tbody tr").count() == len(record().runs) + 2
+    assert "blobs, longer" in tab.text("#trials-rows")
+    assert tab.page.locator("#curves svg[role=img]").count() == 2
+    tab.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_theme_is_the_systems_and_can_be_changed(browser: Any, tmp_path: Path, scheme: str) -> None:
     write(record(), tmp_path / "report.html")

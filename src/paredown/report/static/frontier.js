@@ -51,7 +51,8 @@ function drawFrontier(study, budget, label, width, onPick) {
   }
   const order = [...study.marks].sort((a, b) => a.on_front - b.on_front || (a.measured !== null) - (b.measured !== null));
   for (const mark of order) root.append(drawMark(study, mark, x, y, inside, mark.label === label, onPick));
-  for (const mark of labelled(study, label)) root.append(drawLabel(study, mark, x, y, width, mark.label === label));
+  const boxes = [];
+  for (const mark of labelled(study, label)) root.append(drawLabel(mark, x, y, width, mark.label === label, boxes));
   return root;
 }
 
@@ -99,14 +100,19 @@ function drawMark(study, mark, x, y, inside, isPicked, onPick) {
 }
 
 function labelled(study, label) {
-  const names = [...new Set([study.written, label])].filter(Boolean);
+  const names = [...new Set([label, study.written])].filter(Boolean);
   return names.map((name) => markOf(study, name)).filter((mark) => mark && mark.error !== null);
 }
 
-function drawLabel(study, mark, x, y, width, isPicked) {
+// Above its mark, or below it where another label stands; `boxes` are those that are taken.
+function drawLabel(mark, x, y, width, isPicked, boxes) {
   const at = x.at(mark.nbytes), end = at > 0.6 * width;
   const text = cut(`${isPicked ? "picked: " : ""}${mark.label}`, end ? at - EDGE.left - 14 : width - at - 30, isPicked);
-  return svg("text", { x: at + (end ? -14 : 14), y: y.at(mark.error) - 10, "text-anchor": end ? "end" : "start", class: `halo${isPicked ? " strong" : ""}` }, text);
+  const size = widthOf(text, isPicked), left = end ? at - 14 - size : at + 14;
+  const isFree = (top) => !boxes.some((box) => left < box.left + box.size && box.left < left + size && Math.abs(top - box.top) < 16);
+  const top = [-10, 20, -28, 38].map((shift) => y.at(mark.error) + shift).find(isFree) ?? y.at(mark.error) - 10;
+  boxes.push({ left, size, top });
+  return svg("text", { x: at + (end ? -14 : 14), y: top, "text-anchor": end ? "end" : "start", class: `halo${isPicked ? " strong" : ""}` }, text);
 }
 
 function sayMark(study, mark) {

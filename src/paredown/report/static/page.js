@@ -24,13 +24,14 @@ const SECTIONS = [
   { id: "memory", name: "Where the memory goes", has: (record, study) => study && study.kept.length > 0, build: buildMemory, draw: drawMemory },
   { id: "slots", name: "What each slot gets", has: (record, study) => study && study.kept.some((row) => row.slots.length), build: buildSlots, draw: drawSlots },
   { id: "trials", name: "Trials", has: (record) => record.runs.length > 0, build: () => [el("div", { id: "trials-table" })], draw: drawTrials },
-  { id: "curves", name: "Training curves", has: (record, study) => runsOf(record, study).some((run) => run.curve.length > 1), build: () => [el("div", { id: "curves-legend" }), el("div", { id: "curves-chart" })], draw: drawCurvesSection },
+  { id: "curves", name: "Training curves", has: (record, study) => runsOf(record, study).some((run) => run.curve.length > 1), build: () => [el("div", { id: "curves-charts" })], draw: drawCurvesSection },
   { id: "guards", name: "What the guard did", has: (record) => record.actions.length > 0, build: () => [el("div", { id: "guards-table" })], draw: drawActions },
   { id: "given", name: "Asked and given", has: (record) => record.changes.length + record.given.length > 0, build: () => [el("div", { id: "given-table" })], draw: drawGiven },
   { id: "made", name: "How it was made", has: (record, study) => madeRows(record).length + record.notes.length + (study ? study.notes.length : 0) > 0, build: () => [el("div", { id: "made-list" })], draw: drawMade },
 ];
 
-function runsOf(record, study) { return record.runs.filter((run) => !study || run.task === study.task); }
+// The runs of a task, and those of tasks that have no study: longer trainings with what was picked.
+function runsOf(record, study) { return record.runs.filter((run) => !study || run.task === study.task || !record.studies.some((other) => other.task === run.task)); }
 
 function buildProgress() { return [el("div", { id: "progress-rows" })]; }
 
@@ -177,13 +178,14 @@ function drawSlots(record, study, label) {
     { name: "format", value: (slot) => slot[4], kind: "format nowrap" },
     { name: "what", value: (slot) => slot[5] },
     { name: "why", value: (slot) => slot[6], kind: "why" },
-  ], shown, { name: `Slots under ${row.label}`, most: 20 }));
+  ], shown, { name: `Slots under ${row.label}`, most: 20, column: 2, down: true }));
 }
 
 function drawTrials(record, study) {
-  const runs = runsOf(record, study), metric = study ? study.metric : "error";
+  const runs = runsOf(record, study), metric = study ? study.metric : "error", tasks = new Set(runs.map((run) => run.task));
   fill("trials-table", sortable("trials-rows", [
     { name: "plan", value: (run) => run.plan },
+    ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task }] : []),
     { name: "seed", value: (run) => run.seed, kind: "num" },
     { name: "ended", value: (run) => run.status, show: (run) => run.status.replaceAll("_", " "), kind: "nowrap" },
     { name: metric, value: (run) => run.error, show: (run) => sayError(run.error, metric), kind: "num" },
@@ -196,9 +198,11 @@ function drawTrials(record, study) {
 }
 
 function drawCurvesSection(record, study, label) {
-  const runs = runsOf(record, study).filter((run) => run.curve.length > 1);
-  fill("curves-legend", curvesLegend(study, runs, label));
-  fill("curves-chart", drawCurves(study, runs, label, wide("curves-chart")));
+  const runs = runsOf(record, study).filter((run) => run.curve.length > 1), tasks = [...new Set(runs.map((run) => run.task))].slice(0, 6);
+  fill("curves-charts", tasks.flatMap((task) => {
+    const own = runs.filter((run) => run.task === task);
+    return [tasks.length > 1 ? el("h3", {}, task) : null, curvesLegend(study, own, label), drawCurves(study, own, label, wide("curves-charts"))];
+  }));
 }
 
 function drawActions(record) {

@@ -10,7 +10,7 @@ function compare(a, b) {
 
 // columns: {name, value(row), show(row)?, kind: "num" | "why" | ...}; options: name, most, chosen(row), onRow(row), order
 function sortable(id, columns, rows, options = {}) {
-  const kept = (tableKept[id] = tableKept[id] || { column: options.column ?? null, down: false, all: false });
+  const kept = (tableKept[id] = tableKept[id] || { column: options.column ?? null, down: options.down ?? false, all: false });
   const most = options.most || 25;
   const body = el("tbody"), more = el("button", { type: "button" });
   const heads = columns.map((column, i) => el("th", { scope: "col", class: column.kind === "num" ? "num" : "" },
