@@ -169,6 +169,15 @@ def test_memory_of_two_plans_is_drawn_to_one_scale(tab: Tab) -> None:
     assert tab.page.locator("#memory-bars text", has_text="low, picked").count() == 1
 
 
+def test_any_plan_can_be_compared_with_the_step_as_written(tab: Tab) -> None:
+    tab.page.select_option("#memory-plan", "activations8")
+    assert "Under activations8:" in tab.text("#slots-caption")
+    assert tab.page.locator("#memory-maps figcaption").nth(1).inner_text().startswith("activations8")
+    assert tab.picked() == "low", "looking at a plan does not pick it"
+    tab.page.press("#budget", "End")
+    assert tab.page.input_value("#memory-plan") == "as written", "the budget leads again"
+
+
 def test_tables_are_put_in_order_by_keyboard(tab: Tab) -> None:
     head = tab.page.locator("#trials-rows th button", has_text="predicted")
     head.focus()

@@ -1,12 +1,12 @@
 // The page: its state (record, task, budget), its sections, and new records as they come where the page is served.
-const state = { record: JSON.parse(document.getElementById("record").textContent), task: null, budget: null, asked: false, slots: "", role: "" };
+const state = { record: JSON.parse(document.getElementById("record").textContent), task: null, budget: null, asked: false, shown: null, slots: "", role: "" };
 
 function studyNow() {
   const studies = state.record.studies;
   return studies.find((study) => study.task === state.task) || studies[0] || null;
 }
 
-function labelNow(study) { return study.marks.length ? pickAt(study, state.budget) : study.picked || (study.kept.length ? study.kept[study.kept.length - 1].label : null); }
+function labelNow(study) { return study.marks.length ? pickAt(study, state.budget) : study.picked || null; }
 
 function firstBudget(study) {
   if (study.budget_bytes !== null) return study.budget_bytes;
@@ -68,7 +68,7 @@ function buildFrontier() {
 
 function budgetAt(study, share) { const [low, high, isLog] = bytesRange(study); return Math.round(scale(low, high, 0, 1, isLog).back(share)); }
 
-function moveTo(budget) { state.budget = budget; state.asked = true; drawAll(); }
+function moveTo(budget) { state.budget = budget; state.asked = true; state.shown = null; drawAll(); }
 
 function stepPlan(way) {
   const study = studyNow(), sizes = study.picks.map(([nbytes]) => nbytes);
@@ -134,23 +134,29 @@ function plansTable(study, label) {
 }
 
 function buildMemory() {
+  const plan = el("select", { id: "memory-plan" });
+  plan.addEventListener("change", () => { state.shown = plan.value; drawAll(); });
   return [el("p", { class: "caption" }, "What is held at the moment when most is held, by arithmetic on the traced step."), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
+    el("div", { class: "tools" }, el("label", { for: "memory-plan" }, "Compare the step as written with"), plan),
     el("details", {}, el("summary", {}, "The same as a table"), el("div", { id: "memory-table" })), el("h3", {}, "By module"), el("p", { class: "caption" }, "Areas are bytes, on one scale; the dashed frame is the larger of the two."), el("div", { class: "maps", id: "memory-maps" }), el("div", { id: "memory-notes" })];
 }
 
 function drawMemory(record, study, label) {
   const order = [...study.kept].sort((a, b) => b.peak_bytes - a.peak_bytes), width = wide("memory-bars");
   fill("memory-legend", legendOf(order));
-  fill("memory-bars", drawBars(study, order, state.budget, label, width));
+  const shown = keptLabel(study, label), select = document.getElementById("memory-plan"), names = order.map((row) => row.label);
+  if (select.dataset.names !== JSON.stringify(names)) { select.dataset.names = JSON.stringify(names); select.replaceChildren(...names.map((name) => el("option", { value: name }, name))); }
+  select.value = shown;
+  fill("memory-bars", drawBars(study, order, study.marks.length || study.budget_bytes ? state.budget : null, label, shown, width));
   fill("memory-table", rolesTable(order));
-  fill("memory-maps", drawMaps(order, keptLabel(study, label), study.written, width));
+  fill("memory-maps", drawMaps(order, shown, study.written, width));
   fill("memory-notes", [...new Set(order.flatMap((row) => row.notes))].slice(0, 10).map((note) => el("p", { class: "hint" }, `Note: ${note}`)));
 }
 
+// The plan whose memory and slots are shown: what the reader chose, what the budget takes, else the smallest.
 function keptLabel(study, label) {
-  if (study.kept.some((row) => row.label === label)) return label;
-  const within = study.kept.filter((row) => row.peak_bytes <= state.budget && row.label !== study.written).sort((a, b) => b.peak_bytes - a.peak_bytes);
-  return within.length ? within[0].label : study.kept[study.kept.length - 1].label;
+  for (const name of [state.shown, label]) if (study.kept.some((row) => row.label === name)) return name;
+  return [...study.kept].sort((a, b) => a.peak_bytes - b.peak_bytes)[0].label;
 }
 
 function buildSlots() {
@@ -258,7 +264,7 @@ function showSection(section, isShown) {
 function sayLead(record, study) {
   if (!study) return "There is nothing to show yet.";
   const trials = plural(record.runs.length, "trial"), plans = plural(study.marks.length || study.kept.length, "plan");
-  return `${plans}, ${trials}${record.studies.length > 1 ? `, ${record.studies.length} tasks` : ""}.`;
+  return `${plans}${record.runs.length ? `, ${trials}` : ""}${record.studies.length > 1 ? `, ${record.studies.length} tasks` : ""}.`;
 }
 
 function drawChooser(record, study) {
@@ -303,7 +309,7 @@ function setUpLive(address) {
 
 document.body.prepend(textures());
 setUpTheme();
-document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; drawAll(); });
+document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; state.shown = null; drawAll(); });
 document.getElementById("foot").append(document.body.dataset.live ? "Shown by paredown from this machine, for reading only." : "Made by paredown. This page is one file: it loads nothing and sends nothing.");
 drawAll();
 let lastWidth = document.body.clientWidth;
