@@ -114,6 +114,8 @@ def test_keys_move_the_budget_and_the_pick(tab: Tab) -> None:
     for label in ("low", "activations8", "as written"):
         tab.page.keyboard.press("PageUp")
         assert tab.picked() == label
+    tab.page.keyboard.press("PageUp")
+    assert tab.picked() == "as written", "there is none beyond"
     tab.page.keyboard.press("PageDown")
     assert tab.picked() == "activations8"
     assert tab.page.evaluate("document.activeElement.id") == "budget", "focus stays where it was"
