@@ -67,7 +67,7 @@ def test_a_hostile_name_adds_no_element_and_no_attribute() -> None:
 
 def test_the_data_of_a_page_is_the_record() -> None:
     made = record(HOSTILE, HOSTILE)
-    text = embedded(made)
+    text = embedded(made.to_json())
     assert not set("<>&\u2028\u2029") & set(text)
     assert Record.from_json(json.loads(text)) == made
     assert text in render(made)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from paredown import Plan, ReportError, footprint
+from paredown import Guard, Plan, ReportError, apply, footprint, optim, trace_step
 from paredown.plan.trial import Status
 from paredown.report.labels import Labels
 from paredown.report.page import render
@@ -277,3 +279,35 @@ def test_footprints_of_an_unknown_task_are_refused() -> None:
 
 def test_every_text_of_a_value_is_scrubbed() -> None:
     assert scrub_all({"/home/wilma/k": ["/home/wilma/v", 1, None, {"a": "~/x.py"}]}) == {"k": ["v", 1, None, {"a": "x.py"}]}
+
+
+def test_names_that_were_different_stay_different() -> None:
+    plans = {"/home/wilma/a/plan.json": Plan(), "/home/wilma/b/plan.json": Plan.preset("lpmm")}
+    trials = [
+        trial(label, task=task) for label in ("as written", "lpmm") for task in ("/home/wilma/a/net.py:f", "/home/wilma/b/net.py:f")
+    ]
+    made = Record.from_json(Record.of_trials("t", trials, labels=plans).to_json())
+    assert [study.task for study in made.studies] == ["net.py:f", "net.py:f (2)"]
+    for study in made.studies:
+        assert {mark.label for mark in study.marks} == {"plan.json", "plan.json (2)"}
+        assert {run.plan for run in made.runs if run.task == study.task} == {mark.label for mark in study.marks}
+        assert study.written == max(study.marks, key=lambda mark: mark.nbytes).label
+
+
+def test_a_session_tells_what_it_gave_and_what_its_guard_did() -> None:
+    layers = [part for _ in range(3) for part in (nn.Linear(128, 128), nn.GELU())]
+    model, loss = nn.Sequential(*layers), nn.functional.mse_loss
+    x, y = torch.randn(512, 128), torch.randn(512, 128)
+    steps = trace_step(model, (x, y), loss=loss, optimizer="adamw", device="cpu")
+    session = apply(Plan.preset("activations8"), model, guard=Guard(steps, "100%"))
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    loss(model(torch.full_like(x, torch.inf)), y).backward()
+    optimizer.step()
+    made = Record("t").with_session(session)
+    assert made.actions == tuple(session.actions) != ()
+    assert made.actions[0].after == "left out"
+    assert made.changes == tuple(session.changes)
+    assert [(row.slot, row.given) for row in made.given] == [(row.slot, row.now) for row in session.explain()]
+    assert made.given
+    session.close()
+    assert Record.from_json(made.to_json()) == made

@@ -29,7 +29,7 @@ from paredown.plan.trial import Trial
 from paredown.report.labels import Labels
 from paredown.report.parts import Progress, Run, Study
 from paredown.report.reading import dump, read
-from paredown.report.scrub import scrub_all
+from paredown.report.scrub import scrub_all, scrub_names
 from paredown.report.studies import kept_under, plans_to_show, run_of, study_of_pick, study_of_trials
 from paredown.search.picked import Picked
 from paredown.session.actions import Action
@@ -138,7 +138,9 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value, scrubbed."""
-        return {"version": VERSION, **scrub_all(dump(self))}
+        labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
+        tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
+        return {"version": VERSION, **scrub_all(dump(self), scrub_names(tasks) | scrub_names(labels))}
 
     @staticmethod
     def from_json(value: Any) -> Record:
