@@ -121,6 +121,16 @@ def test_many_trials_are_cut_and_said_to_be() -> None:
     assert made.studies[0].marks[0].num_trials == MOST_RUNS + 5, "means are over all of them"
 
 
+def test_a_cut_leaves_something_of_every_task() -> None:
+    trials = [trial("lpmm", seed, task=task) for task in ("a", "b", "c") for seed in range(MOST_RUNS // 2)]
+    made = Record.of_trials("t", trials)
+    for task in ("a", "b", "c"):
+        rows = [run for run in made.runs if run.task == task]
+        assert len(rows) == MOST_RUNS // 3
+        assert sum(bool(run.curve) for run in rows) == 1
+        assert rows[-1].seed == MOST_RUNS // 2 - 1, "the last ones are kept, in turn"
+
+
 def test_labels_tell_plans_apart_and_reasons_do_not() -> None:
     labels, plan = Labels(), Plan.uniform(activation="int4/64@bf16").set("a:input", None)
     other = plan.set("a:input", "int8/64@bf16")

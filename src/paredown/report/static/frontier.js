@@ -1,4 +1,5 @@
 // The chart of memory and error, the budget under it, and the plan that the budget takes, in words.
+const MOST_BANDS = 30; // with more plans only those on the frontier have one
 const EDGE = { left: 58, right: 14, top: 30, bottom: 44 };
 
 function pickAt(study, budget) {
@@ -87,7 +88,8 @@ function drawMark(study, mark, x, y, inside, isPicked, onPick) {
     return group;
   }
   const height = inside(mark.error);
-  if (mark.low !== null && mark.high !== null && mark.high > mark.low) {
+  const hasBand = mark.on_front || isPicked || study.marks.length <= MOST_BANDS;
+  if (hasBand && mark.low !== null && mark.high !== null && mark.high > mark.low) {
     const [a, b] = [inside(mark.high), inside(mark.low)];
     group.append(svg("path", { d: `M${at - 4},${a}h8m-4,0V${b}m-4,0h8`, class: "band", fill: "none" }));
   }

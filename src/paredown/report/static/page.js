@@ -23,7 +23,7 @@ const SECTIONS = [
   { id: "frontier", name: "Memory and error", has: (record, study) => study && study.marks.length > 0, build: buildFrontier, draw: drawFrontierSection },
   { id: "memory", name: "Where the memory goes", has: (record, study) => study && study.kept.length > 0, build: buildMemory, draw: drawMemory },
   { id: "slots", name: "What each slot gets", has: (record, study) => study && study.kept.some((row) => row.slots.length), build: buildSlots, draw: drawSlots },
-  { id: "trials", name: "Trials", has: (record) => record.runs.length > 0, build: () => [el("div", { id: "trials-table" })], draw: drawTrials },
+  { id: "trials", name: "Trials", has: (record, study) => runsOf(record, study).length > 0, build: () => [el("div", { id: "trials-table" })], draw: drawTrials },
   { id: "curves", name: "Training curves", has: (record, study) => runsOf(record, study).some((run) => run.curve.length > 1), build: () => [el("div", { id: "curves-charts" })], draw: drawCurvesSection },
   { id: "guards", name: "What the guard did", has: (record) => record.actions.length > 0, build: () => [el("div", { id: "guards-table" })], draw: drawActions },
   { id: "given", name: "Asked and given", has: (record) => record.changes.length + record.given.length > 0, build: () => [el("div", { id: "given-table" })], draw: drawGiven },
@@ -263,7 +263,8 @@ function showSection(section, isShown) {
 
 function sayLead(record, study) {
   if (!study) return "There is nothing to show yet.";
-  const trials = plural(record.runs.length, "trial"), plans = plural(study.marks.length || study.kept.length, "plan");
+  const finished = record.progress.flatMap((row) => Object.values(row.by_status)).reduce((a, b) => a + b, 0);
+  const trials = plural(Math.max(finished, record.runs.length), "trial"), plans = plural(study.marks.length || study.kept.length, "plan");
   return `${plans}${record.runs.length ? `, ${trials}` : ""}${record.studies.length > 1 ? `, ${record.studies.length} tasks` : ""}.`;
 }
 
