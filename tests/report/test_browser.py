@@ -192,6 +192,14 @@ def test_tables_are_put_in_order_by_keyboard(tab: Tab) -> None:
     assert tab.page.locator('#trials-rows th[aria-sort="descending"]').count() == 1
 
 
+def test_what_was_opened_stays_open(tab: Tab) -> None:
+    for details in ("#given-all", "#plans"):
+        tab.page.click(f"{details} summary")
+    tab.page.press("#budget", "PageUp")
+    assert tab.page.locator("details[open]").count() == 2
+    assert tab.page.locator("#given-rows tbody tr").count() == 2
+
+
 def test_every_control_has_a_name(tab: Tab) -> None:
     controls = "button, input, select, [role=img], [role=region], [role=progressbar]"
     is_bare = "(n) => !(n.getAttribute('aria-label') || n.textContent.trim() || (n.labels && n.labels.length))"
@@ -298,7 +306,12 @@ def test_a_live_sweep_updates_the_page(browser: Any, tmp_path: Path) -> None:
                 store.finish("w", Ended(claim, replace(done(claim.spec), predicted_peak_bytes=nbytes)))
                 sync_api.expect(tab.page.locator("#progress")).to_contain_text(f"{num} of 4 trials finished")
                 assert tab.page.locator("#trials-rows tbody tr").count() == num
+                if num == 1:
+                    tab.page.locator("#trials-rows th button", has_text="seed").focus()
+                    tab.page.keyboard.press("Enter")
                 if num == 2:
+                    assert tab.page.evaluate("document.activeElement.textContent") == "seed", "focus stays in a table"
+                    assert tab.page.locator("#trials-rows th[aria-sort=ascending]").inner_text().startswith("seed")
                     tab.page.focus("#budget")
                     tab.page.keyboard.press("End")
                     chosen = tab.text("#budget-said").split(",")[0]

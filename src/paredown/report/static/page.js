@@ -26,7 +26,7 @@ const SECTIONS = [
   { id: "trials", name: "Trials", has: (record, study) => runsOf(record, study).length > 0, build: () => [el("div", { id: "trials-table" })], draw: drawTrials },
   { id: "curves", name: "Training curves", has: (record, study) => runsOf(record, study).some((run) => run.curve.length > 1), build: () => [el("div", { id: "curves-charts" })], draw: drawCurvesSection },
   { id: "guards", name: "What the guard did", has: (record) => record.actions.length > 0, build: () => [el("div", { id: "guards-table" })], draw: drawActions },
-  { id: "given", name: "Asked and given", has: (record) => record.changes.length + record.given.length > 0, build: () => [el("div", { id: "given-table" })], draw: drawGiven },
+  { id: "given", name: "Asked and given", has: (record) => record.changes.length + record.given.length > 0, build: buildGiven, draw: drawGiven },
   { id: "made", name: "How it was made", has: (record, study) => madeRows(record).length + record.notes.length + (study ? study.notes.length : 0) > 0, build: () => [el("div", { id: "made-list" })], draw: drawMade },
 ];
 
@@ -217,12 +217,16 @@ function drawActions(record) {
     { name: "to", value: (row) => row.after, kind: "format nowrap" }, { name: "why", value: (row) => row.why, kind: "why" }], record.actions, { name: "What the guard did" }));
 }
 
+function buildGiven() {
+  return [el("p", { class: "caption", id: "given-said" }), el("div", { id: "changes-table" }), el("details", { id: "given-all" }, el("summary", {}, "Every slot"), el("div", { id: "given-all-table" }))];
+}
+
 function drawGiven(record) {
   const columns = [{ name: "slot", value: (row) => row.slot, kind: "format" }, { name: "asked", value: (row) => row.asked, kind: "format nowrap" }, { name: "given", value: (row) => row.given, kind: "format nowrap" }, { name: "why", value: (row) => row.reason, kind: "why" }];
-  const parts = [record.changes.length ? el("p", { class: "caption" }, `${plural(record.changes.length, "difference")} between what the plan asked for and what the run got.`) : el("p", { class: "caption" }, "Everything is as it was asked for.")];
-  if (record.changes.length) parts.push(...sortable("changes-rows", columns, record.changes, { name: "Asked and given", most: 12 }));
-  if (record.given.length) parts.push(el("details", {}, el("summary", {}, "Every slot"), sortable("given-rows", columns, record.given, { name: "Every slot, asked and given" })));
-  fill("given-table", parts);
+  fill("given-said", record.changes.length ? `${plural(record.changes.length, "difference")} between what the plan asked for and what the run got.` : "Everything is as it was asked for.");
+  fill("changes-table", record.changes.length ? sortable("changes-rows", columns, record.changes, { name: "Asked and given", most: 12 }) : []);
+  document.getElementById("given-all").hidden = !record.given.length;
+  fill("given-all-table", sortable("given-rows", columns, record.given, { name: "Every slot, asked and given" }));
 }
 
 function madeRows(record) {
