@@ -209,6 +209,23 @@ def test_streams_end_with_the_server(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name in ("paredown-serve", "paredown-watch")]
 
 
+def test_a_source_is_closed_whatever_happens(tmp_path: Path) -> None:
+    class Counted(FileSource):
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    source = Counted(tmp_path / "none.json")
+    with pytest.raises(ReportError, match="cannot be read"):
+        Server(source)
+    assert source.closed == 1
+    record().save(tmp_path / "record.json")
+    source = Counted(tmp_path / "record.json")
+    Server(source).close()  # one that was never started
+    assert source.closed == 1
+
+
 def test_too_many_streams_are_refused(server: Server) -> None:
     streams = [events(server) for _ in range(MOST_STREAMS)]
     for stream in streams:
