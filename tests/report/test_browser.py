@@ -87,6 +87,16 @@ def test_the_page_shows_what_was_picked_and_why(tab: Tab) -> None:
     assert "not measured" in words
 
 
+def test_a_measured_peak_above_the_budget_is_said(tab: Tab) -> None:
+    tab.page.press("#budget", "PageUp")
+    assert tab.picked() == "activations8"
+    assert "The measured peak is 4.00 KiB above this budget." in tab.text("#words")
+    assert "above the budget" in tab.text("#figures")
+    tab.page.press("#budget", "ArrowRight")
+    assert "above" not in tab.text("#words")
+    assert "within the budget" in tab.text("#figures")
+
+
 def test_every_section_is_there(tab: Tab) -> None:
     names = [
         tab.page.locator("section:visible h2").nth(i).inner_text() for i in range(tab.page.locator("section:visible h2").count())

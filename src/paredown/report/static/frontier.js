@@ -139,7 +139,7 @@ function sayPick(study, budget, label) {
   const mark = markOf(study, label), lines = [];
   const peak = `${bytes(mark.nbytes)} at the peak${mark.measured_bytes !== null ? ` (measured ${bytes(mark.measured_bytes)})` : ", predicted"}`;
   lines.push(`Within ${bytes(budget)}${shareOf(study, budget)} take ${quoted(label)}: ${peak}, ${study.metric} ${sayError(mark.error, study.metric)}${sayBand(study, mark)}.`);
-  if (mark.measured_bytes !== null && mark.measured_bytes > budget) lines.push(`The measured peak is ${bytes(mark.measured_bytes - budget)} above this budget: it has what libraries take for a moment, which predictions leave out.`);
+  if (mark.measured_bytes !== null && mark.measured_bytes > budget) lines.push(`The measured peak is ${bytes(mark.measured_bytes - budget)} above this budget. A budget is held against the prediction, which leaves out what libraries and fragmentation take.`);
   if (mark.note) lines.push(`Note: ${mark.note}.`);
   const against = sayAgainst(study, mark);
   if (against) lines.push(against);

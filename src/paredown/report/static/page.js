@@ -100,7 +100,8 @@ function drawFrontierSection(record, study, label) {
 function figures(study, label) {
   const mark = markOf(study, label), figure = (name, value, small) => el("div", {}, el("dt", {}, name), el("dd", {}, value, small ? el("small", {}, small) : null));
   if (!mark) return [figure("plan", "nothing fits", `${bytes(state.budget)} is below what any plan needs`)];
-  const written = markOf(study, study.written), rows = [figure("peak memory", bytes(mark.nbytes), study.full_bytes ? `${percent(mark.nbytes / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
+  const written = markOf(study, study.written), rows = [figure("peak memory, predicted", bytes(mark.nbytes), study.full_bytes ? `${percent(mark.nbytes / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
+  if (mark.measured_bytes !== null) rows.push(figure("peak memory, measured", bytes(mark.measured_bytes), mark.measured_bytes > state.budget ? "above the budget" : "within the budget"));
   const known = mark.measured !== null ? "measured" : "predicted";
   rows.push(figure(`${study.metric}, ${known}`, sayError(mark.measured ?? mark.error, study.metric), mark.low !== null && mark.high > mark.low ? `${sayError(mark.low, study.metric)} to ${sayError(mark.high, study.metric)}` : ""));
   if (written && written !== mark && written.error !== null && mark.error !== null) {

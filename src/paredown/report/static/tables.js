@@ -50,7 +50,8 @@ function rowOf(columns, row, options) {
   const isChosen = options.chosen ? options.chosen(row) : false;
   const cells = columns.map((column, i) => {
     const shown = column.show ? column.show(row) : column.value(row);
-    return el(i === 0 ? "th" : "td", { class: column.kind, scope: i === 0 ? "row" : null }, shown === null || shown === undefined || shown === "" ? "–" : shown);
+    const kind = i === 0 && String(shown).length <= 28 ? `${column.kind || ""} nowrap` : column.kind;
+    return el(i === 0 ? "th" : "td", { class: kind, scope: i === 0 ? "row" : null }, shown === null || shown === undefined || shown === "" ? "–" : shown);
   });
   return el("tr", { class: isChosen ? "chosen" : null, "aria-current": isChosen ? "true" : null }, cells);
 }
