@@ -15,7 +15,7 @@ from paredown.plan.sizes import say_bytes
 from paredown.plan.trial import Status
 from paredown.report.page import write
 from paredown.report.record import Record
-from tests.report.made import HOSTILE, picked, record, trial
+from tests.report.made import HOSTILE, picked, record, trace, trial
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -215,6 +215,16 @@ def test_every_control_has_a_name(tab: Tab) -> None:
     is_bare = "(n) => !(n.getAttribute('aria-label') || n.textContent.trim() || (n.labels && n.labels.length))"
     bare = tab.page.evaluate(f"[...document.querySelectorAll('{controls}')].filter({is_bare}).map((n) => n.id || n.tagName)")
     assert bare == []
+
+
+def test_the_step_as_written_is_called_so_whatever_its_label(browser: Any, tmp_path: Path) -> None:
+    labels = {"a32 full": trial("as written").plan}
+    made = Record.of_trials("t", [trial("as written"), trial("lpmm")], labels=labels).with_footprints(trace(), labels)
+    write(made, tmp_path / "report.html")
+    tab = Tab(browser, (tmp_path / "report.html").as_uri())
+    for place in ("#frontier-chart", "#memory-bars", "#curves-charts", "#trials-rows"):
+        assert "as written (a32 full)" in (tab.page.text_content(place) or "")
+    tab.close()
 
 
 def test_runs_of_a_task_without_a_study_are_shown_beside_it(browser: Any, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class Record:
         )
 
     def with_session(self, session: Session) -> Record:
-        """What a session gave, slot by slot, and what its guard did."""
+        """What a session gave, slot by slot, and what its guard did; take it while the session is open and has made a step."""
         given = tuple(Change(row.slot, row.asked, row.now, row.why) for row in session.explain())
         return replace(self, changes=tuple(session.changes), given=given, actions=tuple(session.actions))
 

@@ -1,4 +1,6 @@
 // The chart of memory and error, the budget under it, and the plan that the budget takes, in words.
+const WRITTEN = "as written";
+const MOST_TIES = 5;
 const MOST_BANDS = 30; // with more plans only those on the frontier have one
 const EDGE = { left: 58, right: 14, top: 30, bottom: 44 };
 
@@ -8,6 +10,9 @@ function pickAt(study, budget) {
   if (found !== null && budget === study.budget_bytes && study.picked) return study.picked;
   return found;
 }
+
+// What a plan is called on the page: the step as written is called so, whatever its label.
+function calledOf(study, label) { return label && label === study.written && label !== WRITTEN ? `${WRITTEN} (${label})` : label; }
 
 function markOf(study, label) { return study.marks.find((mark) => mark.label === label) || null; }
 
@@ -53,7 +58,7 @@ function drawFrontier(study, budget, label, width, onPick) {
   const order = [...study.marks].sort((a, b) => a.on_front - b.on_front || (a.measured !== null) - (b.measured !== null));
   for (const mark of order) root.append(drawMark(study, mark, x, y, inside, mark.label === label, onPick));
   const boxes = [];
-  for (const mark of labelled(study, label)) root.append(drawLabel(mark, x, y, width, mark.label === label, boxes));
+  for (const mark of labelled(study, label)) root.append(drawLabel(calledOf(study, mark.label), mark, x, y, width, mark.label === label, boxes));
   return root;
 }
 
@@ -107,9 +112,9 @@ function labelled(study, label) {
 }
 
 // Above its mark, or below it where another label stands; `boxes` are those that are taken.
-function drawLabel(mark, x, y, width, isPicked, boxes) {
+function drawLabel(name, mark, x, y, width, isPicked, boxes) {
   const at = x.at(mark.nbytes), end = at > 0.6 * width;
-  const text = cut(`${isPicked ? "picked: " : ""}${mark.label}`, end ? at - EDGE.left - 14 : width - at - 30, isPicked);
+  const text = cut(`${isPicked ? "picked: " : ""}${name}`, end ? at - EDGE.left - 14 : width - at - 30, isPicked);
   const size = widthOf(text, isPicked), left = end ? at - 14 - size : at + 14;
   const isFree = (top) => !boxes.some((box) => left < box.left + box.size && box.left < left + size && Math.abs(top - box.top) < 16);
   const top = [-10, 20, -28, 38].map((shift) => y.at(mark.error) + shift).find(isFree) ?? y.at(mark.error) - 10;
@@ -118,7 +123,7 @@ function drawLabel(mark, x, y, width, isPicked, boxes) {
 }
 
 function sayMark(study, mark) {
-  const said = [`${mark.label}: ${bytes(mark.nbytes)} predicted`];
+  const said = [`${calledOf(study, mark.label)}: ${bytes(mark.nbytes)} predicted`];
   if (mark.measured_bytes !== null) said.push(`${bytes(mark.measured_bytes)} measured`);
   if (mark.error !== null) said.push(`${study.metric} ${sayError(mark.error, study.metric)}${mark.low !== null ? ` (${sayError(mark.low, study.metric)} to ${sayError(mark.high, study.metric)})` : ""}`);
   said.push(mark.measured !== null ? `measured in ${plural(mark.num_trials, "trial")}` : "not measured");
@@ -145,7 +150,10 @@ function sayPick(study, budget, label) {
   if (against) lines.push(against);
   lines.push(...sayNeighbours(study, mark));
   if (budget === study.budget_bytes && study.reason) lines.push(study.reason);
-  if (label === study.picked && study.ties.length) lines.push(`May be as good: ${study.ties.map(quoted).join(", ")}.`);
+  if (label === study.picked && study.ties.length && !study.reason.includes(study.ties[0])) {
+    const more = study.ties.length - MOST_TIES;
+    lines.push(`May be as good: ${study.ties.slice(0, MOST_TIES).map(quoted).join(", ")}${more > 0 ? ` and ${more} more` : ""}.`);
+  }
   return lines;
 }
 
@@ -168,7 +176,7 @@ function sayNeighbours(study, mark) {
   const i = study.picks.findIndex(([, label]) => label === mark.label), lines = [];
   if (i < 0 || mark.error === null) return lines;
   const up = study.picks[i + 1], down = study.picks[i - 1];
-  if (up) lines.push(`With ${bytes(up[0] - mark.nbytes)} more, ${quoted(up[1])} would bring the ${study.metric} to ${sayError(markOf(study, up[1]).error, study.metric)}.`);
+  if (up) lines.push(`With ${bytes(up[0] - mark.nbytes)} more, ${quoted(calledOf(study, up[1]))} would bring the ${study.metric} to ${sayError(markOf(study, up[1]).error, study.metric)}.`);
   if (down) lines.push(`With less than ${bytes(study.picks[i][0])} it would be ${quoted(down[1])}, ${study.metric} ${sayError(markOf(study, down[1]).error, study.metric)}.`);
   return lines;
 }

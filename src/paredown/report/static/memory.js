@@ -38,7 +38,7 @@ function drawBars(study, kept, budget, label, shown, width) {
   const texts = [];
   kept.forEach((row, i) => {
     const top = i * step + 18, isShown = row.label === shown, kind = isShown ? "halo strong" : "halo";
-    const name = `${isShown ? "▸ " : ""}${row.label}${row.label === label ? ", picked" : ""}`;
+    const name = `${isShown ? "▸ " : ""}${calledOf(study, row.label)}${row.label === label ? ", picked" : ""}`;
     const share = study.full_bytes ? ` · ${percent(row.peak_bytes / study.full_bytes)}` : "";
     texts.push(svg("text", { x: 0, y: top - 5, class: kind }, cut(name, width - 150, isShown)));
     texts.push(svg("text", { x: width, y: top - 5, "text-anchor": "end", class: kind }, `${bytes(row.peak_bytes)}${share}`));
@@ -59,9 +59,9 @@ function drawBars(study, kept, budget, label, shown, width) {
   return root;
 }
 
-function rolesTable(kept) {
+function rolesTable(study, kept) {
   const there = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
-  const head = el("tr", {}, el("th", { scope: "col" }, "role"), kept.map((row) => el("th", { scope: "col", class: "num" }, row.label)));
+  const head = el("tr", {}, el("th", { scope: "col" }, "role"), kept.map((row) => el("th", { scope: "col", class: "num" }, calledOf(study, row.label))));
   const rows = there.map((role) => el("tr", {}, el("th", { scope: "row" }, role), kept.map((row) => el("td", { class: "num" }, row.by_role[role] ? bytes(row.by_role[role]) : "–"))));
   const peak = el("tr", {}, el("th", { scope: "row" }, "peak"), kept.map((row) => el("td", { class: "num" }, bytes(row.peak_bytes))));
   const range = el("tr", {}, el("th", { scope: "row" }, "at least to at most"), kept.map((row) => el("td", { class: "num" }, `${bytes(row.low_bytes)} – ${bytes(row.high_bytes)}`)));
@@ -140,10 +140,10 @@ function drawMap(row, depth, width, height, most) {
   return root;
 }
 
-function drawMaps(kept, shownLabel, written, width) {
-  const first = kept.find((row) => row.label === written) || kept[0], second = kept.find((row) => row.label === shownLabel);
+function drawMaps(study, kept, shownLabel, width) {
+  const first = kept.find((row) => row.label === study.written) || kept[0], second = kept.find((row) => row.label === shownLabel);
   const shown = second && second !== first ? [first, second] : [first];
   const each = width >= 800 ? (width - 24) / 2 : width, height = Math.round(Math.min(0.72 * each, 380));
   const most = Math.max(...shown.map((row) => row.peak_bytes)), depth = depthFor(first.places);
-  return shown.filter((row) => row.places.length).map((row) => el("figure", {}, el("figcaption", {}, el("strong", {}, row.label), ` · ${bytes(row.peak_bytes)}`), drawMap(row, depth, each, height, most)));
+  return shown.filter((row) => row.places.length).map((row) => el("figure", {}, el("figcaption", {}, el("strong", {}, calledOf(study, row.label)), ` · ${bytes(row.peak_bytes)}`), drawMap(row, depth, each, height, most)));
 }

@@ -123,7 +123,7 @@ function frontierLegend(study) {
 function plansTable(study, label) {
   const error = (value) => sayError(value, study.metric);
   return sortable("plans-rows", [
-    { name: "plan", value: (mark) => mark.label },
+    { name: "plan", value: (mark) => mark.label, show: (mark) => calledOf(study, mark.label) },
     { name: "predicted peak", value: (mark) => mark.nbytes, show: (mark) => bytes(mark.nbytes), kind: "num" },
     { name: "measured peak", value: (mark) => mark.measured_bytes, show: (mark) => bytes(mark.measured_bytes), kind: "num" },
     { name: study.metric, value: (mark) => mark.error, show: (mark) => error(mark.error), kind: "num" },
@@ -146,11 +146,11 @@ function drawMemory(record, study, label) {
   const order = [...study.kept].sort((a, b) => b.peak_bytes - a.peak_bytes), width = wide("memory-bars");
   fill("memory-legend", legendOf(order));
   const shown = keptLabel(study, label), select = document.getElementById("memory-plan"), names = order.map((row) => row.label);
-  if (select.dataset.names !== JSON.stringify(names)) { select.dataset.names = JSON.stringify(names); select.replaceChildren(...names.map((name) => el("option", { value: name }, name))); }
+  if (select.dataset.names !== JSON.stringify(names)) { select.dataset.names = JSON.stringify(names); select.replaceChildren(...names.map((name) => el("option", { value: name }, calledOf(study, name)))); }
   select.value = shown;
   fill("memory-bars", drawBars(study, order, study.marks.length || study.budget_bytes ? state.budget : null, label, shown, width));
-  fill("memory-table", rolesTable(order));
-  fill("memory-maps", drawMaps(order, shown, study.written, width));
+  fill("memory-table", rolesTable(study, order));
+  fill("memory-maps", drawMaps(study, order, shown, width));
   fill("memory-notes", [...new Set(order.flatMap((row) => row.notes))].slice(0, 10).map((note) => el("p", { class: "hint" }, `Note: ${note}`)));
 }
 
@@ -172,7 +172,7 @@ function drawSlots(record, study, label) {
   const row = study.kept.find((kept) => kept.label === keptLabel(study, label)), all = row.slots;
   const counts = {};
   for (const slot of all) counts[slot[5]] = (counts[slot[5]] || 0) + 1;
-  fill("slots-caption", `Under ${row.label}: ${plural(all.length, "slot")}, ${Object.entries(counts).map(([what, num]) => `${num} ${what}`).join(", ")}.`);
+  fill("slots-caption", `Under ${calledOf(study, row.label)}: ${plural(all.length, "slot")}, ${Object.entries(counts).map(([what, num]) => `${num} ${what}`).join(", ")}.`);
   const roles = [...new Set(all.map((slot) => slot[1]))], select = document.getElementById("slots-role");
   if (select.options.length !== roles.length + 1) select.replaceChildren(el("option", { value: "" }, "every role"), ...roles.map((role) => el("option", { value: role }, role)));
   select.value = roles.includes(state.role) ? state.role : "";
@@ -191,8 +191,7 @@ function drawSlots(record, study, label) {
 function drawTrials(record, study) {
   const runs = runsOf(record, study), metric = study ? study.metric : "error", tasks = new Set(runs.map((run) => run.task));
   fill("trials-table", sortable("trials-rows", [
-    { name: "plan", value: (run) => run.plan },
-    ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task }] : []),
+    { name: "plan", value: (run) => run.plan, show: (run) => (study ? calledOf(study, run.plan) : run.plan) },
     { name: "seed", value: (run) => run.seed, kind: "num" },
     { name: "ended", value: (run) => run.status, show: (run) => run.status.replaceAll("_", " "), kind: "nowrap" },
     { name: metric, value: (run) => run.error, show: (run) => sayError(run.error, metric), kind: "num" },
@@ -200,6 +199,7 @@ function drawTrials(record, study) {
     { name: "predicted", value: (run) => run.predicted_bytes, show: (run) => bytes(run.predicted_bytes), kind: "num" },
     { name: "measured", value: (run) => run.measured_bytes, show: (run) => bytes(run.measured_bytes), kind: "num" },
     { name: "time", value: (run) => run.seconds, show: (run) => seconds(run.seconds), kind: "num" },
+    ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task, kind: "nowrap" }] : []),
     { name: "why", value: (run) => run.reason, kind: runs.some((run) => run.reason) ? "why" : "" },
   ], runs, { name: "Trials" }));
 }
