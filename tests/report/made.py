@@ -23,7 +23,7 @@ ROWS: dict[str, tuple[Plan, float, float, float | None]] = {
     "activations8": (Plan.preset("activations8"), 0.022, 0.002, 0.022),
     "activations4": (Plan.preset("activations4"), 0.035, 0.004, None),
     "lpmm": (Plan.preset("lpmm"), 0.024, 0.003, 0.024),
-    "low": (LOW, 0.031, 0.006, None),
+    "low": (LOW, 0.031, 0.004, None),
 }
 FRONT = ("low", "activations8", "as written")
 

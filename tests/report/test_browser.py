@@ -97,6 +97,18 @@ def test_a_measured_peak_above_the_budget_is_said(tab: Tab) -> None:
     assert "within the budget" in tab.text("#figures")
 
 
+def test_a_difference_within_the_bands_is_called_so(tab: Tab) -> None:
+    marks = {mark.label: mark for mark in record().studies[0].marks}
+    written = marks["as written"]
+    for label in ("low", "activations8"):
+        mark = marks[label]
+        is_overlapping = mark.low <= written.high and written.low <= mark.high
+        assert tab.picked() == label
+        assert ("the bands do not tell" in tab.text("#words")) == is_overlapping
+        assert ("the bands overlap" in tab.text("#figures")) == is_overlapping
+        tab.page.press("#budget", "PageUp")
+
+
 def test_every_section_is_there(tab: Tab) -> None:
     names = [
         tab.page.locator("section:visible h2").nth(i).inner_text() for i in range(tab.page.locator("section:visible h2").count())

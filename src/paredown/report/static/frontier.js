@@ -163,13 +163,17 @@ function sayBand(study, mark) {
   return `, between ${sayError(mark.low, study.metric)} and ${sayError(mark.high, study.metric)}${known}`;
 }
 
+// Whether the bands of two plans have values in common; false where one has none.
+function doOverlap(a, b) { return [a, b].every((mark) => mark.low !== null && mark.high > mark.low) && a.low <= b.high && b.low <= a.high; }
+
 function sayAgainst(study, mark) {
   if (!study.full_bytes || mark.label === study.written) return mark.label === study.written ? "This is the step as written: nothing is packed." : "";
   const written = markOf(study, study.written);
   const less = `The step as written takes ${bytes(study.full_bytes)}, ${(study.full_bytes / mark.nbytes).toFixed(1)} times as much`;
   if (!written || written.error === null || mark.error === null) return `${less}.`;
-  const d = mark.error - written.error;
-  return `${less}; its ${study.metric} is ${d === 0 ? "the same" : `${sayDifference(d, study.metric)} ${d > 0 ? "lower" : "higher"}`}.`;
+  const d = mark.error - written.error, known = written.measured === null ? ", predicted," : "";
+  const doubt = d !== 0 && doOverlap(mark, written) ? ", which the bands do not tell from nothing" : "";
+  return `${less}; its ${study.metric}${known} is ${d === 0 ? "the same" : `${sayDifference(d, study.metric)} ${d > 0 ? "lower" : "higher"}`}${doubt}.`;
 }
 
 function sayNeighbours(study, mark) {

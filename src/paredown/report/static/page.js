@@ -106,7 +106,8 @@ function figures(study, label) {
   rows.push(figure(`${study.metric}, ${known}`, sayError(mark.measured ?? mark.error, study.metric), mark.low !== null && mark.high > mark.low ? `${sayError(mark.low, study.metric)} to ${sayError(mark.high, study.metric)}` : ""));
   if (written && written !== mark && written.error !== null && mark.error !== null) {
     const d = mark.error - written.error;
-    rows.push(figure("against the step as written", `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, `${(study.full_bytes / mark.nbytes).toFixed(1)} times less memory`));
+    const known = mark.measured !== null && written.measured !== null ? "" : ", predicted";
+    rows.push(figure(`against the step as written${known}`, `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, doOverlap(mark, written) ? "the bands overlap" : ""));
   }
   return rows;
 }
