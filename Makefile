@@ -26,6 +26,7 @@ formats: $(READY)
 	$(BIN)/python examples/formats.py
 
 test: $(READY)
+	$(BIN)/python .ci/browser.py
 	$(MAKE) check
 
 # One thread each: two workers with two threads each are slower than either alone.

@@ -20,6 +20,7 @@ from functools import lru_cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from paredown.errors import ReportError
 from paredown.plan.sizes import say_bytes
@@ -40,7 +41,7 @@ def render(record: Record, *, live: str = "") -> str:
         "style": style(),
         "live": escape(live),
         "plain": in_plain(value),
-        "data": embedded(record),
+        "data": embedded(value),
         "script": script(),
     }
     return MARKER.sub(lambda found: parts[found[1]], asset("page.html"))
@@ -59,9 +60,9 @@ def write(record: Record, path: str | os.PathLike[str]) -> None:
         part.unlink(missing_ok=True)
 
 
-def embedded(record: Record) -> str:
-    """The record as JSON that may stand inside of a script element."""
-    return json.dumps(record.to_json(), allow_nan=False, separators=(",", ":")).translate(ESCAPES)
+def embedded(value: dict[str, Any]) -> str:
+    """A record's JSON as it may stand inside of a script element."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
 
 
 def policy(*, is_live: bool) -> str:
@@ -97,15 +98,18 @@ def asset(name: str) -> str:
     return (files("paredown.report") / "static" / name).read_text(encoding="utf-8")
 
 
-def in_plain(value: dict[str, object]) -> str:
+def in_plain(value: dict[str, Any]) -> str:
     """The plans as a table without drawings, for readers without scripts; `value` is the record's JSON."""
-    record = Record.from_json(value)
     parts = ["<p>The drawings of this page need JavaScript. In short:</p>"]
-    for study in record.studies:
-        parts.append(f"<h2>{escape(study.task)}</h2><p>{escape(study.reason)}</p>")
+    for study in value["studies"]:
+        parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(study['reason'])}</p>")
         rows = [
-            f"<tr><td>{escape(mark.label)}<td>{say_bytes(mark.nbytes)}<td>{'' if mark.error is None else f'{mark.error:.4f}'}"
-            for mark in study.marks[:PLAIN_ROWS]
+            f"<tr><td>{escape(mark['label'])}<td>{say_bytes(mark['nbytes'])}<td>{_number(mark['error'])}"
+            for mark in study["marks"][:PLAIN_ROWS]
         ]
-        parts.append(f"<table><tr><th>plan<th>peak<th>{escape(study.metric)}{''.join(rows)}</table>" if rows else "")
+        parts.append(f"<table><tr><th>plan<th>peak<th>{escape(study['metric'])}{''.join(rows)}</table>" if rows else "")
     return "".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -29,7 +29,7 @@ from paredown.plan.trial import Trial
 from paredown.report.labels import Labels
 from paredown.report.parts import Progress, Run, Study
 from paredown.report.reading import dump, read
-from paredown.report.scrub import scrub_all
+from paredown.report.scrub import scrub_all, scrub_names
 from paredown.report.studies import kept_under, plans_to_show, run_of, study_of_pick, study_of_trials
 from paredown.search.picked import Picked
 from paredown.session.actions import Action
@@ -99,15 +99,11 @@ class Record:
         """These trials too: their rows, curves, versions and commit."""
         found = list(trials)
         names = labels if isinstance(labels, Labels) else Labels(labels)
-        last, drawn = found[-MOST_RUNS:], set[tuple[str, str]]()
-        runs: list[Run] = []
-        for trial in last:
-            place = trial.task, names.of(trial.plan)
-            runs.append(run_of(trial, place[1], has_curve=place not in drawn and len(drawn) < MOST_CURVES))
-            drawn |= {place} if trial.curve else set()
+        last = _last(found)
         notes = (
             [f"{len(last)} of {len(found)} trials are listed; `paredown sweep export` has all."] if len(last) < len(found) else []
         )
+        runs = _runs(last, names)
         return replace(
             self,
             runs=(*self.runs, *runs),
@@ -130,7 +126,7 @@ class Record:
         )
 
     def with_session(self, session: Session) -> Record:
-        """What a session gave, slot by slot, and what its guard did."""
+        """What a session gave, slot by slot, and what its guard did; take it while the session is open and has made a step."""
         given = tuple(Change(row.slot, row.asked, row.now, row.why) for row in session.explain())
         return replace(self, changes=tuple(session.changes), given=given, actions=tuple(session.actions))
 
@@ -138,7 +134,9 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value, scrubbed."""
-        return {"version": VERSION, **scrub_all(dump(self))}
+        labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
+        tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
+        return {"version": VERSION, **scrub_all(dump(self), scrub_names(tasks) | scrub_names(labels))}
 
     @staticmethod
     def from_json(value: Any) -> Record:
@@ -171,6 +169,30 @@ class Record:
             return Record.from_json(value)
         except ReportError as error:
             raise ReportError(f"{name}: {error}") from None
+
+
+def _last(trials: list[Trial]) -> list[Trial]:
+    """At most about MOST_RUNS of them: the last of each task, as many of each."""
+    if len(trials) <= MOST_RUNS:
+        return trials
+    left = dict.fromkeys((trial.task for trial in trials), max(1, MOST_RUNS // len({trial.task for trial in trials})))
+    kept: list[Trial] = []
+    for trial in reversed(trials):
+        left[trial.task] -= 1
+        kept += [trial] if left[trial.task] >= 0 else []
+    return kept[::-1]
+
+
+def _runs(trials: list[Trial], names: Labels) -> list[Run]:
+    """Their rows; a curve for the first run of a plan on a task, in all at most MOST_CURVES, as many for each task."""
+    most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
+    drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
+    runs: list[Run] = []
+    for trial in trials:
+        label, there = names.of(trial.plan), drawn[trial.task]
+        runs.append(run_of(trial, label, has_curve=label not in there and len(there) < most))
+        there |= {label} if runs[-1].curve else set()
+    return runs
 
 
 def _joined(found: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import getpass
 import re
 import socket
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +46,28 @@ def scrub(text: str) -> str:
     return _names().sub("...", text)
 
 
-def scrub_all(value: Any) -> Any:
-    """A JSON value with every text of it scrubbed, keys too."""
+def scrub_all(value: Any, names: Mapping[str, str] | None = None) -> Any:
+    """A JSON value with every text of it scrubbed, keys too; `names` has texts that become something else."""
+    names = names or {}
     if isinstance(value, str):
-        return scrub(value)
+        return names.get(value) or scrub(value)
     if isinstance(value, dict):
-        return {scrub(str(key)): scrub_all(part) for key, part in value.items()}
-    return [scrub_all(part) for part in value] if isinstance(value, list) else value
+        return {scrub(str(key)): scrub_all(part, names) for key, part in value.items()}
+    return [scrub_all(part, names) for part in value] if isinstance(value, list) else value
+
+
+def scrub_names(names: Iterable[str]) -> dict[str, str]:
+    """Names that tell things apart, scrubbed so that they still do.
+
+    >>> scrub_names(["/home/ann/plan.json", "/home/bob/plan.json", "lpmm"])
+    {'/home/ann/plan.json': 'plan.json', '/home/bob/plan.json': 'plan.json (2)', 'lpmm': 'lpmm'}
+    """
+    found, taken = dict[str, str](), set[str]()
+    for name in dict.fromkeys(names):
+        new = scrub(name)
+        found[name] = next(text for i in count(1) if (text := new if i == 1 else f"{new} ({i})") not in taken)
+        taken.add(found[name])
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -36,14 +36,15 @@ class Server:
 
     def __init__(self, source: Source, *, host: str = "127.0.0.1", port: int = 0, seconds: float = 1.0) -> None:
         _check(host, port)
-        self.watched = Watched(source, seconds=seconds)
         try:
+            self.watched = Watched(source, seconds=seconds)
             self._http = _Http((host, port), self.watched)
-        except OSError as error:
+        except BaseException as error:
             source.close()
-            raise ReportError(
-                f"port {port} of {host} cannot be used: {error.strerror}. Give another port, or 0 for a free one."
-            ) from None
+            if not isinstance(error, OSError):
+                raise
+            advice = "Give another port, or 0 for a free one."
+            raise ReportError(f"port {port} of {host} cannot be used: {error.strerror}. {advice}") from None
         self.port = self._http.server_port
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="paredown-serve", daemon=True)
@@ -63,7 +64,9 @@ class Server:
     def close(self) -> None:
         """Answer no more; streams end."""
         self.watched.close()
-        self._http.shutdown()
+        if self._thread.is_alive():  # else nobody would answer `shutdown`
+            self._http.shutdown()
+            self._thread.join(timeout=5)
         self._http.server_close()
 
     def wait(self) -> None:

@@ -27,7 +27,7 @@ def study_of_pick(picked: Picked) -> Study:
     counts = Counter(said(trial.plan) for trial in picked.trials)
     marks = tuple(_mark(point, counts[said(point.plan)]) for point in frontier.points)
     written = next((point.label for point in frontier.points if point.plan.changes_nothing), "")
-    steps = sorted({point.predicted_bytes for point in frontier.points})
+    steps = sorted({point.predicted_bytes for point in frontier.points if point.trains})
     picks = [Pick(nbytes, frontier.best(nbytes).label) for nbytes in steps]
     kept = tuple(pick for i, pick in enumerate(picks) if i == 0 or pick.label != picks[i - 1].label)
     return Study(
@@ -52,14 +52,14 @@ def _mark(point: Point, num_trials: int) -> Mark:
     return Mark(
         point.label,
         point.predicted_bytes,
-        error=point.mean,
-        low=max(0.0, point.mean - half),
-        high=point.mean + half,
+        error=point.mean if point.trains else None,
+        low=max(0.0, point.mean - half) if point.trains else None,
+        high=point.mean + half if point.trains else None,
         measured=point.measured,
         measured_bytes=point.measured_bytes,
         num_trials=num_trials,
         on_front=point.on_front,
-        note=notes.get(point.source, ""),
+        note=notes.get(point.source, "") if point.trains else "it could not be trained",
         words=in_words(point.plan),
     )
 

@@ -94,6 +94,7 @@ class Watched:
         self.record = source.read() or Record("Nothing yet")
         self.number = 1
         self.trouble = ""
+        self._told: tuple[int, tuple[str, str]] | None = None
         self._thread = threading.Thread(target=self._run, name="paredown-watch", daemon=True)
 
     def start(self) -> None:
@@ -123,8 +124,10 @@ class Watched:
     def said(self) -> tuple[str, str]:
         """(kind, JSON) of what a page is told now: the record, or the trouble there is in reading it."""
         with self._changed:
-            record, trouble = self.record, self.trouble
-        return ("trouble", json.dumps(scrub(trouble))) if trouble else ("record", json.dumps(record.to_json(), allow_nan=False))
+            if self._told is None or self._told[0] != self.number:  # made once, however many pages are open
+                value = ("trouble", scrub(self.trouble)) if self.trouble else ("record", self.record.to_json())
+                self._told = self.number, (value[0], json.dumps(value[1], allow_nan=False))
+            return self._told[1]
 
     def _run(self) -> None:
         pause = self._seconds

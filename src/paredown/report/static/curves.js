@@ -28,7 +28,7 @@ function curvesLegend(study, runs, label) {
   const there = (name) => name && runs.some((run) => run.plan === name);
   const rows = [];
   if (there(label)) rows.push(el("li", {}, stroke("main"), `${label}, picked`));
-  if (there(study.written) && study.written !== label) rows.push(el("li", {}, stroke("written"), study.written));
+  if (there(study.written) && study.written !== label) rows.push(el("li", {}, stroke("written"), calledOf(study, study.written)));
   const others = new Set(runs.map((run) => run.plan).filter((plan) => plan !== label && plan !== study.written));
   if (others.size) rows.push(el("li", {}, stroke(""), others.size === 1 ? [...others][0] : `${others.size} other plans`));
   return el("ul", { class: "legend" }, rows);

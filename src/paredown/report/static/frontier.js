@@ -1,4 +1,7 @@
 // The chart of memory and error, the budget under it, and the plan that the budget takes, in words.
+const WRITTEN = "as written";
+const MOST_TIES = 5;
+const MOST_BANDS = 30; // with more plans only those on the frontier have one
 const EDGE = { left: 58, right: 14, top: 30, bottom: 44 };
 
 function pickAt(study, budget) {
@@ -8,10 +11,14 @@ function pickAt(study, budget) {
   return found;
 }
 
+// What a plan is called on the page: the step as written is called so, whatever its label.
+function calledOf(study, label) { return label && label === study.written && label !== WRITTEN ? `${WRITTEN} (${label})` : label; }
+
 function markOf(study, label) { return study.marks.find((mark) => mark.label === label) || null; }
 
 function bytesRange(study) {
   const all = study.marks.flatMap((mark) => [mark.nbytes, mark.measured_bytes]).concat([study.full_bytes, study.budget_bytes]).filter((n) => n > 0);
+  if (!all.length) return [0, 1, false];
   const low = Math.min(...all), high = Math.max(...all);
   const isLog = high / low > 8;
   return isLog ? [low / 1.15, high * 1.15, true] : [Math.max(0, low - 0.08 * (high - low || high)), high + 0.06 * (high - low || high), false];
@@ -50,7 +57,8 @@ function drawFrontier(study, budget, label, width, onPick) {
   }
   const order = [...study.marks].sort((a, b) => a.on_front - b.on_front || (a.measured !== null) - (b.measured !== null));
   for (const mark of order) root.append(drawMark(study, mark, x, y, inside, mark.label === label, onPick));
-  for (const mark of labelled(study, label)) root.append(drawLabel(study, mark, x, y, width, mark.label === label));
+  const boxes = [];
+  for (const mark of labelled(study, label)) root.append(drawLabel(calledOf(study, mark.label), mark, x, y, width, mark.label === label, boxes));
   return root;
 }
 
@@ -85,7 +93,8 @@ function drawMark(study, mark, x, y, inside, isPicked, onPick) {
     return group;
   }
   const height = inside(mark.error);
-  if (mark.low !== null && mark.high !== null && mark.high > mark.low) {
+  const hasBand = mark.on_front || isPicked || study.marks.length <= MOST_BANDS;
+  if (hasBand && mark.low !== null && mark.high !== null && mark.high > mark.low) {
     const [a, b] = [inside(mark.high), inside(mark.low)];
     group.append(svg("path", { d: `M${at - 4},${a}h8m-4,0V${b}m-4,0h8`, class: "band", fill: "none" }));
   }
@@ -98,18 +107,23 @@ function drawMark(study, mark, x, y, inside, isPicked, onPick) {
 }
 
 function labelled(study, label) {
-  const names = [...new Set([study.written, label])].filter(Boolean);
+  const names = [...new Set([label, study.written])].filter(Boolean);
   return names.map((name) => markOf(study, name)).filter((mark) => mark && mark.error !== null);
 }
 
-function drawLabel(study, mark, x, y, width, isPicked) {
+// Above its mark, or below it where another label stands; `boxes` are those that are taken.
+function drawLabel(name, mark, x, y, width, isPicked, boxes) {
   const at = x.at(mark.nbytes), end = at > 0.6 * width;
-  const text = cut(`${isPicked ? "picked: " : ""}${mark.label}`, end ? at - EDGE.left - 14 : width - at - 30, isPicked);
-  return svg("text", { x: at + (end ? -14 : 14), y: y.at(mark.error) - 10, "text-anchor": end ? "end" : "start", class: `halo${isPicked ? " strong" : ""}` }, text);
+  const text = cut(`${isPicked ? "picked: " : ""}${name}`, end ? at - EDGE.left - 14 : width - at - 30, isPicked);
+  const size = widthOf(text, isPicked), left = end ? at - 14 - size : at + 14;
+  const isFree = (top) => !boxes.some((box) => left < box.left + box.size && box.left < left + size && Math.abs(top - box.top) < 16);
+  const top = [-10, 20, -28, 38].map((shift) => y.at(mark.error) + shift).find(isFree) ?? y.at(mark.error) - 10;
+  boxes.push({ left, size, top });
+  return svg("text", { x: at + (end ? -14 : 14), y: top, "text-anchor": end ? "end" : "start", class: `halo${isPicked ? " strong" : ""}` }, text);
 }
 
 function sayMark(study, mark) {
-  const said = [`${mark.label}: ${bytes(mark.nbytes)} predicted`];
+  const said = [`${calledOf(study, mark.label)}: ${bytes(mark.nbytes)} predicted`];
   if (mark.measured_bytes !== null) said.push(`${bytes(mark.measured_bytes)} measured`);
   if (mark.error !== null) said.push(`${study.metric} ${sayError(mark.error, study.metric)}${mark.low !== null ? ` (${sayError(mark.low, study.metric)} to ${sayError(mark.high, study.metric)})` : ""}`);
   said.push(mark.measured !== null ? `measured in ${plural(mark.num_trials, "trial")}` : "not measured");
@@ -130,13 +144,16 @@ function sayPick(study, budget, label) {
   const mark = markOf(study, label), lines = [];
   const peak = `${bytes(mark.nbytes)} at the peak${mark.measured_bytes !== null ? ` (measured ${bytes(mark.measured_bytes)})` : ", predicted"}`;
   lines.push(`Within ${bytes(budget)}${shareOf(study, budget)} take ${quoted(label)}: ${peak}, ${study.metric} ${sayError(mark.error, study.metric)}${sayBand(study, mark)}.`);
-  if (mark.measured_bytes !== null && mark.measured_bytes > budget) lines.push(`The measured peak is ${bytes(mark.measured_bytes - budget)} above this budget: it has what libraries take for a moment, which predictions leave out.`);
+  if (mark.measured_bytes !== null && mark.measured_bytes > budget) lines.push(`The measured peak is ${bytes(mark.measured_bytes - budget)} above this budget. A budget is held against the prediction, which leaves out what libraries and fragmentation take.`);
   if (mark.note) lines.push(`Note: ${mark.note}.`);
   const against = sayAgainst(study, mark);
   if (against) lines.push(against);
   lines.push(...sayNeighbours(study, mark));
   if (budget === study.budget_bytes && study.reason) lines.push(study.reason);
-  if (label === study.picked && study.ties.length) lines.push(`May be as good: ${study.ties.map(quoted).join(", ")}.`);
+  if (label === study.picked && study.ties.length && !study.reason.includes(study.ties[0])) {
+    const more = study.ties.length - MOST_TIES;
+    lines.push(`May be as good: ${study.ties.slice(0, MOST_TIES).map(quoted).join(", ")}${more > 0 ? ` and ${more} more` : ""}.`);
+  }
   return lines;
 }
 
@@ -146,20 +163,24 @@ function sayBand(study, mark) {
   return `, between ${sayError(mark.low, study.metric)} and ${sayError(mark.high, study.metric)}${known}`;
 }
 
+// Whether the bands of two plans have values in common; false where one has none.
+function doOverlap(a, b) { return [a, b].every((mark) => mark.low !== null && mark.high > mark.low) && a.low <= b.high && b.low <= a.high; }
+
 function sayAgainst(study, mark) {
   if (!study.full_bytes || mark.label === study.written) return mark.label === study.written ? "This is the step as written: nothing is packed." : "";
   const written = markOf(study, study.written);
   const less = `The step as written takes ${bytes(study.full_bytes)}, ${(study.full_bytes / mark.nbytes).toFixed(1)} times as much`;
   if (!written || written.error === null || mark.error === null) return `${less}.`;
-  const d = mark.error - written.error;
-  return `${less}; its ${study.metric} is ${d === 0 ? "the same" : `${sayDifference(d, study.metric)} ${d > 0 ? "lower" : "higher"}`}.`;
+  const d = mark.error - written.error, known = written.measured === null ? ", predicted," : "";
+  const doubt = d !== 0 && doOverlap(mark, written) ? ", which the bands do not tell from nothing" : "";
+  return `${less}; its ${study.metric}${known} is ${d === 0 ? "the same" : `${sayDifference(d, study.metric)} ${d > 0 ? "lower" : "higher"}`}${doubt}.`;
 }
 
 function sayNeighbours(study, mark) {
   const i = study.picks.findIndex(([, label]) => label === mark.label), lines = [];
   if (i < 0 || mark.error === null) return lines;
   const up = study.picks[i + 1], down = study.picks[i - 1];
-  if (up) lines.push(`With ${bytes(up[0] - mark.nbytes)} more, ${quoted(up[1])} would bring the ${study.metric} to ${sayError(markOf(study, up[1]).error, study.metric)}.`);
+  if (up) lines.push(`With ${bytes(up[0] - mark.nbytes)} more, ${quoted(calledOf(study, up[1]))} would bring the ${study.metric} to ${sayError(markOf(study, up[1]).error, study.metric)}.`);
   if (down) lines.push(`With less than ${bytes(study.picks[i][0])} it would be ${quoted(down[1])}, ${study.metric} ${sayError(markOf(study, down[1]).error, study.metric)}.`);
   return lines;
 }

@@ -5,6 +5,7 @@ const TEXTURES = {
   activation: "M-1,1l6,6M2,-2l6,6", error: "M0,0l6,6M6,0l-6,6", buffer: "dots", input: "M1.5,0v6M4.5,0v6", temporary: "M0,3h6M3,0v6", libraries: "dots",
 };
 const OUTSIDE = "outside of modules";
+const MOST_GROUPS = 20;
 
 function roleOf(name) { return ROLES.includes(name) ? name : "buffer"; }
 
@@ -30,15 +31,17 @@ function legendOf(kept) {
 
 function rolesOf(row) { return ROLES.filter((role) => row.by_role[role] > 0).map((role) => [role, row.by_role[role]]); }
 
-function drawBars(study, kept, budget, label, width) {
+function drawBars(study, kept, budget, label, shown, width) {
   const most = Math.max(...kept.map((row) => row.peak_bytes), 1) * 1.02, step = 50, height = kept.length * step + 20;
   const x = (nbytes) => (nbytes / most) * width;
   const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Bytes at the peak by role, a bar for each plan; the table below has the same numbers." });
+  const texts = [];
   kept.forEach((row, i) => {
-    const top = i * step + 18, name = row.label === label ? `▸ ${row.label}, picked` : row.label;
+    const top = i * step + 18, isShown = row.label === shown, kind = isShown ? "halo strong" : "halo";
+    const name = `${isShown ? "▸ " : ""}${calledOf(study, row.label)}${row.label === label ? ", picked" : ""}`;
     const share = study.full_bytes ? ` · ${percent(row.peak_bytes / study.full_bytes)}` : "";
-    root.append(svg("text", { x: 0, y: top - 5, class: row.label === label ? "strong" : "" }, cut(name, width - 150)));
-    root.append(svg("text", { x: width, y: top - 5, "text-anchor": "end", class: row.label === label ? "strong" : "" }, `${bytes(row.peak_bytes)}${share}`));
+    texts.push(svg("text", { x: 0, y: top - 5, class: kind }, cut(name, width - 150, isShown)));
+    texts.push(svg("text", { x: width, y: top - 5, "text-anchor": "end", class: kind }, `${bytes(row.peak_bytes)}${share}`));
     let at = 0;
     for (const [role, nbytes] of rolesOf(row)) {
       root.append(tile(role, x(at), top, x(nbytes), 22, `${row.label}, ${role}: ${bytes(nbytes)}`));
@@ -52,12 +55,13 @@ function drawBars(study, kept, budget, label, width) {
     root.append(svg("line", { x1: x(budget), x2: x(budget), y1: 16, y2: height - 6, class: "budget" }));
     root.append(svg("text", { x: x(budget) + (end ? -6 : 6), y: height - 8, "text-anchor": end ? "end" : "start", class: "strong" }, `budget ${bytes(budget)}`));
   }
+  root.append(...texts);
   return root;
 }
 
-function rolesTable(kept) {
+function rolesTable(study, kept) {
   const there = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
-  const head = el("tr", {}, el("th", { scope: "col" }, "role"), kept.map((row) => el("th", { scope: "col", class: "num" }, row.label)));
+  const head = el("tr", {}, el("th", { scope: "col" }, "role"), kept.map((row) => el("th", { scope: "col", class: "num" }, calledOf(study, row.label))));
   const rows = there.map((role) => el("tr", {}, el("th", { scope: "row" }, role), kept.map((row) => el("td", { class: "num" }, row.by_role[role] ? bytes(row.by_role[role]) : "–"))));
   const peak = el("tr", {}, el("th", { scope: "row" }, "peak"), kept.map((row) => el("td", { class: "num" }, bytes(row.peak_bytes))));
   const range = el("tr", {}, el("th", { scope: "row" }, "at least to at most"), kept.map((row) => el("td", { class: "num" }, `${bytes(row.low_bytes)} – ${bytes(row.high_bytes)}`)));
@@ -66,7 +70,7 @@ function rolesTable(kept) {
 
 // --- by module --------------------------------------------------------------------------------------------------------
 
-// Groups of modules by the first parts of their paths: as many parts as leave at most 16 groups.
+// Groups of modules by the first parts of their paths: as many parts as leave at most MOST_GROUPS.
 function grouped(places, depth) {
   const groups = new Map();
   for (const [module, role, nbytes] of places) {
@@ -81,7 +85,7 @@ function grouped(places, depth) {
 
 function depthFor(places) {
   let depth = 1;
-  while (depth < 5 && grouped(places, depth + 1).length <= 16 && grouped(places, depth + 1).length > grouped(places, depth).length) depth += 1;
+  while (depth < 5 && grouped(places, depth + 1).length <= MOST_GROUPS && grouped(places, depth + 1).length > grouped(places, depth).length) depth += 1;
   return depth;
 }
 
@@ -136,10 +140,10 @@ function drawMap(row, depth, width, height, most) {
   return root;
 }
 
-function drawMaps(kept, label, written, width) {
-  const first = kept.find((row) => row.label === written) || kept[0], second = kept.find((row) => row.label === label);
+function drawMaps(study, kept, shownLabel, width) {
+  const first = kept.find((row) => row.label === study.written) || kept[0], second = kept.find((row) => row.label === shownLabel);
   const shown = second && second !== first ? [first, second] : [first];
   const each = width >= 800 ? (width - 24) / 2 : width, height = Math.round(Math.min(0.72 * each, 380));
   const most = Math.max(...shown.map((row) => row.peak_bytes)), depth = depthFor(first.places);
-  return shown.filter((row) => row.places.length).map((row) => el("figure", {}, el("figcaption", {}, el("strong", {}, row.label), ` · ${bytes(row.peak_bytes)}`), drawMap(row, depth, each, height, most)));
+  return shown.filter((row) => row.places.length).map((row) => el("figure", {}, el("figcaption", {}, el("strong", {}, calledOf(study, row.label)), ` · ${bytes(row.peak_bytes)}`), drawMap(row, depth, each, height, most)));
 }

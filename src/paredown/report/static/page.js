@@ -1,12 +1,12 @@
 // The page: its state (record, task, budget), its sections, and new records as they come where the page is served.
-const state = { record: JSON.parse(document.getElementById("record").textContent), task: null, budget: null, asked: false, slots: "", role: "" };
+const state = { record: JSON.parse(document.getElementById("record").textContent), task: null, budget: null, asked: false, shown: null, slots: "", role: "" };
 
 function studyNow() {
   const studies = state.record.studies;
   return studies.find((study) => study.task === state.task) || studies[0] || null;
 }
 
-function labelNow(study) { return study.marks.length ? pickAt(study, state.budget) : study.picked || (study.kept.length ? study.kept[study.kept.length - 1].label : null); }
+function labelNow(study) { return study.marks.length ? pickAt(study, state.budget) : study.picked || null; }
 
 function firstBudget(study) {
   if (study.budget_bytes !== null) return study.budget_bytes;
@@ -23,14 +23,15 @@ const SECTIONS = [
   { id: "frontier", name: "Memory and error", has: (record, study) => study && study.marks.length > 0, build: buildFrontier, draw: drawFrontierSection },
   { id: "memory", name: "Where the memory goes", has: (record, study) => study && study.kept.length > 0, build: buildMemory, draw: drawMemory },
   { id: "slots", name: "What each slot gets", has: (record, study) => study && study.kept.some((row) => row.slots.length), build: buildSlots, draw: drawSlots },
-  { id: "trials", name: "Trials", has: (record) => record.runs.length > 0, build: () => [el("div", { id: "trials-table" })], draw: drawTrials },
-  { id: "curves", name: "Training curves", has: (record, study) => runsOf(record, study).some((run) => run.curve.length > 1), build: () => [el("div", { id: "curves-legend" }), el("div", { id: "curves-chart" })], draw: drawCurvesSection },
+  { id: "trials", name: "Trials", has: (record, study) => runsOf(record, study).length > 0, build: () => [el("div", { id: "trials-table" })], draw: drawTrials },
+  { id: "curves", name: "Training curves", has: (record, study) => runsOf(record, study).some((run) => run.curve.length > 1), build: () => [el("div", { id: "curves-charts" })], draw: drawCurvesSection },
   { id: "guards", name: "What the guard did", has: (record) => record.actions.length > 0, build: () => [el("div", { id: "guards-table" })], draw: drawActions },
-  { id: "given", name: "Asked and given", has: (record) => record.changes.length + record.given.length > 0, build: () => [el("div", { id: "given-table" })], draw: drawGiven },
+  { id: "given", name: "Asked and given", has: (record) => record.changes.length + record.given.length > 0, build: buildGiven, draw: drawGiven },
   { id: "made", name: "How it was made", has: (record, study) => madeRows(record).length + record.notes.length + (study ? study.notes.length : 0) > 0, build: () => [el("div", { id: "made-list" })], draw: drawMade },
 ];
 
-function runsOf(record, study) { return record.runs.filter((run) => !study || run.task === study.task); }
+// The runs of a task, and those of tasks that have no study: longer trainings with what was picked.
+function runsOf(record, study) { return record.runs.filter((run) => !study || run.task === study.task || !record.studies.some((other) => other.task === run.task)); }
 
 function buildProgress() { return [el("div", { id: "progress-rows" })]; }
 
@@ -67,7 +68,7 @@ function buildFrontier() {
 
 function budgetAt(study, share) { const [low, high, isLog] = bytesRange(study); return Math.round(scale(low, high, 0, 1, isLog).back(share)); }
 
-function moveTo(budget) { state.budget = budget; state.asked = true; drawAll(); }
+function moveTo(budget) { state.budget = budget; state.asked = true; state.shown = null; drawAll(); }
 
 function stepPlan(way) {
   const study = studyNow(), sizes = study.picks.map(([nbytes]) => nbytes);
@@ -99,12 +100,14 @@ function drawFrontierSection(record, study, label) {
 function figures(study, label) {
   const mark = markOf(study, label), figure = (name, value, small) => el("div", {}, el("dt", {}, name), el("dd", {}, value, small ? el("small", {}, small) : null));
   if (!mark) return [figure("plan", "nothing fits", `${bytes(state.budget)} is below what any plan needs`)];
-  const written = markOf(study, study.written), rows = [figure("peak memory", bytes(mark.nbytes), study.full_bytes ? `${percent(mark.nbytes / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
+  const written = markOf(study, study.written), rows = [figure("peak memory, predicted", bytes(mark.nbytes), study.full_bytes ? `${percent(mark.nbytes / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
+  if (mark.measured_bytes !== null) rows.push(figure("peak memory, measured", bytes(mark.measured_bytes), mark.measured_bytes > state.budget ? "above the budget" : "within the budget"));
   const known = mark.measured !== null ? "measured" : "predicted";
   rows.push(figure(`${study.metric}, ${known}`, sayError(mark.measured ?? mark.error, study.metric), mark.low !== null && mark.high > mark.low ? `${sayError(mark.low, study.metric)} to ${sayError(mark.high, study.metric)}` : ""));
   if (written && written !== mark && written.error !== null && mark.error !== null) {
     const d = mark.error - written.error;
-    rows.push(figure("against the step as written", `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, `${(study.full_bytes / mark.nbytes).toFixed(1)} times less memory`));
+    const known = mark.measured !== null && written.measured !== null ? "" : ", predicted";
+    rows.push(figure(`against the step as written${known}`, `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, doOverlap(mark, written) ? "the bands overlap" : ""));
   }
   return rows;
 }
@@ -121,7 +124,7 @@ function frontierLegend(study) {
 function plansTable(study, label) {
   const error = (value) => sayError(value, study.metric);
   return sortable("plans-rows", [
-    { name: "plan", value: (mark) => mark.label },
+    { name: "plan", value: (mark) => mark.label, show: (mark) => calledOf(study, mark.label) },
     { name: "predicted peak", value: (mark) => mark.nbytes, show: (mark) => bytes(mark.nbytes), kind: "num" },
     { name: "measured peak", value: (mark) => mark.measured_bytes, show: (mark) => bytes(mark.measured_bytes), kind: "num" },
     { name: study.metric, value: (mark) => mark.error, show: (mark) => error(mark.error), kind: "num" },
@@ -133,23 +136,29 @@ function plansTable(study, label) {
 }
 
 function buildMemory() {
+  const plan = el("select", { id: "memory-plan" });
+  plan.addEventListener("change", () => { state.shown = plan.value; drawAll(); });
   return [el("p", { class: "caption" }, "What is held at the moment when most is held, by arithmetic on the traced step."), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
+    el("div", { class: "tools" }, el("label", { for: "memory-plan" }, "Compare the step as written with"), plan),
     el("details", {}, el("summary", {}, "The same as a table"), el("div", { id: "memory-table" })), el("h3", {}, "By module"), el("p", { class: "caption" }, "Areas are bytes, on one scale; the dashed frame is the larger of the two."), el("div", { class: "maps", id: "memory-maps" }), el("div", { id: "memory-notes" })];
 }
 
 function drawMemory(record, study, label) {
   const order = [...study.kept].sort((a, b) => b.peak_bytes - a.peak_bytes), width = wide("memory-bars");
   fill("memory-legend", legendOf(order));
-  fill("memory-bars", drawBars(study, order, state.budget, label, width));
-  fill("memory-table", rolesTable(order));
-  fill("memory-maps", drawMaps(order, keptLabel(study, label), study.written, width));
+  const shown = keptLabel(study, label), select = document.getElementById("memory-plan"), names = order.map((row) => row.label);
+  if (select.dataset.names !== JSON.stringify(names)) { select.dataset.names = JSON.stringify(names); select.replaceChildren(...names.map((name) => el("option", { value: name }, calledOf(study, name)))); }
+  select.value = shown;
+  fill("memory-bars", drawBars(study, order, study.marks.length || study.budget_bytes ? state.budget : null, label, shown, width));
+  fill("memory-table", rolesTable(study, order));
+  fill("memory-maps", drawMaps(study, order, shown, width));
   fill("memory-notes", [...new Set(order.flatMap((row) => row.notes))].slice(0, 10).map((note) => el("p", { class: "hint" }, `Note: ${note}`)));
 }
 
+// The plan whose memory and slots are shown: what the reader chose, what the budget takes, else the smallest.
 function keptLabel(study, label) {
-  if (study.kept.some((row) => row.label === label)) return label;
-  const within = study.kept.filter((row) => row.peak_bytes <= state.budget && row.label !== study.written).sort((a, b) => b.peak_bytes - a.peak_bytes);
-  return within.length ? within[0].label : study.kept[study.kept.length - 1].label;
+  for (const name of [state.shown, label]) if (study.kept.some((row) => row.label === name)) return name;
+  return [...study.kept].sort((a, b) => a.peak_bytes - b.peak_bytes)[0].label;
 }
 
 function buildSlots() {
@@ -164,7 +173,7 @@ function drawSlots(record, study, label) {
   const row = study.kept.find((kept) => kept.label === keptLabel(study, label)), all = row.slots;
   const counts = {};
   for (const slot of all) counts[slot[5]] = (counts[slot[5]] || 0) + 1;
-  fill("slots-caption", `Under ${row.label}: ${plural(all.length, "slot")}, ${Object.entries(counts).map(([what, num]) => `${num} ${what}`).join(", ")}.`);
+  fill("slots-caption", `Under ${calledOf(study, row.label)}: ${plural(all.length, "slot")}, ${Object.entries(counts).map(([what, num]) => `${num} ${what}`).join(", ")}.`);
   const roles = [...new Set(all.map((slot) => slot[1]))], select = document.getElementById("slots-role");
   if (select.options.length !== roles.length + 1) select.replaceChildren(el("option", { value: "" }, "every role"), ...roles.map((role) => el("option", { value: role }, role)));
   select.value = roles.includes(state.role) ? state.role : "";
@@ -177,13 +186,13 @@ function drawSlots(record, study, label) {
     { name: "format", value: (slot) => slot[4], kind: "format nowrap" },
     { name: "what", value: (slot) => slot[5] },
     { name: "why", value: (slot) => slot[6], kind: "why" },
-  ], shown, { name: `Slots under ${row.label}`, most: 20 }));
+  ], shown, { name: `Slots under ${row.label}`, most: 20, column: 2, down: true }));
 }
 
 function drawTrials(record, study) {
-  const runs = runsOf(record, study), metric = study ? study.metric : "error";
+  const runs = runsOf(record, study), metric = study ? study.metric : "error", tasks = new Set(runs.map((run) => run.task));
   fill("trials-table", sortable("trials-rows", [
-    { name: "plan", value: (run) => run.plan },
+    { name: "plan", value: (run) => run.plan, show: (run) => (study ? calledOf(study, run.plan) : run.plan) },
     { name: "seed", value: (run) => run.seed, kind: "num" },
     { name: "ended", value: (run) => run.status, show: (run) => run.status.replaceAll("_", " "), kind: "nowrap" },
     { name: metric, value: (run) => run.error, show: (run) => sayError(run.error, metric), kind: "num" },
@@ -191,14 +200,17 @@ function drawTrials(record, study) {
     { name: "predicted", value: (run) => run.predicted_bytes, show: (run) => bytes(run.predicted_bytes), kind: "num" },
     { name: "measured", value: (run) => run.measured_bytes, show: (run) => bytes(run.measured_bytes), kind: "num" },
     { name: "time", value: (run) => run.seconds, show: (run) => seconds(run.seconds), kind: "num" },
+    ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task, kind: "nowrap" }] : []),
     { name: "why", value: (run) => run.reason, kind: runs.some((run) => run.reason) ? "why" : "" },
   ], runs, { name: "Trials" }));
 }
 
 function drawCurvesSection(record, study, label) {
-  const runs = runsOf(record, study).filter((run) => run.curve.length > 1);
-  fill("curves-legend", curvesLegend(study, runs, label));
-  fill("curves-chart", drawCurves(study, runs, label, wide("curves-chart")));
+  const runs = runsOf(record, study).filter((run) => run.curve.length > 1), tasks = [...new Set(runs.map((run) => run.task))].slice(0, 6);
+  fill("curves-charts", tasks.flatMap((task) => {
+    const own = runs.filter((run) => run.task === task);
+    return [tasks.length > 1 ? el("h3", {}, task) : null, curvesLegend(study, own, label), drawCurves(study, own, label, wide("curves-charts"))];
+  }));
 }
 
 function drawActions(record) {
@@ -207,12 +219,16 @@ function drawActions(record) {
     { name: "to", value: (row) => row.after, kind: "format nowrap" }, { name: "why", value: (row) => row.why, kind: "why" }], record.actions, { name: "What the guard did" }));
 }
 
+function buildGiven() {
+  return [el("p", { class: "caption", id: "given-said" }), el("div", { id: "changes-table" }), el("details", { id: "given-all" }, el("summary", {}, "Every slot"), el("div", { id: "given-all-table" }))];
+}
+
 function drawGiven(record) {
   const columns = [{ name: "slot", value: (row) => row.slot, kind: "format" }, { name: "asked", value: (row) => row.asked, kind: "format nowrap" }, { name: "given", value: (row) => row.given, kind: "format nowrap" }, { name: "why", value: (row) => row.reason, kind: "why" }];
-  const parts = [record.changes.length ? el("p", { class: "caption" }, `${plural(record.changes.length, "difference")} between what the plan asked for and what the run got.`) : el("p", { class: "caption" }, "Everything is as it was asked for.")];
-  if (record.changes.length) parts.push(...sortable("changes-rows", columns, record.changes, { name: "Asked and given", most: 12 }));
-  if (record.given.length) parts.push(el("details", {}, el("summary", {}, "Every slot"), sortable("given-rows", columns, record.given, { name: "Every slot, asked and given" })));
-  fill("given-table", parts);
+  fill("given-said", record.changes.length ? `${plural(record.changes.length, "difference")} between what the plan asked for and what the run got.` : "Everything is as it was asked for.");
+  fill("changes-table", record.changes.length ? sortable("changes-rows", columns, record.changes, { name: "Asked and given", most: 12 }) : []);
+  document.getElementById("given-all").hidden = !record.given.length;
+  fill("given-all-table", sortable("given-rows", columns, record.given, { name: "Every slot, asked and given" }));
 }
 
 function madeRows(record) {
@@ -253,8 +269,9 @@ function showSection(section, isShown) {
 
 function sayLead(record, study) {
   if (!study) return "There is nothing to show yet.";
-  const trials = plural(record.runs.length, "trial"), plans = plural(study.marks.length || study.kept.length, "plan");
-  return `${plans}, ${trials}${record.studies.length > 1 ? `, ${record.studies.length} tasks` : ""}.`;
+  const finished = record.progress.flatMap((row) => Object.values(row.by_status)).reduce((a, b) => a + b, 0);
+  const trials = plural(Math.max(finished, record.runs.length), "trial"), plans = plural(study.marks.length || study.kept.length, "plan");
+  return `${plans}${record.runs.length ? `, ${trials}` : ""}${record.studies.length > 1 ? `, ${record.studies.length} tasks` : ""}.`;
 }
 
 function drawChooser(record, study) {
@@ -299,7 +316,7 @@ function setUpLive(address) {
 
 document.body.prepend(textures());
 setUpTheme();
-document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; drawAll(); });
+document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; state.shown = null; drawAll(); });
 document.getElementById("foot").append(document.body.dataset.live ? "Shown by paredown from this machine, for reading only." : "Made by paredown. This page is one file: it loads nothing and sends nothing.");
 drawAll();
 let lastWidth = document.body.clientWidth;

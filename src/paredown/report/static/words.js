@@ -49,7 +49,13 @@ function put(node, attributes, children) {
 
 function el(tag, attributes, ...children) { return put(document.createElement(tag), attributes, children); }
 function svg(tag, attributes, ...children) { return put(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children); }
-function fill(id, ...children) { const node = document.getElementById(id); if (node) node.replaceChildren(...children.flat().filter((x) => x !== null && x !== false)); return node; }
+
+// Puts these into an element; where they are there already nothing is touched, so that focus and scrolling stay.
+function fill(id, ...children) {
+  const node = document.getElementById(id), wanted = children.flat().filter((x) => x !== null && x !== false);
+  const isThere = node.childNodes.length === wanted.length && wanted.every((child, i) => child === node.childNodes[i]);
+  if (!isThere) node.replaceChildren(...wanted);
+}
 
 // The width of a text in drawings, in pixels, and a text cut to a width; "" where less than three letters would be left.
 const pen = document.createElement("canvas").getContext("2d");
