@@ -40,7 +40,7 @@ def run_commands(code: str) -> str:
     report = ""
     for line in code.splitlines():
         wanted = int(status[1]) if (status := STATUS.search(line)) else 0
-        found = CliRunner().invoke(app, shlex.split(line, comments=" #" in line)[1:], prog_name="paredown")
+        found = CliRunner().invoke(app, shlex.split(line.partition(" #")[0])[1:], prog_name="paredown")
         report += f"{line}: exit {found.exit_code}\n{found.output}\n" if found.exit_code != wanted else ""
     return report
 
