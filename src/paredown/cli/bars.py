@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from paredown.cli.voice import clean
+
 Report = Callable[[float, float, str], None]  # done, of how many, a note
 
 
@@ -21,8 +23,8 @@ def bar(what: str, *, is_shown: bool = True) -> Generator[Report]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=Console(stderr=True), transient=True) as shown:
-        row = shown.add_task(escape(what), total=None, note="")
-        yield lambda done, total, note: shown.update(row, completed=done, total=total, note=escape(note))
+        row = shown.add_task(escape(clean(what)), total=None, note="")
+        yield lambda done, total, note: shown.update(row, completed=done, total=total, note=escape(clean(note)))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paredown.cli.voice import say, to_json
+from paredown.cli.voice import clean, say, to_json
 
 if TYPE_CHECKING:
     from paredown.plan.trial import Trial
@@ -75,10 +75,10 @@ def _terminal(watcher: Watcher) -> Generator[Voices]:
 
         def told(claim: Claim, trial: Trial) -> None:
             if trial.reason:
-                live.console.print(f"{trial.task}, seed {trial.seed}: {trial.status.value}: {trial.reason}", markup=False)
+                live.console.print(clean(f"{trial.task}, seed {trial.seed}: {trial.status.value}: {trial.reason}"), markup=False)
 
         try:
-            yield told, idle, lambda sentence: live.console.print(sentence, markup=False)
+            yield told, idle, lambda sentence: live.console.print(clean(sentence), markup=False)
         finally:
             idle(is_due=True)
 
@@ -91,7 +91,7 @@ def _picture(found: list[Progress]) -> Any:
     table = Table.grid()
     for progress in found:
         table.add_row(ProgressBar(total=max(progress.counts.total, 1), completed=progress.counts.finished, width=BAR_WIDTH))
-        table.add_row(Text(str(progress)))  # as it is: a name may look like markup
+        table.add_row(Text(clean(str(progress))))  # as it is: a name may look like markup
         for one in progress.best[:SHOWN_BEST]:
-            table.add_row(Text(f"  best of {one}"))
+            table.add_row(Text(clean(f"  best of {one}")))
     return table

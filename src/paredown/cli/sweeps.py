@@ -23,7 +23,7 @@ from paredown.cli.options import (
     TasksOption,
 )
 from paredown.cli.verbs import MANY, app, verb
-from paredown.cli.voice import emit, say, to_json
+from paredown.cli.voice import emit, say, tell
 from paredown.errors import ParedownError
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None
         for counts in count(opened):
             best = find_best(opened, counts.sweep)
             if sys.stdout.isatty() and not is_json:
-                print(counts, *(f"  best of {one}" for one in best), sep="\n")
+                tell(str(counts), *(f"  best of {one}" for one in best))
             else:
-                print(to_json({"event": "status", **counts.to_json(), "best": [one.to_json() for one in best]}))
+                emit({"event": "status", **counts.to_json(), "best": [one.to_json() for one in best]})
 
 
 @verb(sweep_app, "export", "paredown sweep export trials.csv --store trials.db")

@@ -26,8 +26,6 @@ from paredown.cli.voice import say
 from paredown.errors import BudgetError, ParedownError
 
 EXTRAS = {
-    "jinja2": "report",
-    "plotly": "report",
     "psycopg": "postgres",
     "pyarrow": "parquet",
     "ray": "ray",
