@@ -12,7 +12,7 @@ from what was measured and, elsewhere, from what one run of a level comes to whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,7 +73,13 @@ class Prior:
 
     def given(self, seen: Array) -> Belief:
         """A new task by what was measured (NaN where not)."""
-        return self.mixture.given(Sums.of((seen - self.offsets)[None], self.levels))
+        return self.mixture.given(Sums.of((seen - self.offsets)[None], self.levels, self.mixture.means.shape[1]))
+
+    def after(self, runs: Sequence[tuple[int, float]]) -> Belief:
+        """A new task by runs, (plan, error) each; a plan may have several."""
+        plans = np.array([plan for plan, _ in runs], dtype=np.intp)
+        errors = np.array([self.finite(error) for _, error in runs], dtype=float) - self.offsets[plans]
+        return self.mixture.given(Sums.of(errors[None], self.levels[plans], self.mixture.means.shape[1]))
 
     def finite(self, measured: float) -> float:
         """A run that diverged counts as the worst of all errors."""
