@@ -31,6 +31,8 @@ NEEDED_BY = {
         "tests/support/work.py",
     ],
     "typer": ["src/paredown/cli"],
+    "transformers": ["src/paredown/integrations/hugging_face.py"],
+    "lightning": ["src/paredown/integrations/lightning.py"],
 }
 collect_ignore = [path for package, paths in NEEDED_BY.items() if not find_spec(package) for path in paths]
 

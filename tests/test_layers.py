@@ -28,6 +28,10 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
     ),
     "report": (frozenset({"errors", "roles", "plan", "search", "session", "runs"}), frozenset({"sqlalchemy"})),
+    "integrations": (
+        frozenset({"__init__", "errors", "plan", "optim", "search", "session", "runs"}),
+        frozenset({"torch", "transformers", "lightning"}),
+    ),
     "cli": (
         frozenset({"__init__", "errors", "roles", "formats", "plan", "models", "session", "search", "runs", "report"}),
         frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),

@@ -1,0 +1,177 @@
+"""Hugging Face's Trainer under plans, with its own defaults: clipping, accumulation, schedules, checkpoints, loggers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import paredown as pare
+from paredown.errors import ApplyError, OptimError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+
+from paredown.integrations.hugging_face import PareCallback, attach, optimizer_of  # noqa: E402
+
+PLAN = pare.Plan.preset("lpmm").set("activation", "int4/64@bf16")
+
+
+def tiny() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=2, n_head=4, use_cache=False)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def data() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(128, (64,), generator=generator) for _ in range(32)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer_in(folder: Path, model: Any = None, callbacks: Any = None, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "seed": 3}
+    trainer_options = {name: options.pop(name) for name in ("optimizers", "optimizer_cls_and_kwargs") if name in options}
+    args = transformers.TrainingArguments(output_dir=str(folder), **{**defaults, **quiet, **options})
+    return transformers.Trainer(model=model or tiny(), args=args, train_dataset=data(), callbacks=callbacks, **trainer_options)
+
+
+def state(model: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not different, different
+
+
+def test_without_formats_it_is_the_trainer_with_torchs_optimizer(tmp_path: Path) -> None:
+    plain = trainer_in(tmp_path / "a", optim="adamw_torch", weight_decay=0.1)
+    plain.train()
+    pared = trainer_in(tmp_path / "b", weight_decay=0.1)
+    attach(pared, pare.Plan())
+    pared.train()
+    assert_equal(state(pared.model), state(plain.model))
+
+
+def test_a_plan_at_work_in_a_trainer_with_its_defaults(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Logger(transformers.TrainerCallback):  # as those of TensorBoard, W&B and MLflow
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+            seen.append(dict(logs))
+
+    trainer = trainer_in(tmp_path, callbacks=[Logger()], gradient_accumulation_steps=2, max_steps=3)
+    callback = attach(trainer, PLAN)
+    session = callback.session
+    assert session is not None
+    assert not any(p.untyped_storage().nbytes() for p in trainer.model.parameters() if p.numel() >= 4096)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, pare.optim.AdamW)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.0] and len(optimizer.param_groups) == 2
+    assert (optimizer.updates, session.forwards) == (3, 6)
+    assert callback.session is None and all(p.untyped_storage().nbytes() for p in trainer.model.parameters()), "closed, and plain"
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 3 and logged == [{**row, "step": i + 1} for i, row in enumerate(r for r in seen if "loss" in r)]
+    num_values = sum(p.numel() for p in trainer.model.parameters())
+    for row in logged:
+        assert row["grad_norm"] > 0
+        assert 1.0 < row["memory/weight_gib"] * 2**30 / num_values < 1.1
+        assert 2.0 < row["memory/optimizer_gib"] * 2**30 / num_values < 2.2
+        assert 1.0 < row["memory/gradient_gib"] * 2**30 / num_values < 1.1
+        assert row["memory/activation_gib"] > 0
+        assert 0 <= row["updates/underflow"] < 1 and 0 < row["updates/flips"] < 1
+
+
+def test_clipping_is_that_of_the_trainer(tmp_path: Path) -> None:
+    """SGD without momentum moves by lr times the clipped gradient: all together by lr x max_grad_norm at most."""
+    plan = pare.Plan.uniform(gradient="int8/64@bf16")
+    trainer = trainer_in(tmp_path, max_steps=1, max_grad_norm=0.125, lr_scheduler_type="constant", learning_rate=0.5)
+    before = state(trainer.model)
+    attach(trainer, plan, optimizer="sgd")
+    trainer.train()
+    names = [name for name in before if name != "lm_head.weight"]  # tied to the embedding
+    moved = sum((trainer.model.state_dict()[name] - before[name]).square().sum() for name in names).sqrt()
+    assert trainer.state.log_history[0]["grad_norm"] > 0.2
+    assert moved.item() == pytest.approx(0.5 * 0.125, rel=1e-3)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_resumed_training_goes_on_bit_for_bit(tmp_path: Path, guarded: bool) -> None:
+    def guard() -> Any:
+        batch = {name: torch.stack([row[name] for row in data()[:4]]) for name in ("input_ids", "labels")}
+        return pare.Guard(pare.trace_step(tiny(), batch, optimizer="adamw", device="cpu")) if guarded else None
+
+    whole = trainer_in(tmp_path / "whole", save_strategy="steps", save_steps=2)
+    attach(whole, PLAN, guard=guard())
+    whole.train()
+    later = trainer_in(tmp_path / "later")
+    callback = attach(later, PLAN, guard=guard())
+    session = callback.session
+    later.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert session is not None and session.forwards == 4
+    assert_equal(state(later.model), state(whole.model))
+    losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (whole, later)]
+    assert losses[0] == losses[1]
+
+
+def test_checkpoints_and_saved_models_are_plain(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    attach(trainer, PLAN)
+    during: list[dict[str, Tensor]] = []
+    trainer.add_callback(
+        type("Look", (transformers.TrainerCallback,), {"on_save": lambda *a, **k: during.append(state(k["model"]))})
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    for folder in ("checkpoint-2", "model"):
+        read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / folder)
+        assert_equal(state(read), during[0])
+        assert type(read.transformer.wte.weight) is torch.nn.Parameter
+
+
+def test_an_optimizer_of_ones_own_stays(tmp_path: Path) -> None:
+    model = tiny()
+    session = pare.apply(pare.Plan.preset("half"), model)
+    optimizer = pare.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    trainer = trainer_in(tmp_path, model, optimizers=(optimizer, None), max_steps=2)
+    trainer.train()
+    assert trainer.optimizer.optimizer is optimizer and optimizer.updates == 2
+    session.close()
+
+
+def test_as_a_callback_with_an_optimizer_class(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), learning_rate=2e-3, adam_beta2=0.95, use_cpu=True, report_to=[])
+    found = optimizer_of(args, tier="half")
+    assert found == (pare.optim.AdamW, {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "tier": "half"})
+    callback = PareCallback(PLAN)
+    trainer = trainer_in(tmp_path, callbacks=[callback], max_steps=1, optimizer_cls_and_kwargs=optimizer_of(args, "lion"))
+    assert callback.session is not None
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, pare.optim.Lion)
+    assert "updates/flips" in trainer.state.log_history[0]
+
+
+def test_what_cannot_work_is_said(tmp_path: Path) -> None:
+    late = trainer_in(tmp_path)
+    late.add_callback(PareCallback(PLAN))
+    with pytest.raises(ApplyError, match=r"comes too late.*attach\(trainer, plan\)"):
+        late.train()
+    with pytest.raises(ApplyError, match="takes a Plan, not str"):
+        attach(late, "lpmm")  # type: ignore[arg-type]
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ApplyError, match="model_init makes a new model"):
+        attach(transformers.Trainer(model_init=tiny, args=args), PLAN)
+    with pytest.raises(OptimError, match="'adam' is unknown. Allowed: adamw, lion, sgd"):
+        optimizer_of(args, "adam")
+    with pytest.raises(OptimError, match="microbatches=4 cannot run in a Trainer: gradient_accumulation_steps"):
+        optimizer_of(args, microbatches=4)
+    with pytest.raises(ApplyError, match="leave it False"):
+        attach(trainer_in(tmp_path, restore_callback_states_from_checkpoint=True), PLAN)
