@@ -1,0 +1,159 @@
+"""Lightning's Trainer and Fabric under plans: clipping, checkpoints, loggers, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import paredown as pare
+from paredown.errors import ApplyError
+
+lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
+
+from lightning.fabric import Fabric  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+
+from paredown.integrations.lightning import PareCallback  # noqa: E402
+
+PLAN = pare.Plan.preset("lpmm").set("activation", "int4/64@bf16")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 8))
+
+
+class Classifier(lightning.LightningModule):
+    """`optimizer`: a class of optimizers; `calls`: the network as a part, or the whole module."""
+
+    def __init__(self, optimizer: Any = None, **options: Any) -> None:
+        super().__init__()
+        self.net, self.optimizer, self.options = network(), optimizer or pare.optim.AdamW, options
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        x, y = batch
+        return cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), **{"lr": 1e-3, **self.options})
+
+
+def batches(size: int = 64) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 64, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :8].argmax(1)), batch_size=size)
+
+
+def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    defaults = {"max_steps": 4, "enable_checkpointing": False, "default_root_dir": folder, "log_every_n_steps": 1}
+    return lightning.Trainer(callbacks=list(callbacks), **{**quiet, **defaults, **options})
+
+
+def assert_equal(found: nn.Module, wanted: nn.Module) -> None:
+    pairs = zip(found.state_dict().items(), wanted.state_dict().items(), strict=True)
+    assert not [name for (name, a), (_, b) in pairs if not torch.equal(a, b)]
+
+
+def test_without_formats_it_is_lightning_with_torchs_optimizer(tmp_path: Path) -> None:
+    plain, pared = Classifier(torch.optim.AdamW), Classifier()
+    trainer(tmp_path, gradient_clip_val=0.1).fit(plain, batches())
+    trainer(tmp_path, PareCallback(pare.Plan()), gradient_clip_val=0.1).fit(pared, batches())
+    assert_equal(pared, plain)
+
+
+def test_a_plan_at_work_its_numbers_and_the_plain_model_at_the_end(tmp_path: Path) -> None:
+    packed: list[int] = []
+    model, callback = Classifier(), PareCallback(PLAN)
+    look = type("Look", (lightning.Callback,), {"on_train_batch_end": lambda *a: packed.append(callback.session.weight_bytes)})
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    fit = trainer(tmp_path, callback, look(), logger=logger, gradient_clip_val=1.0, accumulate_grad_batches=2)
+    fit.fit(model, batches())
+    assert packed and min(packed) > 8192 + 16384
+    assert callback.session is None and all(p.untyped_storage().nbytes() for p in model.parameters())
+    assert fit.optimizers[0].updates == 4
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    for name in ("memory/weight_gib", "memory/activation_gib", "memory/optimizer_gib", "updates/underflow"):
+        assert float(rows[-1].split(",")[rows[0].split(",").index(name)]) >= 0
+
+
+def test_a_resumed_fit_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """An epoch is one batch here: Lightning itself begins its data anew where it is resumed within one."""
+    whole, later = Classifier(), Classifier()
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    trainer(tmp_path, PareCallback(PLAN), keep, enable_checkpointing=True).fit(whole, batches(256))
+    callback = PareCallback(PLAN)
+    forwards: list[int] = []
+    look = type("Look", (lightning.Callback,), {"on_train_batch_end": lambda *a: forwards.append(callback.session.forwards)})
+    with torch.no_grad():
+        later.net[0].weight.zero_()  # what a checkpoint has to bring back
+    trainer(tmp_path, callback, look()).fit(later, batches(256), ckpt_path=str(tmp_path / "step=2.ckpt"))
+    assert forwards == [3, 4]
+    assert_equal(later, whole)
+    stored = torch.load(tmp_path / "step=2.ckpt", weights_only=False)["state_dict"]
+    assert all(type(value) is Tensor for value in stored.values()), "plain weights"
+
+
+def test_the_part_that_is_called_is_found_or_asked_for(tmp_path: Path) -> None:
+    class Two(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(8, 8)
+
+    with pytest.raises(ApplyError, match=r"PareCallback\(plan, module='net'\)"):
+        trainer(tmp_path, PareCallback(PLAN)).fit(Two(), batches())
+    with pytest.raises(ApplyError, match=r"has no part 'nett'\. It has 'net', 'other'"):
+        trainer(tmp_path, PareCallback(PLAN, module="nett")).fit(Two(), batches())
+    callback = PareCallback(PLAN, module="net")
+    trainer(tmp_path, callback).fit(Two(), batches())
+    with pytest.raises(ApplyError, match="has no option 'modul'"):
+        PareCallback(PLAN, modul="net")
+
+
+def test_lack_of_memory_is_explained_and_the_model_is_plain(tmp_path: Path) -> None:
+    class Short(Classifier):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            if index:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().training_step(batch, index)
+
+    model = Short()
+    trace = pare.trace_step(network(), (torch.empty(2048, 64), torch.empty(2048).long()), loss=cross_entropy, device="cpu")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer(tmp_path, PareCallback(PLAN, trace=trace)).fit(model, batches())
+    assert "grew most" in caught.value.__notes__[0]
+    assert all(p.untyped_storage().nbytes() for p in model.parameters())
+
+
+def test_fabric_needs_the_right_order_alone(tmp_path: Path) -> None:
+    def run(*, resumes: bool) -> tuple[nn.Module, int]:
+        fabric = Fabric(accelerator="cpu", precision="bf16-mixed")
+        model = network()
+        session = pare.apply(PLAN, model)
+        wrapped, opt = fabric.setup(model, pare.optim.AdamW(model.parameters(), lr=1e-3))
+        state = {"model": wrapped, "opt": opt, "session": session.state_dict()}
+        for step, (x, y) in enumerate(batches()):
+            if step == 2 and resumes:
+                fabric.load(tmp_path / "state.ckpt", state)
+                session.load_state_dict(state["session"])
+            if step >= 2 or not resumes:
+                fabric.backward(cross_entropy(wrapped(x), y))
+                fabric.clip_gradients(wrapped, opt, max_norm=1.0)
+                opt.step()
+                opt.zero_grad()
+            if step == 1 and not resumes:
+                fabric.save(tmp_path / "state.ckpt", {**state, "session": session.state_dict()})
+        session.close()
+        return model, session.forwards
+
+    (whole, passes), (later, after) = run(resumes=False), run(resumes=True)
+    assert passes == after == 4
+    assert_equal(later, whole)
