@@ -58,8 +58,8 @@ class PareCallback(TrainerCallback, ExportableState):
                 "restore_callback_states_from_checkpoint=True would make a second PareCallback in place of this one, which goes on by "
                 "itself: leave it False."
             )
-        self.session = apply(self.plan, model, **self._options)
-        self._monitor = Monitor(self.session, unwrapped(model))
+        self.session = session = apply(self.plan, model, **self._options)
+        self._monitor = Monitor(session, unwrapped(model))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """A run that goes on finds the session's state in the trainer's."""

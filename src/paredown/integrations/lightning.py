@@ -24,7 +24,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
 from paredown.session.guard import Guard
 from paredown.session.session import Session, apply
-from paredown.session.simulated import Simulate, SimulatedSession
+from paredown.session.simulated import SimulatedSession
 
 
 @final
@@ -51,9 +51,8 @@ class PareCallback(Callback):
         if stage != "fit" or self.session is not None:
             return
         model = called_part(pl_module, self.module)
-        mode: str | Simulate = self._options.get("mode", "store")
-        self.session = apply(self.plan, model, **{**self._options, "mode": mode})
-        self._monitor = Monitor(self.session, model)
+        self.session = session = apply(self.plan, model, **self._options)
+        self._monitor = Monitor(session, model)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs as often as the trainer does."""

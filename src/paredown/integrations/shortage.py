@@ -17,7 +17,7 @@ paredown: activation grew most, to 4.00 MiB of 6.06 MiB at the predicted peak, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -47,7 +47,7 @@ def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, fr
 
 
 @contextmanager
-def explained(trace: Trace, plan: Plan | None = None, *, frontier: Frontier | None = None) -> Iterator[None]:
+def explained(trace: Trace, plan: Plan | None = None, *, frontier: Frontier | None = None) -> Generator[None]:
     """A context whose out-of-memory errors say which role grew and which plan is next."""
     try:
         yield
