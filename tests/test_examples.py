@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -84,3 +85,46 @@ def test_the_frontier_is_what_no_other_point_beats(monkeypatch: pytest.MonkeyPat
     points = [Point(str((x, y)), x, y) for x in range(1, 6) for y in range(1, 6) if x + y >= 6]
     assert [(p.x, p.y) for p in undominated(points)] == [(1, 5), (2, 4), (3, 3), (4, 2), (5, 1)]
     assert undominated([*points, Point("best", 1, 1)]) == [Point("best", 1, 1)]
+
+
+def test_a_cnn_within_a_budget(tmp_path: Path) -> None:
+    text = printed("cnn.py", "--steps", "2", "--budget", "50%", cwd=tmp_path)
+    sizes = re.search(r"as written: ([\d.]+) MiB.*\nwithin 50%: ([\d.]+) MiB predicted", text)
+    assert sizes and float(sizes[2]) <= float(sizes[1]) / 2 + 0.05
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_a_gpt_in_one_go_and_in_two_has_the_same_bits(tmp_path: Path) -> None:
+    assert printed("gpt.py", "--steps", "4", cwd=tmp_path).endswith("resumed at step 2: the same bits\n")
+
+
+def test_a_fine_tune_is_read_back(tmp_path: Path) -> None:
+    for library in ("transformers", "accelerate"):
+        pytest.importorskip(library)
+    text = printed("hugging_face.py", "--steps", "5", cwd=tmp_path)
+    sizes = re.search(r"predicted peak: ([\d.]+) MiB as written, ([\d.]+) MiB under the plan", text)
+    assert sizes and float(sizes[2]) < 0.6 * float(sizes[1])
+    assert re.search(r"^step 5: loss [\d.]+, optimizer [\d.]+ MiB$", text, re.MULTILINE)
+    assert text.endswith("from_pretrained gives the same weights\n")
+
+
+def test_a_format_study_has_a_row_for_each(tmp_path: Path) -> None:
+    text = printed("format_study.py", "--steps", "1", cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"^\w.* (\d+\.\d{3})$", text, re.MULTILINE)]
+    assert len(losses) == 7 and losses[0] != losses[5], "4 bits change the first loss"
+
+
+def test_a_sweep_without_ray_says_so_and_elsewhere_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy")
+    if not find_spec("ray"):
+        assert "pip install 'paredown[ray]'" in printed("ray_sweep.py", cwd=tmp_path)
+    words = ("ray_sweep.py", "--engine", "inline", "--steps", "3")
+    text = printed(*words, cwd=tmp_path)
+    assert "6 trials were run\ndigits: 6 of 6 finished" in text and text.count("error 0.") == 6
+    assert "0 trials were run" in printed(*words, cwd=tmp_path), "the store has all of them"
+
+
+def test_examples_are_short_and_say_what_they_show() -> None:
+    for name in ("cnn", "gpt", "hugging_face", "format_study", "ray_sweep"):
+        lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
+        assert len(lines) < 80 and lines[0].startswith('"""A ') and lines[0].endswith('"""')

@@ -15,7 +15,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-GUIDES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")
+TABLES = {"benchmarks.md", "guarantees.md", "limits.md", "papers.md"}  # pages without code: tests/test_tables.py
+PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")]
+GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in PAGES if path.name not in TABLES | {"log.md"})
+NEEDS = {
+    "docs/sweeps.md": ("sqlalchemy",),
+    "docs/tutorials/cluster.md": ("sqlalchemy",),
+    "docs/tutorials/hugging_face.md": ("transformers", "accelerate"),
+    "docs/tutorials/lightning.md": ("lightning",),
+}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```sh\n(paredown .*?)^```$", re.MULTILINE | re.DOTALL)
 STATUS = re.compile(r"# exit (\d+)")
@@ -67,8 +75,8 @@ def failures(text: str) -> str:
 @pytest.mark.parametrize("name", ["README.md", *GUIDES])
 def test_what_is_written_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # examples write files
-    if name == "docs/sweeps.md":
-        pytest.importorskip("sqlalchemy")
+    for package in NEEDS.get(name, ()):
+        pytest.importorskip(package)
     text = (ROOT / name).read_text(encoding="utf-8")
     if command_blocks(text):
         pytest.importorskip("typer")

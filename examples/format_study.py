@@ -1,0 +1,71 @@
+"""A format study: one small network trained with arithmetic in seven formats that no CPU has, by the loss that each ends at."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import paredown as pare
+from paredown.runs.tasks import find_task
+
+# what operations give and take: activations and weights forward, errors backward
+STUDIED = {
+    "float32": ("fp32", "fp32"),
+    "bf16": ("bf16", "bf16"),
+    "8 bits, OCP": ("e4m3fn", "e5m2"),
+    "the same, blocks of 32": ("e4m3fn/32@e8m0", "e5m2/32@e8m0"),
+    "6 bits, blocks of 32": ("e2m3fn/32@e8m0", "e3m2fn/32@e8m0"),
+    "4 bits, blocks of 32": ("e2m1fn/32@e8m0", "e2m1fn/32@e8m0"),
+    "8 bits, to zero": ("e4m3fn", "e5m2"),
+}
+
+
+def plan_of(forward: str, backward: str, name: str) -> pare.Plan:
+    """Activations and weights in one format, errors in the other; the master weights stay float32."""
+    rounding = {"rounding": "toward_zero"} if "to zero" in name else {}
+    return pare.Plan.uniform(activation=forward, weight=forward, error=backward, overflow="saturate", **rounding)
+
+
+def network() -> nn.Module:
+    """Three convolutions for pictures of 8 x 8."""
+    layers = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in ((3, 16), (16, 16), (16, 32))]
+    return nn.Sequential(*(part for layer in layers for part in layer), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def train(plan: pare.Plan, steps: int) -> float:
+    """The mean loss of the last fifth of the steps."""
+    torch.manual_seed(0)
+    model, losses = network(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = find_task("digits").data.batches(32, seed=0, device=torch.device("cpu"))
+    with pare.apply(plan, model, mode="simulate"):  # an unmodified model, torch's own optimizer
+        for _, (x, y) in zip(range(steps), data, strict=False):
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+    last = losses[-max(1, steps // 5) :]
+    return sum(last) / len(last)
+
+
+def main() -> None:
+    """A row for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=25)
+    steps = parser.parse_args().steps
+    torch.set_num_threads(1)  # tensors are small
+    print(f"{'arithmetic in':24} {'forward':16} {'backward':16} {'loss':>7}")
+    for name, (forward, backward) in STUDIED.items():
+        loss = train(plan_of(forward, backward, name), steps)
+        print(f"{name:24} {forward:16} {backward:16} {loss if math.isfinite(loss) else float('nan'):7.3f}")
+    print('One seed and few steps: a sweep with several seeds tells them apart (docs/sweeps.md, mode = "simulate").')
+
+
+if __name__ == "__main__":
+    main()
