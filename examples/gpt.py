@@ -48,9 +48,7 @@ def train(model: nn.Module, begin: int, end: int, checkpoint: dict[str, dict] | 
         opt.step()
         opt.zero_grad()
         if step % 5 == 4:
-            logged = monitor.numbers(
-                opt
-            )  # for TensorBoard, W&B, MLflow: writer.add_scalar(name, value, step), run.log(logged), ...
+            logged = monitor.numbers(opt)  # W&B: run.log(logged); TensorBoard: writer.add_scalar(name, value, step) for each
             sizes = ", ".join(f"{name.split('/')[1][:-4]} {value * 1024:.2f}" for name, value in logged.items() if "_gib" in name)
             print(f"step {step + 1}: loss {loss.item():.3f}; MiB: {sizes}; {logged['updates/flips']:.0%} of the weights moved")
     kept = {"model": model.state_dict(), "opt": opt.state_dict(), "session": session.state_dict()}
@@ -72,8 +70,8 @@ def main() -> None:
     whole = train(make(), 0, steps)["model"]
     half = train(make(), 0, steps // 2)
     resumed = train(make(), steps // 2, steps, half)["model"]
-    same = all(torch.equal(whole[name], resumed[name]) for name in whole)
-    print(f"in one go and resumed at step {steps // 2}: {'the same bits' if same else 'DIFFERENT'}")
+    same = "the same bits" if all(torch.equal(whole[name], resumed[name]) for name in whole) else "DIFFERENT"
+    print(f"in one go and resumed at step {steps // 2}: {same}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""Pages of tables name files and tests that are there, and benchmarks have the numbers of their results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import MARKS, TABLES, filled
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("benchmarks", "guarantees", "limits", "papers")
+NAMED = re.compile(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+)(?:::(\w+))?`")
+
+
+def wrong(text: str) -> list[str]:
+    """Files and tests that a text names and that are not there."""
+    found: list[str] = []
+    for path, test in NAMED.findall(text):
+        file = ROOT / path
+        if not file.exists() or (test and not re.search(rf"^def {test}\(", file.read_text(), re.MULTILINE)):
+            found.append(f"{path}::{test}" if test else path)
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_names_is_there(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert len(NAMED.findall(text)) >= (1 if name == "limits" else 8)
+    assert not wrong(text)
+
+
+def test_tutorials_and_the_readme_name_what_is_there() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs" / "tutorials").glob("*.md")]
+    assert not [(page.name, name) for page in pages for name in wrong(page.read_text(encoding="utf-8"))]
+
+
+def test_benchmarks_are_those_of_the_results() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert {mark[2] for mark in MARKS.finditer(page)} == set(TABLES)
+    assert filled(page) == page, "python benchmarks/tables.py --write"
+
+
+def test_a_wrong_page_is_noticed() -> None:
+    assert wrong(
+        "`src/paredown/nothing.py`, `tests/test_tables.py::test_nothing`, `tests/test_tables.py::test_a_wrong_page_is_noticed`"
+    ) == [
+        "src/paredown/nothing.py",
+        "tests/test_tables.py::test_nothing",
+    ]
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert filled(page.replace("| gpt2 |", "| gpt3 |")) == page
