@@ -17,6 +17,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
 from paredown.integrations.hugging_face import PareCallback, attach, optimizer_of  # noqa: E402
+from paredown.integrations.shortage import explained  # noqa: E402
 
 PLAN = pare.Plan.preset("lpmm").set("activation", "int4/64@bf16")
 
@@ -36,7 +37,9 @@ def data() -> list[dict[str, Tensor]]:
 def trainer_in(folder: Path, model: Any = None, callbacks: Any = None, **options: Any) -> Any:
     defaults: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1}
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "seed": 3}
-    trainer_options = {name: options.pop(name) for name in ("optimizers", "optimizer_cls_and_kwargs") if name in options}
+    trainer_options = {
+        name: options.pop(name) for name in ("optimizers", "optimizer_cls_and_kwargs", "eval_dataset") if name in options
+    }
     args = transformers.TrainingArguments(output_dir=str(folder), **{**defaults, **quiet, **options})
     return transformers.Trainer(model=model or tiny(), args=args, train_dataset=data(), callbacks=callbacks, **trainer_options)
 
@@ -175,3 +178,49 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
         optimizer_of(args, microbatches=4)
     with pytest.raises(ApplyError, match="leave it False"):
         attach(trainer_in(tmp_path, restore_callback_states_from_checkpoint=True), PLAN)
+
+
+def test_evaluation_and_the_best_model_under_autocast(tmp_path: Path) -> None:
+    """The last step is ruinous, so that the best checkpoint is an earlier one: it comes back as it was saved."""
+    best = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
+    trainer = trainer_in(tmp_path, eval_dataset=data()[:8], max_steps=2, bf16=True, lr_scheduler_type="constant", **best)
+    attach(trainer, PLAN)
+
+    class Ruin(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **rest: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 if state.global_step == 0 else 1.0
+
+    trainer.add_callback(Ruin)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-1")
+    assert_equal(state(trainer.model), state(read))
+
+
+def test_a_smaller_batch_is_found_and_the_error_is_explained(tmp_path: Path) -> None:
+    """Trainer lowers the batch when memory runs out: a second optimizer is made under the same session."""
+
+    class Short(transformers.Trainer):
+        def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Tensor:
+            if len(inputs["input_ids"]) > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().training_step(model, inputs, *rest, **more)
+
+    args = {"max_steps": 2, "per_device_train_batch_size": 8, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    for finds in (True, False):
+        folder = transformers.TrainingArguments(str(tmp_path), auto_find_batch_size=finds, save_strategy="no", **args)
+        trainer = Short(model=tiny(), args=folder, train_dataset=data())
+        trainer.room = 4
+        callback = attach(trainer, PLAN)
+        if finds:
+            trainer.train()
+            assert trainer.state.train_batch_size <= 4 and trainer.state.global_step == 2
+            continue
+        batch = {name: torch.empty(8, 64, dtype=torch.long) for name in ("input_ids", "labels")}
+        trace = pare.trace_step(tiny(), batch, optimizer="adamw", device="cpu")
+        with pytest.raises(torch.OutOfMemoryError) as caught, explained(trace, PLAN):
+            trainer.train()
+        assert "grew most" in caught.value.__notes__[0]
+        callback.close()
+        assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
