@@ -69,15 +69,15 @@ def with_layers(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Sea
     enough = next((count for count in tried if is_bearable(count)), None)
     if enough is not None:
         too_few = max((count for count in tried if count < enough), default=0)
-        return found(_fewest(is_bearable, too_few, enough))
+        return found(fewest(is_bearable, too_few, enough))
     fitting = [there for there in map(found, tried) if there is not None]
     return min(fitting, key=lambda there: there[1].error, default=None)
 
 
-def _fewest(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
+def fewest(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
     """The least count above `too_few` that is enough, by halving.
 
-    >>> _fewest(lambda count: count >= 7, 4, 8), _fewest(lambda count: count >= 12, 8, 12), _fewest(lambda count: True, 0, 1)
+    >>> fewest(lambda count: count >= 7, 4, 8), fewest(lambda count: count >= 12, 8, 12), fewest(lambda count: True, 0, 1)
     (7, 12, 1)
     """
     while enough - too_few > 1:
