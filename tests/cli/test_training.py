@@ -116,6 +116,7 @@ def test_the_demo_measures_what_it_says(folder: Path, prior: str) -> None:
     assert picked.budget_bytes == picked.full_bytes * 40 // 100 and picked.plan == pare.Plan.load("demo/plan.json")
     page = Path("demo/report.html").read_text()
     assert "paredown demo" in page and str(folder) not in page
+    assert "no optimizer of paredown.optim" not in page, "asked and given are those of a training"
 
 
 def test_runs_become_a_page(folder: Path) -> None:
