@@ -248,7 +248,10 @@ def main() -> None:
     parser.add_argument("--prior", help="a name or a file, instead of the shipped ones")
     parser.add_argument("--budget", default="40%")
     options = parser.parse_args()
-    wanted = {options.prior: options.budget} if options.prior else BUDGETS
+    there = priors.available()
+    wanted = {options.prior: options.budget} if options.prior else {name: b for name, b in BUDGETS.items() if name in there}
+    for name in () if options.prior else BUDGETS.keys() - wanted.keys():
+        print(f"{name}: the package does not carry it yet")
     rows = [row for name, budget in wanted.items() for row in rows_of(named(name), budget)]
     print("\n".join(table(rows)))
     if not options.prior:
