@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
 
-from paredown import BudgetError, Plan, PlanError, Role, Sensitivities, Trace, apply, assign, footprint, optim, trace_step
+from paredown import BudgetError, Format, Plan, PlanError, Role, Sensitivities, Trace, apply, assign, footprint, optim, trace_step
 from paredown.models import MODELS, random_batch
+from paredown.plan.ops import Use
+from paredown.plan.recompute import recomputed
 from paredown.search.explain import explain_slots
 from paredown.search.layers import repeated_layers
-from paredown.search.methods import METHODS
+from paredown.search.methods import METHODS, expected_error
 from paredown.search.search import Search, ladder_of
 from tests.plan.steps import step_of, traced
 
@@ -131,6 +135,39 @@ def test_layers_are_used_where_errors_would_be_large() -> None:
     assert not assign(trace, "95%", recompute=True).recompute
 
 
+@pytest.mark.parametrize("share", [0.45, 0.55, 0.65, 0.75])
+@pytest.mark.parametrize("recompute", [None, True])
+def test_no_more_layers_than_are_needed(share: float, recompute: bool | None) -> None:
+    """With one fewer no plan fits, or its error is above that of 8 bits everywhere (of 4, where layers are the last resort)."""
+    trace, levels = deep_trace(), (None, "int8/64@bf16", "int4/64@bf16")
+    layers, ladder = repeated_layers(trace), ladder_of(levels)
+    first, last = (footprint(trace, Plan((), recompute=tuple(of))).peak_bytes for of in ((), layers))
+    budget = int(last + share * (first - last) / 2)
+    plan = assign(trace, budget, levels=levels, recompute=recompute)
+    assert footprint(trace, plan).peak_bytes <= budget
+    borne = sum(
+        expected_error(slot, Format.parse("int8/64@bf16" if recompute else "int4/64@bf16"))
+        for slot in trace.activations
+        if not slot.stays and Use.VALUE in slot.uses
+    )
+    if plan.recompute:
+        fewer = recomputed(trace, tuple(layers[: len(plan.recompute) - 1]))
+        best = Search.of(fewer, METHODS["role"], ladder=ladder).best(budget)
+        assert best is None or best.error > borne
+        assert set(plan.recompute) == set(layers[: len(plan.recompute)])
+
+
+def test_layers_by_the_names_that_libraries_give_them() -> None:
+    """encoder_layer_3 is one of several; conv1 and fc2 are parts of one."""
+
+    def layer() -> nn.Module:
+        return nn.Sequential(OrderedDict(fc1=nn.Linear(64, 64), act=nn.GELU(), fc2=nn.Linear(64, 64)))
+
+    model = nn.Sequential(OrderedDict((f"encoder_layer_{number}", layer()) for number in range(3)))
+    trace = trace_step(model, (torch.empty(256, 64), torch.empty(256, 64)), loss=mse_loss, device="cpu")
+    assert sorted(repeated_layers(trace)) == ["encoder_layer_0", "encoder_layer_1", "encoder_layer_2"]
+
+
 # --- methods ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +273,9 @@ def test_other_bad_input() -> None:
             assign(trace, "50%", levels=levels)
     with pytest.raises(PlanError, match="int99"):
         assign(trace, "50%", levels=("int99",))
+    for levels in (("int2/64@bf16", "int8/64@bf16"), ("int8/64@bf16", None)):
+        with pytest.raises(PlanError, match=r"levels go from the best down, and .* is better than int"):
+            assign(trace, "50%", levels=levels)
 
 
 def test_what_fits_as_it_is_written_stays_so() -> None:

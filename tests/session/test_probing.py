@@ -44,7 +44,7 @@ def test_as_many_examples_as_there_is_room_for(batch: Any) -> None:
     least, most = (probe_bytes(trace, INT4_PLAN, MANY, num_examples=num) for num in (1, 1024))
     assert within(batch, trace, INT4_PLAN, 2 * most) is batch
     assert within(batch, trace, INT4_PLAN, least - 1000) is None
-    part = within(batch, trace, INT4_PLAN, (least + most) // 2)
+    part: Any = within(batch, trace, INT4_PLAN, (least + most) // 2)
     tensors = list(part.values()) if isinstance(part, dict) else list(part)
     assert 500 < len(tensors[0]) == len(tensors[1]) < 520
     assert torch.equal(tensors[0], MANY[0][: len(tensors[0])])

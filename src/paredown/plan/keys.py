@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from paredown.errors import PlanError
 from paredown.roles import FORMATTED, Role
@@ -112,9 +113,15 @@ class Index:
         self._named: dict[str | None, list[int]] = {}
         for place, key in enumerate(self.keys):
             self._named.setdefault(key.name, []).append(place)
+        self._found: dict[tuple[tuple[str, ...], Role], int | None] = {}
 
-    def best(self, names: Sequence[str], role: Role) -> int | None:
-        """The place of the key that decides for a slot, None where none speaks of it."""
+    def best(self, names: tuple[str, ...], role: Role) -> int | None:
+        """The place of the key that decides for a slot, None where none speaks of it; the second time from a dict."""
+        if (names, role) not in self._found:
+            self._found[names, role] = self._best(names, role)
+        return self._found[names, role]
+
+    def _best(self, names: tuple[str, ...], role: Role) -> int | None:
         places = {*self._loose, *(place for name in names for place in self._named.get(name, ()))}
         ranks = [(self.keys[place].rank(names, role), place) for place in places]
         rank, place = max(ranks, default=(Rank.NONE, 0))
@@ -129,6 +136,12 @@ class Index:
         named = [key for key in self.keys if key.name is not None]
         candidates = [slots if key.is_pattern else by_name.get(key.name or "", ()) for key in named]
         return [key for key, few in zip(named, candidates, strict=True) if not any(key.rank(*slot) for slot in few)]
+
+
+@lru_cache(maxsize=64)
+def index_of(keys: tuple[Key, ...]) -> Index:
+    """One for all plans with the same keys: plans that are compared often differ in formats alone."""
+    return Index(keys)
 
 
 def slot_key(name: str, role: Role) -> str:

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, Unpack, cast
 from paredown.errors import PlanError
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.assignment import AS_IS, Assignment, FormatLike
-from paredown.plan.keys import ROLE_NAMES, Index, Key, Slot, bare_names, closest, closest_role, say_closest
+from paredown.plan.keys import ROLE_NAMES, Index, Key, Slot, bare_names, closest, closest_role, index_of, say_closest
 from paredown.plan.presets import PRESETS, ByRole
 from paredown.roles import FORMATTED, Role
 
@@ -89,7 +89,7 @@ class Plan:
         object.__setattr__(self, "rules", tuple((str(key), assignment) for key, assignment in pairs))
         object.__setattr__(self, "made_for", _json_values(self.made_for))
         object.__setattr__(self, "recompute", _modules(self.recompute))
-        object.__setattr__(self, "_index", Index(key for key, _ in pairs))
+        object.__setattr__(self, "_index", index_of(tuple(key for key, _ in pairs)))
         if not isinstance(self.reason, str):
             raise PlanError(f"the reason of a plan is text, not {type(self.reason).__name__}.")
         for key, again in pairwise(sorted(key for key, _ in self.rules)):

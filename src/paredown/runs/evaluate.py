@@ -17,6 +17,7 @@ import gc
 import re
 import time
 import warnings
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -119,7 +120,7 @@ def _run(head: Trial, setting: Setting, curve: Curve, meter: Meter, progress: Pr
     """Train and judge; the session is closed whatever happens."""
     batches = setting.task.data.batches(setting.task.batch, seed=setting.seed, device=setting.device)
     meter.start()  # after the data, which is no part of a step
-    model = setting.model().to(setting.device)
+    model = setting.placed_model()
     with setting.session(model) as session:
         loop = Loop(setting, model, session)
         train(loop, batches, curve, after=meter.after, progress=progress)
@@ -138,14 +139,22 @@ def _run(head: Trial, setting: Setting, curve: Curve, meter: Meter, progress: Pr
 
 def _predicted(setting: Setting) -> int | None:
     """The footprint's peak; None where the step cannot be followed, or where a simulated plan speaks of values that no step stores."""
+    keys = tuple(key for key, _ in setting.plan.rules)
+    if setting.mode != "store" and keys in _refused.get(setting.task, ()):
+        return None
     try:
         return footprint(traced(setting.task, setting.device.type, formats_state(setting.plan)), setting.plan).peak_bytes
     except TraceError:
         return None
     except PlanError as error:
         if setting.mode != "store":
+            _refused.setdefault(setting.task, set()).add(keys)
             return None
         raise PlanError(f"task {setting.task.name!r}: {error}") from None
+
+
+# Keys of simulated plans that speak of values that no step stores: asked once for all formats
+_refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 @lru_cache(maxsize=4)

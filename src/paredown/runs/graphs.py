@@ -88,7 +88,7 @@ class Lane:
 
     def _build(self, batch: Pair, tests: list[Pair]) -> None:
         setting, device = self.setting, self.setting.device
-        self._model = setting.model().to(device)
+        self._model = setting.placed_model()
         self._session = setting.session(self._model)
         self._loop = Loop(setting, self._model, self._session)
         self._x, self._answers = (part.clone() for part in batch)
@@ -140,10 +140,8 @@ class Lane:
             states = [
                 tensor for state in self._loop.optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)
             ]
-            for tensor in (*states, self._total):
-                tensor.zero_()
-            for tensor, first in zip(tensors_of(self._model), self._starts.of(self._key, setting), strict=True):
-                tensor.detach().copy_(first)
+            torch._foreach_zero_([*states, self._total])
+            torch._foreach_copy_([tensor.detach() for tensor in tensors_of(self._model)], self._starts.of(self._key, setting))
             self._session.set_plan(setting.plan, seed=setting.seed, forwards=0)
             run.batches = _batches(setting)
 

@@ -79,6 +79,11 @@ class Setting:
         torch.manual_seed(self.seed)
         return self.task.make_model(self.seed)
 
+    def placed_model(self) -> nn.Module:
+        """The same where it is trained. What is simulated on a GPU lies channels last, as its convolutions take it."""
+        model = self.model().to(self.device)
+        return model if self.mode == "store" or self.device.type != "cuda" else model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context around forward and loss."""
         dtype = self.task.autocast

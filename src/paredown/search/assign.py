@@ -101,10 +101,9 @@ def _found(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search],
     best = search.best(budget_bytes)
     if best is not None and (not recompute or best.error <= bearable):
         return search, best, ()
-    if recompute is not False:
-        found = with_layers(trace, budget_bytes, searched, bearable)
-        if found is not None:
-            return found
+    found = with_layers(trace, budget_bytes, searched, bearable) if recompute is not False else None
+    if found is not None and (best is None or found[1].error < best.error):
+        return found
     if best is not None:
         return search, best, ()
     tried = [search, *_with_all(trace, searched, recompute)]

@@ -94,10 +94,7 @@ def _neighbours(ledger: Ledger, point: Point) -> tuple[Ints, Ints, np.ndarray, i
     change = ledger.full_bytes - ledger.full_bytes[now]
     fulls = ledger.full_bytes[point.chosen].sum() + change[first]
     fulls[pairs:] += change[second[pairs:]]
-    for places, most in ledger.transients:
-        loads[:, places] += (-(-np.minimum(most, fulls) // ledger.rounding) * ledger.rounding)[:, None]
     cost = ledger.errors - ledger.errors[now]
     errors = point.error + cost[first]
     errors[pairs:] += cost[second[pairs:]]
-    peaks = loads.max(axis=1, initial=0) + ledger.workspace_bytes
-    return np.stack((first, second), axis=1), peaks, errors, loads.size + ROW * len(first) + LOOK
+    return np.stack((first, second), axis=1), ledger.peaks(loads, fulls), errors, loads.size + ROW * len(first) + LOOK

@@ -2,12 +2,15 @@
 
 It costs no error and the time of a forward pass of each layer, so it has a policy in place of a price (`recompute` of `assign`):
 
-    None     only if no plan without it fits
-    True     also if no plan without it keeps the error at or below that of all activations at the first format of the ladder (int8)
+    None     only if no plan without it fits: then as few layers as bring the error to that of all activations at the second format of
+             the ladder (int4)
+    True     also if no plan without it keeps the error at or below that of all activations at the first format of the ladder (int8): as
+             few layers as bring it there
     False    never
 
-Then as few layers are taken as bring the error there, those that save most first; if none do, the number of them with the least
-error. For the same layers more budget never means more error.
+Layers that save most come first; if no number of them brings the error there, the one of least error is taken. Fewer are quicker: on
+networks of real size rounding a layer took about half the time of computing it again (`benchmarks/assign_times.py`). For the same layers
+more budget never means more error.
 """
 
 from __future__ import annotations

@@ -89,6 +89,12 @@ class Ledger:
         """The expected peak, as a footprint has it."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
+    def peaks(self, loads: Ints, fulls: Ints) -> Ints:
+        """The peaks of many choices at once: `loads` (choices, ticks), which are changed, and `full_bytes` of each choice in all."""
+        for places, most in self.transients:
+            loads[:, places] += (-(-np.minimum(most, fulls) // self.rounding) * self.rounding)[:, None]
+        return loads.max(axis=1, initial=0) + self.workspace_bytes
+
     def error(self, chosen: Ints) -> float:
         """The predicted error."""
         return float(self.errors[chosen].sum())

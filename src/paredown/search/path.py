@@ -18,6 +18,7 @@ import numpy as np
 from paredown.search.ledger import Ints, Ledger
 
 RAISED = 100  # points of a path from which items are raised again, about
+MOVES = 200  # to a lower peak, at most
 TIGHT = 8  # ticks that are looked at before all others
 
 
@@ -39,7 +40,7 @@ def best_within(points: Iterable[Point], budget_bytes: int) -> Point | None:
 def greedy(ledger: Ledger) -> list[Point]:
     """The points of the greedy path, and those that raising again makes of them, or of some of them where there are many."""
     path = list(_down(ledger))
-    found = list(path)
+    found = [*path, *_least(ledger)]
     for place in range(0, len(path), max(1, len(path) // RAISED)):
         point = path[place]
         found += _raised(ledger, point, point.peak_bytes)
@@ -79,6 +80,25 @@ def _down(ledger: Ledger) -> Iterator[Point]:
         item = ledger.item_of[row]
         load = load + ledger.held[row] - ledger.held[chosen[item]]
         chosen[item] = row
+
+
+def _least(ledger: Ledger) -> Iterator[Point]:
+    """From the options that hold least in all, move by move to a lower peak, whatever it costs: the way down alone may miss the least."""
+    totals = ledger.held.sum(axis=1)
+    ends = np.append(ledger.starts[1:], len(ledger.errors))
+    chosen = np.array(
+        [first + int(totals[first:end].argmin()) for first, end in zip(ledger.starts, ends, strict=True)], dtype=np.int64
+    )
+    for _ in range(MOVES):
+        point = _point(ledger, chosen)
+        yield point
+        now = chosen[ledger.item_of]
+        fulls = ledger.full_bytes[chosen].sum() + ledger.full_bytes - ledger.full_bytes[now]
+        peaks = ledger.peaks(ledger.held - ledger.held[now] + ledger.load(chosen), fulls)
+        if peaks.min(initial=point.peak_bytes) >= point.peak_bytes:
+            return
+        row = int(peaks.argmin())
+        chosen[ledger.item_of[row]] = row
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from math import inf
 
 from paredown.errors import PlanError
 from paredown.formats.format import Format
 from paredown.plan.assignment import Assignment
+from paredown.plan.given import significant_bits
 from paredown.plan.keys import closest
 from paredown.plan.record import Trace
 from paredown.search.items import LADDER, Item, Ladder, activation_items, parameter_items
@@ -85,7 +88,15 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
     """The formats that `levels` spell, the best first."""
     if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
         raise PlanError(f"levels are formats, the best first, such as ('int8/64@bf16', 'int2/64@bf16'), not {levels!r}.")
-    return tuple(Assignment.parse(level).format for level in levels)
+    ladder = tuple(Assignment.parse(level).format for level in levels)
+    bits = [inf if format is None else significant_bits(format.element) for format in ladder]
+    for place, (better, worse) in enumerate(pairwise(bits)):
+        if worse > better:
+            raise PlanError(
+                f"levels go from the best down, and {levels[place + 1] or 'None (as it is)'} is better than {levels[place]} before it. "
+                "Turn them round."
+            )
+    return ladder
 
 
 def check_sensitivities(trace: Trace, method: Method, sensitivities: Sensitivities | None) -> None:
