@@ -165,14 +165,12 @@ WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
 
 
 def cases(earlier: Earlier, budget: str) -> Iterator[Case]:
-    """Each image set once, its first row; all of its rows are left out."""
+    """Each task with pictures; all rows of its data are left out."""
     whole = Learned.of(earlier)
     runs = scaled(earlier)
-    seen: set[str] = set()
     for row, task in enumerate(earlier.tasks):
-        if task.metric != "error" or "/" in task.data or task.data in seen:
+        if task.metric != "error" or "/" in task.data:
             continue
-        seen.add(task.data)
         kin = [other.name for other in earlier.tasks if other.data.partition("/")[0] == task.data]
         full = task.full_bytes or float(np.nanmax(earlier.memory[row]))
         unit = task.blind or blind_error(task.metric, task.answers) or 1.0
@@ -225,8 +223,9 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Counts over tasks, for each prior and way."""
     for prior, budget in dict.fromkeys((row["prior"], row["budget"]) for row in rows):
         own = [row for row in rows if row["prior"] == prior and row["way"] in WAYS]
-        num = len({row["task"] for row in own})
-        yield f"\n{prior} under {budget}, {num} tasks: within one noise of the best, and mean distance in noises"
+        num, fewest = len({row["task"] for row in own}), min(row["plans_that_fit"] for row in own)
+        most = max(row["plans_that_fit"] for row in own)
+        yield f"\n{prior} under {budget}, {num} tasks, {fewest} to {most} plans fit: within one noise of the best, and mean distance in noises"
         for way in WAYS:
             of_way = [row for row in own if row["way"] == way]
             cells = []
