@@ -225,7 +225,8 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         own = [row for row in rows if row["prior"] == prior and row["way"] in WAYS]
         num, fewest = len({row["task"] for row in own}), min(row["plans_that_fit"] for row in own)
         most = max(row["plans_that_fit"] for row in own)
-        yield f"\n{prior} under {budget}, {num} tasks, {fewest} to {most} plans fit: within one noise of the best, and mean distance in noises"
+        head = f"{prior} under {budget}, {num} tasks, {fewest} to {most} plans fit"
+        yield f"\n{head}: within one noise of the best, and mean distance in noises"
         for way in WAYS:
             of_way = [row for row in own if row["way"] == way]
             cells = []
