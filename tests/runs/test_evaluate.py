@@ -258,3 +258,18 @@ def test_a_gpu_takes_what_is_predicted() -> None:
     trial = evaluate(task, Plan(), device="cuda")
     assert trial.measured_peak_bytes is not None and trial.predicted_peak_bytes is not None
     assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.15)
+
+
+def test_a_factor_of_the_loss_changes_nothing_where_nothing_is_rounded() -> None:
+    """1024 is a power of two: every gradient is as it was, to the bit."""
+    plain, scaled = (run(make_task(recipe=Recipe("sgdm", 0.1, loss_factor=factor))) for factor in (None, 1024.0))
+    assert plain.curve == scaled.curve and plain.error == scaled.error
+    packed = [run(make_task(recipe=Recipe("sgdm", 0.1, loss_factor=f)), Plan.preset("lpmm")).curve[0] for f in (None, 1024.0)]
+    assert packed[0] == packed[1], "packed gradients are divided too"
+
+
+def test_a_factor_keeps_small_gradients_from_being_lost() -> None:
+    """Gradients of activations below the smallest value of a format, rounded to nearest, are zero without it."""
+    plan = Plan.uniform(error="e2m1", rounding="nearest_even", overflow="saturate")
+    lost, kept = (run(make_task(recipe=Recipe("sgdm", 0.1, loss_factor=f)), plan, mode="simulate").error for f in (None, 1024.0))
+    assert lost is not None and kept is not None and kept < 0.2 < lost

@@ -12,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paredown.errors import SweepError
+from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.runs.status import say_plan
 from paredown.runs.sweep import Method, Settings, Sweep, TrialSpec, cheap_odds, draw_pairs
 from paredown.runs.sweep_file import load_sweep
+from paredown.runs.traced import trace_of
+from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS, peppp_plan
 
 PLANS = tuple(Plan.uniform(activation=f"int{bits}/{block}@bf16") for bits in (2, 4, 8) for block in (32, 64))
 TASKS = tuple(f"task{i}" for i in range(20))
@@ -200,3 +203,51 @@ def test_wrong_files_are_sentences(tmp_path: Path, change: tuple[str, str], said
 def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(SweepError, match=r"there is no sweep .*none.toml"):
         load_sweep(tmp_path / "none.toml")
+
+
+# --- plans of other kinds ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_may_have_plans_that_are_made_for_each_task(tmp_path: Path) -> None:
+    tasks = ["digits#batch=32,model=mlp", "digits#batch=64,model=mlp"]
+    (tmp_path / "s.toml").write_text(
+        f"""tasks = {tasks}\ndevice = "cpu"\n[[plans]]\n[[plans]]\nassign = ["90%", "95%"]\nmethod = ["role", "size"]\n"""
+    )
+    sweep = load_sweep(tmp_path / "s.toml").sweep
+    drawn = sweep.draw()
+    assert [one.spec.task for one in drawn] == sorted((one.spec.task for one in drawn), key=tasks.index), "task by task"
+    recipes = {(task, recipe) for task, plan in sweep.pairs for recipe in plan.made_for["recipe"].split("; ")}
+    assert recipes == {(t, f"assign {b} {m}") for t in tasks for b in ("90%", "95%") for m in ("role", "size")}
+    for task, plan in sweep.pairs:
+        trace = trace_of(task, tmp_path, "cpu")
+        assert footprint(trace, plan).fits(plan.made_for["recipe"].split()[1])
+    assert sweep.num_pairs == 2 + len(sweep.pairs) == len(drawn)
+
+
+def test_a_file_may_have_peppps_configurations(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(
+        f"""tasks = ["digits#model=sumlast18"]\nmode = "peppp"\n[[plans]]\npeppp_low = {list(LOW_FORMATS)}\n"""
+        f"""peppp_high = {list(HIGH_FORMATS)}\n"""
+    )
+    plans = load_sweep(tmp_path / "s.toml").sweep.plans
+    low = [(3, 1), (3, 2), (3, 3), (3, 4), (4, 1), (4, 2), (4, 3), (4, 4), (5, 1), (5, 2), (5, 3)]
+    high = [(6, 7), (6, 9), (6, 11), (7, 7), (7, 9), (7, 11), (8, 7), (8, 9), (8, 11)]
+    assert plans == tuple(peppp_plan(a, b) for a in low for b in high), "the released matrix has them in this order"
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ('assign = "40%"\nweight = "bf16"', "assign goes with method alone; leave out weight"),
+        ('assign = "40%"\nmethod = "magic"', "method 'magic' is unknown"),
+        ('assign = "0%"', "no plan of method 'role' fits"),
+        ('peppp_low = "e4m3"', "peppp_high is missing"),
+        ('peppp_low = "e9m3"\npeppp_high = "e6m7"', "'e9m3' is no format of PEPPP"),
+        ("peppp_low = 3\npeppp_high = 4", "3 is no format of PEPPP"),
+    ],
+)
+def test_such_plans_go_wrong_with_a_sentence(table: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(f'tasks = ["digits#model=mlp"]\n[[plans]]\n[[plans]]\n{table}\n')
+    with pytest.raises(SweepError) as raised:
+        load_sweep(tmp_path / "s.toml")
+    assert sentence in str(raised.value)

@@ -60,7 +60,16 @@ def kind_of(setting: Setting) -> Any:
     options = tuple(sorted((name, repr(value)) for name, value in recipe.options.items()))
     x, answers = next(iter(task.data.tests(1, device=torch.device("cpu"))))
     shapes = (x.shape[1:], x.dtype, answers.shape[1:], answers.dtype, task.batch)
-    fixed = (model_key(task.make_model), task.loss, task.judge, task.autocast, recipe.optimizer, options, recipe.max_norm)
+    fixed = (
+        model_key(task.make_model),
+        task.loss,
+        task.judge,
+        task.autocast,
+        recipe.optimizer,
+        options,
+        recipe.max_norm,
+        recipe.loss_factor,
+    )
     return (*fixed, how, shapes, str(setting.device), rounding_key(setting.plan))
 
 

@@ -51,6 +51,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "schedule": Option(str, "cosine or constant"),
         "max_norm": Option(float, "to which gradients are clipped"),
         "loss_scale": Option(float, "where torch's scaler of losses starts"),
+        "loss_factor": Option(float, "by which the loss is multiplied and gradients are divided"),
         "autocast": Option(str, "bf16, fp16 or none"),
         "superclass": Option(int, "pictures: only the classes of this one"),
         "side": Option(int, "pictures: scaled to this height and width"),
@@ -59,7 +60,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         "length": Option(int, "text: bytes of a piece"),
     }
 )
-OF_RECIPE = ("lr", "schedule", "max_norm", "loss_scale")
+OF_RECIPE = ("lr", "schedule", "max_norm", "loss_scale", "loss_factor")
 OF_PICTURES = ("superclass", "side", "shift", "mirror")
 TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 

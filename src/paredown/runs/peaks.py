@@ -47,6 +47,8 @@ class CudaMeter(Meter):
     def start(self) -> None:
         """Before the model is there."""
         torch.cuda.synchronize(self._device)
+        if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
+            clear()  # kept from the trials before in this process: each takes its own, as in a process of its own
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before, self._runs = torch.cuda.memory_allocated(self._device), True
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from paredown.errors import SweepError, TaskError
-from paredown.plan.footprint import footprint
-from paredown.plan.plan import Plan
-from paredown.plan.trace import Trace, trace_step
 from paredown.plan.trial import Trial
 from paredown.runs.bench import NUM_LANES
 from paredown.runs.engines.engine import Engine, Run
@@ -26,11 +22,15 @@ from paredown.runs.engines.inline import InlineEngine
 from paredown.runs.engines.local import LocalEngine
 from paredown.runs.engines.ray import RayEngine
 from paredown.runs.evaluate import evaluate, make_setting
+from paredown.runs.found import found_task
 from paredown.runs.store import Added, Store
 from paredown.runs.sweep import Cost, Sweep, TrialSpec
-from paredown.runs.tasks import WITH_FILE, Task, find_file, find_task, is_inside
+from paredown.runs.tasks import WITH_FILE, find_file, is_inside
+from paredown.runs.traced import predicted_bytes
 from paredown.runs.train import Setting
 from paredown.runs.worker import Duty, work
+
+__all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", "predicted_bytes", "run_sweep"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class TaskFolder:
                 find_file(file, self.path)
         except TaskError as error:
             return str(error)
+        except (OSError, ValueError):
+            return "no file may have such a name."
         return None
 
     def __call__(self, spec: TrialSpec) -> Trial:
@@ -66,26 +68,7 @@ class TaskFolder:
         if (reason := self.refuses(spec.task)) is not None:
             raise TaskError(f"task {spec.task!r}: {reason}")
         how = spec.settings
-        return make_setting(_task(spec.task, self.path), spec.plan, seed=spec.seed, device=how.device, mode=how.mode)
-
-
-def predicted_bytes(task: str, plan: Plan, folder: Path) -> int:
-    """What a plan takes on a task, by arithmetic alone; what `cheap_first` ranks by."""
-    return footprint(_trace(task, folder), plan).peak_bytes
-
-
-@lru_cache(maxsize=32)
-def _task(text: str, folder: Path) -> Task:
-    """Read once in a process that runs many trials."""
-    return find_task(text, folder)
-
-
-@lru_cache(maxsize=4)
-def _trace(text: str, folder: Path) -> Trace:
-    task = find_task(text, folder)
-    setting = Setting(task, Plan(), 0, torch.device("cpu"))
-    batch = next(task.data.batches(task.batch, seed=0, device=setting.device))
-    return trace_step(setting.model(), batch, loss=task.loss, optimizer=task.recipe.optimizer, autocast=task.autocast)
+        return make_setting(found_task(spec.task, self.path), spec.plan, seed=spec.seed, device=how.device, mode=how.mode)
 
 
 def _local(run: Run, slots: int | None) -> Engine:

@@ -6,7 +6,8 @@
                  the most, over all N pairs; they run in that order, cheapest first
 
 The last two are the regimes that PEPPP learns from. The probability is kept with each trial: completion weighs an observed
-entry by its reciprocal. A pair that is drawn runs with every seed.
+entry by its reciprocal. A pair that is drawn runs with every seed. `pairs` are further tasks with plans of their own, such as those that
+`assign` makes for each task; all of them run.
 
 >>> sweep = Sweep("widths", ("digits",), (Plan(), Plan.preset("activations4")), seeds=(0, 1))
 >>> [(drawn.spec.seed, len(drawn.spec.plan.rules), drawn.propensity) for drawn in sweep.draw()]
@@ -90,6 +91,7 @@ class Sweep:
     share: float = 1.0
     draw_seed: int = 0
     settings: Settings = Settings()
+    pairs: tuple[tuple[str, Plan], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", _method(self.method))
@@ -106,30 +108,35 @@ class Sweep:
             raise SweepError("a sweep has a name: it is how a store finds it again.")
         if not 0 < self.share <= 1:
             raise SweepError(f"share is above 0 and at most 1, not {self.share!r}.")
+        if not 0 <= self.draw_seed < 2**32:
+            raise SweepError(f"draw_seed is from 0 to 2^32 - 1, not {self.draw_seed!r}.")
         if self.method is Method.FULL and self.share != 1:
             raise SweepError(f"share {self.share:g} needs a method that samples: uniform or cheap_first.")
 
     @property
     def num_pairs(self) -> int:
         """Pairs of task and plan, drawn or not."""
-        return len(self.tasks) * len(self.plans)
+        return len(self.tasks) * len(self.plans) + len(self.pairs)
 
     def draw(self, cost: Cost | None = None) -> list[Drawn]:
         """The trials to run, in the order to run them. `cost` gives bytes, and `cheap_first` needs it."""
         odds, order = self._odds(cost)
         taken = draw_pairs(odds, self.method, self.draw_seed)
-        if not taken.any():
+        if not taken.any() and not self.pairs:
             raise SweepError(
                 f"the draw took none of {self.num_pairs} pairs (share {self.share:g}, draw_seed {self.draw_seed}). "
                 "Raise share, or change draw_seed."
             )
         pairs = [(self.tasks[i // len(self.plans)], self.plans[i % len(self.plans)], float(odds[i])) for i in order if taken[i]]
+        if self.pairs:  # task by task: who trains a task has its data at hand
+            pairs = sorted([*pairs, *((task, plan, 1.0) for task, plan in self.pairs)], key=lambda pair: self.tasks.index(pair[0]))
         return [Drawn(TrialSpec(task, plan, seed, self.settings), p) for task, plan, p in pairs for seed in self.seeds]
 
     def _odds(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:
         """The probability of each pair, task by task, and the order in which they run."""
+        num = len(self.tasks) * len(self.plans)
         if self.method is not Method.CHEAP_FIRST:
-            return np.full(self.num_pairs, self.share), range(self.num_pairs)
+            return np.full(num, self.share), range(num)
         if cost is None:
             raise SweepError("cheap_first ranks plans by the bytes they need: give draw(cost=...), bytes of (task, plan).")
         nbytes = np.array([cost(task, plan) for task in self.tasks for plan in self.plans], dtype=np.float64)

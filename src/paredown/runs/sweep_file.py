@@ -18,12 +18,19 @@ file = "plan.json"
 activation = ["int4/64@bf16", "int8/64@bf16"]
 weight = "int8/64@e8m0"
 rounding = "stochastic"
+[[plans]]                                    # made for each task: its own formats, slot by slot
+assign = ["40%", "60%"]
+method = ["role", "size"]
+[[plans]]                                    # PEPPP's configurations, for model=sumlast18 and mode = "peppp"
+peppp_low = ["e4m3", "e5m2"]
+peppp_high = ["e6m7", "e8m11"]
 """
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -32,9 +39,11 @@ from typing import Any, NamedTuple
 from paredown.errors import ParedownError, SweepError
 from paredown.plan.plan import Plan
 from paredown.runs.sweep import Settings, Sweep
+from paredown.search.peppp import parse_peppp, peppp_plan
+from paredown.search.recipe import Recipe, make_plans
 
 SETTINGS = tuple(row.name for row in fields(Settings))
-PLAIN = tuple(row.name for row in fields(Sweep) if row.name not in ("plans", "settings"))
+PLAIN = tuple(row.name for row in fields(Sweep) if row.name not in ("plans", "settings", "pairs"))
 KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
     "tasks": (list,),
@@ -66,7 +75,7 @@ def load_sweep(path: str | Path) -> SweepFile:
         return _read(tomllib.loads(path.read_text(encoding="utf-8")), path)
     except FileNotFoundError:
         raise SweepError(f"there is no sweep {path}.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise SweepError(f"{path} cannot be read: {error}.") from None
     except ParedownError as error:
         raise SweepError(f"{path}: {error}") from None
@@ -79,11 +88,26 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
     if missing:
         raise SweepError(f"{missing[0]} is missing; a sweep needs tasks and plans.")
     folder = path.resolve().parent
-    plans = tuple(plan for i, table in enumerate(value["plans"], 1) for plan in _plans(table, folder, i))
+    made = [one for i, table in enumerate(value["plans"], 1) for one in _plans(table, folder, i)]
+    plans, recipes = tuple(p for p in made if isinstance(p, Plan)), [r for r in made if isinstance(r, Recipe)]
     plain: dict[str, Any] = {"name": path.stem} | {word: value[word] for word in PLAIN if word in value}
     settings = Settings(**{word: value[word] for word in SETTINGS if word in value})
     sweep = Sweep(**plain, plans=plans, settings=settings)
+    if recipes:
+        pairs = tuple((task, plan) for task in sweep.tasks for plan in _made(task, recipes, folder, settings.device))
+        known = {(plan.rules, plan.recompute) for plan in plans}
+        sweep = replace(sweep, pairs=tuple((t, p) for t, p in pairs if (p.rules, p.recompute) not in known))
     return SweepFile(sweep, _beside(value.get("store"), folder), folder)
+
+
+def _made(task: str, recipes: list[Recipe], folder: Path, device: str | None) -> list[Plan]:
+    """What recipes come to on a task, traced for the device where its trials run."""
+    from paredown.runs.traced import trace_of  # torch takes seconds, and sweeps without recipes need none here
+
+    try:
+        return make_plans(recipes, trace_of(task, folder, device))
+    except ParedownError as error:
+        raise SweepError(f"task {task!r}: {error}") from None
 
 
 def _check(word: str, value: Any) -> None:
@@ -96,19 +120,45 @@ def _check(word: str, value: Any) -> None:
         raise SweepError(f"{word} is a list of {MEMBERS[word].__name__} alone, not {value!r}.")
 
 
-def _plans(table: dict[str, Any], folder: Path, number: int) -> list[Plan]:
-    """The plans of one [[plans]] table: a preset, a file, or every combination of the formats of its roles."""
-    sources = {"preset": Plan.preset, "file": lambda name: Plan.load(folder / name)}
+def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Plan | Recipe]:
+    """The plans of one [[plans]] table: a preset, a file, recipes, or every combination of the formats of its roles."""
     try:
-        for word, make in sources.items():
+        for word, (make, others) in SOURCES.items():
             if word in table:
-                if len(table) > 1:
-                    raise SweepError(f"{word} stands alone; leave out {', '.join(sorted(set(table) - {word}))}.")
-                return [make(table[word])]
-        choices = [value if isinstance(value, list) else [value] for value in table.values()]
-        return [Plan.uniform(**dict(zip(table, choice, strict=True))) for choice in product(*choices)]
-    except (ParedownError, OSError, TypeError) as error:
+                if unknown := sorted(set(table) - {word, *others}):
+                    beside = f"goes with {', '.join(others)} alone" if others else "stands alone"
+                    raise SweepError(f"{word} {beside}; leave out {', '.join(unknown)}.")
+                return make(table, folder)
+        return [Plan.uniform(**choice) for choice in _crossed(table)]
+    except (ParedownError, OSError, TypeError, ValueError) as error:
         raise SweepError(f"plan {number} of the file: {error}") from None
+
+
+def _crossed(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of what stands in lists."""
+    choices = [value if isinstance(value, list) else [value] for value in table.values()]
+    return [dict(zip(table, choice, strict=True)) for choice in product(*choices)]
+
+
+def _recipes(table: dict[str, Any], folder: Path) -> list[Recipe]:
+    return [Recipe(str(one["assign"]), one.get("method", "role")) for one in _crossed(table)]
+
+
+def _peppp(table: dict[str, Any], folder: Path) -> list[Plan]:
+    words = ("peppp_low", "peppp_high")
+    if missing := [word for word in words if word not in table]:
+        raise SweepError(f"{missing[0]} is missing; a configuration of PEPPP has a low format and a high one.")
+    chosen = [[one[word] for word in words] for one in _crossed({word: table[word] for word in words})]
+    return [peppp_plan(*(parse_peppp(text) for text in pair)) for pair in chosen]
+
+
+Make = Callable[[dict[str, Any], Path], Sequence[Plan | Recipe]]
+SOURCES: dict[str, tuple[Make, tuple[str, ...]]] = {  # word: what it makes, and the words that go with it
+    "preset": (lambda table, folder: [Plan.preset(table["preset"])], ()),
+    "file": (lambda table, folder: [Plan.load(folder / table["file"])], ()),
+    "assign": (_recipes, ("method",)),
+    "peppp_low": (_peppp, ("peppp_high",)),
+}
 
 
 def _beside(store: str | None, folder: Path) -> str | None:

@@ -54,7 +54,8 @@ class Recipe:
     """How a task is optimized: a rule of RULES, its peak learning rate, further arguments of the rule, and what happens around its step.
 
     `schedule`: "cosine" goes up in the first tenth of the run and then down to a hundredth, "constant" does not. `max_norm` clips
-    gradients. `loss_scale`: where torch's scaler of losses starts; None: no scaler.
+    gradients. `loss_scale`: where torch's scaler of losses starts; None: no scaler. `loss_factor`: by which the loss is multiplied, and
+    gradients of parameters are divided before anything is done with them: it keeps small gradients of activations from being lost.
     """
 
     optimizer: str = "sgdm"
@@ -63,6 +64,7 @@ class Recipe:
     schedule: str = "cosine"
     max_norm: float | None = None
     loss_scale: float | None = None
+    loss_factor: float | None = None
 
     def __post_init__(self) -> None:
         for what, value, allowed in (("optimizer", self.optimizer, RULES), ("schedule", self.schedule, SCHEDULES)):
@@ -70,7 +72,8 @@ class Recipe:
                 raise TaskError(
                     f"{what} {value!r} is unknown. Closest: {closest(str(value), allowed)}. Allowed: {', '.join(allowed)}."
                 )
-        for what, value in (("lr", self.lr), ("max_norm", self.max_norm), ("loss_scale", self.loss_scale)):
+        for what in ("lr", "max_norm", "loss_scale", "loss_factor"):
+            value = getattr(self, what)
             if value is not None and not value > 0:
                 raise TaskError(f"{what} is {value}; it is above 0.")
 

@@ -6,6 +6,8 @@ In store mode the optimizer is one of `paredown.optim`, so that the plan's forma
 mode it is torch's, whose state the session rounds. A plan without rules, in store mode, is the training as it is written.
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import math
@@ -129,7 +131,7 @@ class Loop:
         with self.setting.autocast(), getattr(self.session, "following", nullcontext)():
             loss = self.setting.task.loss(self.model(x), answers)
         if self.scaler is None:
-            loss.backward()
+            self._backward(loss)
             self._clip()
             self.optimizer.step()
         else:
@@ -140,6 +142,18 @@ class Loop:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def _backward(self, loss: Tensor) -> None:
+        """Gradients of the loss; on the way they are `loss_factor` times as large."""
+        factor = self.setting.task.recipe.loss_factor
+        if factor is None:
+            loss.backward()
+            return
+        (loss * factor).backward()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_mul_([g for g in gradients if type(g) is Tensor], 1 / factor)  # in one launch
+        for packed in (g for g in gradients if type(g) is not Tensor):
+            packed.mul_(1 / factor)
 
     def scores(self, x: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
         """Error and loss of a batch."""

@@ -111,7 +111,9 @@ def _found(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search],
         return search, best, ()
     tried = [search, *_with_all(trace, searched, recompute)]
     least = min(tried, key=lambda of: of.ledger.floor_bytes)
-    raise BudgetError(why_nothing_fits(least, budget_bytes, has_layers=recompute is not False))
+    refusal = BudgetError(why_nothing_fits(least, budget_bytes, has_layers=recompute is not False))
+    refusal.smallest_bytes = least.smallest.peak_bytes
+    raise refusal
 
 
 def _planned(trace: Trace, found: Found, budget_bytes: int, reason: str, made_for: dict[str, Any]) -> Plan:

@@ -19,9 +19,11 @@ stochastically here, as everything else is, and went to the nearer of the two th
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from paredown.errors import FormatError
 from paredown.formats.element import Element
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.assignment import Assignment
@@ -33,6 +35,9 @@ SUM = "add"
 # Where its network has a quantiser, by the names of `models/sumlast.py`: not between the norms and what follows them
 PEPPP_LOW = ("relu:output", "*conv1:output", "*conv2:output", "*relu?:output", "*downsample.1:output", "*add.output")
 PEPPP_HIGH = ("input1", "fc:output")
+# Its 99 configurations are all pairs of these, column 9 * low + high of its matrices
+LOW_FORMATS = ("e3m1", "e3m2", "e3m3", "e3m4", "e4m1", "e4m2", "e4m3", "e4m4", "e5m1", "e5m2", "e5m3")
+HIGH_FORMATS = ("e6m7", "e6m9", "e6m11", "e7m7", "e7m9", "e7m11", "e8m7", "e8m9", "e8m11")
 
 
 def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
@@ -42,6 +47,18 @@ def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
     """
     bias = min(1 << (exponent_bits - 1), 127)
     return f"e{exponent_bits}m{mantissa_bits}b{bias}fns"
+
+
+def parse_peppp(text: str) -> tuple[int, int]:
+    """Exponent bits and mantissa bits of PEPPP's short spelling.
+
+    >>> parse_peppp("e4m3")
+    (4, 3)
+    """
+    found = re.fullmatch(r"e([1-8])m(\d{1,2})", text) if isinstance(text, str) else None
+    if found is None:
+        raise FormatError(f"{text!r} is no format of PEPPP: they are spelled e4m3, with 1 to 8 exponent bits.")
+    return int(found[1]), int(found[2])
 
 
 def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
@@ -91,3 +108,10 @@ def memory_bytes(outline: Outline, low: str, high: str) -> float:
     low_numbers = parameters + 2 * (num_outputs(outline) - logits)
     high_numbers = 2 * parameters + inputs + 2 * logits
     return (Element.parse(low).width * low_numbers + Element.parse(high).width * high_numbers) / 8
+
+
+def plan_bytes(outline: Outline, plan: Plan) -> float:
+    """The same of a plan that `peppp_plan` made, told by its weights and masters; a plan without these is 32 bits for all."""
+    low, high = (plan.find(("*",), role).format for role in (Role.WEIGHT, Role.MASTER))
+    widths = [str(one.element) if one is not None else "fp32" for one in (low, high)]
+    return memory_bytes(outline, *widths)

@@ -1,0 +1,220 @@
+"""What the shipped priors teach: numbers in results/priors.json, pictures in docs/pictures; docs/priors.md cites both.
+
+python benchmarks/bench_priors.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from heatmap import Dots, Map, draw, draw_dots
+from numpy.typing import NDArray
+
+from paredown.search.earlier import Earlier
+from paredown.search.effects import Effects, lost_share, split_variance
+from paredown.search.frontier import undominated
+from paredown.search.prior import available, load
+
+Array = NDArray[np.float64]
+ROOT = Path(__file__).parent.parent
+RESULTS, PICTURES = ROOT / "benchmarks" / "results" / "priors.json", ROOT / "docs" / "pictures"
+FULL = "as written"
+CROSSED = ("as it is", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
+TIER_ORDER = ("full", "lpmm")
+NOISE = 2.0  # deviations of a difference of means beyond which it is called one
+
+
+def lost(prior: Earlier) -> Array:
+    """Of what full precision learns, the share that plans lose."""
+    full = prior.errors[:, labels(prior).index(FULL)]
+    return lost_share(prior.errors, full, np.array([task.blind for task in prior.tasks], dtype=np.float64))
+
+
+def labels(prior: Earlier) -> list[str]:
+    """Of the plans."""
+    return [plan.label for plan in prior.plans]
+
+
+def complete(prior: Earlier) -> Array:
+    """Which tasks ran under every plan."""
+    return np.isfinite(prior.errors).all(axis=1)
+
+
+def figures(values: Array) -> dict[str, float]:
+    """Mean and standard error over tasks."""
+    seen = values[np.isfinite(values)]
+    return {"mean": round(float(seen.mean()), 4), "standard_error": round(float(seen.std(ddof=1) / np.sqrt(len(seen))), 4)}
+
+
+def told(effects: Effects) -> dict[str, float]:
+    """Rounded."""
+    return {name: float(f"{value:.4g}") for name, value in vars(effects).items()}
+
+
+def heads(prior: Earlier) -> dict[str, Any]:
+    """Size and noise."""
+    rows = complete(prior)
+    noise = {task.name: round(float(n), 5) for task, n in zip(prior.tasks, prior.noise, strict=True) if np.isfinite(n)}
+    full = prior.errors[:, labels(prior).index(FULL)]
+    learned = {
+        task.name: [round(float(f), 4), round(float(task.blind or np.nan), 4)] for task, f in zip(prior.tasks, full, strict=True)
+    }
+    counts = {"tasks": len(prior.tasks), "complete": int(rows.sum()), "plans": len(prior.plans)}
+    runs = {"entries": int(np.isfinite(prior.errors).sum()), "runs": int(prior.counts.sum()), "diverged": int(prior.diverged.sum())}
+    return {**counts, **runs, "noise": noise, "full_and_blind": learned}
+
+
+def singular_shares(errors: Array) -> list[float]:
+    """Shares of the energy that the first five singular values have, of errors without the task's mean."""
+    values = np.linalg.svd(errors - errors.mean(axis=1, keepdims=True), compute_uv=False) ** 2
+    return [round(float(share), 4) for share in (values / values.sum())[:5]]
+
+
+def on_fronts(prior: Earlier, groups: Sequence[str]) -> dict[str, int]:
+    """How many points of the tasks' fronts each group of plans has, complete rows alone."""
+    found = dict.fromkeys(groups, 0)
+    for row in np.flatnonzero(complete(prior)):
+        for place in np.flatnonzero(undominated(prior.memory[row], prior.errors[row])):
+            found[groups[place]] += 1
+    return found
+
+
+# --- simulated --------------------------------------------------------------------------------------------------------
+
+
+def simulated_facts(prior: Earlier) -> dict[str, Any]:
+    """By low format, by high format, and what of it is noise."""
+    share, rows = lost(prior), complete(prior)
+    chosen = np.array([bool(plan.level) for plan in prior.plans])
+    low = np.array([plan.level for plan in prior.plans])
+    high = np.array([label.partition(" ")[2] for label in labels(prior)])
+    number = np.unique(low[chosen], return_inverse=True)[1]
+    sampled = ~rows
+    by_low = {name: figures(np.nanmean(share[rows][:, low == name], axis=1)) for name in dict.fromkeys(low[chosen])}
+    by_high = {name: figures(np.nanmean(share[rows][:, chosen & (high == name)], axis=1)) for name in dict.fromkeys(high[chosen])}
+    errors = prior.errors[rows][:, chosen]
+    return {
+        **heads(prior),
+        "lost_by_low_format": by_low,
+        "lost_by_high_format": by_high,
+        "lost_by_low_format_superclasses": {n: figures(share[sampled][:, low == n]) for n in by_low} if sampled.any() else {},
+        "effects": told(split_variance(errors, number)),
+        "effects_within_noise": _per_noise(prior, rows, chosen, low),
+        "singular_shares": singular_shares(errors),
+        "front_points_by_low_format": on_fronts(prior, [plan.level or FULL for plan in prior.plans]),
+    }
+
+
+def _per_noise(prior: Earlier, rows: Array, chosen: Array, low: Array) -> dict[str, float]:
+    """Deviation within (task, low format), beside that of repeated runs: equal where high formats make no difference."""
+    within = [
+        prior.errors[row, chosen & (low == name)].std(ddof=1) for row in np.flatnonzero(rows) for name in dict.fromkeys(low[chosen])
+    ]
+    return {
+        "within_level": round(float(np.sqrt(np.mean(np.square(within)))), 5),
+        "repeated_runs": round(float(np.sqrt(np.nanmean(prior.noise[rows] ** 2))), 5),
+    }
+
+
+def draw_simulated(prior: Earlier) -> None:
+    """The matrix, and low formats by their bits."""
+    chosen = [j for j, plan in enumerate(prior.plans) if plan.level]
+    names = [task.name.removesuffix(" sumlast18") for task in prior.tasks]
+    title = "Simulated prior: 11 low formats x 9 high formats"
+    groups = [prior.plans[j].level for j in chosen]
+    share = lost(prior)[:, chosen]
+    unit = "of what full precision learns is lost"
+    _save("simulated", draw(Map(title, names, [labels(prior)[j] for j in chosen], share, 1.0, groups, unit), cell=(8, 13)))
+    series: dict[str, list[tuple[float, float, float, str]]] = {}
+    for level in dict.fromkeys(groups):
+        values = np.nanmean(share[complete(prior)][:, [g == level for g in groups]], axis=1)
+        features = next(plan.features for plan in prior.plans if plan.level == level)
+        point = (features["activation"], float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))), level)
+        series.setdefault(f"{features['exponent']:g} exponent bits", []).append(point)
+    top = max(p[1] for one in series.values() for p in one) * 1.15
+    _save(
+        "simulated_bits",
+        draw_dots(Dots("Low formats: mean over the complete tasks", "bits of the low format", "share lost", series, top)),
+    )
+
+
+# --- stored -----------------------------------------------------------------------------------------------------------
+
+
+def stored_facts(prior: Earlier) -> dict[str, Any]:
+    """By activation format, by tier, and how well bytes were predicted."""
+    share = lost(prior)
+    parts = [(label if label != FULL else "as it is, full").partition(", ") for label in labels(prior)]
+    crossed = [j for j, (_, comma, tier) in enumerate(parts) if comma and tier in TIER_ORDER and parts[j][0] in CROSSED]
+    by_plan = {label: figures(share[:, j]) for j, label in enumerate(labels(prior))}
+    formats, tiers = ([parts[j][k] for j in crossed] for k in (0, 2))
+    level = np.unique(formats, return_inverse=True)[1]
+    by_tier = _means(share[:, crossed], tiers)
+    by_format = _means(share[:, crossed], formats)
+    ratio = prior.measured / prior.memory
+    whole = np.array([task.full_bytes for task in prior.tasks], dtype=np.float64)
+    return {
+        **heads(prior),
+        "lost_by_plan": by_plan,
+        "lost_by_activation_format": by_format,
+        "lost_by_tier": by_tier,
+        "effects_of_tiers": told(split_variance(share[:, crossed], level)),
+        "measured_over_predicted": {f"p{q}": round(float(np.nanpercentile(ratio, q)), 4) for q in (5, 50, 95)},
+        "memory_share": {label: round(float(np.nanmean(prior.memory[:, j] / whole)), 3) for j, label in enumerate(labels(prior))},
+        "front_points": on_fronts(prior, labels(prior)),
+        "plans_within_noise_of_full": within_noise(prior),
+    }
+
+
+def _means(values: Array, groups: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Over the columns of each group."""
+    return {name: figures(values[:, [one == name for one in groups]].mean(axis=1)) for name in dict.fromkeys(groups)}
+
+
+def within_noise(prior: Earlier) -> dict[str, int]:
+    """On how many tasks a plan is not worse than full precision by more than NOISE deviations of the difference."""
+    full = labels(prior).index(FULL)
+    deviation = prior.noise[:, None] * np.sqrt(1 / prior.counts + 1 / prior.counts[:, [full]])
+    fine = prior.errors - prior.errors[:, [full]] <= NOISE * deviation
+    return {label: int(fine[:, j].sum()) for j, label in enumerate(labels(prior))}
+
+
+def draw_stored(prior: Earlier) -> None:
+    """The matrix, plans in the order of their bytes."""
+    whole = np.array([task.full_bytes for task in prior.tasks], dtype=np.float64)
+    order = np.argsort(np.nanmean(prior.memory / whole[:, None], axis=0), kind="stable")
+    names = [labels(prior)[j].replace("@bf16", "").replace("+bf16", "+") for j in order]
+    unit = "of what full precision learns is lost"
+    rows = [task.name for task in prior.tasks]
+    _save(
+        "stored",
+        draw(
+            Map("Stored prior, plans from the fewest bytes to the most", rows, names, lost(prior)[:, order], 0.3, (), unit),
+            cell=(18, 16),
+        ),
+    )
+
+
+def _save(name: str, text: str) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    (PICTURES / f"{name}.svg").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Of the priors that are there."""
+    facts: dict[str, Any] = {}
+    for name, (learn, show) in {"simulated": (simulated_facts, draw_simulated), "stored": (stored_facts, draw_stored)}.items():
+        if name in available():
+            prior = load(name)
+            facts[name] = learn(prior)
+            show(prior)
+    RESULTS.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(facts, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The sweeps behind the shipped priors, written as files that `paredown sweep run` takes; sizes and steps stand here alone.
+
+    python benchmarks/make_sweeps.py rates                        sweeps/rates_*.toml: learning rates to try at full precision
+    python benchmarks/make_sweeps.py choose --store trials.db     sweeps/rates.json: of each task the rate with the least error
+    python benchmarks/make_sweeps.py sweeps                       all other sweeps, with those rates in the names of their tasks
+
+`docs/priors.md` has the whole way from here to the shipped files. `--tiny` writes sweeps of two tasks, four plans and five steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paredown.formats.tiers import TIERS
+from paredown.runs.export import rows
+from paredown.runs.store import Store
+from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS
+
+FOLDER = Path(__file__).parent / "sweeps"
+PICTURES = (  # those with ten classes first: they share captured graphs
+    "mnist", "fashion_mnist", "cifar10", "bangla_digits", "devanagari_digits", "telugu_digits", "sk_digits", "cifar100",
+    "pneumonia_mnist", "tiny_imagenet20", "trashnet",
+)  # fmt: skip
+TEXTS = ("sotu_en", "pydoc_en")
+SUPERCLASSES = range(20)
+OF_VIT = ("mnist", "fashion_mnist")  # where a ViT learns from so few pictures
+
+# --- how tasks are trained ----------------------------------------------------------------------------------------------
+SIMULATED: Mapping[str, Any] = {"batch": 32, "loss_factor": 1000, "model": "sumlast18", "side": 32, "steps": 300, "width": 16}
+LONGER = {"cifar10": 600, "cifar100": 600}  # steps of simulated tasks that learn slowly
+CNN: Mapping[str, Any] = {"batch": 1024, "model": "resnet18", "side": 32, "steps": 80, "width": 16}
+VIT: Mapping[str, Any] = {"batch": 1024, "model": "vit", "side": 32, "steps": 80, "dim": 64, "num_layers": 4}
+GPT: Mapping[str, Any] = {"batch": 512, "model": "gpt", "length": 128, "steps": 80, "dim": 64, "num_layers": 4}
+RATES = {"sumlast18": (0.02, 0.06, 0.2), "resnet18": (0.1, 0.3, 1.0), "vit": (0.001, 0.003, 0.01), "gpt": (0.003, 0.01, 0.03)}
+
+# On a CPU, in a quarter of an hour of one core: what the package carries until the others are there
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "resnet18": {"batch": 32, "model": "resnet18", "side": 16, "steps": 40, "width": 8},
+    "vit": {"batch": 32, "model": "vit", "side": 16, "steps": 60, "dim": 32},
+    "mlp": {"batch": 32, "model": "mlp", "side": 16, "steps": 150, "width": 128},
+    "gpt": {"batch": 16, "model": "gpt", "length": 32, "steps": 60, "dim": 32},
+}
+OF_SMALL = {
+    "resnet18": ("bangla_digits", "sk_digits"),
+    "vit": ("telugu_digits", "mnist"),
+    "mlp": ("devanagari_digits", "fashion_mnist"),
+    "gpt": ("sotu_en",),
+}
+SMALL_RATES = {"resnet18": (0.05, 0.1, 0.2), "vit": (0.002, 0.005, 0.01), "mlp": (0.05, 0.1, 0.2), "gpt": (0.003, 0.01, 0.03)}
+
+# --- plans --------------------------------------------------------------------------------------------------------------
+BITS = ("bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")
+AFFINE, FLOAT8, FLOAT4 = "uint4/64@bf16+bf16", "e4m3fn/64@bf16", "e2m1fn/32@e8m0"
+Table = Mapping[str, Any]
+STORED: Sequence[Table] = (
+    {},
+    *({"preset": name} for name in ("half", "lpmm", "lpmm4")),
+    *({"activation": list(BITS), **TIERS[tier]} for tier in ("full", "half", "lpmm")),
+    {"activation": [AFFINE, FLOAT8, FLOAT4]},
+    {"activation": AFFINE, **TIERS["lpmm"]},
+    {"assign": ["40%", "50%", "70%"], "method": ["role", "size"]},
+)
+STORED_AGAIN: Sequence[Table] = (
+    {},
+    {"preset": "lpmm"},
+    *({"activation": list(BITS[1:]), **TIERS[tier]} for tier in ("full", "lpmm")),
+)
+PEPPP: Sequence[Table] = ({"peppp_low": list(LOW_FORMATS), "peppp_high": list(HIGH_FORMATS)},)
+PEPPP_AGAIN: Sequence[Table] = ({}, {"peppp_low": ["e3m1", "e3m4", "e4m2", "e5m2"], "peppp_high": ["e6m7", "e8m11"]})
+PROVISIONAL: Sequence[Table] = (
+    {},
+    *({"preset": name} for name in ("half", "lpmm", "lpmm4")),
+    {"activation": list(BITS)},
+    {"activation": list(BITS[2:]), **TIERS["lpmm"]},
+    {"activation": AFFINE},
+    {"assign": ["60%"], "method": ["role"]},
+)
+PROVISIONAL_AGAIN: Sequence[Table] = ({}, {"preset": "lpmm"}, {"activation": list(BITS[2:])})
+SHARE = 0.35  # of superclass rows; cheap plans first: twice that at most
+TINY = 5  # steps
+
+
+def task(data: str, how: Mapping[str, Any], **more: Any) -> str:
+    """A task by name, its options in order."""
+    options = {**how, **more}
+    if options["steps"] == TINY:
+        options |= {"batch": 16, "side": 8} if "side" in options else {"batch": 4}
+    file = f"text:{data}.txt.gz" if data in TEXTS else f"images:{data}.npz"
+    return f"{file}#" + ",".join(f"{name}={value}" for name, value in sorted(options.items()))
+
+
+def stored_tasks() -> list[tuple[str, Mapping[str, Any]]]:
+    """Data and how it is trained."""
+    found = [(data, VIT if data in OF_VIT else CNN) for data in PICTURES]
+    return [*found, *((data, GPT) for data in TEXTS)]
+
+
+def small_tasks() -> list[tuple[str, Mapping[str, Any]]]:
+    """For a CPU."""
+    return [(data, {**SMALL[model], **({"side": 8} if data == "sk_digits" else {})}) for model in SMALL for data in OF_SMALL[model]]
+
+
+def simulated_tasks() -> list[tuple[str, Mapping[str, Any]]]:
+    """The complete rows, then the superclasses."""
+    found = [(data, {**SIMULATED, "steps": LONGER.get(data, SIMULATED["steps"])}) for data in PICTURES]
+    return [*found, *(("cifar100", {**SIMULATED, "superclass": number}) for number in SUPERCLASSES)]
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+def write_sweep(name: str, tasks: Sequence[str], plans: Sequence[Table], **rest: Any) -> None:
+    """A TOML file."""
+    lines = ["# Written by benchmarks/make_sweeps.py"]
+    lines += [f"{word} = {json.dumps(value)}" for word, value in rest.items()]
+    lines += ["tasks = [", *(f"    {json.dumps(text)}," for text in tasks), "]"]
+    for table in plans:
+        lines += ["", "[[plans]]", *(f"{word} = {json.dumps(value)}" for word, value in table.items())]
+    (FOLDER / f"{name}.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_rates() -> None:
+    """Every task at several rates, as it is written."""
+    for name, tasks, mode in (("rates_simulated", simulated_tasks(), "peppp"), ("rates_stored", stored_tasks(), "store")):
+        texts = [task(data, how, lr=lr) for data, how in tasks for lr in RATES[how["model"]]]
+        write_sweep(name, texts, [{}], mode=mode)
+    texts = [task(data, how, lr=lr) for data, how in small_tasks() for lr in SMALL_RATES[how["model"]]]
+    write_sweep("rates_provisional", texts, [{}], device="cpu")
+
+
+def without_rate(text: str) -> str:
+    """A task's name without its rate."""
+    head, _, tail = text.partition("#")
+    return f"{head}#" + ",".join(part for part in tail.split(",") if not part.startswith("lr="))
+
+
+def choose(store: Store) -> dict[str, float]:
+    """The rate of least error of each task; of equals the one with the least loss."""
+    found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for row in rows(store):
+        if row["sweep"].startswith("rates_") and row["trial"]:
+            rate = next(float(part[3:]) for part in row["task"].partition("#")[2].split(",") if part.startswith("lr="))
+            worst = (math.inf, math.inf) if row["error"] is None else (row["error"], row["loss"])
+            found[without_rate(row["task"])].append((*worst, rate))
+    return {text: min(tried)[2] for text, tried in found.items()}
+
+
+def read_rates(folder: Path) -> dict[str, float]:
+    """The rates that were chosen so far."""
+    path = folder / "rates.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def write_sweeps(rates: Mapping[str, float]) -> None:
+    """The sweeps of all tasks whose rates are known."""
+
+    def rated(tasks: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        known = [(data, how) for data, how in tasks if task(data, how) in rates]
+        return [task(data, how, lr=rates[task(data, how)]) for data, how in known]
+
+    small = rated(small_tasks())
+    if small:
+        write_sweep("provisional", small, PROVISIONAL, device="cpu")
+        write_sweep("provisional_again", small, PROVISIONAL_AGAIN, device="cpu", seeds=[1, 2])
+    if not rated(stored_tasks()):
+        return
+    simulated, stored = rated(simulated_tasks()), rated(stored_tasks())
+    complete, sampled = simulated[: len(PICTURES)], simulated[len(PICTURES) :]
+    halves = {"uniform": sampled[0::2], "cheap_first": sampled[1::2]}
+    write_sweep("simulated", complete, [{}, *PEPPP], mode="peppp")
+    write_sweep("simulated_again", complete, PEPPP_AGAIN, mode="peppp", seeds=[1, 2])
+    for method, share in (("uniform", SHARE), ("cheap_first", 2 * SHARE)):
+        write_sweep(f"superclasses_{method}", halves[method], PEPPP, mode="peppp", method=method, share=share, draw_seed=7)
+    write_sweep("stored", stored, STORED, mode="store")
+    write_sweep("stored_again", stored, STORED_AGAIN, mode="store", seeds=[1, 2])
+
+
+def make_tiny() -> None:
+    """Sizes with which all of it runs on a CPU in a minute."""
+    global PICTURES, TEXTS, SUPERCLASSES, OF_VIT, SIMULATED, CNN, VIT, GPT, STORED, STORED_AGAIN, PEPPP, PEPPP_AGAIN, SHARE
+    PICTURES, TEXTS, SUPERCLASSES, OF_VIT, SHARE = ("sk_digits", "mnist"), TEXTS[:1], range(2), (), 0.5
+    SIMULATED, CNN = ({**how, "steps": TINY, "width": 8} for how in (SIMULATED, CNN))
+    GPT = {**GPT, "steps": TINY, "length": 16, "dim": 16, "num_layers": 2}
+    STORED, STORED_AGAIN = [*STORED[:1], *STORED[3:4], {"assign": ["70%"], "method": ["role", "size"]}], STORED[:1]
+    PEPPP = ({"peppp_low": ["e3m1", "e5m2"], "peppp_high": ["e6m7", "e8m11"]},)
+    PEPPP_AGAIN = PEPPP
+
+
+def main() -> None:
+    """Write what is asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("rates", "choose", "sweeps"))
+    parser.add_argument("--store", help="the store with the trials of the rates")
+    parser.add_argument("--tiny", action="store_true", help="small sweeps, to try the whole way")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the files are")
+    given = parser.parse_args()
+    globals()["FOLDER"] = given.folder
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if given.tiny:
+        make_tiny()
+    if given.what == "rates":
+        write_rates()
+    elif given.what == "choose":
+        with Store(given.store, may_create=False) as store:
+            chosen = read_rates(given.folder) | choose(store)
+        (given.folder / "rates.json").write_text(json.dumps(chosen, indent=1) + "\n", encoding="utf-8")
+    else:
+        write_sweeps(read_rates(given.folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""A prior out of trials: of a store, or of the JSON that `paredown sweep export` wrote.
+
+    done, stopped                    the error that was measured
+    diverged                         the error of a blind guess (of an unknown task: its worst error), and counted
+    out of memory, killed, failed    as if it had not run: the entry is missing
+
+Tasks that are found here tell their model's family and their answers; of others the name says what it says. Nothing of the machine is
+kept but names of devices and versions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paredown.errors import ParedownError, PriorError
+from paredown.plan.plan import Plan
+from paredown.plan.trial import Status, Trial
+from paredown.runs.families import row_of_task
+from paredown.runs.traced import peppp_bytes
+from paredown.search.earlier import Array, Earlier, PlanRow, TaskRow
+from paredown.search.labels import recipe_row, row_of
+from paredown.search.recipe import recipes_of
+
+AS_WRITTEN = row_of(Plan()).key
+COUNTED = (Status.DONE, Status.STOPPED, Status.DIVERGED)
+NEEDED = ("sweep", "task", "mode", "trial")
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Entry(NamedTuple):
+    """A trial that counts, and where it belongs."""
+
+    task: str  # its text
+    column: str  # the key of its PlanRow
+    trial: Trial
+    propensity: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """Entries, with the rows and columns that they belong to, by text and by key."""
+
+    mode: str
+    entries: list[Entry]
+    tasks: dict[str, TaskRow]
+    plans: dict[str, PlanRow]
+
+
+def read_rows(source: str | Path) -> Rows:
+    """The trials of an export (.json), or of a store."""
+    if str(source).endswith(".json"):
+        return _exported(Path(source))
+    from paredown.runs.export import rows  # SQLAlchemy is an extra
+    from paredown.runs.store import Store
+
+    with Store(source, may_create=False) as store:
+        return rows(store)
+
+
+def _exported(path: Path) -> Rows:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PriorError(f"{path.name} cannot be read as the JSON of an export: {str(error)[:100]}.") from None
+    if not isinstance(found, list) or not all(isinstance(row, dict) and row.keys() >= set(NEEDED) for row in found):
+        raise PriorError(f"{path.name} is no export of a sweep: paredown sweep export {path.name} --store FILE writes one.")
+    return found
+
+
+def collect(rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None) -> Earlier:
+    """The prior of all trials, or of all on the tasks of some sweeps; tasks are looked for in `folder`."""
+    sweeps, finished = set(sweeps), [row for row in rows if row["trial"] is not None]
+    unknown = sorted(sweeps - {str(row["sweep"]) for row in finished})
+    if unknown:
+        raise PriorError(f"sweep {unknown[0]!r} has no finished trial here. There are: {', '.join(_names(finished)) or 'none'}.")
+    texts = {row["task"] for row in finished if not sweeps or row["sweep"] in sweeps}
+    wanted = [row for row in finished if row["task"] in texts]
+    modes = {_mode(row) for row in wanted}
+    if len(modes) != 1:
+        told = (
+            "there is no finished trial" if not modes else "sweeps of both modes, store and simulate, are there: name those of one"
+        )
+        raise PriorError(f"no prior can be made: {told}.")
+    table = _table(wanted, modes.pop(), (folder or Path()).resolve())
+    return _earlier(name, table, wanted, (folder or Path()).resolve())
+
+
+def _mode(row: Mapping[str, Any]) -> str:
+    return "store" if row["mode"] == "store" else "simulate"
+
+
+def _names(rows: Rows) -> list[str]:
+    return sorted({str(row["sweep"]) for row in rows})
+
+
+def _table(rows: Rows, mode: str, folder: Path) -> Table:
+    """What counts, once for each task, plan and seed; columns in the order in which they came."""
+    plans: dict[str, PlanRow] = {}
+    found: dict[tuple[str, str, int], Entry] = {}
+    for row in rows:
+        trial = _trial(row)
+        if trial.status not in COUNTED:
+            continue
+        for column in [recipe_row(one) for one in recipes_of(trial.plan)] or [row_of(replace(trial.plan, made_for={}, reason=""))]:
+            plans.setdefault(column.key, column)
+            place = str(row["task"]), column.key, trial.seed
+            odds = float(row.get("propensity") or 1.0)
+            kept = found.get(place)
+            found[place] = Entry(*place[:2], trial, odds) if kept is None else kept._replace(propensity=max(odds, kept.propensity))
+    if not found:
+        raise PriorError(f"no prior can be made: of {len(rows)} trials none was judged and none diverged.")
+    texts = dict.fromkeys(place[0] for place in found)
+    return Table(mode, list(found.values()), {text: row_of_task(text, folder) for text in texts}, plans)
+
+
+def _trial(row: Mapping[str, Any]) -> Trial:
+    try:
+        return Trial.from_json(row["trial"])
+    except ParedownError as error:
+        raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
+
+
+def _earlier(name: str, table: Table, rows: Rows, folder: Path) -> Earlier:
+    """The matrices."""
+    at_task, at_plan = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
+    seeds = {seed: i for i, seed in enumerate(sorted({entry.trial.seed for entry in table.entries}))}
+    shape = len(at_task), len(at_plan)
+    sheets = {word: np.full((*shape, len(seeds)), np.nan) for word in ("runs", "memory", "measured")}
+    diverged, propensity = np.zeros(shape), np.zeros(shape)
+    for entry in table.entries:
+        place, trial = (at_task[entry.task], at_plan[entry.column]), entry.trial
+        at = (*place, seeds[trial.seed])
+        sheets["runs"][at] = np.inf if trial.status is Status.DIVERGED else trial.error
+        sheets["memory"][at] = _bytes(entry, table.mode, folder)
+        sheets["measured"][at] = trial.measured_peak_bytes if trial.measured_peak_bytes is not None else np.nan
+        diverged[place] += trial.status is Status.DIVERGED
+        propensity[place] = max(propensity[place], entry.propensity)
+    memory, measured = (_mean(sheets[word]) for word in ("memory", "measured"))
+    full = memory[:, at_plan[AS_WRITTEN]] if AS_WRITTEN in at_plan else np.full(shape[0], np.nan)
+    tasks = [
+        replace(row, full_bytes=None if np.isnan(f) else float(f)) for row, f in zip(_told_apart(table, name), full, strict=True)
+    ]
+    told = {"diverged": diverged, "propensity": propensity, "provenance": provenance_of(rows)}
+    runs = _guessed(sheets["runs"], [row.blind for row in tasks])
+    return Earlier.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **told)
+
+
+def _bytes(entry: Entry, mode: str, folder: Path) -> float:
+    """Predicted peak bytes; where arithmetic is simulated and no step stores what a plan speaks of, PEPPP's count."""
+    if mode == "simulate":
+        try:
+            return peppp_bytes(entry.task, entry.trial.plan, folder)
+        except (ParedownError, IndexError):
+            pass
+    predicted = entry.trial.predicted_peak_bytes
+    return np.nan if predicted is None else float(predicted)
+
+
+def _mean(sheet: Array) -> Array:
+    """Over seeds, NaN where there is none."""
+    counts = np.isfinite(sheet).sum(axis=2)
+    return np.where(counts > 0, np.nansum(sheet, axis=2) / np.maximum(counts, 1), np.nan)
+
+
+def _guessed(runs: Array, blind: Sequence[float | None]) -> Array:
+    """Runs that diverged with the error of a blind guess; where that is not known, with the worst that their task had."""
+    finite = np.where(np.isinf(runs), np.nan, runs)
+    worst = [np.nanmax(row) if np.isfinite(row).any() else 1.0 for row in finite]
+    instead = np.array([w if b is None else b for w, b in zip(worst, blind, strict=True)])
+    return np.where(np.isinf(runs), instead[:, None, None], runs)
+
+
+def _told_apart(table: Table, source: str) -> list[TaskRow]:
+    """Rows whose names differ: by their whole texts where the short ones do not tell them apart."""
+    count = Counter(row.name for row in table.tasks.values())
+    return [replace(row, source=source, name=row.name if count[row.name] == 1 else row.text) for row in table.tasks.values()]
+
+
+def provenance_of(rows: Rows) -> tuple[dict[str, Any], ...]:
+    """Commit, device and versions of the trials, with how many each, their sweeps and the day on which this was made."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        trial = row["trial"]
+        told = {word: trial.get(word) for word in ("commit", "device", "versions") if trial.get(word)}
+        found.setdefault(json.dumps(told, sort_keys=True), []).append(row)
+    day = datetime.now(UTC).date().isoformat()
+    return tuple({**json.loads(told), "trials": len(of), "sweeps": _names(of), "collected": day} for told, of in found.items())

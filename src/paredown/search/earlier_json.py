@@ -1,0 +1,241 @@
+"""Files of earlier tasks: JSON that says itself what it holds (ABOUT), checked when it is read.
+
+Reading needs no torch, runs no code, and takes files of up to MOST_BYTES.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from paredown.errors import PriorError
+from paredown.search.earlier import Array, Earlier, PlanRow, TaskRow
+
+VERSION = 1
+MOST_BYTES = 64 * 2**20
+MOST_RUNS = 1000  # of one pair
+MODES = ("store", "simulate")
+FIELDS = (
+    "about", "version", "name", "mode", "tasks", "plans", "runs", "diverged", "memory", "measured", "propensity", "noise", "provenance",
+)  # fmt: skip
+NEEDED = ("version", "name", "mode", "tasks", "plans", "runs")
+DIGITS = 6  # of an error
+Row = TypeVar("Row", TaskRow, PlanRow)
+
+ABOUT = {
+    "about": "what the other fields are",
+    "version": f"of this form of file: {VERSION}",
+    "name, mode": "what the prior is called; store: tensors wait in their formats, simulate: arithmetic is rounded",
+    "tasks": "name, family of the model, data, metric (error: share of wrong answers; loss: cross entropy), answers to choose from, "
+    "blind: error of a blind guess, full_bytes: the step as it is written, steps of training, "
+    "source: the prior it came with, text: the task as sweeps call it",
+    "plans": "label; plan: JSON of a Plan, or recipe: how it is made for each task; level: plans of one level differ by noise alone, as "
+    "far as is known; features: bits a value by role, and other numbers that tell plans apart",
+    "runs": "for each task, for each plan, the errors of its runs in the order of their seeds; [] where nobody looked",
+    "diverged": "how many of these diverged, and have the error of a blind guess",
+    "memory, measured": "peak bytes, predicted and measured; null where they are not known",
+    "propensity": "how likely the draw was to take the pair; null: certain, for all",
+    "noise": "of each task: the deviation of one run about the mean of its plan, pooled over plans that ran more than once",
+    "provenance": "for each collection: commit, device, versions, dates, sweep",
+}
+
+
+def write(earlier: Earlier, path: Path, *, name: str | None = None) -> None:
+    """Write a prior, a line for each task and plan; it appears whole or not at all."""
+    text = to_text(earlier if name is None else replace(earlier, name=name))
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8", newline="\n")
+        part.replace(path)
+    except OSError as error:
+        raise PriorError(f"{path.name} cannot be written: {error.strerror}.") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Earlier:
+    """The prior of a file; PriorError says why it is none."""
+    try:
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise PriorError(f"{path.name} has {size} bytes; priors of up to {MOST_BYTES} are read.")
+        return from_text(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PriorError(f"there is no file {path.name}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PriorError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}.") from None
+    except PriorError as error:
+        raise PriorError(str(error) if str(error).startswith(path.name) else f"{path.name}: {error}") from None
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def to_text(earlier: Earlier) -> str:
+    """The JSON, a line for each row of a table or matrix."""
+    parts: list[tuple[str, Any]] = [("about", ABOUT), ("version", VERSION), ("name", earlier.name), ("mode", earlier.mode)]
+    parts += [("tasks", [_told(task) for task in earlier.tasks]), ("plans", [_told(plan) for plan in earlier.plans])]
+    parts += [("runs", [[_runs(runs) for runs in row] for row in earlier.runs]), ("diverged", _whole(earlier.diverged))]
+    parts += [("memory", _whole(earlier.memory)), ("measured", _whole(earlier.measured))]
+    is_sure = bool((earlier.propensity == 1).all())
+    parts += [("propensity", None if is_sure else [[float(f"{x:.5g}") for x in row] for row in earlier.propensity])]
+    parts += [("noise", [_number(x) for x in earlier.noise]), ("provenance", [dict(one) for one in earlier.provenance])]
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {_lines(value)}" for name, value in parts) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], list | dict):
+        return "[\n" + ",\n".join(_compact(row) for row in value) + "\n]"
+    return json.dumps(value, indent=1, allow_nan=False) if isinstance(value, dict) else _compact(value)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _told(row: TaskRow | PlanRow) -> dict[str, Any]:
+    """The fields that say something."""
+    return {name: value for name, value in asdict(row).items() if value is not None and value != "" and value != {}}
+
+
+def _runs(runs: Array) -> list[float]:
+    return [round(float(x), DIGITS) for x in runs if np.isfinite(x)]
+
+
+def _whole(matrix: Array) -> list[list[int | None]]:
+    return [[int(x) if np.isfinite(x) else None for x in row] for row in matrix]
+
+
+def _number(value: float) -> float | None:
+    return round(float(value), DIGITS) if np.isfinite(value) else None
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def from_text(text: str) -> Earlier:
+    """The prior whose JSON this is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PriorError(f"this is no JSON: {str(error)[:100]}.") from None
+    if not isinstance(value, dict) or not {"version", "name"} <= value.keys():
+        raise PriorError(f"a prior is a JSON object with {', '.join(NEEDED)}; this is {_brief(value)}.")
+    if type(value["version"]) is not int or value["version"] != VERSION:
+        raise PriorError(f"it is of version {_brief(value['version'])}; this paredown reads {VERSION}. Update paredown to read it.")
+    unknown, missing = sorted(set(value) - set(FIELDS)), [name for name in NEEDED if name not in value]
+    if unknown or missing:
+        raise PriorError(f"field {unknown[0]!r} is unknown." if unknown else f"field {missing[0]!r} is missing.")
+    if not isinstance(value["name"], str) or value["mode"] not in MODES:
+        raise PriorError(
+            f"name is text and mode one of {', '.join(MODES)}; they are {_brief(value['name'])}, {_brief(value['mode'])}."
+        )
+    return _earlier(value)
+
+
+def _earlier(value: Mapping[str, Any]) -> Earlier:
+    tasks, plans = _rows(value["tasks"], TaskRow, "tasks"), _rows(value["plans"], PlanRow, "plans")
+    shape = len(tasks), len(plans)
+    rest = {name: _matrix(value.get(name), shape, name) for name in ("diverged", "memory", "measured", "propensity")}
+    rest = {name: matrix for name, matrix in rest.items() if matrix is not None}
+    provenance = value.get("provenance", [])
+    if not isinstance(provenance, list) or not all(isinstance(one, dict) for one in provenance):
+        raise PriorError(f"provenance is a list of objects, not {_brief(provenance)}.")
+    runs = _all_runs(value["runs"], shape)
+    return Earlier.of_runs(value["name"], value["mode"], tasks, plans, runs, provenance=tuple(provenance), **rest)
+
+
+def _rows(value: Any, kind: type[Row], what: str) -> list[Row]:
+    if not isinstance(value, list) or not value or not all(isinstance(row, dict) for row in value):
+        raise PriorError(f"{what} is a list of objects, one at least, not {_brief(value)}.")
+    return [_row(row, kind, f"row {i} of {what}") for i, row in enumerate(value, 1)]
+
+
+def _row(value: Mapping[str, Any], kind: type[Row], where: str) -> Row:
+    unknown = sorted(set(value) - {field.name for field in fields(kind)})
+    if unknown:
+        raise PriorError(f"{where} has a field {unknown[0]!r}, which is unknown.")
+    for name, part in value.items():
+        if not CHECKS[name](part):
+            raise PriorError(f"{where}: {name} cannot be {_brief(part)}.")
+    try:
+        return kind(**value)
+    except TypeError:
+        raise PriorError(f"{where} needs {', '.join(REQUIRED[kind.__name__])}; it has {', '.join(value) or 'nothing'}.") from None
+
+
+def _matrix(value: Any, shape: tuple[int, int], name: str) -> Array | None:
+    """Numbers from 0 up; null is not known."""
+    if value is None:
+        return None
+    if not _is_table(value, shape) or not all(part is None or (_is_number(part) and part >= 0) for row in value for part in row):
+        raise PriorError(f"{name} is {shape[0]} rows of {shape[1]} numbers from 0 up or null; it is {_brief(value)}.")
+    return np.array([[np.nan if part is None else part for part in row] for row in value], dtype=np.float64).reshape(shape)
+
+
+def _all_runs(value: Any, shape: tuple[int, int]) -> Array:
+    """(tasks, plans, most runs of a pair)."""
+    told = f"runs is {shape[0]} rows of {shape[1]} lists of finite errors"
+    if not _is_table(value, shape) or not all(isinstance(cell, list) for row in value for cell in row):
+        raise PriorError(f"{told}; it is {_brief(value)}.")
+    depth = max((len(cell) for row in value for cell in row), default=0)
+    if depth > MOST_RUNS:
+        raise PriorError(f"{told}, up to {MOST_RUNS}; one has {depth}.")
+    found = np.full((*shape, max(depth, 1)), np.nan)
+    for i, row in enumerate(value):
+        for j, cell in enumerate(row):
+            if not all(map(_is_number, cell)):
+                raise PriorError(f"{told}; of task {i + 1} and plan {j + 1} they are {_brief(cell)}.")
+            found[i, j, : len(cell)] = cell
+    return found
+
+
+def _is_table(value: Any, shape: tuple[int, int]) -> bool:
+    rows = isinstance(value, list) and len(value) == shape[0]
+    return rows and all(isinstance(row, list) and len(row) == shape[1] for row in value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) < 10_000
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _is_features(value: object) -> bool:
+    return isinstance(value, Mapping) and all(_is_text(name) and _is_number(part) for name, part in value.items())
+
+
+def _is_plan(value: Any) -> bool:
+    """The form of a plan's JSON: `Plan.from_json` looks at it closely when it is used, which for a hundred takes a quarter of a second."""
+    rules = value.get("rules") if isinstance(value, dict) else None
+    return isinstance(rules, list) and "version" in value and all(isinstance(rule, list) and len(rule) == 2 for rule in rules)
+
+
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("name", "family", "data", "metric", "source", "text", "label", "recipe", "level"), _is_text),
+    **dict.fromkeys(("answers", "steps"), _is_count),
+    **dict.fromkeys(("blind", "full_bytes"), _is_number),
+    "plan": _is_plan,
+    "features": _is_features,
+}
+REQUIRED: dict[str, Sequence[str]] = {"TaskRow": ("name", "family", "data"), "PlanRow": ("label",)}
+
+
+def _brief(value: object) -> str:
+    """A value in a message, cut to one short line."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    return text if len(text := repr(value)) <= 60 else text[:57] + "..."

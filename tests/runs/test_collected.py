@@ -1,0 +1,232 @@
+"""Priors of trials: each number in its place, whatever became of a trial; by store, by export and by the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sqlalchemy")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from paredown.cli import app
+from paredown.errors import PriorError
+from paredown.plan.plan import Plan
+from paredown.plan.trial import Status, Trial
+from paredown.runs.claims import Ended
+from paredown.runs.collected import collect, read_rows
+from paredown.runs.export import export
+from paredown.runs.families import row_of_task
+from paredown.runs.found import found_task
+from paredown.runs.store import Store
+from paredown.runs.sweep import Settings, Sweep
+from paredown.runs.traced import peppp_bytes, trace_of
+from paredown.search.peppp import memory_bytes, peppp_element, peppp_plan
+from paredown.search.prior import load
+from paredown.search.recipe import Recipe, make_plans, plan_of_row, recipes_of
+
+SMALL, OTHER = "digits#model=mlp,steps=5", "digits#model=mlp,steps=6"
+PLANS = (Plan(), Plan.preset("lpmm"), Plan.preset("activations4"))
+
+
+def row(task: str, plan: Plan, seed: int, error: float | None, **changes: Any) -> dict[str, Any]:
+    """A row of an export."""
+    sweep, mode, odds = changes.pop("sweep", "s"), changes.pop("mode", "store"), changes.pop("propensity", 1.0)
+    trial = Trial(task, plan, seed, changes.pop("status", Status.DONE), error=error, **changes)
+    return {"sweep": sweep, "task": task, "mode": mode, "propensity": odds, "trial": trial.to_json()}
+
+
+def test_each_number_is_in_its_place() -> None:
+    rows = [
+        row(
+            task,
+            plan,
+            seed,
+            0.1 * i + 0.01 * j + 0.001 * seed,
+            predicted_peak_bytes=1000 * j + 7,
+            measured_peak_bytes=1000 * j + seed,
+        )
+        for i, task in enumerate((SMALL, OTHER))
+        for j, plan in enumerate(PLANS)
+        for seed in (0, 2)
+    ]
+    found = collect(rows, "mine")
+    assert [plan.label for plan in found.plans] == ["as written", "as it is, lpmm", "int4/64@bf16, full"]
+    assert [task.text for task in found.tasks] == [SMALL, OTHER]
+    assert [task.name for task in found.tasks] == [SMALL, OTHER], "digits mlp would be both"
+    for i, j in np.ndindex(2, 3):
+        assert found.errors[i, j] == pytest.approx(0.1 * i + 0.01 * j + 0.001)
+        assert found.counts[i, j] == 2 and found.memory[i, j] == 1000 * j + 7 and found.measured[i, j] == 1000 * j + 1
+    assert found.noise == pytest.approx([np.sqrt(2) * 0.001] * 2)
+    assert [task.full_bytes for task in found.tasks] == [7, 7]
+    assert found.tasks[0].blind == pytest.approx(0.9) and found.tasks[0].family == "mlp"
+
+
+def test_trials_that_went_wrong() -> None:
+    rows = [
+        row(SMALL, PLANS[0], 0, 0.2),
+        row(SMALL, PLANS[1], 0, None, status=Status.DIVERGED, reason="nan"),
+        row(SMALL, PLANS[2], 0, 0.8, status=Status.STOPPED, reason="hopeless"),
+        *(
+            row(SMALL, Plan.preset(name), 0, None, status=s)
+            for name, s in (("half", Status.OUT_OF_MEMORY), ("safe", Status.FAILED))
+        ),
+    ]
+    found = collect(rows, "mine")
+    assert found.errors.tolist() == [[0.2, pytest.approx(0.9), 0.8]], "a blind guess at ten digits is wrong nine times of ten"
+    assert found.diverged.tolist() == [[0, 1, 0]]
+    unknown = collect([{**r, "task": "nowhere.py:task"} for r in rows], "mine")
+    assert unknown.errors.tolist() == [[0.2, 0.8, 0.8]], "the worst that was seen, where nobody knows what a blind guess has"
+
+
+def row_error(rows: list[dict[str, Any]], **options: Any) -> str:
+    with pytest.raises(PriorError) as raised:
+        collect(rows, "mine", **options)
+    return str(raised.value)
+
+
+def test_what_cannot_be_a_prior_has_a_sentence() -> None:
+    assert "no finished trial" in row_error([])
+    assert "none was judged" in row_error([row(SMALL, PLANS[0], 0, None, status=Status.FAILED)])
+    both = [row(SMALL, PLANS[0], 0, 0.1), row(OTHER, PLANS[0], 0, 0.1, mode="peppp", sweep="t")]
+    assert "both modes" in row_error(both)
+    assert "sweep 'u' has no finished trial here. There are: s, t" in row_error(both, sweeps=["u"])
+    assert len(collect(both, "mine", sweeps=["s"]).tasks) == 1
+    assert "cannot be read" in row_error([{**both[0], "trial": {"version": 1}}])
+
+
+def test_a_sweep_brings_what_other_sweeps_know_of_its_tasks() -> None:
+    rows = [
+        row(SMALL, PLANS[0], 0, 0.3, sweep="rates"),
+        row(OTHER, PLANS[0], 0, 0.4, sweep="rates"),
+        row(SMALL, PLANS[1], 0, 0.5, propensity=0.4),
+    ]
+    found = collect(rows, "mine", sweeps=["s"])
+    assert found.errors.tolist() == [[0.3, 0.5]] and found.propensity.tolist() == [[1.0, 0.4]]
+
+
+def test_recipes_that_came_to_one_plan_are_two_columns() -> None:
+    trace = trace_of(SMALL, Path(), "cpu")
+    plans = make_plans([Recipe("200%"), Recipe("300%", "size"), Recipe("90%")], trace)
+    assert [recipes_of(plan) for plan in plans] == [["assign 200% role", "assign 300% size"], ["assign 90% role"]]
+    found = collect([row(SMALL, plan, 0, 0.1 + i) for i, plan in enumerate(plans)], "mine")
+    assert [plan.label for plan in found.plans] == ["assign 200% role", "assign 300% size", "assign 90% role"]
+    assert found.errors.tolist() == [[0.1, 0.1, 1.1]]
+    assert plan_of_row(found.plans[2], trace).rules == plans[1].rules
+
+
+def test_memory_of_a_simulated_prior_is_peppps() -> None:
+    text = "digits#batch=8,model=sumlast18,width=8,steps=5"
+    found = collect([row(text, peppp_plan((4, 3), (6, 7)), 0, 0.5, mode="peppp"), row(text, Plan(), 0, 0.4, mode="peppp")], "mine")
+    from paredown.runs.traced import _outline  # type: ignore[attr-defined]
+
+    outline = _outline(text, Path().resolve())
+    assert found.memory[0].tolist() == [
+        memory_bytes(outline, peppp_element(4, 3), peppp_element(6, 7)),
+        memory_bytes(outline, "fp32", "fp32"),
+    ]
+    assert found.mode == "simulate" and found.levels is None, "the step as it is written is of no level"
+    assert peppp_bytes(text, Plan(), Path()) == found.tasks[0].full_bytes
+
+
+def test_nothing_of_the_machine_is_kept() -> None:
+    found = collect([row(SMALL, PLANS[0], 0, 0.2, device="NVIDIA H200", commit="abc", versions={"torch": "2"})], "mine")
+    (one,) = found.provenance
+    assert {**one, "collected": ""} == {
+        "commit": "abc", "device": "NVIDIA H200", "versions": {"torch": "2"}, "trials": 1, "sweeps": ["s"], "collected": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "family", "data"),
+    [
+        ("images:gone.npz#model=vit,superclass=3", "gone/3 vit", "vit", "gone/3"),
+        ("text:deep/folder/book.txt.gz", "book gpt", "gpt", "book"),
+        ("mine.py:small", "small", "own", "small"),
+    ],
+)
+def test_tasks_that_are_not_here_are_told_by_their_names(text: str, name: str, family: str, data: str) -> None:
+    found = row_of_task(text, Path())
+    assert (found.name, found.family, found.data, found.answers) == (name, family, data, None)
+
+
+# --- stores, exports, the command line ----------------------------------------------------------------------------------
+
+
+def stored(path: Path) -> Path:
+    """A store with six finished trials."""
+    sweep = Sweep("s", (SMALL, OTHER), PLANS, settings=Settings())
+    with Store(path) as store:
+        store.add("s", sweep.draw())
+        for claim in store.claim("w", 10):
+            error = 0.1 * len(claim.spec.plan.rules) + 0.01 * (claim.spec.task == OTHER)
+            trial = Trial(claim.spec.task, claim.spec.plan, claim.spec.seed, Status.DONE, error=error, predicted_peak_bytes=5)
+            store.finish("w", Ended(claim, trial))
+    return path
+
+
+def test_a_store_and_its_export_are_the_same_prior(tmp_path: Path) -> None:
+    path = stored(tmp_path / "trials.db")
+    with Store(path) as store:
+        export(store, tmp_path / "trials.json")
+    found = [collect(read_rows(source), "mine") for source in (path, tmp_path / "trials.json")]
+    np.testing.assert_array_equal(found[0].errors, found[1].errors)
+    assert found[0].errors.round(9).tolist() == [[0.0, 0.4, 0.1], [0.01, 0.41, 0.11]]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"task": 1}]', "[" * 50_000])
+def test_a_file_that_is_no_export_has_a_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(PriorError, match=r"x\.json"):
+        read_rows(tmp_path / "x.json")
+
+
+def say(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["prior", *arguments])
+    return done.exit_code, done.output
+
+
+def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAREDOWN_PRIORS", str(tmp_path / "own"))
+    path = stored(tmp_path / "trials.db")
+    assert say("add", str(path), "--name", "mine")[0] == 0
+    status, told = say("list", "--json")
+    assert status == 0 and [one["name"] for one in json.loads(told) if one["own"]] == ["mine"]
+    status, told = say("show", "mine")
+    assert status == 0 and "as written" in told and SMALL in told
+    status, told = say("show", "mine", "--json")
+    assert json.loads(told)["entries"] == 6
+    status, told = say("add", str(path), "--name", "mine")
+    assert status == 1 and "there is a prior 'mine' already" in told
+    assert say("make", str(path), str(tmp_path / "file.json"))[0] == 0
+    assert load(tmp_path / "file.json").errors.shape == (2, 3)
+    assert say("remove", "mine")[0] == 0 and not os.listdir(tmp_path / "own")
+    for wrong in (
+        ["remove", "mine"],
+        ["show", "nothing"],
+        ["add", str(tmp_path / "none.db")],
+        ["add", str(path), "--name", "../x"],
+    ):
+        status, told = say(*wrong)
+        assert status == 1 and told.startswith("paredown: ") and told.count("\n") == 1
+
+
+def test_a_task_is_read_once_and_again_when_its_file_changed(tmp_path: Path) -> None:
+    x, y = np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2
+    arrays = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
+    np.savez(tmp_path / "a.npz", **arrays)
+    text = "images:a.npz#model=mlp,batch=4"
+    first = found_task(text, tmp_path)
+    assert found_task(text, tmp_path) is first
+    np.savez(tmp_path / "a.npz", **{**arrays, "x_train": x[:10], "y_train": y[:10]})
+    assert found_task(text, tmp_path).data.num_train == 10
+    (tmp_path / "own.py").write_text("from paredown.runs.tasks import find_task\ndef t(): return find_task('digits#model=mlp')\n")
+    assert found_task("own.py:t", tmp_path) is not found_task("own.py:t", tmp_path)
+    assert replace(first, steps=3).steps == 3

@@ -1,0 +1,177 @@
+"""The shipped priors are those of the committed sweeps: tasks, plans, seeds, bytes; and nothing of a machine is in them."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import tomllib
+from getpass import getuser
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paredown.errors import PriorError
+from paredown.plan.plan import Plan
+from paredown.runs.sweep_file import load_sweep
+from paredown.search import earlier_json, prior
+from paredown.search.earlier import Earlier
+from paredown.search.labels import row_of
+from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS
+from paredown.search.prior import load
+
+ROOT = Path(__file__).parents[2]
+SWEEPS = ROOT / "benchmarks" / "sweeps"
+FILES = {name: Path(prior.__file__).parent / "shipped" / f"{name}.json" for name in ("simulated", "stored")}
+COMPLETE = 11  # image sets, which every plan of the simulated prior was tried on
+SAME_RATES = ("simulated", "superclasses_uniform", "superclasses_cheap_first", "stored", "provisional")
+THERE = [name for name, path in FILES.items() if path.is_file()]
+needs_simulated = pytest.mark.skipif("simulated" not in THERE, reason="the simulated prior is not collected yet")
+STORED = "provisional"  # the sweep behind the stored prior: "stored" once a GPU has collected it
+
+
+def tables(name: str) -> dict[str, Any]:
+    return tomllib.loads((SWEEPS / f"{name}.toml").read_text())
+
+
+def fixed_plans(name: str, tmp_path: Path) -> list[Plan]:
+    """The plans of a sweep file that are the same for every task."""
+    tasks, *rest = re.split(r"^(?=\[\[plans\]\])", (SWEEPS / f"{name}.toml").read_text(), flags=re.MULTILINE)
+    (tmp_path / "fixed.toml").write_text(tasks + "".join(table for table in rest if "assign" not in table))
+    return list(load_sweep(tmp_path / "fixed.toml").sweep.plans)
+
+
+def recipes(name: str) -> set[str]:
+    found = [table for table in tables(name)["plans"] if "assign" in table]
+    return {f"assign {a} {m}" for table in found for a, m in product(table["assign"], table["method"])}
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Earlier:
+    return load("simulated")
+
+
+@pytest.fixture(scope="module")
+def stored() -> Earlier:
+    return load("stored")
+
+
+# --- what they are of -------------------------------------------------------------------------------------------------
+
+
+@needs_simulated
+def test_the_simulated_prior_is_that_of_its_sweeps(simulated: Earlier, tmp_path: Path) -> None:
+    names = ("simulated", "superclasses_uniform", "superclasses_cheap_first")
+    assert [task.text for task in simulated.tasks[:COMPLETE]] == tables("simulated")["tasks"]
+    assert {task.text for task in simulated.tasks} == {text for name in names for text in tables(name)["tasks"]}
+    assert len(simulated.tasks) == 31
+    assert [plan.key for plan in simulated.plans] == [row_of(plan).key for plan in fixed_plans("simulated", tmp_path)]
+    assert [plan.label for plan in simulated.plans] == ["as written", *(f"{a} {b}" for a, b in product(LOW_FORMATS, HIGH_FORMATS))]
+
+
+def test_the_stored_prior_is_that_of_its_sweep(stored: Earlier, tmp_path: Path) -> None:
+    assert [task.text for task in stored.tasks] == tables(STORED)["tasks"]
+    fixed = {row_of(plan).key for plan in fixed_plans(STORED, tmp_path)}
+    assert {plan.key for plan in stored.plans if plan.plan is not None} == fixed
+    assert {plan.recipe for plan in stored.plans if plan.plan is None} == recipes(STORED)
+    assert {task.family for task in stored.tasks} == {"cnn", "vit", "mlp", "gpt"}
+
+
+def test_a_prior_that_is_not_there_yet_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(prior, "_shipped", lambda name: tmp_path / f"{name}.json")
+    with pytest.raises(PriorError, match=r"the simulated prior is not in this version of paredown yet\."):
+        load("simulated")
+
+
+def test_rates_are_the_chosen_ones() -> None:
+    chosen = json.loads((SWEEPS / "rates.json").read_text())
+    names = [name for name in SAME_RATES if (SWEEPS / f"{name}.toml").is_file()]
+    assert STORED in names
+    for name in names:
+        for text in tables(name)["tasks"]:
+            options = text.partition("#")[2].split(",")
+            (rate,) = [option[3:] for option in options if option.startswith("lr=")]
+            assert chosen[text.replace(f"lr={rate},", "")] == float(rate)
+
+
+# --- what is in them --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_numbers_are_possible(name: str) -> None:
+    found = load(name)
+    seen = np.isfinite(found.errors)
+    shares = np.array([task.metric == "error" for task in found.tasks])
+    assert (found.errors[shares][seen[shares]] <= 1).all() and (found.errors[seen] >= 0).all()
+    assert (found.counts[seen] >= 1).all() and (found.counts[~seen] == 0).all()
+    assert (found.memory[seen] > 0).all() and ((found.propensity[seen] > 0) & (found.propensity[seen] <= 1)).all()
+    for task in found.tasks:
+        blind = 1 - 1 / task.answers if task.metric == "error" else np.log(task.answers)
+        assert task.blind == pytest.approx(blind)
+
+
+def check_rows(found: Earlier, num_rows: int, num_repeated: int) -> None:
+    """Complete, repeated, noisy, and well above chance at full precision: a tenth of the way from a blind guess to no error."""
+    assert np.isfinite(found.errors[:num_rows]).all()
+    assert ((found.counts[:num_rows] >= 3).sum(axis=1) >= num_repeated).all(), "three seeds"
+    assert (found.noise[:num_rows] > 0).all()
+    full = found.errors[:num_rows, [plan.label for plan in found.plans].index("as written")]
+    assert (full < 0.9 * np.array([task.blind for task in found.tasks[:num_rows]], dtype=np.float64)).all()
+
+
+def test_rows_of_the_stored_prior(stored: Earlier) -> None:
+    check_rows(stored, len(stored.tasks), 4 if STORED == "provisional" else 8)
+
+
+@needs_simulated
+def test_rows_of_the_simulated_prior(simulated: Earlier) -> None:
+    check_rows(simulated, COMPLETE, 8)
+
+
+@needs_simulated
+def test_superclasses_are_sampled_with_known_odds(simulated: Earlier) -> None:
+    configurations = [j for j, plan in enumerate(simulated.plans) if plan.level]
+    sampled = np.isfinite(simulated.errors[COMPLETE:][:, configurations])
+    assert len(sampled) == 20 and sampled.mean() >= 0.3
+    odds = simulated.propensity[COMPLETE:][:, configurations][sampled]
+    assert (odds < 1).all() and len(np.unique(odds)) > 20, "uniform on some, cheap first on some"
+
+
+def test_measured_bytes_stand_beside_predicted_ones(stored: Earlier) -> None:
+    assert np.isfinite(stored.measured).all()
+    assert np.nanmedian(abs(stored.measured / stored.memory - 1)) < 0.1
+
+
+@needs_simulated
+def test_levels_are_the_low_formats(simulated: Earlier) -> None:
+    assert [plan.level for plan in simulated.plans] == ["", *np.repeat(LOW_FORMATS, 9)]
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_they_are_small_and_say_what_they_hold() -> None:
+    assert sum(FILES[name].stat().st_size for name in THERE) <= 2_000_000
+    for path in (FILES[name] for name in THERE):
+        value = json.loads(path.read_text())
+        assert value["about"] == earlier_json.ABOUT
+        assert {word for name in value["about"] for word in name.split(", ")} == set(value)
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_they_are_as_they_were_written(name: str) -> None:
+    """What is derived, noise among it, agrees with what the file says."""
+    assert earlier_json.to_text(load(name)) == FILES[name].read_text()
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_nothing_of_a_machine_is_in_them(name: str) -> None:
+    text = FILES[name].read_text()
+    assert not re.search(r"[\"' =](/|[A-Za-z]:\\\\|~)[A-Za-z]", text), "an absolute path"
+    for word in (socket.gethostname(), getuser()):
+        assert len(word) < 4 or word not in text
+    for one in load(name).provenance:
+        assert {"commit", "device", "versions", "trials", "sweeps", "collected"} >= set(one) and one["device"]
