@@ -2,7 +2,8 @@
 
 It costs no error and the time of a forward pass of each layer, so it has a policy in place of a price (`recompute` of `assign`):
 
-    None     only if no plan without it fits: then as few layers as bring the error to that of all activations at the second format of
+    None     where formats would be slower or their errors large (quicker.py); with a ladder of the caller's own, or an order to compare,
+             only if no plan without it fits: then as few layers as bring the error to that of all activations at the second format of
              the ladder (int4)
     True     also if no plan without it keeps the error at or below that of all activations at the first format of the ladder (int8): as
              few layers as bring it there

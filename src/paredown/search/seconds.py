@@ -4,8 +4,9 @@
     a packed weight        what the host takes around its module, in both passes; its bytes are few
     a layer again          what it saves is written and read once more, its products are made again, plus what the host takes
 
-Optimizer state costs no time worth speaking of. The constants are of an H200 and fit what was measured there: which of packing and
-computing again is quicker comes out right on five of six networks (docs/decisions/013); the sixth is a tie.
+Optimizer state is taken to cost no time. The constants are of an H200: whether packing all in 4 bits or computing all layers again is
+quicker comes out as measured on four of six networks there, as a tie on GPT-2, and wrong on a small ViT, where the host decides
+(docs/decisions/013).
 """
 
 from __future__ import annotations
