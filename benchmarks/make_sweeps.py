@@ -151,6 +151,12 @@ def choose(store: Store) -> dict[str, float]:
     return {text: min(tried)[2] for text, tried in found.items()}
 
 
+def read_rates(folder: Path) -> dict[str, float]:
+    """The rates that were chosen so far."""
+    path = folder / "rates.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
 def write_sweeps(rates: Mapping[str, float]) -> None:
     """The sweeps of all tasks whose rates are known."""
 
@@ -202,10 +208,10 @@ def main() -> None:
         write_rates()
     elif given.what == "choose":
         with Store(given.store, may_create=False) as store:
-            chosen = choose(store)
+            chosen = read_rates(given.folder) | choose(store)
         (given.folder / "rates.json").write_text(json.dumps(chosen, indent=1) + "\n", encoding="utf-8")
     else:
-        write_sweeps(json.loads((given.folder / "rates.json").read_text(encoding="utf-8")))
+        write_sweeps(read_rates(given.folder))
 
 
 if __name__ == "__main__":
