@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import bench_priors
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_results_and_pictures_are_made_of_the_shipped_priors(
