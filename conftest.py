@@ -24,8 +24,13 @@ torch.set_num_threads(1)  # tests run side by side, and tensors are small
 STORES = ("address", "claims", "database", "export", "merge", "progress", "running", "schema", "status", "store", "watch", "worker")
 NEEDED_BY = {
     "triton": ["src/paredown/codec/kernels", "src/paredown/optim/kernels"],
-    "sqlalchemy": [*(f"src/paredown/runs/{name}.py" for name in STORES), "src/paredown/runs/engines", "tests/support/work.py"],
-    "typer": ["src/paredown/cli.py", "src/paredown/cli_prior.py"],
+    "sqlalchemy": [
+        *(f"src/paredown/runs/{name}.py" for name in STORES),
+        "src/paredown/runs/engines",
+        "src/paredown/report/sweeps.py",
+        "tests/support/work.py",
+    ],
+    "typer": ["src/paredown/cli"],
 }
 collect_ignore = [path for package, paths in NEEDED_BY.items() if not find_spec(package) for path in paths]
 

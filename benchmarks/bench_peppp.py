@@ -2,6 +2,8 @@
 
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py            # all settings and pickers, on two cores
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py --quick    # settings I and II, few pickers, and no rows
+    PAREDOWN_DATA=... python benchmarks/bench_peppp.py --only "pooled, levels found"     # settings I to IV of one picker, and ED-MF
+    PAREDOWN_DATA=... python benchmarks/bench_peppp.py --speed    # from matrices to a proposal, on one core (OMP_NUM_THREADS=1)
 
 A cell is the mean over 87 tasks and its standard error. `as released`: with the release's own fronts and areas, to compare with its
 figures; other rows have the right ones. Regret is of single runs, mean regret of means over the nine plans of a level, which differ by
@@ -13,19 +15,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
-from collections.abc import Iterable
+import tracemalloc
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from measure import RESULTS, machine
+from numpy.typing import NDArray
 
 from paredown.search.crossval import SETTINGS, Cache, Judged, Matrices, judge, trials
 from paredown.search.pickers import PICKERS, Picker
-from paredown.search.pooled import Pooled
+from paredown.search.pooled import Pooled, Prior, propose
 
+Array = NDArray[np.float64]
 SCORES = ("convergence", "hypervolume", "regret", "mean_regret", "rmse")
 COUNTS = (5, 6, 8, 10, 12, 15)
 DROPPED = 28  # all of CIFAR-100
@@ -72,8 +78,10 @@ def picker_of(name: str) -> Picker:
     return Pooled() if name in (OURS, NO_LEVELS) else PICKERS[name]
 
 
-def jobs(*, is_quick: bool) -> list[Job]:
+def jobs(*, is_quick: bool, only: str | None = None) -> list[Job]:
     """What is run, the longest first."""
+    if only is not None:
+        return [Job(settings, ("ED-MF", only)) for _, settings in PAIRS[:2]]
     if is_quick:
         return [Job(("I", "II"), ("ED-MF", "QR-MF", "random-MF", OURS)), Job(("I", "II"), ("ED-MF",), is_released=True)]
     quick = ("ED-MF", "ED-MF plugged", "QR-MF", "random-MF", "means", "most memory", OURS)
@@ -136,22 +144,75 @@ def save(found: Found, seconds: float) -> None:
         }
         for (setting, name, count, is_released), judged in found.items()
     ]
-    against = {f"{name}, {n}": changes(found, name, n) for name in (OURS, NO_LEVELS) for n in (5, 10)}
+    there = [name for name in (OURS, NO_LEVELS) if any(who == name for _, who, _, _ in found)]
+    against = {f"{name}, {n}": changes(found, name, n) for name in there for n in (5, 10)}
+    append({"seconds": round(seconds, 1), "against_ED-MF_10": against, "rows": cells})
+
+
+def append(run: dict[str, object]) -> None:
+    """Add a run to the results."""
     path = RESULTS / "peppp.json"
     runs = json.loads(path.read_text()) if path.exists() else []
-    runs.append({**machine("cpu", ("numpy", "scipy")), "seconds": round(seconds, 1), "against_ED-MF_10": against, "rows": cells})
-    text = json.dumps(runs).replace('{"setting"', '\n  {"setting"')
+    runs.append({**machine("cpu", ("numpy", "scipy")), **run})
+    text = json.dumps(runs).replace('{"setting"', '\n  {"setting"').replace('{"job"', '\n  {"job"')
     path.write_text(text + "\n")
+
+
+# --- speed ----------------------------------------------------------------------------------------------------------------
+
+
+def proposal(errors: Array, memory: Array, levels: NDArray[np.intp] | None) -> int:
+    """From matrices to the plan to measure first."""
+    prior, seen = Prior.of(errors, levels), np.full(errors.shape[1], np.nan)
+    return propose("knowledge", prior, prior.given(seen), memory / memory.max(), seen)
+
+
+def speeds() -> Iterable[dict[str, object]]:
+    """Seconds of the processor, median of 9, and the most memory that numpy took, in bytes and as a multiple of the matrix."""
+    made = matrices()
+    rng = np.random.default_rng(0)
+    sampled = np.where(rng.random(made.errors.shape) < 0.2, made.errors, np.nan)
+    loose = rng.standard_normal((2000, 5)) @ rng.standard_normal((5, 1000)) + rng.standard_normal((2000, 1000))
+    jobs = {
+        "levels given": (made.errors, made.memory[0], made.levels),
+        "levels found": (made.errors, made.memory[0], None),
+        "levels found, a fifth known": (sampled, made.memory[0], None),
+        "levels found, large": (0.5 + 0.03 * loose, np.linspace(0.2, 1.0, 1000), None),
+    }
+    for name, (errors, memory, levels) in jobs.items():
+        seconds = [
+            processor_seconds(lambda job=(errors, memory, levels): proposal(*job)) for _ in range(9 if len(errors) < 1000 else 3)
+        ]
+        tracemalloc.start()
+        proposal(errors, memory, levels)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        found = {"job": f"proposal, {name}", "shape": list(errors.shape), "median_seconds": round(statistics.median(seconds), 4)}
+        yield {**found, "peak_bytes": peak, "times_the_matrix": round(peak / errors.nbytes, 1)}
+
+
+def processor_seconds(call: Callable[[], object]) -> float:
+    """Of one call."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
 
 
 def main() -> None:
     """Run all of it, print the tables and append the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="settings I and II, few pickers, and no rows")
+    parser.add_argument("--only", help="one picker beside ED-MF, in settings I to IV")
+    parser.add_argument("--speed", action="store_true", help="time a proposal instead, and append its rows")
     options = parser.parse_args()
+    if options.speed:
+        rows = list(speeds())
+        print("\n".join(map(str, rows)))
+        append({"speed": rows})
+        return
     start, found = time.perf_counter(), Found()
     with ProcessPoolExecutor(2) as pool:
-        for part in pool.map(run, jobs(is_quick=options.quick)):
+        for part in pool.map(run, jobs(is_quick=options.quick, only=options.only)):
             found |= part
     seconds = time.perf_counter() - start
     print("\n".join(table(found)))

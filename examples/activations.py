@@ -1,4 +1,4 @@
-"""What a training step keeps, and what it costs to keep less: `make demo` runs this.
+"""What a training step keeps, and what it costs to keep less: `make activations` runs this.
 
 A small ResNet learns handwritten digits four times side by side, from the same start and on the same batches: as it is written, and with
 its saved activations in 8, 4 and 2 bits. First comes what arithmetic says of one step, then what was measured. Float32, on the CPU.

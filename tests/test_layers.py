@@ -27,9 +27,15 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "models", "search"}),
         frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
     ),
-    "cli": (frozenset({"errors", "plan", "runs", "cli_prior"}), frozenset({"typer", "rich"})),
-    "cli_prior": (frozenset({"errors", "search", "runs"}), frozenset({"typer", "numpy"})),
-    "__init__": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}), frozenset()),
+    "report": (frozenset({"errors", "roles", "plan", "search", "session", "runs"}), frozenset({"sqlalchemy"})),
+    "cli": (
+        frozenset({"__init__", "errors", "roles", "formats", "plan", "models", "session", "search", "runs", "report"}),
+        frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),
+    ),
+    "__init__": (
+        frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}),
+        frozenset({"sqlalchemy"}),
+    ),
 }
 
 

@@ -1,9 +1,13 @@
-"""The Python of the README and of the guides in docs/ runs, in order and in one namespace each, and prints what the text says."""
+"""The Python of the README and of the guides in docs/ runs, in order and in one namespace each, and prints what the text says.
+
+Blocks of `sh` that begin with `paredown` run too, line by line between the others; `# exit 3` behind a command is its exit status.
+"""
 
 from __future__ import annotations
 
 import doctest
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 GUIDES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"^```sh\n(paredown .*?)^```$", re.MULTILINE | re.DOTALL)
+STATUS = re.compile(r"# exit (\d+)")
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
@@ -20,11 +26,34 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in BLOCK.finditer(text)]
 
 
+def command_blocks(text: str) -> list[tuple[int, str]]:
+    """(line of its first command, commands) of every block that begins with `paredown`."""
+    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in COMMANDS.finditer(text)]
+
+
+def run_commands(code: str) -> str:
+    """What goes wrong when the commands run, each of them a line."""
+    from typer.testing import CliRunner
+
+    from paredown.cli import app
+
+    report = ""
+    for line in code.splitlines():
+        wanted = int(status[1]) if (status := STATUS.search(line)) else 0
+        found = CliRunner().invoke(app, shlex.split(line.partition(" #")[0])[1:], prog_name="paredown")
+        report += f"{line}: exit {found.exit_code}\n{found.output}\n" if found.exit_code != wanted else ""
+    return report
+
+
 def failures(text: str) -> str:
     """What goes wrong when the blocks run: doctests where they have prompts, plain code elsewhere."""
     namespace: dict[str, Any] = {}
     report: list[str] = []
-    for line, code in python_blocks(text):
+    commands = dict(command_blocks(text))
+    for line, code in sorted([*python_blocks(text), *commands.items()]):
+        if line in commands:
+            report.append(run_commands(code))
+            continue
         if ">>>" not in code:
             exec(compile(code, f"README.md:{line}", "exec"), namespace)
             continue
@@ -41,6 +70,8 @@ def test_what_is_written_runs(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     if name == "docs/sweeps.md":
         pytest.importorskip("sqlalchemy")
     text = (ROOT / name).read_text(encoding="utf-8")
+    if command_blocks(text):
+        pytest.importorskip("typer")
     assert len(python_blocks(text)) >= 3
     assert not failures(text)
 
@@ -57,3 +88,6 @@ def test_a_wrong_readme_is_noticed() -> None:
     assert not failures("```python\n>>> x = 1\n```\ntext\n```python\n>>> x + 1\n2\n```\n")
     with pytest.raises(ZeroDivisionError):
         failures("```python\n1 / 0\n```\n")
+    pytest.importorskip("typer")
+    assert "exit 2" in failures("```sh\nparedown formats\nparedown unheard\n```\n")
+    assert not failures("```sh\nparedown formats int8\nparedown unheard of   # exit 2: said\n```\n```sh\nmake all\n```\n")

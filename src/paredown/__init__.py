@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ParedownError,
         PlanError,
         PriorError,
+        ReportError,
         StoreError,
         SweepError,
         TaskError,
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
     from paredown.plan.trial import Trial
     from paredown.roles import Role
     from paredown.runs.evaluate import evaluate
+    from paredown.runs.pick import pick
     from paredown.runs.task import Task
     from paredown.search.assign import assign
+    from paredown.search.picked import Frontier, Picked
     from paredown.search.sensitivity import Sensitivities
     from paredown.session.guard import Guard, Limits
     from paredown.session.probe import probe
@@ -52,15 +55,18 @@ __all__ = [
     "Footprint",
     "Format",
     "FormatError",
+    "Frontier",
     "Guard",
     "Limits",
     "OptimError",
     "Overflow",
     "PackedTensor",
     "ParedownError",
+    "Picked",
     "Plan",
     "PlanError",
     "PriorError",
+    "ReportError",
     "Role",
     "Rounding",
     "Seed",
@@ -80,6 +86,7 @@ __all__ = [
     "evaluate",
     "footprint",
     "optim",
+    "pick",
     "probe",
     "round_trip",
     "trace_step",
@@ -96,6 +103,7 @@ _NAMES_OF = {
         "ParedownError",
         "PlanError",
         "PriorError",
+        "ReportError",
         "StoreError",
         "SweepError",
         "TaskError",
@@ -111,8 +119,10 @@ _NAMES_OF = {
     "paredown.plan.trial": ("Trial",),
     "paredown.roles": ("Role",),
     "paredown.runs.evaluate": ("evaluate",),
+    "paredown.runs.pick": ("pick",),
     "paredown.runs.task": ("Task",),
     "paredown.search.assign": ("assign",),
+    "paredown.search.picked": ("Frontier", "Picked"),
     "paredown.search.sensitivity": ("Sensitivities",),
     "paredown.session.guard": ("Guard", "Limits"),
     "paredown.session.probe": ("probe",),

@@ -1,8 +1,14 @@
 """The exceptions of paredown: every one is a `ParedownError`, and says what, where, the numbers and what to do next."""
 
+LONGEST = 2000  # letters of a message: what it quotes may be of any length
+
 
 class ParedownError(Exception):
     """Anything that paredown itself refuses."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
 
 
 class FormatError(ParedownError, ValueError):
@@ -26,7 +32,9 @@ class ApplyError(ParedownError, RuntimeError):
 
 
 class BudgetError(ParedownError, ValueError):
-    """A size that is misspelled, or a budget that nothing fits."""
+    """A size that is misspelled, or a budget that nothing fits; `smallest_bytes`: what would do, where that is known."""
+
+    smallest_bytes: int | None = None
 
 
 class OptimError(ParedownError, RuntimeError):
@@ -39,6 +47,10 @@ class SweepError(ParedownError, ValueError):
 
 class StoreError(ParedownError, RuntimeError):
     """A store of trials that cannot be opened, read or written."""
+
+
+class ReportError(ParedownError, ValueError):
+    """A record that cannot be read, or a page that cannot be made or served."""
 
 
 class TaskError(ParedownError, ValueError):

@@ -22,7 +22,7 @@ from torch import Tensor
 from paredown.codec import backend
 
 NO_BOUND = nan
-PIECE = 1 << 20  # values at a time, so that scratch stays small
+PIECE = 1 << 16  # values at a time: 1 MiB of scratch, most of it indices
 
 
 def pack_mask(x: Tensor, low: float, high: float) -> Tensor:

@@ -73,27 +73,27 @@ def recompute(packed: PackedTensor | Tensor, steps: Steps, dtype: torch.dtype) -
     kernels = backend.find_kernels() if packed.device.type == "cuda" else None
     if kernels is not None and isinstance(packed, PackedTensor) and kernels.covers_recompute(packed.format):
         return kernels.recompute(packed, steps, dtype)
-    values = packed.decode(torch.float32) if isinstance(packed, PackedTensor) else packed.float()
+    values = packed.decode(torch.float32) if isinstance(packed, PackedTensor) else packed.to(torch.float32, copy=True)
     if steps.norm is not None:
-        values = _normed(values, steps.norm)
+        _norm_(values, steps.norm)
     return _activated(values, steps).to(dtype)
 
 
-def _normed(x: Tensor, norm: Norm) -> Tensor:
+def _norm_(x: Tensor, norm: Norm) -> None:
+    """In place: a second copy of an activation would stand at the peak of a step."""
     rows = x.view(-1, norm.channels, norm.inner)
     shape = (-1, 1, 1) if norm.by_row else (1, -1, 1)
-    rows = (rows - norm.mean.view(shape)) * norm.deviation.view(shape)
+    rows.sub_(norm.mean.view(shape)).mul_(norm.deviation.view(shape))
     if norm.weight is not None:
-        rows = rows * norm.weight.view(1, -1, 1)
+        rows.mul_(norm.weight.view(1, -1, 1))
     if norm.bias is not None:
-        rows = rows + norm.bias.view(1, -1, 1)
-    return rows.reshape(-1)
+        rows.add_(norm.bias.view(1, -1, 1))
 
 
 def _activated(x: Tensor, steps: Steps) -> Tensor:
     if steps.activation == "relu":
         assert steps.bits is not None
-        return x * unpack_mask(steps.bits, torch.empty_like(x), inside=1.0, outside=0.0)
+        return unpack_mask(steps.bits, torch.empty_like(x), inside=1.0, outside=0.0).mul_(x)
     if steps.activation == "silu":
         return functional.silu(x)
     if steps.activation in ("gelu", "gelu_tanh"):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paredown.optim.driver import Optimizer
 
 RUN = ("updates", "waiting", "seed")
+ODD = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # what a state of strangers may raise
 BNB_BLOCK = 256
 BNB_NEST = "__bnb_optimizer_quant_state__"  # where it puts what FSDP is not to see
 BNB_NAMES = ("state1", "state2")
@@ -122,6 +123,24 @@ def _decoded(entry: Entry, role: Role, name: str, held: dict[str, Any]) -> Tenso
 
 def load_state_dict(optimizer: Optimizer, given: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
     """Take over what `state_dict`, torch.optim or bitsandbytes saved; an error leaves everything as it was."""
+    groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
+    run = optimizer.updates, optimizer._waiting, optimizer.seed
+    try:
+        _load(optimizer, given, base)
+    except ODD as error:
+        for group, old in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(old)
+        optimizer.state = state
+        optimizer.updates, optimizer._waiting, optimizer.seed = run
+        if isinstance(error, OptimError):
+            raise
+        raise OptimError(
+            f"the state cannot be read: {type(error).__name__}: {error}. Give what opt.state_dict() returned, as it was saved."
+        ) from error
+
+
+def _load(optimizer: Optimizer, given: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         has = sorted(given) if isinstance(given, Mapping) else type(given).__name__
         raise OptimError(

@@ -99,6 +99,7 @@ class Footprint:
     at_peak: dict[Role, int]
     notes: tuple[str, ...] = ()
     _kept: tuple[Interval, ...] = field(default=(), compare=False)
+    _at_peak: tuple[Interval, ...] = field(default=(), compare=False)
 
     @property
     def model_bytes(self) -> int:
@@ -116,6 +117,13 @@ class Footprint:
         for held in self._kept:
             parts = held.module.split(".")
             sums[".".join(parts[:depth]) if depth is not None else held.module] += held.nbytes
+        return dict(sums.most_common())
+
+    def places_at_peak(self) -> dict[tuple[str, Role], int]:
+        """Bytes held at the peak, by module and role, the largest first; sums over modules are `at_peak`."""
+        sums: Counter[tuple[str, Role]] = Counter()
+        for held in self._at_peak:
+            sums[held.module, held.role] += held.nbytes
         return dict(sums.most_common())
 
     def fits(self, budget: int | str) -> Fit:
@@ -211,6 +219,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
         at_peak=_sums(at_peak),
         notes=(*seen.notes, *(f"the plan names {key}, which is no slot of this step" for key in missing)),
         _kept=kept,
+        _at_peak=tuple(at_peak),
     )
 
 

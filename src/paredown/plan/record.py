@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from paredown.errors import TraceError
+from paredown.plan.row_checks import check_row
 from paredown.plan.sizes import say_bytes
 from paredown.plan.slots import Output, Slot, output_of, slot_named, slot_of, to_row
 from paredown.roles import Role
 
 VERSION = 2  # of the JSON: 2 says when weights are needed
 LARGEST = 10  # slots that repr shows
+DEVICES = ("cuda", "cpu")
+MOST_TICKS, LONGEST = 1 << 26, 1 << 60  # of a step in a file; of its numbers
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,10 +82,11 @@ class Trace:
         """The trace whose `to_json` is `value`."""
         if not isinstance(value, dict) or value.get("version") != VERSION:
             raise TraceError(f"this is no trace of version {VERSION}: traces are written by trace.save(path).")
-        parts = {name: part for name, part in value.items() if name != "version"}
-        slots, outputs = tuple(map(slot_of, value["slots"])), tuple(map(output_of, value["outputs"]))
-        parts |= {"batch": tuple(value["batch"]), "notes": tuple(value["notes"]), "slots": slots, "outputs": outputs}
-        return Trace(**parts)
+        try:
+            trace = _read(value)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"this is no trace: {type(error).__name__}: {error}.") from None
+        return trace
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON."""
@@ -92,9 +96,30 @@ class Trace:
     def load(path: str | PathLike[str]) -> Trace:
         """The trace that `save` wrote."""
         try:
-            return Trace.from_json(json.loads(Path(path).read_bytes()))
-        except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"{path} is no trace: {error}") from None
+            value = json.loads(Path(path).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{path} is no trace: it is not JSON ({error}).") from None
+        try:
+            return Trace.from_json(value)
+        except TraceError as error:
+            raise TraceError(f"{path}: {error}") from None
+
+
+def _read(value: dict[str, Any]) -> Trace:
+    """A trace of its JSON value, checked."""
+    parts: dict[str, Any] = {name: part for name, part in value.items() if name != "version"}
+    slots, outputs = tuple(map(slot_of, value["slots"])), tuple(map(output_of, value["outputs"]))
+    parts |= {"batch": tuple(value["batch"]), "notes": tuple(value["notes"]), "slots": slots, "outputs": outputs}
+    trace = Trace(**parts)
+    numbers = (trace.length, trace.backward_at, trace.returned_bytes)
+    if not all(type(number) is int and 0 <= number < LONGEST for number in numbers) or trace.length > MOST_TICKS:
+        raise TraceError(f"length, backward_at and returned_bytes are whole numbers, not {str(numbers)[:100]}.")
+    texts = (trace.model, trace.device, trace.dtype, trace.optimizer, *trace.batch, *trace.notes)
+    if not all(isinstance(text, str) for text in texts) or trace.device not in DEVICES:
+        raise TraceError(f"model, device ({' or '.join(DEVICES)}), dtype, optimizer, batch and notes are texts.")
+    for row in (*slots, *outputs):
+        check_row(row, trace.length)
+    return trace
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:

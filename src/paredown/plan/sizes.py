@@ -23,7 +23,7 @@ UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate(PREFIXES, 1)
     for ending, base in (("B", 1000), ("iB", 1024))
 }
-TEXT = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<unit>[A-Za-z]*|%)\s*")
+TEXT = re.compile(r"\s*(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*(?P<unit>[A-Za-z]*|%)\s*")
 ALLOWED = "a size is a whole number of bytes from 0 up, or text such as '8GiB', '1.5 GB' or '60%'"
 
 

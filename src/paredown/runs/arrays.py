@@ -31,6 +31,7 @@ KINDS = {"x": "x image images picture pictures data", "y": "y label labels targe
 WORDS = {word: kind for kind, words in KINDS.items() for word in words.split()}
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 NEEDED = tuple((split, kind) for split in ("train", "test") for kind in ("x", "y"))
+SWOLLEN_BYTES, SWELLING = 1 << 30, 300  # from so many bytes on, more than so many times the file's size is refused
 EVERY = 5  # of the pictures of a class that come without a test split, every fifth is for tests
 BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)  # what a file that is cut off or of another kind raises
 
@@ -58,9 +59,17 @@ def _loaded(path: Path) -> dict[str, Array]:
             file: Any = np.load(opened, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise ValueError("it is one array")
+            members = file.zip.infolist() if file.zip is not None else ()
+            check_swelling(sum(member.file_size for member in members), path.stat().st_size)
             return {name: file[name] for name in file.files}
-    except BROKEN as error:
+    except (*BROKEN, MemoryError, NotImplementedError, RuntimeError, KeyError) as error:  # the last ones: of zipfile
         raise TaskError(f"{path.name} is no .npz that can be read: {error}. Write it with numpy.savez, without objects.") from None
+
+
+def check_swelling(unpacked_bytes: int, packed_bytes: int) -> None:
+    """ValueError for a file that unpacks to far more than data would: pictures and texts shrink ten times at most."""
+    if unpacked_bytes > SWOLLEN_BYTES and unpacked_bytes > SWELLING * packed_bytes:
+        raise ValueError(f"its {packed_bytes} bytes unpack to {unpacked_bytes} and more, which no data does")
 
 
 def kind_of(name: str) -> tuple[str, str] | None:
@@ -77,10 +86,13 @@ def _by_name(arrays: Mapping[str, Array]) -> Arrays:
 def _by_shape(arrays: Mapping[str, Array]) -> Arrays:
     """One array of pictures and one of labels as a training and a test split."""
     pictures = [array for array in arrays.values() if array.ndim in (3, 4)]
-    labels = [
-        a for a in arrays.values() if pictures and a.shape[:1] == pictures[0].shape[:1] and a.ndim <= 2 and a.dtype.kind != "f"
-    ]
+    labels = [a for a in arrays.values() if pictures and _are_labels(a, len(pictures[0]))]
     return split(pictures[0], labels[0].reshape(-1)) if len(pictures) == len(labels) == 1 else {}
+
+
+def _are_labels(array: Array, num: int) -> bool:
+    """One for each of `num` pictures, in a row or in a column."""
+    return array.shape in ((num,), (num, 1)) and array.dtype.kind != "f"
 
 
 def split(x: Array, y: Array) -> Arrays:

@@ -16,6 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from paredown.plan.plan import Plan
 from paredown.plan.trial import Status, Trial
+from paredown.runs.readable import check_columns, readable
 from paredown.runs.schema import FINISHED, RUNNING, TRIALS, WAITING, WORKERS
 from paredown.runs.sweep import Settings, TrialSpec
 
@@ -128,7 +129,9 @@ def bury(connection: Connection, worker: str, condition: Any) -> int:
 
 def to_spec(row: Row[Any]) -> TrialSpec:
     """What a row of TRIALS says is to be run."""
-    return TrialSpec(row.task, Plan.from_json(json.loads(row.plan)), row.seed, Settings(**json.loads(row.settings)))
+    with readable("a trial"):
+        check_columns(row)
+        return TrialSpec(row.task, Plan.from_json(json.loads(row.plan)), row.seed, Settings(**json.loads(row.settings)))
 
 
 def result_values(trial: Trial, token: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError
 
 from paredown.errors import StoreError
 from paredown.runs import schema
@@ -116,8 +116,13 @@ class Database:
             except DBAPIError as error:
                 trouble = find_trouble(error)
                 waited = time.monotonic() - start
+                if trouble is None and isinstance(error, IntegrityError):
+                    raise  # a mistake of ours, which the tables refuse
                 if trouble is None:
-                    raise
+                    said = str(error.orig).strip()[:200]
+                    raise StoreError(
+                        f"the store {self.name} cannot be used: {said}. It is damaged, or was not made by paredown."
+                    ) from error
                 if not trouble.may_pass or waited + pause > patience_seconds:
                     raise StoreError(_sentence(self.name, trouble, waited)) from None
             if not told and waited > 1.0:
@@ -130,7 +135,7 @@ class Database:
 
 
 def find_trouble(error: DBAPIError) -> Trouble | None:
-    """What the database means; None where it is no trouble of the store but a mistake of ours."""
+    """What the database means; None where nothing is known of it."""
     said = str(error.orig).lower()
     for row in TROUBLES:
         if row.said in said:
@@ -168,9 +173,15 @@ def _make_engine(url: URL, name: str) -> Engine:
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # transactions begin below, not when the driver sees an INSERT
-    if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+    if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal" and _is_ours_or_empty(connection):
         connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
+
+
+def _is_ours_or_empty(connection: Any) -> bool:
+    """A database of somebody else's is refused later, and stays as it is."""
+    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    return not names or schema.META.name in names
 
 
 def _begin_sqlite(connection: Connection) -> None:

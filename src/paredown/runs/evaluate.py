@@ -80,10 +80,11 @@ def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mod
         raise TaskError(f"evaluate takes a Task, or its name, and a Plan, not {type(task).__name__} and {type(plan).__name__}.")
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise TaskError(f"seed {seed!r} is none; it is a whole number from 0 to 2^63 - 1.")
-    return Setting(task, plan, seed, _device(device), mode)
+    return Setting(task, plan, seed, find_device(device), mode)
 
 
-def _device(device: Any) -> torch.device:
+def find_device(device: Any) -> torch.device:
+    """The device of that name; CUDA where there is one, unless given."""
     num_gpus = torch.cuda.device_count()
     allowed = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{number}" for number in range(num_gpus))]
     wanted = str(device) if device is not None else "cuda" if num_gpus else "cpu"
@@ -142,7 +143,7 @@ def _predicted(setting: Setting) -> int | None:
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None
     try:
-        return footprint(_trace(setting.task, setting.device.type, formats_state(setting.plan)), setting.plan).peak_bytes
+        return footprint(traced(setting.task, setting.device.type, formats_state(setting.plan)), setting.plan).peak_bytes
     except TraceError:
         return None
     except PlanError as error:
@@ -157,7 +158,7 @@ _refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKe
 
 
 @lru_cache(maxsize=4)
-def _trace(task: Task, device: str, formats_state: bool) -> Trace:
+def traced(task: Task, device: str, formats_state: bool) -> Trace:
     """The step of a task as it is written; plans are arithmetic on it."""
     setting = Setting(task, Plan(), 0, torch.device("cpu"))
     model, (x, answers) = setting.model(), next(task.data.batches(task.batch, seed=0, device=setting.device))

@@ -18,6 +18,7 @@ from typing import IO, Any
 from sqlalchemy import select
 
 from paredown.errors import StoreError
+from paredown.runs.readable import check_columns, readable
 from paredown.runs.schema import FINISHED, TRIALS
 from paredown.runs.store import Store
 
@@ -51,10 +52,12 @@ def export(store: Store, to: str | Path, *, sweep: str | None = None) -> int:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    trial = json.loads(row.result) if row.state == FINISHED else None
-    values = {name: getattr(row, name) for name in ("key", "sweep", "task", "seed", "propensity", "state")}
-    values |= {"mode": json.loads(row.settings)["mode"], "plan": json.loads(row.plan), "trial": trial}
-    return values | {name: trial and trial.get(name) for name in FIGURES}
+    with readable("a trial"):
+        check_columns(row)
+        trial = json.loads(row.result) if row.state == FINISHED else None
+        values = {name: getattr(row, name) for name in ("key", "sweep", "task", "seed", "propensity", "state")}
+        values |= {"mode": json.loads(row.settings)["mode"], "plan": json.loads(row.plan), "trial": trial}
+        return values | {name: trial and trial.get(name) for name in FIGURES}
 
 
 def _flat(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

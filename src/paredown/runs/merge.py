@@ -7,6 +7,7 @@ by merging again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 from sqlalchemy import Connection, Row, select, update
 
 from paredown.errors import StoreError
+from paredown.plan.trial import Trial
 from paredown.runs.address import is_same_store
-from paredown.runs.claims import INSERTS, RESULT
+from paredown.runs.claims import INSERTS, RESULT, to_spec
+from paredown.runs.readable import readable
 from paredown.runs.schema import FINISHED, TRIALS, WAITING
 from paredown.runs.store import BATCH, Store
 
@@ -65,10 +68,20 @@ def _take(connection: Connection, found: Sequence[Row[Any]]) -> Merged:
 
 
 def _copy(row: Row[Any]) -> dict[str, Any]:
+    _check(row)
     values = {name: getattr(row, name) for name in COPIED} | {"worker": None}
     return values if row.state == FINISHED else values | {"state": WAITING, "claim": None}
 
 
+def _check(row: Row[Any]) -> None:
+    """What cannot be read is not brought in."""
+    to_spec(row)
+    with readable("a result"):
+        if row.state == FINISHED:
+            Trial.from_json(json.loads(row.result))
+
+
 def _take_result(connection: Connection, row: Row[Any]) -> int:
+    _check(row)
     values = {name: getattr(row, name) for name in RESULT}
     return connection.execute(update(TRIALS).where(TRIALS.c.key == row.key, TRIALS.c.state != FINISHED).values(**values)).rowcount

@@ -1,4 +1,4 @@
-"""How a sweep gets on: finished, trials a minute, time left, the best so far. Numbers only; cli.py draws them.
+"""How a sweep gets on: finished, trials a minute, time left, the best so far. Numbers only; cli/live.py draws them.
 
 The rate is that of the last WINDOW_SECONDS as this process saw the store's count grow, so trials of other machines count too.
 

@@ -53,6 +53,8 @@ class TaskFolder:
                 find_file(file, self.path)
         except TaskError as error:
             return str(error)
+        except (OSError, ValueError):
+            return "no file may have such a name."
         return None
 
     def __call__(self, spec: TrialSpec) -> Trial:

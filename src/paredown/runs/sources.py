@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from paredown.errors import TaskError
-from paredown.runs.arrays import BROKEN, NEEDED, Array, examples_of, split
+from paredown.runs.arrays import BROKEN, NEEDED, Array, check_swelling, examples_of, split
 from paredown.runs.data import Examples, Text
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+PIECE = 1 << 26  # bytes unpacked at a time
 LEVELS, NUM_DIGITS = 16, 1437  # of grey above black; of digits to learn from
 IDX = {
     ("train", "x"): "train-images-idx3-ubyte",
@@ -51,10 +52,22 @@ def read_fashion_mnist(folder: Path | None = None) -> Examples:
 def read_text(path: Path, length: int) -> Text:
     """The bytes of a file, unzipped where it is `.gz`."""
     try:
-        read = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        read = _unzipped(path) if path.suffix == ".gz" else path.read_bytes()
     except BROKEN as error:
         raise TaskError(f"{path.name} cannot be read: {error}.") from None
     return Text(torch.frombuffer(bytearray(read), dtype=torch.uint8) if read else torch.empty(0, dtype=torch.uint8), length)
+
+
+def _unzipped(path: Path) -> bytes:
+    """What a .gz holds, piece by piece: one that swells beyond measure is given up."""
+    pieces: list[bytes] = []
+    packed, num = path.stat().st_size, 0
+    with gzip.open(path) as file:
+        while piece := file.read(PIECE):
+            pieces.append(piece)
+            num += len(piece)
+            check_swelling(num, packed)
+    return b"".join(pieces)
 
 
 # --- idx and folders --------------------------------------------------------------------------------------------------
@@ -77,7 +90,7 @@ def _idx_array(folder: Path, name: str) -> Array:
     if not zipped.exists() and not plain.exists():
         raise TaskError(f"{folder.name} has neither {name} nor {name}.gz.")
     try:
-        read = plain.read_bytes() if plain.exists() else gzip.decompress(zipped.read_bytes())
+        read = plain.read_bytes() if plain.exists() else _unzipped(zipped)
     except BROKEN as error:
         raise TaskError(f"{name} in {folder.name} cannot be read: {error}.") from None
     num_dims = read[3] if read[:3] == b"\0\0\x08" and len(read) > 3 else 0

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, and_, func, select
 
 from paredown.plan.plan import Plan
 from paredown.plan.trial import Status
+from paredown.runs.readable import check_columns, readable
 from paredown.runs.schema import FINISHED, RUNNING, TRIALS, WAITING
 from paredown.runs.store import Store
 
@@ -91,9 +92,15 @@ def find_best(store: Store, sweep: str) -> list[Best]:
         turn = func.row_number().over(partition_by=TRIALS.c.task, order_by=(TRIALS.c.error, TRIALS.c.place)).label("turn")
         ranked = select(TRIALS.c.task, TRIALS.c.error, TRIALS.c.plan, TRIALS.c.seed, turn).where(done).subquery()
         rows = connection.execute(select(ranked).where(ranked.c.turn == 1).order_by(ranked.c.task)).all()
-        return [Best(row.task, row.error, Plan.from_json(json.loads(row.plan)), row.seed) for row in rows]
+        return [_best(row) for row in rows]
 
     return store.database.read(work)
+
+
+def _best(row: Any) -> Best:
+    with readable("a trial"):
+        check_columns(row)
+        return Best(row.task, row.error, Plan.from_json(json.loads(row.plan)), row.seed)
 
 
 def say_plan(plan: Plan) -> str:

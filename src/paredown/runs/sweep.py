@@ -108,6 +108,8 @@ class Sweep:
             raise SweepError("a sweep has a name: it is how a store finds it again.")
         if not 0 < self.share <= 1:
             raise SweepError(f"share is above 0 and at most 1, not {self.share!r}.")
+        if not 0 <= self.draw_seed < 2**32:
+            raise SweepError(f"draw_seed is from 0 to 2^32 - 1, not {self.draw_seed!r}.")
         if self.method is Method.FULL and self.share != 1:
             raise SweepError(f"share {self.share:g} needs a method that samples: uniform or cheap_first.")
 

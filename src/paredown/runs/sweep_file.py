@@ -75,7 +75,7 @@ def load_sweep(path: str | Path) -> SweepFile:
         return _read(tomllib.loads(path.read_text(encoding="utf-8")), path)
     except FileNotFoundError:
         raise SweepError(f"there is no sweep {path}.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise SweepError(f"{path} cannot be read: {error}.") from None
     except ParedownError as error:
         raise SweepError(f"{path}: {error}") from None

@@ -22,11 +22,8 @@ text:FILE, or path/to/file.py:function.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -36,6 +33,7 @@ from paredown.plan.keys import closest
 from paredown.runs.arrays import read_arrays
 from paredown.runs.data import Examples, Text
 from paredown.runs.named import named_task, parse_options
+from paredown.runs.own_code import made_by
 from paredown.runs.sources import read_digits, read_fashion_mnist, read_folder, read_text
 from paredown.runs.task import Recipe, Task
 
@@ -66,6 +64,8 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
             return named_task(_name(kind, options), _without_file(kind, options), options)
     except TaskError as error:
         raise TaskError(str(error) if str(error).startswith("task ") else f"task {_told(text)!r}: {error}") from error.__cause__
+    except OSError as error:  # a name that no file may have
+        raise TaskError(f"task {_told(text)!r}: {error.strerror or error}.") from None
     likely = closest(kind, (*WITHOUT_FILE, *WITH_FILE)).partition(",")[0]
     raise TaskError(f"task {_told(text)!r} is unknown. Closest: {likely}. Allowed: {ALLOWED}.")
 
@@ -154,39 +154,7 @@ def _own_task(text: str, options: Mapping[str, Any], folder: Path | None) -> Tas
         raise TaskError("it is outside of the folder that tasks may come from, and is not run.")
     if not path.is_file():
         raise TaskError("there is no such file.")
-    with _said(path.name):
-        module = _imported(path)
-        make = getattr(module, function, None)
-        if not callable(make):
-            names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-            raise TaskError(f"{path.name} has no function {function!r}. Closest: {closest(function, names) or 'it has none'}.")
-        task = make(**options)
+    task = made_by(path, function, options)
     if not isinstance(task, Task):
         raise TaskError(f"{function} returned {type(task).__name__}; it is to return a paredown.Task.")
     return task
-
-
-@contextmanager
-def _said(file: str) -> Generator[None]:
-    """What the user's code raises becomes a sentence; leaving the process is no way out."""
-    try:
-        yield
-    except TaskError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise TaskError(f"{file} raised {type(error).__name__}: {error}.") from error
-
-
-def _imported(path: Path) -> Any:
-    """The file as a module of its own, which may import what lies beside it."""
-    name = f"paredown_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look for their module there
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent.resolve()))
-    return module

@@ -14,7 +14,8 @@ paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, err
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,12 +54,10 @@ class Estimate:
     belief: Belief
 
     @staticmethod
-    def of(prior: Prior, memory: Array, measured: Mapping[int, float] | None = None) -> Estimate:
-        """After measurements, or before any."""
-        measured = {plan: prior.finite(error) for plan, error in (measured or {}).items()}
-        seen = np.full(len(memory), np.nan)
-        seen[list(measured)] = list(measured.values())
-        belief = prior.given(seen)
+    def of(prior: Prior, memory: Array, measured: Mapping[int, float | Sequence[float]] | None = None) -> Estimate:
+        """After measurements, or before any; a plan may have been measured several times."""
+        runs = {plan: [prior.finite(float(error)) for error in np.atleast_1d(errors)] for plan, errors in (measured or {}).items()}
+        belief = prior.after([(plan, error) for plan, errors in runs.items() for error in errors])
         mean, deviation = belief.levels()
         levels = prior.levels
         return Estimate(
@@ -66,7 +65,7 @@ class Estimate:
             mean[levels] + prior.offsets,
             np.sqrt(deviation[levels] ** 2 + prior.doubt),
             belief.run_noise()[levels],
-            measured,
+            {plan: float(np.mean(errors)) for plan, errors in runs.items()},
             prior,
             belief,
         )
@@ -94,15 +93,13 @@ class Estimate:
 
     def chance_below(self, plan: int) -> Array:
         """How likely each plan's mean error is less than this one's; a half where nothing tells them apart."""
-        from scipy.special import ndtr
-
         levels, own = self.prior.levels, self.prior.levels[plan]
         spreads, means = self.belief.spreads[0], self.belief.means[0]  # (kinds, levels, levels), (kinds, levels)
         diagonal = np.diagonal(spreads, axis1=-2, axis2=-1)
         variance = (diagonal + diagonal[:, own, None] - 2 * spreads[:, own])[:, levels]
         variance = variance + self.prior.doubt + self.prior.doubt[plan]
         apart = (means[:, own, None] - means)[:, levels] + self.prior.offsets[plan] - self.prior.offsets
-        return self.belief.weights[0] @ ndtr(apart / np.sqrt(np.maximum(variance, 1e-18)))
+        return self.belief.weights[0] @ _below(apart / np.sqrt(np.maximum(variance, 1e-18)))
 
     def _text(self, plan: int) -> str:
         return f"{self.means[plan]:.2f} +- {self.deviations[plan]:.2f}"
@@ -116,3 +113,8 @@ class Estimate:
             else "no other plan that fits is likely to be better"
         )
         return f"mean error {self._text(plan)} after {runs} and {self.prior.num_tasks} earlier tasks; {sure}."
+
+
+def _below(deviations: Array) -> Array:
+    """How likely a normal number is below so many deviations; few are asked for, and scipy need not be there."""
+    return np.vectorize(lambda value: 0.5 * math.erfc(-value / math.sqrt(2)), otypes=[float])(deviations)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 NUM_STEPS = 40
 TASKS_OF_A_KIND = 8  # at least, at the start
-STRENGTH = 4.0  # tasks that the guess about S weighs as much as
+STRENGTH = 4.0  # tasks that the guess about S weighs as much as, at least: as many more as levels are than tasks
 LOOSE = (0.01, 0.1)  # in that guess, at least and at most: the part of a level's variance that it shares with no other
 NUM_COMMON = 5  # directions, at most half of all, in which levels go together; what is left of the variance is loose
 NOISE_RUNS = 4.0  # runs that the guess about v weighs as much as
@@ -48,6 +48,10 @@ class Sums:
         seen = np.where(np.isfinite(errors), errors, 0.0)
         return Sums(np.isfinite(errors) @ is_of, seen @ is_of, seen**2 @ is_of)
 
+    def rows(self, which: NDArray[np.bool_]) -> Sums:
+        """Those of some tasks alone."""
+        return Sums(self.count[which], self.total[which], self.square[which])
+
 
 @dataclass(frozen=True)
 class Belief:
@@ -66,6 +70,13 @@ class Belief:
         mean = (weights * means).sum(axis=0)
         inside = np.diagonal(self.spreads[0], axis1=-2, axis2=-1)
         return mean, np.sqrt((weights * (inside + (means - mean) ** 2)).sum(axis=0))
+
+    def moments(self) -> tuple[Array, Array]:
+        """Means (tasks, levels) and spreads (tasks, levels, levels) of all tasks, over kinds."""
+        means = np.einsum("tk,tkl->tl", self.weights, self.means)
+        apart = self.means - means[:, None]
+        inside = np.einsum("tk,tklm->tlm", self.weights, self.spreads)
+        return means, inside + np.einsum("tk,tkl,tkm->tlm", self.weights, apart, apart)
 
     def run_noise(self) -> Array:
         """Standard deviation of one run of each level of the first task."""
@@ -101,18 +112,24 @@ class Mixture:
 
     def given(self, sums: Sums) -> Belief:
         """Tasks by their observations; a task without any is as the earlier ones were."""
-        precision = sums.count[:, None] / self.noise  # (tasks, kinds, levels)
-        pull = (sums.total[:, None] - sums.count[:, None] * self.means) / self.noise
-        eye = np.eye(self.means.shape[1])
-        # (S^-1 + D)^-1 = (I + S D)^-1 S: S need not have an inverse
-        inner = eye + self.spreads * precision[:, :, None, :]
-        spreads: Array = np.linalg.solve(inner, np.broadcast_to(self.spreads, inner.shape)).astype(float)
+        pull = (sums.total[:, None] - sums.count[:, None] * self.means) / self.noise  # (tasks, kinds, levels)
+        spreads, size = self._conditioned(sums.count)
         shift = (spreads @ pull[..., None])[..., 0]
         misfit = (sums.count[:, None] * np.log(2 * np.pi * self.noise) + self._around(sums) / self.noise).sum(axis=-1)
-        logs = -0.5 * (misfit - (pull * shift).sum(axis=-1) + np.linalg.slogdet(inner)[1]) + np.log(self.shares)
+        logs = -0.5 * (misfit - (pull * shift).sum(axis=-1) + size) + np.log(self.shares)
         top = logs.max(axis=1, keepdims=True)
         total = np.exp(logs - top).sum(axis=1, keepdims=True)
         return Belief(np.exp(logs - top) / total, self.means + shift, spreads, self.noise, float((top + np.log(total)).sum()))
+
+    def _conditioned(self, count: Array) -> tuple[Array, Array]:
+        """Spreads (tasks, kinds, levels, levels) after so many runs, and log |I + S D|; once where the same was observed of all tasks."""
+        is_alike = bool((count == count[0]).all())
+        precision = (count[:1] if is_alike else count)[:, None] / self.noise
+        # (S^-1 + D)^-1 = (I + S D)^-1 S: S need not have an inverse
+        inner = np.eye(self.means.shape[1]) + self.spreads * precision[:, :, None, :]
+        spreads: Array = np.linalg.solve(inner, np.broadcast_to(self.spreads, inner.shape)).astype(float)
+        sizes = np.linalg.slogdet(inner)[1]
+        return np.broadcast_to(spreads, (len(count), *spreads.shape[1:])), np.broadcast_to(sizes, (len(count), sizes.shape[1]))
 
     def _around(self, sums: Sums) -> Array:
         return sums.square[:, None] - 2 * self.means * sums.total[:, None] + sums.count[:, None] * self.means**2
@@ -141,6 +158,8 @@ class _Guess:
         num_common = min(NUM_COMMON, len(offsets) // 2)
         rest = np.linalg.eigvalsh(np.cov(guess.filled(sums) - offsets, rowvar=False, bias=True).reshape(len(offsets), -1))
         alone = float(rest[: len(offsets) - num_common].mean())
+        if len(lifted) <= len(offsets):  # fewer tasks than levels span little of what is loose
+            alone *= len(lifted) / max(len(lifted) - 1 - num_common, 1)
         return replace(guess, loose=float(np.clip(alone / guess.variance, *LOOSE)))
 
     def filled(self, sums: Sums) -> Array:
@@ -160,10 +179,14 @@ def _maximised(sums: Sums, belief: Belief, guess: _Guess) -> Mixture:
     means = np.einsum("tk,tkl->kl", weights, belief.means) / tasks[:, None]
     apart = belief.means - means
     spreads = np.einsum("tk,tkl,tkm->klm", weights, apart, apart) + np.einsum("tk,tklm->klm", weights, belief.spreads)
-    spreads = (spreads + STRENGTH * guess.spread()) / (tasks + STRENGTH)[:, None, None]
+    strength = max(STRENGTH, float(len(guess.offsets) - len(weights)))
+    spreads = (spreads + strength * guess.spread()) / (tasks + strength)[:, None, None]
     inside = np.diagonal(belief.spreads, axis1=-2, axis2=-1)
     squares = sums.square[:, None] - 2 * belief.means * sums.total[:, None] + sums.count[:, None] * (belief.means**2 + inside)
     squares, runs = np.einsum("tk,tkl->kl", weights, squares), weights.T @ sums.count
-    common = (squares.sum(axis=1) + NOISE_RUNS * guess.noise) / (runs.sum(axis=1) + NOISE_RUNS)
-    noise = (squares + NOISE_RUNS * common[:, None]) / (runs + NOISE_RUNS)
+    # a level of which no task has two runs tells nothing of noise: what it is made of would be taken for the task's own
+    is_repeated = sums.count.max(axis=0) > 1
+    told = is_repeated if is_repeated.any() else np.ones(len(is_repeated), dtype=bool)
+    common = (squares[:, told].sum(axis=1) + NOISE_RUNS * guess.noise) / (runs[:, told].sum(axis=1) + NOISE_RUNS)
+    noise = np.where(told, (squares + NOISE_RUNS * common[:, None]) / (runs + NOISE_RUNS), common[:, None])
     return Mixture(tasks / tasks.sum(), means, spreads, np.maximum(noise, SMALLEST))

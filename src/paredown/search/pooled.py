@@ -12,7 +12,7 @@ from what was measured and, elsewhere, from what one run of a level comes to whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from paredown.errors import PlanError
 from paredown.search.grouping import as_levels, find_levels, offsets
-from paredown.search.mixture import Belief, Mixture, Sums
+from paredown.search.mixture import NUM_STEPS, Belief, Mixture, Sums
 from paredown.search.pickers import Known, Measure, Prediction, with_measured
 
 Array = NDArray[np.float64]
+FOUND_STEPS = 20  # of EM with levels that were found: what more of them change is less than what the levels leave open
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,21 @@ class Prior:
         if not np.isfinite(earlier).any():
             raise PlanError(f"there is nothing to learn from: the matrix of earlier errors {earlier.shape} has no number in it.")
         earlier = np.where(np.isfinite(earlier), earlier, np.nan)
+        num_steps = NUM_STEPS if levels is not None else FOUND_STEPS
         levels = find_levels(earlier) if levels is None else as_levels(levels)
         apart, doubt = offsets(earlier, levels)
-        mixture = Mixture.fitted(Sums.of(earlier - apart, levels), num_kinds)
+        mixture = Mixture.fitted(Sums.of(earlier - apart, levels), num_kinds, num_steps)
         return Prior(levels, apart, doubt, mixture, len(earlier), float(np.nanmax(earlier)))
 
     def given(self, seen: Array) -> Belief:
         """A new task by what was measured (NaN where not)."""
-        return self.mixture.given(Sums.of((seen - self.offsets)[None], self.levels))
+        return self.mixture.given(Sums.of((seen - self.offsets)[None], self.levels, self.mixture.means.shape[1]))
+
+    def after(self, runs: Sequence[tuple[int, float]]) -> Belief:
+        """A new task by runs, (plan, error) each; a plan may have several."""
+        plans = np.array([plan for plan, _ in runs], dtype=np.intp)
+        errors = np.array([self.finite(error) for _, error in runs], dtype=float) - self.offsets[plans]
+        return self.mixture.given(Sums.of(errors[None], self.levels[plans], self.mixture.means.shape[1]))
 
     def finite(self, measured: float) -> float:
         """A run that diverged counts as the worst of all errors."""

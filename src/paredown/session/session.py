@@ -176,6 +176,8 @@ class Session:
             raise ApplyError(
                 f"this is not the state of a session, version {VERSION}: it {said_keys(state)}. Give what session.state_dict() returned."
             )
+        if not all(type(state[name]) is int and abs(state[name]) < 2**64 for name in ("seed", "forwards")):
+            raise ApplyError("seed and forwards of a session's state are whole numbers. Give what session.state_dict() returned.")
         guard: Mapping[str, Any] | None = state.get("guard")
         if guard is not None and (not isinstance(guard, Mapping) or "applied" not in guard):
             raise ApplyError(f"the guard's part of the state {said_keys(guard)}. Give what session.state_dict() returned.")

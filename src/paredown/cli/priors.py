@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.errors import ParedownError
+from paredown.cli.options import JsonOption
+from paredown.cli.verbs import MANY, app, verb
+from paredown.cli.voice import emit, say, tell
 
 if TYPE_CHECKING:
     from paredown.search.earlier import Earlier
 
-P = ParamSpec("P")
-prior_app = typer.Typer(no_args_is_help=True, help="What earlier tasks taught: shipped priors and your own.")
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+prior_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="rich", help="What earlier tasks taught: shipped priors and your own."
+)
+app.add_typer(prior_app, name="prior", rich_help_panel=MANY)
 SourceArgument = Annotated[str, typer.Argument(help="A store (file or URL) or an export (.json) of sweeps.")]
 SweepsOption = Annotated[
     list[str] | None, typer.Option("--sweep", help="Only tasks of this sweep; may be said again.", show_default=False)
@@ -26,107 +25,86 @@ SweepsOption = Annotated[
 TasksOption = Annotated[Path, typer.Option("--tasks", help="The folder in which task files are.")]
 
 
-def in_sentences(verb: Callable[P, None]) -> Callable[P, None]:
-    """What goes wrong in one sentence, and exit status 1."""
-
-    @wraps(verb)
-    def said(*args: P.args, **keywords: P.kwargs) -> None:
-        try:
-            verb(*args, **keywords)
-        except ParedownError as error:
-            _say(str(error))
-            raise typer.Exit(1) from None
-
-    return said
-
-
-@prior_app.command("list")
-@in_sentences
-def prior_list(as_json: JsonOption = False) -> None:
-    """The priors that are here.
-
-    Example: paredown prior list
-    """
+@verb(prior_app, "list", "paredown prior list")
+def prior_list(is_json: JsonOption = False) -> None:
+    """The priors that are here."""
     from paredown.search.prior import available, load, own
 
     found = [(load(name), name in own()) for name in available()]
-    if as_json:
-        print(json.dumps([{**summary(prior), "own": is_own} for prior, is_own in found]))
-        return
-    for prior, is_own in found:
-        print(f"{prior!r}{' (your own)' if is_own else ''}")
+    if is_json:
+        emit({"priors": [{**summary(prior), "own": is_own} for prior, is_own in found]})
+    else:
+        tell(*([f"{prior!r}{' (your own)' if is_own else ''}" for prior, is_own in found] or ["There are none."]))
 
 
-@prior_app.command("show")
-@in_sentences
+@verb(prior_app, "show", "paredown prior show stored")
 def prior_show(
     name: Annotated[str, typer.Argument(help="A name, or a file.")],
-    as_json: JsonOption = False,
-    tasks: Annotated[int, typer.Option(help="Rows.")] = 50,
+    tasks: Annotated[int, typer.Option(min=1, help="Rows.")] = 50,
+    is_json: JsonOption = False,
 ) -> None:
-    """Tasks and plans of a prior: errors, noise, memory and where they come from.
-
-    Example: paredown prior show stored
-    """
+    """Tasks and plans of a prior: errors, noise, memory and where they come from."""
     from paredown.search.prior import load
 
     prior = load(name)
-    print(json.dumps(summary(prior)) if as_json else text_of(prior, tasks))
+    if is_json:
+        emit(summary(prior))
+    else:
+        tell(text_of(prior, tasks))
 
 
-@prior_app.command("add")
-@in_sentences
+@verb(prior_app, "add", "paredown prior add trials.db --name mine")
 def prior_add(
     source: SourceArgument,
     name: Annotated[str, typer.Option("--name", help="What to call it.")] = "mine",
     sweep: SweepsOption = None,
     tasks: TasksOption = Path("."),
     replaces: Annotated[bool, typer.Option("--replace", help="Take the place of an own prior of that name.")] = False,
+    is_json: JsonOption = False,
 ) -> None:
-    """Learn from your own sweeps: picks use them from now on.
-
-    Example: paredown prior add trials.db --name mine
-    """
+    """Learn from your own sweeps: picks use them from now on."""
     from paredown.runs.collected import collect, read_rows
     from paredown.search.prior import add
 
     prior = collect(read_rows(source), name, sweeps=sweep or (), folder=tasks)
     add(prior, name, replaces=replaces)
-    _say(f"{prior!r} is known from now on; paredown prior remove {name} forgets it.")
+    if is_json:
+        emit(summary(prior))
+    else:
+        say(f"{prior!r} is known from now on; paredown prior remove {name} forgets it.")
 
 
-@prior_app.command("make")
-@in_sentences
+@verb(prior_app, "make", "paredown prior make trials.db stored.json --sweep stored")
 def prior_make(
     source: SourceArgument,
     to: Annotated[Path, typer.Argument(help="The file to write, .json.")],
     name: Annotated[str | None, typer.Option("--name", help="Its name; the file's unless given.", show_default=False)] = None,
     sweep: SweepsOption = None,
     tasks: TasksOption = Path("."),
+    is_json: JsonOption = False,
 ) -> None:
-    """Write the prior of a store to a file, as the package carries them.
-
-    Example: paredown prior make trials.db stored.json --sweep stored
-    """
+    """Write the prior of a store to a file, as the package carries them."""
     from paredown.runs.collected import collect, read_rows
     from paredown.search.earlier_json import write
 
     prior = collect(read_rows(source), name or to.stem, sweeps=sweep or (), folder=tasks)
     write(prior, to)
-    _say(f"{prior!r} in {to.name}")
+    if is_json:
+        emit({**summary(prior), "file": str(to)})
+    else:
+        say(f"{prior!r} in {to.name}")
 
 
-@prior_app.command("remove")
-@in_sentences
-def prior_remove(name: Annotated[str, typer.Argument(help="One of your own.")]) -> None:
-    """Forget one of your own priors.
-
-    Example: paredown prior remove mine
-    """
+@verb(prior_app, "remove", "paredown prior remove mine")
+def prior_remove(name: Annotated[str, typer.Argument(help="One of your own.")], is_json: JsonOption = False) -> None:
+    """Forget one of your own priors."""
     from paredown.search.prior import remove
 
     remove(name)
-    _say(f"prior {name!r} is forgotten.")
+    if is_json:
+        emit({"removed": name})
+    else:
+        say(f"prior {name!r} is forgotten.")
 
 
 def summary(prior: Earlier) -> dict[str, Any]:
@@ -166,7 +144,3 @@ def text_of(prior: Earlier, most: int) -> str:
         told = ", ".join(f"{word} {value}" for word, value in one.items() if word not in ("versions", "sweeps"))
         lines.append(f"{told}; {', '.join(f'{k} {v}' for k, v in one.get('versions', {}).items())}")
     return "\n".join(lines)
-
-
-def _say(sentence: str) -> None:
-    print(f"paredown: {sentence}", file=sys.stderr, flush=True)

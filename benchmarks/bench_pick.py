@@ -1,0 +1,293 @@
+"""How good picks are on tasks that no prior has seen: every image set left out of a shipped prior in turn. A run in results/pick.json.
+
+    python benchmarks/bench_pick.py                     # the stored prior under 40 %, the simulated one under 22 %
+    python benchmarks/bench_pick.py --prior FILE.json --budget 40%      # another one, printed alone
+    PAREDOWN_DATA=... python benchmarks/bench_pick.py --prior released --budget 22%     # PEPPP's matrices as a prior: 87 tasks
+
+All rows of a data set are left out together (its ViT, its superclasses). Trials are looked up: a run of the plan, each once, where it ran
+more than once, else its mean and noise on top. A pick is right if its mean error is within the noise of one run of that of the best plan.
+
+    matrix      means as the matrix has them, of one run for most plans: the best of many is a lucky one
+    smoothed    luck taken out: the mean of all plans of a level where the prior names levels, else what all runs of this task and all
+                tasks say of each mean
+
+Ways: `pick` with some trials; `nothing`: no trial; `random`: the same number of trials of random plans that fit, the least error is taken;
+`random, same beliefs`: of these, what the prior makes of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+from bench_peppp import matrices
+from measure import RESULTS, machine
+
+from paredown.plan.plan import Plan
+from paredown.plan.sizes import parse_bytes
+from paredown.plan.trial import Status, Trial
+from paredown.runs.measuring import Measurer
+from paredown.runs.picking import Picking
+from paredown.search import prior as priors
+from paredown.search.candidates import Candidate, Candidates, Step
+from paredown.search.earlier import Earlier, PlanRow, TaskRow
+from paredown.search.features import NAMES, features_of
+from paredown.search.learned import Learned, blind_error, scaled
+from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
+
+NUM_TRIALS = 6
+NUM_DRAWS = 20  # of the noise of trials, and of random plans
+FEW_DRAWS = 4  # where tasks are many
+BUDGETS = {"stored": "40%", "simulated": "22%", "released": "22%"}
+
+
+@final
+@dataclass
+class Looked(Measurer):
+    """Trials of a task that are looked up in its row."""
+
+    task: str
+    runs: np.ndarray  # (plans, seeds)
+    noise: float
+    place: dict[object, int]
+    draw: int
+
+    def known(self) -> tuple[list[Trial], list[Trial]]:
+        return [], []
+
+    def measure(self, plan: Plan, seed: int, progress: Any = None) -> list[Trial]:
+        return [Trial(self.task, plan, seed, Status.DONE, error=self.error(self.place[plan.rules, plan.recompute], seed))]
+
+    def error(self, column: int, seed: int) -> float:
+        """The plan's runs in random order where it has several, each once; else, and after that, their mean and noise."""
+        there = self.runs[column][np.isfinite(self.runs[column])]
+        if 1 < len(there) > seed:
+            return float(np.random.default_rng([self.draw, column]).permutation(there)[seed])
+        noise = np.random.default_rng([self.draw, column, seed]).standard_normal()
+        return max(0.0, float(there.mean() + self.noise * noise))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task that is new, and what was known before."""
+
+    earlier: Earlier
+    row: int
+    budget_bytes: int
+    before: Earlier
+    truths: dict[str, np.ndarray]  # (plans,)
+
+    @property
+    def noise(self) -> float:
+        """Of one run of this task."""
+        known = self.earlier.noise[np.isfinite(self.earlier.noise)]
+        own = float(self.earlier.noise[self.row])
+        return own if np.isfinite(own) else float(np.median(known))
+
+    @property
+    def columns(self) -> np.ndarray:
+        """Plans that ran on this task, and whose bytes are known."""
+        return np.flatnonzero(np.isfinite(self.earlier.errors[self.row]) & np.isfinite(self.earlier.memory[self.row]))
+
+    @property
+    def fits(self) -> np.ndarray:
+        """Those within the budget."""
+        return np.array([c for c in self.columns if self.earlier.memory[self.row, c] <= self.budget_bytes])
+
+    def picking(self) -> Picking:
+        """A pick of this task that knows what was known before."""
+        task, memory = self.earlier.tasks[self.row], self.earlier.memory[self.row]
+        plans = {c: _plan(self.earlier, c) for c in range(len(self.earlier.plans))}
+        points = np.array([features_of(plan) if not plan.recompute else np.full(len(NAMES), np.nan) for plan in plans.values()])
+        rows = tuple(Candidate(self.earlier.plans[c].label, plans[c], int(memory[c]), c, points[c]) for c in self.columns)
+        step = Step(lambda plan: 0, None, int(task.full_bytes or 0))
+        unit = task.blind or blind_error(task.metric, task.answers)
+        learned = Learned.of(self.before, task.family)
+        return Picking(task.name, task.metric, unit, self.budget_bytes, step, Candidates(rows, points), learned)
+
+    def looked(self, picking: Picking, draw: int) -> Looked:
+        """Where trials come from."""
+        place = {(row.plan.rules, row.plan.recompute): row.column for row in picking.candidates.rows}
+        return Looked(self.earlier.tasks[self.row].name, self.earlier.runs[self.row], self.noise, place, draw)
+
+
+def _plan(earlier: Earlier, column: int) -> Plan:
+    """The plan of a column; one that is made for each task has a name of its own here."""
+    row = earlier.plans[column]
+    return Plan.from_json(row.plan) if row.plan is not None else Plan(recompute=(f"column {column}",))
+
+
+# --- ways to pick ---------------------------------------------------------------------------------------------------------
+
+
+def picked(case: Case, draw: int, num: int) -> tuple[int, int]:
+    """As `pick` does it: the column that is taken, and the trials that were run."""
+    picking = case.picking()
+    picking.search(case.looked(picking, draw), num, seed=0)
+    return int(picking.candidates.rows[picking.choice().plan].column), len(picking.trials)
+
+
+def at_random(case: Case, draw: int, num: int) -> tuple[int, int]:
+    """The least error of random plans that fit."""
+    picking, dice = case.picking(), np.random.default_rng([draw, case.row])
+    looked = case.looked(picking, draw)
+    tried = dice.choice(case.fits, min(num, len(case.fits)), replace=False)
+    return int(min(tried, key=lambda column: looked.error(int(column), 0))), len(tried)
+
+
+def at_random_believed(case: Case, draw: int, num: int) -> tuple[int, int]:
+    """Random plans that fit, and then what is believed."""
+    picking, dice = case.picking(), np.random.default_rng([draw, case.row])
+    looked = case.looked(picking, draw)
+    for column in dice.choice(case.fits, min(num, len(case.fits)), replace=False):
+        picking.learn(looked.measure(_plan(case.earlier, int(column)), 0))
+    return int(picking.candidates.rows[picking.choice().plan].column), len(picking.trials)
+
+
+WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
+    "pick": (picked, NUM_TRIALS),
+    "pick, 3 trials": (picked, 3),
+    "nothing": (picked, 0),
+    "random": (at_random, NUM_TRIALS),
+    "random, same beliefs": (at_random_believed, NUM_TRIALS),
+}
+
+
+# --- truths ---------------------------------------------------------------------------------------------------------------
+
+
+def cases(earlier: Earlier, budget: str) -> Iterator[Case]:
+    """Each task with pictures; all rows of its data are left out."""
+    whole = Learned.of(earlier)
+    runs = scaled(earlier)
+    for row, task in enumerate(earlier.tasks):
+        if task.metric != "error" or "/" in task.data:
+            continue
+        kin = [other.name for other in earlier.tasks if other.data.partition("/")[0] == task.data]
+        full = task.full_bytes or float(np.nanmax(earlier.memory[row]))
+        unit = task.blind or blind_error(task.metric, task.answers) or 1.0
+        smooth = level_means(earlier, row) if any(plan.level for plan in earlier.plans) else unit * smoothed(whole, runs[row])
+        truths = {"matrix": earlier.errors[row], "smoothed": smooth}
+        yield Case(earlier, row, parse_bytes(budget, whole=int(full)), earlier.without(kin), truths)
+
+
+def level_means(earlier: Earlier, row: int) -> np.ndarray:
+    """Of each plan, the mean error of the plans of its level."""
+    names = np.array([plan.level or f"plan {i}" for i, plan in enumerate(earlier.plans)])
+    return np.array([np.nanmean(earlier.errors[row, names == name]) for name in names])
+
+
+def smoothed(learned: Learned, runs: np.ndarray) -> np.ndarray:
+    """Means of the plans of a task by all of its runs (plans, seeds), and by what all tasks are like."""
+    found = [(plan, float(error)) for plan, errors in enumerate(runs) for error in errors[np.isfinite(errors)]]
+    mean, _ = learned.prior.after(found).levels()
+    return mean[learned.prior.levels] + learned.prior.offsets
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(earlier: Earlier, budget: str) -> list[dict[str, Any]]:
+    """A row for each task and way: how far the picks lie above the best, in noises of one run, and how many are within one."""
+    found: list[dict[str, Any]] = []
+    num_draws = NUM_DRAWS if len(earlier.tasks) < 50 else FEW_DRAWS
+    for case in cases(earlier, budget):
+        head = {"prior": earlier.name, "budget": budget, "task": earlier.tasks[case.row].name, "noise": round(case.noise, 5)}
+        head |= {"plans_that_fit": len(case.fits)}
+        if not len(case.fits):
+            found.append({**head, "way": "none", "note": "nothing fits"})
+            continue
+        for way, (pick, num) in WAYS.items():
+            done = [pick(case, draw, num) for draw in range(num_draws if num else 1)]
+            columns, trials = [column for column, _ in done], float(np.mean([count for _, count in done]))
+            scores = {name: _scores(case, truth, columns) for name, truth in case.truths.items()}
+            found.append({**head, "way": way, "trials": round(trials, 2), "plan": earlier.plans[columns[0]].label, **scores})
+    return found
+
+
+def _scores(case: Case, truth: np.ndarray, columns: list[int]) -> dict[str, float]:
+    above = (truth[columns] - truth[case.fits].min()) / case.noise
+    within = float(np.mean(above <= 1))
+    return {"above": round(float(above.mean()), 3), "within": round(within, 3), "first_within": float(above[0] <= 1)}
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Counts over tasks, for each prior and way."""
+    for prior, budget in dict.fromkeys((row["prior"], row["budget"]) for row in rows):
+        own = [row for row in rows if row["prior"] == prior and row["way"] in WAYS]
+        num, fewest = len({row["task"] for row in own}), min(row["plans_that_fit"] for row in own)
+        most = max(row["plans_that_fit"] for row in own)
+        head = f"{prior} under {budget}, {num} tasks, {fewest} to {most} plans fit"
+        yield f"\n{head}: within one noise of the best, and mean distance in noises"
+        for way in WAYS:
+            of_way = [row for row in own if row["way"] == way]
+            cells = []
+            for truth in ("matrix", "smoothed"):
+                parts = [row[truth] for row in of_way]
+                within, first, above = (sum(part[word] for part in parts) for word in ("within", "first_within", "above"))
+                cells.append(f"{truth} {within:4.1f} (first draw {first:2.0f}), {above / len(parts):5.2f}")
+            trials = np.mean([row["trials"] for row in of_way])
+            yield f"   {way:22s}{trials:4.1f} trials   " + "   ".join(cells)
+
+
+def save(rows: list[dict[str, Any]]) -> None:
+    """Add a run to the results."""
+    path = RESULTS / "pick.json"
+    runs = json.loads(path.read_text()) if path.exists() else []
+    about = {"trials": NUM_TRIALS, "draws": [NUM_DRAWS, FEW_DRAWS], "table": list(table(rows))}
+    runs.append({**machine("cpu", ("numpy", "scipy")), **about, "rows": rows})
+    path.write_text(json.dumps(runs).replace('{"prior"', '\n  {"prior"') + "\n")
+
+
+def main() -> None:
+    """Print the table, and append the run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prior", help="a name or a file, instead of the shipped ones")
+    parser.add_argument("--budget", default="40%")
+    options = parser.parse_args()
+    there = [*priors.available(), *(["released"] if os.environ.get("PAREDOWN_DATA") else [])]
+    wanted = {options.prior: options.budget} if options.prior else {name: b for name, b in BUDGETS.items() if name in there}
+    for name in () if options.prior else BUDGETS.keys() - wanted.keys():
+        print(f"{name}: it is not here")
+    rows = [row for name, budget in wanted.items() for row in rows_of(named(name), budget)]
+    print("\n".join(table(rows)))
+    if not options.prior:
+        save(rows)
+
+
+def named(name: str) -> Earlier:
+    """A prior; "made up" is one that nobody measured, "released" is made of PEPPP's matrices."""
+    made = {"made up": lambda: priors.made_up(13, 30), "released": released}
+    return made[name]() if name in made else replace(priors.load(name), name=os.path.basename(name))
+
+
+def released() -> Earlier:
+    """PEPPP's 87 tasks; plans of a low format are a level. A task's classes, and its bytes in 32 bits, follow from its memory."""
+    data = matrices()
+    pairs = [(low, high) for low in LOW_FORMATS for high in HIGH_FORMATS]
+    words = np.array([[1 + sum(parse_peppp(text)) for text in pair] for pair in pairs])  # (plans, 2)
+    per_bit = np.linalg.lstsq(words, data.memory.T * 2**23, rcond=None)[0].T  # numbers in low and in high words, (tasks, 2)
+    tasks = [_released_task(i, *row) for i, row in enumerate(per_bit)]
+    plans = [PlanRow(f"{low} {high}", peppp_plan(parse_peppp(low), parse_peppp(high)).to_json(), "", low) for low, high in pairs]
+    found = Earlier.of_runs("released", "simulate", tasks, plans, data.errors[..., None], memory=data.memory * 2**20)
+    groups = data.errors.reshape(len(tasks), len(LOW_FORMATS), len(HIGH_FORMATS))
+    return replace(found, noise=np.sqrt(groups.var(axis=2, ddof=1).mean(axis=1)))
+
+
+def _released_task(number: int, low: float, high: float) -> TaskRow:
+    """high = 2 (11,168,832 + 513 classes) + inputs + 64 classes, for 32 pictures of 3 x 32 x 32 or 3 x 64 x 64."""
+    inputs = 32 * 3 * (32 if low < 3e8 else 64) ** 2
+    classes = round((high - 2 * 11_168_832 - inputs) / (2 * 513 + 64))
+    return TaskRow(f"task {number}", "cnn", f"data {number}", "error", classes, 1 - 1 / classes, 32 * (low + high) / 8)
+
+
+if __name__ == "__main__":
+    main()

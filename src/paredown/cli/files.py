@@ -1,0 +1,48 @@
+"""JSON files that verbs write and read; whatever is in one, reading it gives a value or a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paredown.errors import ParedownError, PlanError
+
+if TYPE_CHECKING:
+    from paredown.search.picked import Frontier, Picked
+
+LARGEST = 1 << 28  # bytes of a file that is read
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """The value in a file, whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8", newline="\n")
+    part.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says."""
+    if not path.is_file():
+        raise PlanError(f"there is no file {path}.")
+    if path.stat().st_size > LARGEST:
+        raise PlanError(f"{path} has {path.stat().st_size} bytes; files of more than {LARGEST} are not read.")
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is not JSON: {error}.") from None
+
+
+def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
+    """A frontier, or that of a pick, and the pick."""
+    from paredown.search.picked import Frontier, Picked
+
+    value = read_json(path)
+    try:
+        if isinstance(value, dict) and "frontier" in value:
+            picked = Picked.from_json(value)
+            return picked.frontier, picked
+        return Frontier.from_json(value), None
+    except ParedownError as error:
+        raise PlanError(f"{path}: {error}") from None

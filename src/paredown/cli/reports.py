@@ -1,0 +1,94 @@
+"""`paredown report` and `paredown serve`: one page of what was tried and picked, as a file or live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paredown.cli.bars import waiting
+from paredown.cli.options import JsonOption, SweepOption
+from paredown.cli.verbs import SHOW, app, verb
+from paredown.cli.voice import emit, say, tell
+
+if TYPE_CHECKING:
+    from paredown.report.record import Record
+
+SourceArgument = Annotated[
+    str, typer.Argument(help="A store, what pick --record or train --out wrote, or a record.", show_default=False)
+]
+
+
+@verb(app, "report", "paredown report trials.db -o report.html", "paredown report picked.json --model digits#steps=100", panel=SHOW)
+def report(
+    source: SourceArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
+    model: Annotated[str | None, typer.Option(help="Show where the memory of this one goes, too.", show_default=False)] = None,
+    title: Annotated[str, typer.Option(help="Of the page.")] = "",
+    sweep: SweepOption = None,
+    is_json: JsonOption = False,
+) -> None:
+    """One HTML file that needs no network: frontier, budget slider, where the memory goes, trials, curves."""
+    from paredown.cli.sources import read_source
+    from paredown.report.page import write
+
+    with waiting("reading"):
+        record = read_source(source, sweep=sweep, title=title)
+        record = record if model is None else _with_memory(record, model)
+    write(record, out)
+    counts = {"tasks": len(record.studies), "plans": sum(len(s.marks) for s in record.studies), "trials": len(record.runs)}
+    if is_json:
+        emit({"file": str(out), "bytes": out.stat().st_size, **counts})
+    else:
+        tell(f"{counts['tasks']} tasks, {counts['plans']} plans and {counts['trials']} trials in {out}. Open it in a browser.")
+
+
+def _with_memory(record: Record, model: str) -> Record:
+    from paredown.cli.plans import read_plan
+    from paredown.cli.subject import Asked, find_subject
+
+    presets = ("as_written", "activations8", "activations4", "lpmm")
+    plans = {name.replace("_", " "): read_plan(name) for name in presets}
+    return record.with_footprints(find_subject(model, Asked()).trace(), plans)
+
+
+@verb(app, "serve", "paredown serve trials.db", "paredown serve picked.json --port 8000", panel=SHOW)
+def serve(
+    source: SourceArgument,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
+    sweep: SweepOption = None,
+    is_json: JsonOption = False,
+) -> None:
+    """The same page, live over a running sweep; on this machine alone, for reading alone, until Ctrl-C."""
+    from paredown.report.serve import serve as run
+
+    def told(sentence: str) -> None:
+        if is_json:
+            emit({"event": "serving", "url": sentence.split(" ")[0]} if sentence.startswith("http") else {"event": sentence})
+        else:
+            say(sentence)
+
+    run(_source(source, sweep), port=port, say=told)
+
+
+def _source(source: str, sweep: str | None) -> Any:
+    """A store and a record's file are read again as they change; other files are shown as they are."""
+    from paredown.cli.sources import read_source
+    from paredown.report.watched import Source, open_source
+
+    if not source.lower().endswith(".json"):
+        return open_source(source, sweep=sweep)
+    found = read_source(source)
+
+    class Once(Source):
+        """One record, that does not change."""
+
+        record: Record | None = found
+
+        def read(self) -> Record | None:
+            """It, the first time."""
+            record, self.record = self.record, None
+            return record
+
+    return Once()

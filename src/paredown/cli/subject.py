@@ -1,0 +1,242 @@
+"""What a verb is asked about: a model, a batch, a loss and an optimizer, from one text.
+
+    digits#model=vit,steps=200        a task: its own model, data, loss and optimizer (docs/tasks.md)
+    resnet50#width=64,picture=224     a model of paredown.models on random pictures or tokens
+    file.py:function, module:function a Task, (model, batch), (model, batch, loss), or a model alone, which then needs --input
+    folder or config.json             a Hugging Face model as its config describes it; its weights are not needed (hub.py)
+
+A trace needs shapes alone, so another batch size is the same batch with another first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paredown.cli.hub import find_config, read_config
+from paredown.errors import TaskError, TraceError
+from paredown.models import LENGTH, MODELS, PICTURE, random_batch
+from paredown.models.tokens import token_loss
+from paredown.plan.keys import closest
+from paredown.plan.record import Trace
+from paredown.plan.trace import trace_step
+from paredown.runs.named import DTYPES, parse_options
+from paredown.runs.own_code import made_by
+from paredown.runs.task import RULES, Task
+from paredown.runs.tasks import WITH_FILE, WITHOUT_FILE, find_task
+
+BATCH = 32
+OPTIMIZER = "adamw"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says beside the text; None: as the subject has it."""
+
+    batch: int | None = None
+    input: str | None = None
+    device: str | None = None
+    autocast: str | None = None
+    optimizer: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A step that can be traced. `batch` is as `trace_step` takes it; `task`: what it was made from, where that is a task."""
+
+    name: str
+    model: nn.Module
+    batch: Any
+    loss: Callable[..., Tensor] | None = None
+    optimizer: Any = OPTIMIZER
+    autocast: torch.dtype | None = None
+    device: str | None = None
+    task: Task | None = None
+    _traces: dict[int, Trace] = field(default_factory=dict[int, Trace])
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of the batch: the first dimension of its first tensor."""
+        return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
+
+    def trace(self, batch_size: int | None = None) -> Trace:
+        """The step, with another batch size where one is given."""
+        size = self.batch_size if batch_size is None else batch_size
+        if size not in self._traces:
+            keeps: dict[str, Any] = {"loss": self.loss, "optimizer": self.optimizer}
+            where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
+            with _said(f"{self.name}: one step cannot be followed"):
+                self._traces[size] = trace_step(self.model, resized(self.batch, self.batch_size, size), **keeps, **where)
+        return self._traces[size]
+
+
+@contextmanager
+def _said(what: str) -> Generator[None]:
+    """What the user's model raises becomes a sentence."""
+    try:
+        yield
+    except TaskError:
+        raise
+    except TraceError as error:
+        raise TraceError(f"{what}: {error}") from error
+    except Exception as error:
+        raise TraceError(f"{what}: {type(error).__name__}: {error}.") from error
+
+
+def resized(batch: Any, now: int, size: int) -> Any:
+    """The batch with `size` examples instead of `now`: shapes without numbers, on the meta device."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or len(tensor) != now:
+            return tensor
+        made = torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        is_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+        return made.to(memory_format=torch.channels_last) if is_last else made
+
+    return batch if size == now else tree_map_only(Tensor, change, batch)
+
+
+def find_subject(text: str, asked: Asked) -> Subject:
+    """What `text` names, changed as was asked."""
+    head, _, tail = text.strip().partition("#")
+    head = head.strip()
+    if (config := find_config(head)) is not None:
+        model, batch = read_config(config, parse_options(tail), asked.input)
+        found = Subject(config.parent.name or config.name, model, batch)
+    elif ":" in head and head.partition(":")[0] not in WITH_FILE:
+        found = _of_own_code(text, head, parse_options(tail), asked)
+    elif head in MODELS:
+        found = _of_model(head, parse_options(tail), asked)
+    else:
+        found = of_task(_task(text, head))
+    return _changed(found, asked)
+
+
+def find_any_task(text: str) -> Task:
+    """The task that `text` names, by a function of a module too."""
+    head, _, tail = text.strip().partition("#")
+    kind, _, function = head.strip().rpartition(":")
+    if not kind or ".py:" in head or head.partition(":")[0] in WITH_FILE:
+        return _task(text, head.strip())
+    task = made_by(kind, function, parse_options(tail))
+    if not isinstance(task, Task):
+        raise TaskError(
+            f"{text}: {function} returned {type(task).__name__}; to train, it is to return a paredown.Task (docs/tasks.md)."
+        )
+    return task
+
+
+def of_task(task: Task) -> Subject:
+    """The step of a task."""
+    torch.manual_seed(0)
+    batch = next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
+    return Subject(task.name, task.make_model(0), batch, task.loss, task.recipe.optimizer, task.autocast, task=task)
+
+
+def _task(text: str, head: str) -> Task:
+    known = head.partition(":")[0] in (*WITH_FILE, *WITHOUT_FILE) or ".py:" in head
+    if not known:
+        likely = closest(head, (*WITHOUT_FILE, *WITH_FILE, *MODELS))
+        raise TaskError(
+            f"{head!r} is neither a task nor a model. Closest: {likely}. Allowed: {', '.join(WITHOUT_FILE)}, images:FILE, text:FILE, "
+            f"{', '.join(MODELS)}, file.py:function, module:function, or a folder with a Hugging Face config.json."
+        )
+    return find_task(text)
+
+
+def _changed(found: Subject, asked: Asked) -> Subject:
+    autocast = found.autocast if asked.autocast is None else _dtype(asked.autocast)
+    optimizer = asked.optimizer or found.optimizer
+    if isinstance(optimizer, str) and optimizer not in (*RULES, "adam"):
+        raise TaskError(f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(RULES)}.")
+    batch = found.batch if asked.batch is None else resized(found.batch, found.batch_size, asked.batch)
+    return replace(found, batch=batch, autocast=autocast, optimizer=optimizer, device=asked.device, _traces={})
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name not in DTYPES:
+        raise TaskError(f"autocast {name!r} is unknown. Allowed: {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def _of_model(name: str, options: Mapping[str, Any], asked: Asked) -> Subject:
+    """A network of MODELS with keywords of its own; `picture` and `length` are of its input."""
+    sizes = {"picture": options.get("picture", PICTURE), "length": options.get("length", LENGTH)}
+    keywords = {key: value for key, value in options.items() if key not in ("picture", "length", "batch")}
+    keywords |= {"picture": sizes["picture"]} if name == "vit" else {"context": sizes["length"]} if name == "gpt" else {}
+    try:
+        with torch.device("meta"):
+            model = MODELS[name](**keywords)
+    except Exception as error:
+        raise TaskError(f"model {name!r} cannot be made of {dict(options)}: {error}.") from None
+    return Subject(
+        name, model, random_batch(name, options.get("batch", BATCH), **sizes), token_loss if name != "unet" else _pixel_loss
+    )
+
+
+def _pixel_loss(output: Tensor, answers: Tensor) -> Tensor:
+    """The mean cross entropy of logits (num, classes, height, width)."""
+    return nn.functional.cross_entropy(output, answers)
+
+
+def _of_own_code(text: str, head: str, options: Mapping[str, Any], asked: Asked) -> Subject:
+    """What a function of the user's returns, told apart by its type."""
+    file, _, function = head.rpartition(":")
+    if file.endswith(".py") and not Path(file).is_file():
+        raise TaskError(f"{file}: there is no such file.")
+    made = made_by(Path(file) if file.endswith(".py") else file, function, options)
+    if isinstance(made, Task):
+        return of_task(made)
+    if isinstance(made, nn.Module):
+        return Subject(head, made, *_made_up(made, asked))
+    if isinstance(made, tuple) and 2 <= len(made) <= 4 and isinstance(made[0], nn.Module):
+        return Subject(head, *made)
+    raise TaskError(
+        f"{function} returned {type(made).__name__}; it is to return a paredown.Task, a model, (model, batch), (model, batch, loss) "
+        "or (model, batch, loss, optimizer)."
+    )
+
+
+# --- a model alone ----------------------------------------------------------------------------------------------------
+
+
+def _made_up(model: nn.Module, asked: Asked) -> tuple[Any, Callable[..., Tensor]]:
+    """A batch of the shape that was asked for, with answers for logits (..., num_answers), and cross entropy."""
+    if asked.input is None:
+        raise TaskError(
+            "the function returned a model and no batch: say what one example is, such as --input 3x224x224 or tokens:1024."
+        )
+    x, shapes = example(asked.input, asked.batch or BATCH), list[tuple[int, ...]]()
+
+    def noted(output: Any, _: Tensor) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise TaskError(
+                f"the model gives {type(output).__name__}, not a tensor: return (model, batch, loss) from the function."
+            )
+        shapes.append(tuple(output.shape))
+        return output.float().sum()
+
+    with _said(f"the model does not take examples of {asked.input}"):
+        trace_step(model, (x, torch.empty(1)), loss=noted, device="cpu")
+    return (x, torch.zeros(shapes[0][:-1], dtype=torch.int64)), token_loss
+
+
+def example(text: str, num: int) -> Tensor:
+    """`num` made-up examples of a shape: `3x224x224` floats, or `tokens:1024`.
+
+    >>> example("3x8x8", 2).shape, example("tokens:16", 2).dtype
+    (torch.Size([2, 3, 8, 8]), torch.int64)
+    """
+    kind, sign, rest = text.partition(":")
+    sizes = (rest if sign else kind).lower().split("x")
+    if (sign and kind != "tokens") or not all(size.isascii() and size.isdigit() and int(size[:9]) > 0 for size in sizes):
+        raise TaskError(f"input {text!r} cannot be read; it is one example, such as 3x224x224, or tokens:1024.")
+    shape = (num, *(int(size[:9]) for size in sizes))
+    return torch.zeros(shape, dtype=torch.int64) if sign else torch.empty(shape, device="meta")

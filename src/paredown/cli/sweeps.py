@@ -1,0 +1,156 @@
+"""`paredown sweep run|status|export|merge` and `paredown worker`: many trials, resumable. docs/sweeps.md is the guide."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paredown.cli.live import work_on
+from paredown.cli.options import (
+    ENGINES_HELP,
+    EngineOption,
+    JsonOption,
+    PatienceOption,
+    SlotsOption,
+    StoreOption,
+    SweepOption,
+    TasksOption,
+)
+from paredown.cli.verbs import MANY, app, verb
+from paredown.cli.voice import emit, say, tell
+from paredown.errors import ParedownError
+
+if TYPE_CHECKING:
+    from paredown.runs.store import Store
+
+sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Many trials: tasks x plans x seeds, resumable.")
+app.add_typer(sweep_app, name="sweep", rich_help_panel=MANY)
+
+
+@verb(sweep_app, "run", "paredown sweep run sweep.toml --slots 4", "paredown sweep run sweep.toml --again failed,killed")
+def sweep_run(
+    file: Annotated[Path, typer.Argument(help="The sweep, a TOML file.")],
+    store: StoreOption = None,
+    tasks: TasksOption = None,
+    slots: SlotsOption = None,
+    engine: Annotated[str | None, typer.Option(help=f"{ENGINES_HELP} (default: what suits the sweep)", show_default=False)] = None,
+    patience: PatienceOption = 20.0,
+    again: Annotated[str, typer.Option(help="Statuses to run once more, such as failed,killed.")] = "",
+    is_json: JsonOption = False,
+) -> None:
+    """Run a sweep to its end. Killed and started again, it goes on with what is left."""
+    from paredown.plan.trial import Status
+    from paredown.runs.running import TaskFolder, add_sweep, engine_for, make_engine, predicted_bytes
+    from paredown.runs.sweep_file import load_sweep
+    from paredown.runs.watch import beat_every
+    from paredown.runs.worker import Duty
+
+    found = load_sweep(file)
+    folder = TaskFolder((tasks or found.folder).resolve())
+    with open_store(store or found.store or str(file.with_suffix(".db"))) as opened:
+        added = add_sweep(found.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
+        reopened = opened.reopen(found.sweep.name, _statuses(again, Status)) if again else 0
+        say(f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again; store {opened.database.name}")
+        duty = Duty(found.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
+        work_on(opened, make_engine(engine or engine_for(found.sweep), folder, slots=slots), duty, is_json=is_json)
+
+
+@verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)
+def worker(
+    store: StoreOption = None,
+    tasks: TasksOption = None,
+    sweep: SweepOption = None,
+    slots: SlotsOption = None,
+    engine: EngineOption = "local",
+    patience: PatienceOption = 20.0,
+    stays: Annotated[bool, typer.Option("--stay", help="Wait for new trials when all are finished.")] = False,
+    is_json: JsonOption = False,
+) -> None:
+    """Join the sweeps of a store, from any machine. Without --tasks only built-in tasks are run."""
+    from paredown.runs.running import TaskFolder, make_engine
+    from paredown.runs.watch import beat_every
+    from paredown.runs.worker import Duty
+
+    with ExitStack() as stack:
+        none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
+        folder = TaskFolder(Path(tasks or str(none)).resolve())
+        opened = stack.enter_context(open_store(needed(store), may_create=False))
+        duty = Duty(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
+        work_on(opened, make_engine(engine, folder, slots=slots), duty, is_json=is_json)
+
+
+@verb(sweep_app, "status", "paredown sweep status --store trials.db")
+def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None:
+    """How far the sweeps of a store are; in a pipe a JSON object a sweep."""
+    from paredown.runs.status import count, find_best
+
+    with open_store(needed(store), may_create=False) as opened:
+        for counts in count(opened):
+            best = find_best(opened, counts.sweep)
+            if sys.stdout.isatty() and not is_json:
+                tell(str(counts), *(f"  best of {one}" for one in best))
+            else:
+                emit({"event": "status", **counts.to_json(), "best": [one.to_json() for one in best]})
+
+
+@verb(sweep_app, "export", "paredown sweep export trials.csv --store trials.db")
+def sweep_export(
+    to: Annotated[Path, typer.Argument(help="A file ending in .csv, .json or .parquet.")],
+    store: StoreOption = None,
+    sweep: SweepOption = None,
+    is_json: JsonOption = False,
+) -> None:
+    """Write the trials of a store to a file."""
+    from paredown.runs.export import export
+
+    with open_store(needed(store), may_create=False) as opened:
+        num = export(opened, to, sweep=sweep)
+    if is_json:
+        emit({"trials": num, "file": str(to)})
+    else:
+        say(f"{num} trials in {to}")
+
+
+@verb(sweep_app, "merge", "paredown sweep merge other.db --store trials.db")
+def sweep_merge(
+    source: Annotated[str, typer.Argument(help="The store to take trials from; it stays as it is.")],
+    store: StoreOption = None,
+    is_json: JsonOption = False,
+) -> None:
+    """Bring the trials of another store into --store."""
+    from paredown.runs.merge import merge
+
+    with open_store(source, may_create=False) as other, open_store(needed(store)) as into:
+        merged = merge(into, other)
+        if is_json:
+            emit({"store": into.database.name, **asdict(merged)})
+        else:
+            say(f"{into.database.name}: {merged}")
+
+
+def needed(store: str | None) -> str:
+    """The store that was named."""
+    if not store:
+        raise ParedownError("which store? Give --store FILE or URL, or set PAREDOWN_STORE.")
+    return store
+
+
+def open_store(address: str, *, may_create: bool = True) -> Store:
+    """The store there; what has to be waited for is said."""
+    from paredown.runs.store import Store
+
+    return Store(address, may_create=may_create, say=say)
+
+
+def _statuses(text: str, kind: Any) -> list[Any]:
+    allowed = {status.value: status for status in kind}
+    wrong = [word for word in text.split(",") if word.strip() not in allowed]
+    if wrong:
+        raise ParedownError(f"--again: status {wrong[0]!r} is unknown. Allowed: {', '.join(allowed)}.")
+    return [allowed[word.strip()] for word in text.split(",")]

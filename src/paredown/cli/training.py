@@ -1,0 +1,197 @@
+"""`paredown train`: train a task under a plan, tell error and memory, keep the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paredown.cli.bars import bar, waiting
+from paredown.cli.options import BudgetOption, HereOption, JsonOption, ModeOption, OutOption, SeedOption, TaskArgument
+from paredown.cli.verbs import CHOOSE, Exit, app, verb
+from paredown.cli.voice import emit, head, say, table, tell
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from paredown.plan.plan import Plan
+    from paredown.plan.trial import Trial
+    from paredown.runs.task import Task
+    from paredown.search.below import Shortage
+    from paredown.search.picked import Frontier
+
+AS_WRITTEN = "as written"
+
+
+@verb(
+    app,
+    "train",
+    "paredown train digits#steps=200 --plan plan.json --compare",
+    "paredown train tasks.py:mine --budget 6GiB --save weights.safetensors",
+    panel=CHOOSE,
+)
+def train(
+    task: TaskArgument,
+    plan: Annotated[
+        str | None, typer.Option(metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)
+    ] = None,
+    budget: BudgetOption = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Train as written too, from the same seed.")] = False,
+    seed: SeedOption = 0,
+    device: HereOption = None,
+    mode: ModeOption = "store",
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep the weights: .safetensors or .pt.", show_default=False)
+    ] = None,
+    out: OutOption = None,
+    frontier: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What pick wrote: where to look for the next plan down.", show_default=False)
+    ] = None,
+    is_json: JsonOption = False,
+) -> None:
+    """Train a task under a plan, or under one made for a budget; the step as it is written without either."""
+    if plan is not None and budget is not None:
+        raise typer.BadParameter("a plan or a budget, not both: with a budget the plan is made.", param_hint="--budget")
+    check_weights_file(save)
+    with waiting("reading the task"):
+        from paredown.cli.plans import AS_WRITTEN as NONE
+        from paredown.cli.plans import name_of, read_plan
+        from paredown.cli.subject import find_any_task
+
+        found = find_any_task(task)
+        known = None if frontier is None else _frontier(frontier)
+        chosen = read_plan(plan or NONE) if budget is None else planned(found, budget, device)
+    name = name_of(plan) if plan else f"within {budget}" if budget else AS_WRITTEN
+    runs = [Run(AS_WRITTEN, replace(chosen, rules=(), recompute=(), reason=""))] if compare and not chosen.changes_nothing else []
+    runs += [Run(name, chosen)]
+    for run in runs:
+        run.train(found, seed=seed, device=device, mode=mode)
+    last = runs[-1]
+    shortage = last.shortage(found, known)
+    if save is not None and last.is_done:
+        write_weights(last.model, save)
+    value = {"task": found.name, "runs": [run.to_json() for run in runs], "advice": None if shortage is None else str(shortage)}
+    if out is not None:
+        from paredown.cli.files import write_json
+
+        write_json(out, value)
+    if is_json:
+        emit(value)
+    else:
+        tell(*told(found.name, runs), *([f"The weights are in {save}."] if save and last.is_done else []))
+    if not last.is_done:
+        say(f"{last.name}: {last.trial.status.value}: {last.trial.reason}." + (f" {shortage}" if shortage else ""))
+        raise typer.Exit(Exit.ENDED_BADLY)
+
+
+@dataclass
+class Run:
+    """One training: its plan, and what came of it."""
+
+    name: str
+    plan: Plan
+    _trial: Trial | None = None
+    _made: list[nn.Module] = field(default_factory=list["nn.Module"])
+
+    @property
+    def trial(self) -> Trial:
+        """What was measured."""
+        assert self._trial is not None
+        return self._trial
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was trained, plain again."""
+        return self._made[-1]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it came to its end."""
+        return self.trial.status.value == "done"
+
+    def train(self, task: Task, *, seed: int, device: str | None, mode: str) -> None:
+        """Train, with a bar on a terminal."""
+        from paredown.runs.evaluate import evaluate
+
+        def make(number: int) -> nn.Module:
+            self._made[:] = [task.make_model(number)]  # only the last one is trained: others are traced
+            return self._made[-1]
+
+        with bar(f"training {self.name}") as report:
+            told = lambda step, steps, loss: report(step, steps, f"loss {loss:.4f}")  # noqa: E731
+            kept = replace(task, make_model=make)
+            self._trial = evaluate(kept, self.plan, seed=seed, device=device, mode=mode, progress=told)
+
+    def shortage(self, task: Task, frontier: Frontier | None) -> Shortage | None:
+        """Which role grew, and the next plan down, where there was no memory."""
+        if self.trial.status.value != "out_of_memory":
+            return None
+        from paredown.cli.subject import of_task
+        from paredown.search.below import explain_shortage
+
+        return explain_shortage(of_task(task).trace(), self.plan, frontier=frontier, available_bytes=_available())
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: the trial and its name."""
+        return {"name": self.name, **self.trial.to_json()}
+
+
+def told(task: str, runs: list[Run]) -> list[str]:
+    """A table of runs, and what the last one saved and cost against the first."""
+    from paredown.plan.sizes import say_bytes
+
+    def cells(trial: Trial) -> tuple[str, ...]:
+        errors = ["none" if value is None else f"{value:.4f}" for value in (trial.error, trial.loss)]
+        sizes = (trial.measured_peak_bytes, trial.predicted_peak_bytes)
+        peaks = ["unknown" if size is None else say_bytes(size) for size in sizes]
+        return (trial.status.value, *errors, *peaks, f"{trial.seconds or 0:.1f}")
+
+    rows = [(run.name, *cells(run.trial)) for run in runs]
+    names = ("plan", "ended", "error", "loss", "peak, measured", "peak, predicted", "seconds")
+    first = runs[0].trial
+    return [head(f"{task}, seed {first.seed}, {first.device}"), *table(names, rows, left=2)]
+
+
+def planned(task: Task, budget: str, device: str | None) -> Plan:
+    """The plan for a budget."""
+    from paredown.cli.subject import of_task
+    from paredown.search.assign import assign
+
+    kind = None if device is None else device.partition(":")[0]
+    return assign(replace(of_task(task), device=kind).trace(), budget)
+
+
+def check_weights_file(path: Path | None) -> None:
+    """A sentence before the training rather than after it."""
+    if path is not None and path.suffix not in (".safetensors", ".pt"):
+        raise typer.BadParameter(f"{path} ends in {path.suffix!r}; it ends in .safetensors or .pt.", param_hint="--save")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}.", param_hint="--save")
+
+
+def write_weights(model: nn.Module, path: Path) -> None:
+    """The state of a model as tensors alone, loadable with weights_only."""
+    import torch
+
+    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    if path.suffix == ".pt":
+        torch.save(state, path)
+        return
+    from safetensors.torch import save_model
+
+    save_model(model, str(path))
+
+
+def _frontier(path: Path) -> Frontier:
+    from paredown.cli.files import read_frontier
+
+    return read_frontier(path)[0]
+
+
+def _available() -> int | None:
+    """What the GPU has in all; None without one."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None

@@ -1,0 +1,1 @@
+"""What was tried, picked and trained, as one value and one page."""

@@ -1,0 +1,208 @@
+"""A record: what was tried, picked and trained, as one JSON value; every part may be missing. `page.render` makes a page of it.
+
+What leaves a record, as JSON or as a page, holds no absolute path and no name of a host or user: see scrub.py.
+
+>>> from paredown.plan.trial import Status
+>>> trial = Trial("digits", Plan.preset("lpmm"), 0, Status.DONE, error=0.025, predicted_peak_bytes=2**20)
+>>> record = Record.of_trials("two plans", [trial, Trial("digits", Plan(), 0, Status.DONE, error=0.02, predicted_peak_bytes=2**21)])
+>>> record
+Record('two plans': 1 task, 2 plans, 2 trials)
+>>> record.studies[0].picks
+(Pick(nbytes=1048576, label='lpmm'), Pick(nbytes=2097152, label='as written'))
+>>> Record.from_json(record.to_json()) == record
+True
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paredown.errors import ReportError
+from paredown.plan.plan import Plan
+from paredown.plan.record import Trace
+from paredown.plan.trial import Trial
+from paredown.report.labels import Labels
+from paredown.report.parts import Progress, Run, Study
+from paredown.report.reading import dump, read
+from paredown.report.scrub import scrub_all, scrub_names
+from paredown.report.studies import kept_under, plans_to_show, run_of, study_of_pick, study_of_trials
+from paredown.search.picked import Picked
+from paredown.session.actions import Action
+from paredown.session.changes import Change
+
+if TYPE_CHECKING:  # a record is read without torch and without SQLAlchemy
+    from paredown.runs.store import Store
+    from paredown.session.session import Session
+
+VERSION = 1  # of the JSON
+LARGEST_BYTES = 256 << 20  # of a file that is read
+MOST_RUNS = 2000
+MOST_CURVES = 200
+
+
+@dataclass(frozen=True, repr=False)
+class Record:
+    """What a page shows. `changes`: what a session could not give as asked; `given`: slot by slot, what it gave."""
+
+    title: str
+    studies: tuple[Study, ...] = ()
+    runs: tuple[Run, ...] = ()
+    actions: tuple[Action, ...] = ()
+    changes: tuple[Change, ...] = ()
+    given: tuple[Change, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    commit: str = ""
+
+    def __repr__(self) -> str:
+        nums = {"task": len(self.studies), "plan": sum(len(study.marks) for study in self.studies), "trial": len(self.runs)}
+        said = ", ".join(f"{num} {what}{'s' * (num != 1)}" for what, num in nums.items())
+        return f"Record({self.title!r}: {said})"
+
+    # --- made of ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
+        """What `pick` answered; with the trace of its step where the memory goes, with a session what it gave and did."""
+        study = study_of_pick(picked)
+        labels = Labels({point.label: point.plan for point in picked.frontier.points})
+        record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
+        record = record if trace is None else record.with_footprints(trace, plans_to_show(picked))
+        return record if session is None else record.with_session(session)
+
+    @staticmethod
+    def of_trials(title: str, trials: Iterable[Trial], *, labels: Mapping[str, Plan] | None = None) -> Record:
+        """Trials, a study for each of their tasks; `labels` names plans."""
+        found, names = list(trials), Labels(labels)
+        by_task: dict[str, list[Trial]] = {}
+        for trial in found:
+            by_task.setdefault(trial.task, []).append(trial)
+        studies = tuple(study_of_trials(task, of_it, names) for task, of_it in by_task.items())
+        return Record(title, studies=studies).with_trials(found, names)
+
+    @staticmethod
+    def of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
+        """The trials of a store as it is now, and how far its sweeps are."""
+        from paredown.report.sweeps import record_of_store
+
+        return record_of_store(store, sweep=sweep, title=title)
+
+    # --- and with -----------------------------------------------------------------------------------------------------
+
+    def with_trials(self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None) -> Record:
+        """These trials too: their rows, curves, versions and commit."""
+        found = list(trials)
+        names = labels if isinstance(labels, Labels) else Labels(labels)
+        last = _last(found)
+        notes = (
+            [f"{len(last)} of {len(found)} trials are listed; `paredown sweep export` has all."] if len(last) < len(found) else []
+        )
+        runs = _runs(last, names)
+        return replace(
+            self,
+            runs=(*self.runs, *runs),
+            notes=(*self.notes, *notes),
+            versions=_joined([self.versions, *(trial.versions for trial in found)]),
+            commit=_joined([{"": self.commit}, *({"": trial.commit} for trial in found)]).get("", ""),
+        )
+
+    def with_footprints(self, trace: Trace, plans: Mapping[str, Plan], *, task: str = "") -> Record:
+        """Where the memory of a step goes under these plans; `task` is the first one unless given."""
+        studies = self.studies or (Study(task or trace.model),)
+        task = task or studies[0].task
+        if task not in (study.task for study in studies):
+            raise ReportError(f"the record has no task {task!r}. There are: {', '.join(study.task for study in studies)}.")
+        kept = kept_under(trace, plans)
+        written = next((label for label, plan in plans.items() if plan.changes_nothing), "")
+        full = next((row.peak_bytes for row in kept if row.label == written), None)
+        return replace(
+            self, studies=tuple(study.keeping(kept, written, full) if study.task == task else study for study in studies)
+        )
+
+    def with_session(self, session: Session) -> Record:
+        """What a session gave, slot by slot, and what its guard did; take it while the session is open and has made a step."""
+        given = tuple(Change(row.slot, row.asked, row.now, row.why) for row in session.explain())
+        return replace(self, changes=tuple(session.changes), given=given, actions=tuple(session.actions))
+
+    # --- as a file ----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value, scrubbed."""
+        labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
+        tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
+        return {"version": VERSION, **scrub_all(dump(self), scrub_names(tasks) | scrub_names(labels))}
+
+    @staticmethod
+    def from_json(value: Any) -> Record:
+        """The record whose `to_json` is `value`; ReportError says why it is none."""
+        if not isinstance(value, dict) or not {"version", "title"} <= value.keys():
+            raise ReportError("the JSON of a record is an object with version and title; this is none.")
+        version = value["version"]
+        if type(version) is not int or not 1 <= version <= VERSION:
+            said = version if type(version) is int and abs(version) < 10**6 else "no number of one"
+            raise ReportError(f"the record is of version {said}; this paredown reads 1 to {VERSION}. Update paredown to read it.")
+        return read(Record, {name: part for name, part in value.items() if name != "version"}, "record")
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), allow_nan=False) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Record:
+        """The record that `save` wrote; ReportError says why a file is none."""
+        name = Path(path).name
+        try:
+            if Path(path).stat().st_size > LARGEST_BYTES:
+                raise ReportError(f"{name} is larger than {LARGEST_BYTES >> 20} MiB, and no record.")
+            value = json.loads(Path(path).read_bytes())
+        except OSError as error:
+            raise ReportError(f"{name} cannot be read: {error.strerror}.") from None
+        except (ValueError, RecursionError):
+            raise ReportError(f"{name} is no record: it is not JSON. Records are written by record.save(path).") from None
+        try:
+            return Record.from_json(value)
+        except ReportError as error:
+            raise ReportError(f"{name}: {error}") from None
+
+
+def _last(trials: list[Trial]) -> list[Trial]:
+    """At most about MOST_RUNS of them: the last of each task, as many of each."""
+    if len(trials) <= MOST_RUNS:
+        return trials
+    left = dict.fromkeys((trial.task for trial in trials), max(1, MOST_RUNS // len({trial.task for trial in trials})))
+    kept: list[Trial] = []
+    for trial in reversed(trials):
+        left[trial.task] -= 1
+        kept += [trial] if left[trial.task] >= 0 else []
+    return kept[::-1]
+
+
+def _runs(trials: list[Trial], names: Labels) -> list[Run]:
+    """Their rows; a curve for the first run of a plan on a task, in all at most MOST_CURVES, as many for each task."""
+    most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
+    drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
+    runs: list[Run] = []
+    for trial in trials:
+        label, there = names.of(trial.plan), drawn[trial.task]
+        runs.append(run_of(trial, label, has_curve=label not in there and len(there) < most))
+        there |= {label} if runs[-1].curve else set()
+    return runs
+
+
+def _joined(found: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Every name with all its different values, in turn.
+
+    >>> _joined([{"torch": "2.11"}, {"torch": "2.13"}, {"torch": "2.11"}])
+    {'torch': '2.11, 2.13'}
+    """
+    values: dict[str, dict[str, None]] = {}
+    for mapping in found:
+        for name, value in mapping.items():
+            values.setdefault(name, {}).update(dict.fromkeys(value.split(", ") if value else ()))
+    return {name: ", ".join(several) for name, several in values.items() if several}

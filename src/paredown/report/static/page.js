@@ -1,0 +1,324 @@
+// The page: its state (record, task, budget), its sections, and new records as they come where the page is served.
+const state = { record: JSON.parse(document.getElementById("record").textContent), task: null, budget: null, asked: false, shown: null, slots: "", role: "" };
+
+function studyNow() {
+  const studies = state.record.studies;
+  return studies.find((study) => study.task === state.task) || studies[0] || null;
+}
+
+function labelNow(study) { return study.marks.length ? pickAt(study, state.budget) : study.picked || null; }
+
+function firstBudget(study) {
+  if (study.budget_bytes !== null) return study.budget_bytes;
+  const sizes = study.picks.map(([nbytes]) => nbytes);
+  return sizes.length ? sizes[Math.floor((sizes.length - 1) / 2)] : study.full_bytes;
+}
+
+function wide(id) { const node = document.getElementById(id); return Math.max(240, Math.floor(node ? node.clientWidth : 600)); }
+
+// --- sections ---------------------------------------------------------------------------------------------------------
+
+const SECTIONS = [
+  { id: "progress", name: "Progress", has: (record) => record.progress.length > 0, build: buildProgress, draw: drawProgress },
+  { id: "frontier", name: "Memory and error", has: (record, study) => study && study.marks.length > 0, build: buildFrontier, draw: drawFrontierSection },
+  { id: "memory", name: "Where the memory goes", has: (record, study) => study && study.kept.length > 0, build: buildMemory, draw: drawMemory },
+  { id: "slots", name: "What each slot gets", has: (record, study) => study && study.kept.some((row) => row.slots.length), build: buildSlots, draw: drawSlots },
+  { id: "trials", name: "Trials", has: (record, study) => runsOf(record, study).length > 0, build: () => [el("div", { id: "trials-table" })], draw: drawTrials },
+  { id: "curves", name: "Training curves", has: (record, study) => runsOf(record, study).some((run) => run.curve.length > 1), build: () => [el("div", { id: "curves-charts" })], draw: drawCurvesSection },
+  { id: "guards", name: "What the guard did", has: (record) => record.actions.length > 0, build: () => [el("div", { id: "guards-table" })], draw: drawActions },
+  { id: "given", name: "Asked and given", has: (record) => record.changes.length + record.given.length > 0, build: buildGiven, draw: drawGiven },
+  { id: "made", name: "How it was made", has: (record, study) => madeRows(record).length + record.notes.length + (study ? study.notes.length : 0) > 0, build: () => [el("div", { id: "made-list" })], draw: drawMade },
+];
+
+// The runs of a task, and those of tasks that have no study: longer trainings with what was picked.
+function runsOf(record, study) { return record.runs.filter((run) => !study || run.task === study.task || !record.studies.some((other) => other.task === run.task)); }
+
+function buildProgress() { return [el("div", { id: "progress-rows" })]; }
+
+function drawProgress(record) {
+  fill("progress-rows", record.progress.map((row) => {
+    const finished = Object.values(row.by_status).reduce((a, b) => a + b, 0), total = finished + row.waiting + row.running;
+    const ended = Object.entries(row.by_status).map(([status, num]) => `${num} ${status.replaceAll("_", " ")}`).join(", ");
+    const bar = el("span"); bar.style.width = `${total ? (100 * finished) / total : 0}%`;
+    return el("div", {}, el("p", {}, el("strong", {}, row.sweep), `: ${finished} of ${total} trials finished${ended ? ` (${ended})` : ""}, ${row.running} running, ${row.waiting} waiting`),
+      el("div", { class: "done", role: "progressbar", "aria-label": row.sweep, "aria-valuemin": 0, "aria-valuemax": total, "aria-valuenow": finished }, bar));
+  }));
+}
+
+function buildFrontier() {
+  const slider = el("input", { type: "range", id: "budget", min: 0, max: 400, step: 1, "aria-describedby": "budget-hint" });
+  slider.addEventListener("input", () => moveTo(budgetAt(studyNow(), Number(slider.value) / 400)));
+  slider.addEventListener("keydown", (event) => {
+    const way = { PageUp: 1, PageDown: -1 }[event.key];
+    if (way) { event.preventDefault(); stepPlan(way); }
+  });
+  return [
+    el("p", { class: "caption", id: "frontier-caption" }),
+    el("dl", { class: "figures", id: "figures" }),
+    el("ul", { class: "legend", id: "frontier-legend" }),
+    el("div", { id: "frontier-chart" }),
+    el("div", { class: "slider" }, el("label", { for: "budget" }, "Budget: ", el("output", { id: "budget-said", for: "budget" })), slider,
+      el("div", { class: "steps" }, el("button", { type: "button", id: "less", onclick: () => stepPlan(-1) }, "← less memory"), el("button", { type: "button", id: "more", onclick: () => stepPlan(1) }, "less error →"),
+        el("button", { type: "button", id: "asked", onclick: () => moveTo(firstBudget(studyNow())) }, "as asked"), el("span", { class: "hint", id: "budget-hint" }, "Arrow keys move the budget, Page Up and Page Down go plan by plan."))),
+    el("div", { class: "words", id: "words", role: "status", "aria-live": "polite" }),
+    el("details", { id: "rules" }, el("summary", {}, "The plan, rule by rule"), el("ul", { id: "rules-list" })),
+    el("details", { id: "plans" }, el("summary", {}, "All plans as a table"), el("div", { id: "plans-table" })),
+  ];
+}
+
+function budgetAt(study, share) { const [low, high, isLog] = bytesRange(study); return Math.round(scale(low, high, 0, 1, isLog).back(share)); }
+
+function moveTo(budget) { state.budget = budget; state.asked = true; state.shown = null; drawAll(); }
+
+function stepPlan(way) {
+  const study = studyNow(), sizes = study.picks.map(([nbytes]) => nbytes);
+  const next = way > 0 ? sizes.find((nbytes) => nbytes > state.budget) : [...sizes].reverse().find((nbytes) => nbytes < (sizes.filter((n) => n <= state.budget).pop() ?? -1));
+  if (next !== undefined) moveTo(next);
+}
+
+function drawFrontierSection(record, study, label) {
+  const [low, high, isLog] = bytesRange(study), slider = document.getElementById("budget");
+  const said = `${bytes(state.budget)}${study.full_bytes ? `, ${percent(state.budget / study.full_bytes)} of the step as written` : ""}`;
+  if (document.activeElement !== slider || Math.abs(budgetAt(study, Number(slider.value) / 400) - state.budget) > 1) slider.value = String(Math.round(400 * scale(low, high, 0, 1, isLog).share(state.budget)));
+  slider.setAttribute("aria-valuetext", `${said}; ${label === null ? "nothing fits" : label}`);
+  document.getElementById("budget-said").textContent = said;
+  document.getElementById("asked").hidden = study.budget_bytes === null || state.budget === study.budget_bytes;
+  document.getElementById("less").disabled = !study.picks.length || label === null || label === study.picks[0][1];
+  document.getElementById("more").disabled = !study.picks.some(([nbytes]) => nbytes > state.budget);
+  fill("frontier-caption", `${study.task}. Each mark is a plan: to the left it takes less memory, lower down it errs less. ${study.band}`);
+  fill("figures", figures(study, label));
+  fill("frontier-legend", frontierLegend(study));
+  fill("frontier-chart", drawFrontier(study, state.budget, label, wide("frontier-chart"), moveTo));
+  const lines = sayPick(study, state.budget, label), words = document.getElementById("words");
+  if (words.textContent !== lines.join("")) words.replaceChildren(...lines.map((line) => el("p", {}, line)));
+  const mark = markOf(study, label);
+  document.getElementById("rules").hidden = !mark || !mark.words.length;
+  fill("rules-list", (mark ? mark.words : []).map((line) => el("li", {}, line)));
+  fill("plans-table", plansTable(study, label));
+}
+
+function figures(study, label) {
+  const mark = markOf(study, label), figure = (name, value, small) => el("div", {}, el("dt", {}, name), el("dd", {}, value, small ? el("small", {}, small) : null));
+  if (!mark) return [figure("plan", "nothing fits", `${bytes(state.budget)} is below what any plan needs`)];
+  const written = markOf(study, study.written), rows = [figure("peak memory, predicted", bytes(mark.nbytes), study.full_bytes ? `${percent(mark.nbytes / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
+  if (mark.measured_bytes !== null) rows.push(figure("peak memory, measured", bytes(mark.measured_bytes), mark.measured_bytes > state.budget ? "above the budget" : "within the budget"));
+  const known = mark.measured !== null ? "measured" : "predicted";
+  rows.push(figure(`${study.metric}, ${known}`, sayError(mark.measured ?? mark.error, study.metric), mark.low !== null && mark.high > mark.low ? `${sayError(mark.low, study.metric)} to ${sayError(mark.high, study.metric)}` : ""));
+  if (written && written !== mark && written.error !== null && mark.error !== null) {
+    const d = mark.error - written.error;
+    const known = mark.measured !== null && written.measured !== null ? "" : ", predicted";
+    rows.push(figure(`against the step as written${known}`, `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, doOverlap(mark, written) ? "the bands overlap" : ""));
+  }
+  return rows;
+}
+
+function frontierLegend(study) {
+  const draw = (...inner) => svg("svg", { width: 26, height: 16, "aria-hidden": "true" }, inner);
+  const rows = [["measured", svg("circle", { cx: 13, cy: 8, r: 5, class: "dot filled" })], ["predicted", svg("circle", { cx: 13, cy: 8, r: 5, class: "dot" })], ["best within each budget", svg("path", { d: "M0,4H13V12H26", class: "front" })]];
+  if (study.marks.some((mark) => mark.low !== null && mark.high > mark.low)) rows.push(["band of the error", svg("path", { d: "M9,2h8m-4,0V14m-4,0h8", class: "band", fill: "none" })]);
+  if (study.marks.some((mark) => mark.measured_bytes !== null)) rows.push(["from the predicted to the measured peak, of the picked plan", svg("path", { d: "M2,8H22m0,-4v8", class: "band", fill: "none" })]);
+  if (study.marks.some((mark) => mark.error === null)) rows.push(["no run ended well", svg("path", { d: "M8,3l10,10m0,-10l-10,10", class: "cross" })]);
+  return rows.map(([name, inner]) => el("li", {}, draw(inner), name));
+}
+
+function plansTable(study, label) {
+  const error = (value) => sayError(value, study.metric);
+  return sortable("plans-rows", [
+    { name: "plan", value: (mark) => mark.label, show: (mark) => calledOf(study, mark.label) },
+    { name: "predicted peak", value: (mark) => mark.nbytes, show: (mark) => bytes(mark.nbytes), kind: "num" },
+    { name: "measured peak", value: (mark) => mark.measured_bytes, show: (mark) => bytes(mark.measured_bytes), kind: "num" },
+    { name: study.metric, value: (mark) => mark.error, show: (mark) => error(mark.error), kind: "num" },
+    { name: "band", value: (mark) => mark.high, show: (mark) => (mark.low !== null ? `${error(mark.low)} – ${error(mark.high)}` : "–"), kind: "num" },
+    { name: "trials", value: (mark) => mark.num_trials, kind: "num" },
+    { name: "frontier", value: (mark) => (mark.on_front ? "yes" : "no") },
+    { name: "note", value: (mark) => mark.note, kind: "why" },
+  ], study.marks, { name: `Plans of ${study.task}`, chosen: (mark) => mark.label === label });
+}
+
+function buildMemory() {
+  const plan = el("select", { id: "memory-plan" });
+  plan.addEventListener("change", () => { state.shown = plan.value; drawAll(); });
+  return [el("p", { class: "caption" }, "What is held at the moment when most is held, by arithmetic on the traced step."), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
+    el("div", { class: "tools" }, el("label", { for: "memory-plan" }, "Compare the step as written with"), plan),
+    el("details", {}, el("summary", {}, "The same as a table"), el("div", { id: "memory-table" })), el("h3", {}, "By module"), el("p", { class: "caption" }, "Areas are bytes, on one scale; the dashed frame is the larger of the two."), el("div", { class: "maps", id: "memory-maps" }), el("div", { id: "memory-notes" })];
+}
+
+function drawMemory(record, study, label) {
+  const order = [...study.kept].sort((a, b) => b.peak_bytes - a.peak_bytes), width = wide("memory-bars");
+  fill("memory-legend", legendOf(order));
+  const shown = keptLabel(study, label), select = document.getElementById("memory-plan"), names = order.map((row) => row.label);
+  if (select.dataset.names !== JSON.stringify(names)) { select.dataset.names = JSON.stringify(names); select.replaceChildren(...names.map((name) => el("option", { value: name }, calledOf(study, name)))); }
+  select.value = shown;
+  fill("memory-bars", drawBars(study, order, study.marks.length || study.budget_bytes ? state.budget : null, label, shown, width));
+  fill("memory-table", rolesTable(study, order));
+  fill("memory-maps", drawMaps(study, order, shown, width));
+  fill("memory-notes", [...new Set(order.flatMap((row) => row.notes))].slice(0, 10).map((note) => el("p", { class: "hint" }, `Note: ${note}`)));
+}
+
+// The plan whose memory and slots are shown: what the reader chose, what the budget takes, else the smallest.
+function keptLabel(study, label) {
+  for (const name of [state.shown, label]) if (study.kept.some((row) => row.label === name)) return name;
+  return [...study.kept].sort((a, b) => a.peak_bytes - b.peak_bytes)[0].label;
+}
+
+function buildSlots() {
+  const search = el("input", { type: "search", id: "slots-search", "aria-label": "Only slots whose name has", placeholder: "name has …" });
+  search.addEventListener("input", () => { state.slots = search.value; drawAll(); });
+  const role = el("select", { id: "slots-role", "aria-label": "Role" });
+  role.addEventListener("change", () => { state.role = role.value; drawAll(); });
+  return [el("p", { class: "caption", id: "slots-caption" }), el("div", { class: "tools" }, search, role), el("div", { id: "slots-table" })];
+}
+
+function drawSlots(record, study, label) {
+  const row = study.kept.find((kept) => kept.label === keptLabel(study, label)), all = row.slots;
+  const counts = {};
+  for (const slot of all) counts[slot[5]] = (counts[slot[5]] || 0) + 1;
+  fill("slots-caption", `Under ${calledOf(study, row.label)}: ${plural(all.length, "slot")}, ${Object.entries(counts).map(([what, num]) => `${num} ${what}`).join(", ")}.`);
+  const roles = [...new Set(all.map((slot) => slot[1]))], select = document.getElementById("slots-role");
+  if (select.options.length !== roles.length + 1) select.replaceChildren(el("option", { value: "" }, "every role"), ...roles.map((role) => el("option", { value: role }, role)));
+  select.value = roles.includes(state.role) ? state.role : "";
+  const shown = all.filter((slot) => (!select.value || slot[1] === select.value) && slot[0].toLowerCase().includes(state.slots.toLowerCase()));
+  fill("slots-table", sortable("slots-rows", [
+    { name: "slot", value: (slot) => slot[0], kind: "format" },
+    { name: "role", value: (slot) => slot[1] },
+    { name: "as written", value: (slot) => slot[2], show: (slot) => bytes(slot[2]), kind: "num" },
+    { name: "waits as", value: (slot) => slot[3], show: (slot) => bytes(slot[3]), kind: "num" },
+    { name: "format", value: (slot) => slot[4], kind: "format nowrap" },
+    { name: "what", value: (slot) => slot[5] },
+    { name: "why", value: (slot) => slot[6], kind: "why" },
+  ], shown, { name: `Slots under ${row.label}`, most: 20, column: 2, down: true }));
+}
+
+function drawTrials(record, study) {
+  const runs = runsOf(record, study), metric = study ? study.metric : "error", tasks = new Set(runs.map((run) => run.task));
+  fill("trials-table", sortable("trials-rows", [
+    { name: "plan", value: (run) => run.plan, show: (run) => (study ? calledOf(study, run.plan) : run.plan) },
+    { name: "seed", value: (run) => run.seed, kind: "num" },
+    { name: "ended", value: (run) => run.status, show: (run) => run.status.replaceAll("_", " "), kind: "nowrap" },
+    { name: metric, value: (run) => run.error, show: (run) => sayError(run.error, metric), kind: "num" },
+    { name: "loss", value: (run) => run.loss, show: (run) => short(run.loss), kind: "num" },
+    { name: "predicted", value: (run) => run.predicted_bytes, show: (run) => bytes(run.predicted_bytes), kind: "num" },
+    { name: "measured", value: (run) => run.measured_bytes, show: (run) => bytes(run.measured_bytes), kind: "num" },
+    { name: "time", value: (run) => run.seconds, show: (run) => seconds(run.seconds), kind: "num" },
+    ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task, kind: "nowrap" }] : []),
+    { name: "why", value: (run) => run.reason, kind: runs.some((run) => run.reason) ? "why" : "" },
+  ], runs, { name: "Trials" }));
+}
+
+function drawCurvesSection(record, study, label) {
+  const runs = runsOf(record, study).filter((run) => run.curve.length > 1), tasks = [...new Set(runs.map((run) => run.task))].slice(0, 6);
+  fill("curves-charts", tasks.flatMap((task) => {
+    const own = runs.filter((run) => run.task === task);
+    return [tasks.length > 1 ? el("h3", {}, task) : null, curvesLegend(study, own, label), drawCurves(study, own, label, wide("curves-charts"))];
+  }));
+}
+
+function drawActions(record) {
+  fill("guards-table", sortable("guards-rows", [
+    { name: "step", value: (row) => row.step, kind: "num" }, { name: "slot", value: (row) => row.slot, kind: "format" }, { name: "from", value: (row) => row.before, kind: "format nowrap" },
+    { name: "to", value: (row) => row.after, kind: "format nowrap" }, { name: "why", value: (row) => row.why, kind: "why" }], record.actions, { name: "What the guard did" }));
+}
+
+function buildGiven() {
+  return [el("p", { class: "caption", id: "given-said" }), el("div", { id: "changes-table" }), el("details", { id: "given-all" }, el("summary", {}, "Every slot"), el("div", { id: "given-all-table" }))];
+}
+
+function drawGiven(record) {
+  const columns = [{ name: "slot", value: (row) => row.slot, kind: "format" }, { name: "asked", value: (row) => row.asked, kind: "format nowrap" }, { name: "given", value: (row) => row.given, kind: "format nowrap" }, { name: "why", value: (row) => row.reason, kind: "why" }];
+  fill("given-said", record.changes.length ? `${plural(record.changes.length, "difference")} between what the plan asked for and what the run got.` : "Everything is as it was asked for.");
+  fill("changes-table", record.changes.length ? sortable("changes-rows", columns, record.changes, { name: "Asked and given", most: 12 }) : []);
+  document.getElementById("given-all").hidden = !record.given.length;
+  fill("given-all-table", sortable("given-rows", columns, record.given, { name: "Every slot, asked and given" }));
+}
+
+function madeRows(record) {
+  const devices = [...new Set(record.runs.map((run) => run.device).filter(Boolean))];
+  return [["device", devices.join(", ")], ["commit", record.commit], ...Object.entries(record.versions)].filter(([, value]) => value);
+}
+
+function drawMade(record, study) {
+  const rows = madeRows(record), notes = [...record.notes, ...(study ? study.notes : [])];
+  fill("made-list", [el("dl", { class: "meta" }, rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])), ...notes.map((note) => el("p", { class: "hint" }, note))]);
+}
+
+// --- all of it ---------------------------------------------------------------------------------------------------------
+
+function drawAll() {
+  const { record } = state, study = studyNow();
+  if (study && (!state.asked || state.budget === null)) state.budget = firstBudget(study);
+  document.title = record.title;
+  fill("title", record.title);
+  fill("lead", sayLead(record, study));
+  drawChooser(record, study);
+  const label = study ? labelNow(study) : null, shown = SECTIONS.filter((section) => section.has(record, study));
+  for (const section of SECTIONS) showSection(section, shown.includes(section));
+  for (const section of shown) section.draw(record, study, label);
+  const links = shown.map((section) => section.id).join(" "), nav = document.getElementById("nav");
+  if (nav.dataset.links !== links) { nav.dataset.links = links; nav.replaceChildren(...shown.map((section) => el("a", { href: `#${section.id}` }, section.name))); }
+}
+
+function showSection(section, isShown) {
+  let node = document.getElementById(section.id);
+  if (!node && isShown) {
+    node = el("section", { id: section.id, "aria-labelledby": `${section.id}-name` }, el("h2", { id: `${section.id}-name` }, section.name), section.build());
+    const later = SECTIONS.slice(SECTIONS.indexOf(section) + 1).map((other) => document.getElementById(other.id)).find(Boolean);
+    document.getElementById("main").insertBefore(node, later || null);
+  }
+  if (node) node.hidden = !isShown;
+}
+
+function sayLead(record, study) {
+  if (!study) return "There is nothing to show yet.";
+  const finished = record.progress.flatMap((row) => Object.values(row.by_status)).reduce((a, b) => a + b, 0);
+  const trials = plural(Math.max(finished, record.runs.length), "trial"), plans = plural(study.marks.length || study.kept.length, "plan");
+  return `${plans}${record.runs.length ? `, ${trials}` : ""}${record.studies.length > 1 ? `, ${record.studies.length} tasks` : ""}.`;
+}
+
+function drawChooser(record, study) {
+  const chooser = document.getElementById("chooser"), select = document.getElementById("task"), names = record.studies.map((one) => one.task);
+  chooser.hidden = names.length < 2;
+  if (JSON.stringify(names) !== select.dataset.names) { select.dataset.names = JSON.stringify(names); select.replaceChildren(...names.map((name) => el("option", { value: name }, name))); }
+  if (study) select.value = study.task;
+}
+
+function setUpTheme() {
+  const button = document.getElementById("theme"), system = window.matchMedia("(prefers-color-scheme: dark)");
+  let chosen = null;
+  try { chosen = window.localStorage.getItem("paredown-theme"); } catch { chosen = null; } // a file has no storage in some browsers
+  const show = () => {
+    const theme = chosen || (system.matches ? "dark" : "light");
+    document.documentElement.dataset.theme = theme;
+    button.textContent = theme === "dark" ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Change to ${theme === "dark" ? "light" : "dark"} colours`);
+  };
+  button.addEventListener("click", () => {
+    chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    try { window.localStorage.setItem("paredown-theme", chosen); } catch { /* it holds for this visit */ }
+    show();
+  });
+  system.addEventListener("change", show);
+  show();
+}
+
+function setUpLive(address) {
+  const said = document.getElementById("live"), source = new EventSource(address);
+  said.hidden = false;
+  said.textContent = "connecting";
+  source.addEventListener("record", (event) => {
+    state.record = JSON.parse(event.data);
+    drawAll();
+    said.classList.remove("lost");
+    said.textContent = "live";
+  });
+  source.addEventListener("trouble", (event) => { said.classList.add("lost"); said.textContent = JSON.parse(event.data); });
+  source.addEventListener("error", () => { said.classList.add("lost"); said.textContent = "connection lost; trying again"; });
+}
+
+document.body.prepend(textures());
+setUpTheme();
+document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; state.shown = null; drawAll(); });
+document.getElementById("foot").append(document.body.dataset.live ? "Shown by paredown from this machine, for reading only." : "Made by paredown. This page is one file: it loads nothing and sends nothing.");
+drawAll();
+let lastWidth = document.body.clientWidth;
+new ResizeObserver(() => { if (document.body.clientWidth !== lastWidth) { lastWidth = document.body.clientWidth; drawAll(); } }).observe(document.body);
+if (document.body.dataset.live) setUpLive(document.body.dataset.live);

@@ -1,0 +1,252 @@
+"""A pick in the making: what is known of each plan, what is tried next, and what is answered in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paredown.errors import BudgetError, TaskError
+from paredown.plan.plan import Plan
+from paredown.plan.trial import Status, Trial
+from paredown.runs.measuring import Measurer, Told
+from paredown.search.candidates import Candidates, Step
+from paredown.search.choosing import TURNS, is_settled, propose
+from paredown.search.estimate import Choice, Estimate
+from paredown.search.frontier import undominated
+from paredown.search.learned import WORST, Learned
+from paredown.search.picked import Frontier, Picked, Point
+from paredown.search.pooled import Prior
+from paredown.search.telling import Telling, why_none_trains, why_nothing_is_small_enough
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+MOST_USED = 8  # earlier tasks that an answer names
+MOST_FAILURES = 3  # trials that may fail, and none succeed: then it is not the plan
+
+
+@dataclass
+class Picking:
+    """`unit`: the error of a blind guess; where it is not known, what makes the first trial as good as earlier tasks were under its plan.
+
+    `is_strict`: measured peaks above the budget do not fit either, as on a GPU.
+    """
+
+    task: str
+    metric: str
+    unit: float | None
+    budget_bytes: int
+    step: Step
+    candidates: Candidates
+    learned: Learned
+    is_strict: bool = False
+    prior: Prior = field(init=False)
+    trials: list[Trial] = field(default_factory=list[Trial])
+    num_done: int = 0  # trials that count as evaluations
+    others: list[Trial] = field(default_factory=list[Trial])
+    is_settled: bool = False
+    _place: dict[object, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        rows = self.candidates
+        self.prior = self.learned.covering(rows.columns, rows.features, rows.points)
+        self._place = {_key(row.plan): i for i, row in enumerate(rows.rows)}
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    def learn(self, own: Iterable[Trial], others: Iterable[Trial] = ()) -> None:
+        """Trials that are there: made for this pick, or known besides."""
+        own = list(own)
+        self.trials += own
+        self.num_done += len(own)
+        self.others += others
+        if len(self.trials) >= MOST_FAILURES and all(trial.status is Status.FAILED for trial in self.trials):
+            raise TaskError(f"task {self.task!r}: {len(self.trials)} trials of {len(self.trials)} failed. {self.trials[-1].reason}")
+
+    @property
+    def known(self) -> list[tuple[int, Trial]]:
+        """All trials, with the plan of each."""
+        return [(self._place[_key(trial.plan)], trial) for trial in (*self.trials, *self.others) if _key(trial.plan) in self._place]
+
+    def runs(self) -> list[tuple[int, float]]:
+        """(plan, error in parts of a blind guess) of the trials that came to an end."""
+        found = [
+            (plan, trial) for plan, trial in self.known if trial.status not in (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)
+        ]
+        return [(plan, min(WORST, trial.error / self._unit) if trial.error is not None else WORST) for plan, trial in found]
+
+    @property
+    def _unit(self) -> float:
+        """What one part of a blind guess is in the task's metric."""
+        if self.unit is not None:
+            return self.unit
+        first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
+        if first is None:
+            return 1.0
+        expected = Estimate.of(self.prior, self.candidates.memory).means[first[0]]
+        return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
+
+    def blocked(self) -> set[int]:
+        """Plans that cannot be trained here: a trial had no memory, failed, or took more than the budget where that is strict."""
+        bad = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)
+        over = self.budget_bytes if self.is_strict else np.inf
+        return {plan for plan, trial in self.known if trial.status in bad or (trial.measured_peak_bytes or 0) > over}
+
+    def fits(self) -> Indices:
+        """Plans that may be taken."""
+        blocked = self.blocked()
+        within = np.flatnonzero(self.candidates.memory <= self.budget_bytes)
+        return np.array([plan for plan in within if plan not in blocked], dtype=np.intp)
+
+    # --- what is tried ------------------------------------------------------------------------------------------------
+
+    def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, told: Told | None = None) -> None:
+        """Trials, until there are `evaluations` of them or nothing more is worth one."""
+        while self.num_done < evaluations and not self.is_settled:
+            plan = self.next_plan(evaluations - self.num_done)
+            if plan is None:
+                return
+            label, done = self.candidates.rows[plan].label, self.num_done
+
+            def step(now: int, of: int, loss: float, done: int = done, label: str = label) -> None:
+                if told is not None:
+                    told(done + now / max(of, 1), evaluations, f"{label}: step {now} of {of}, training loss {loss:.4g}")
+
+            if told is not None:
+                told(done, evaluations, f"trying {label}")
+            found = measurer.measure(self.candidates.rows[plan].plan, self._fresh_seed(plan, seed), step)
+            self.learn(found)
+            if told is not None:
+                told(self.num_done, evaluations, "; ".join(f"{label}: {_said(trial)}" for trial in found))
+
+    def _fresh_seed(self, plan: int, seed: int) -> int:
+        """The first from `seed` on that this plan was not tried with."""
+        taken = {trial.seed for one, trial in self.known if one == plan}
+        return next(number for number in count(seed) if number not in taken)
+
+    def next_plan(self, num_left: int) -> int | None:
+        """The plan to try next; None where nothing fits, or nothing more is worth a trial."""
+        fits, runs = self.fits(), self.runs()
+        if not len(fits):
+            return None
+        belief, memory = self.prior.after(runs), self.candidates.memory
+        best, tried = self.choice().plan, {plan for plan, _ in self.known}
+        if best in tried and is_settled(self.prior, belief, fits):
+            self.is_settled = True
+            return None
+        if best not in tried and num_left == 1:
+            return best
+        return propose(TURNS[min(len(self.known), len(TURNS) - 1)], self.prior, belief, fits, memory)
+
+    # --- what is answered ---------------------------------------------------------------------------------------------
+
+    def estimate(self) -> Estimate:
+        """What is believed of all plans, in parts of a blind guess; plans that cannot be trained need endless memory."""
+        memory = self.candidates.memory.copy()
+        memory[list(self.blocked())] = np.inf
+        measured: dict[int, list[float]] = {}
+        for plan, error in self.runs():
+            measured.setdefault(plan, []).append(error)
+        return Estimate.of(self.prior, memory, measured)
+
+    def choice(self) -> Choice:
+        """The plan to take; BudgetError where nothing fits."""
+        return self.estimate().best(self.budget_bytes)
+
+    def answer(self, seconds: float) -> Picked:
+        """All of it."""
+        estimate = self.estimate()
+        points = self._points(estimate)
+        answer = Picked(
+            task=self.task,
+            plan=None,
+            frontier=self._frontier(points),
+            reason="",
+            budget_bytes=self.budget_bytes,
+            full_bytes=self.step.full_bytes,
+            trials=tuple(self.trials),
+            seconds=seconds,
+            prior=self.learned.earlier.name,
+            used=tuple(self.learned.used(estimate.belief)[:MOST_USED]),
+        )
+        try:
+            choice = estimate.best(self.budget_bytes)
+        except BudgetError:
+            smallest, reason = self._nothing(points)
+            return replace(answer, frontier=self._frontier([*points, *smallest]), reason=reason)
+        return self._taken(answer, points[choice.plan], tuple(points[plan].label for plan in choice.ties))
+
+    def _taken(self, answer: Picked, point: Point, ties: tuple[str, ...]) -> Picked:
+        telling = Telling(self.budget_bytes, self.step.full_bytes, answer.trials, self.learned)
+        reason = telling.why(point, ties, len(self.fits()), is_settled=self.is_settled)
+        notes = telling.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
+        return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)
+
+    def _points(self, estimate: Estimate) -> list[Point]:
+        """A point for each plan, in the order of the candidates."""
+        rows, blocked, fits = self.candidates.rows, self.blocked(), set(self.fits().tolist())
+        front = undominated(estimate.memory, estimate.means) & np.isfinite(estimate.memory)
+        return [
+            Point(
+                label=row.label,
+                plan=row.plan,
+                predicted_bytes=row.predicted_bytes,
+                mean=max(float(estimate.means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
+                deviation=float(estimate.deviations[i]) * self._unit,
+                measured=_mean([trial.error for plan, trial in self.known if plan == i]),
+                measured_bytes=max((trial.measured_peak_bytes or 0 for plan, trial in self.known if plan == i), default=0) or None,
+                on_front=bool(front[i]),
+                fits=i in fits,
+                source="measured" if i in estimate.measured else "prior" if row.column >= 0 else "features",
+                trains=i not in blocked,
+            )
+            for i, row in enumerate(rows)
+        ]
+
+    def _frontier(self, points: Sequence[Point]) -> Frontier:
+        return Frontier(tuple(points), self.metric, self.step.full_bytes)
+
+    def _nothing(self, points: Sequence[Point]) -> tuple[list[Point], str]:
+        """The smallest plan there is, where it is none of the points, and the sentences that say why nothing fits."""
+        within = [point for point in points if point.predicted_bytes <= self.budget_bytes]
+        if within:
+            return [], why_none_trains(within, self.trials)
+        least = min(points, key=lambda point: point.predicted_bytes)
+        if self.step.trace_of is None:
+            return [], why_nothing_is_small_enough(least, self.budget_bytes)
+        try:
+            self.step.made(self.budget_bytes)
+        except BudgetError as error:
+            smallest = error.smallest_bytes
+            if smallest is None or smallest >= least.predicted_bytes:
+                return [], f"{error} The smallest plan is {least.label}."
+            return self._smallest(smallest), f"{error} It is the plan {SMALLEST!r} of the frontier."
+        return [], why_nothing_is_small_enough(least, self.budget_bytes)
+
+    def _smallest(self, nbytes: int) -> list[Point]:
+        """The plan of the smallest peak, judged by its features."""
+        plan = self.step.made(nbytes)
+        rows = self.candidates
+        prior = self.learned.covering(np.array([-1]), self.step.features(plan)[None], rows.points)
+        found = Estimate.of(prior, np.array([float(nbytes)]))
+        mean, deviation = float(found.means[0]) * self._unit, float(found.deviations[0]) * self._unit
+        return [Point(SMALLEST, plan, self.step.bytes_of(plan), mean, deviation, on_front=True, fits=False, source="features")]
+
+
+SMALLEST = "smallest"
+
+
+def _key(plan: Plan) -> object:
+    return plan.rules, plan.recompute
+
+
+def _mean(errors: Iterable[float | None]) -> float | None:
+    found = [error for error in errors if error is not None]
+    return float(np.mean(found)) if found else None
+
+
+def _said(trial: Trial) -> str:
+    return f"error {trial.error:.4g}" if trial.error is not None else f"{trial.status.value}, {trial.reason}"

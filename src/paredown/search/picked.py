@@ -1,0 +1,267 @@
+"""What `pick` answers: a `Picked`, with the `Frontier` of all plans that it knows of, a `Point` each.
+
+>>> points = (
+...     Point("lpmm", Plan.preset("lpmm"), 400, 0.12, 0.01, on_front=True),
+...     Point("as written", Plan(), 1000, 0.10, 0.01, on_front=True),
+... )
+>>> frontier = Frontier(points, "error", full_bytes=1000)
+>>> frontier.best("60%").label, frontier.best(1000).label
+('lpmm', 'as written')
+>>> frontier.best("10%")
+Traceback (most recent call last):
+    ...
+paredown.errors.BudgetError: no plan fits 100 B; the smallest, lpmm, needs 400 B. Raise the budget, or lower the batch.
+>>> Frontier.from_json(frontier.to_json()) == frontier
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from paredown.errors import BudgetError, PlanError
+from paredown.plan.plan import Plan
+from paredown.plan.sizes import parse_bytes, say_bytes
+from paredown.plan.trial import Trial
+
+VERSION = 1  # of the JSON
+LARGEST = 1e300  # of numbers and sizes in a file
+SOURCES = ("measured", "prior", "features")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan for a task: bytes at the peak, and the error that training under it has on average, as far as is known.
+
+    `mean` and `deviation` are of the mean over runs, in units of the task's metric; `measured` is the mean of the finished trials, None
+    where there is none. `source`: whether it was measured, is a plan of earlier tasks, or is judged by its features alone. `fits`: whether
+    it is within the budget; None where no budget was given. `trains`: False where a trial had no memory, or failed.
+    """
+
+    label: str
+    plan: Plan
+    predicted_bytes: int
+    mean: float
+    deviation: float
+    measured: float | None = None
+    measured_bytes: int | None = None
+    on_front: bool = False
+    fits: bool | None = None
+    source: str = "prior"
+    trains: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self, POINT_CHECKS, "point")
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: all fields by name."""
+        return {row.name: getattr(self, row.name) for row in fields(self)} | {"plan": self.plan.to_json()}
+
+    @staticmethod
+    def from_json(value: Any) -> Point:
+        """The point whose `to_json` is `value`; PlanError says why it is none."""
+        parts = _parts(value, Point, "point")
+        parts["plan"] = Plan.from_json(parts["plan"])
+        return Point(**parts)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """All points, the least bytes first; `full_bytes`: of the step as it is written, which percentages are of."""
+
+    points: tuple[Point, ...]
+    metric: str = "error"
+    full_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "points", tuple(sorted(self.points, key=lambda point: (point.predicted_bytes, point.mean))))
+        _check(self, FRONTIER_CHECKS, "frontier")
+
+    def front(self) -> tuple[Point, ...]:
+        """The points that no other is expected to beat in both bytes and error."""
+        return tuple(point for point in self.points if point.on_front)
+
+    def best(self, budget: int | str) -> Point:
+        """The point of least mean error within the budget, of equals the one of fewest bytes."""
+        budget_bytes = parse_bytes(budget, whole=self.full_bytes)
+        within = [point for point in self.points if point.trains and point.predicted_bytes <= budget_bytes]
+        if not within:
+            raise BudgetError(self._why(budget_bytes))
+        return min(within, key=lambda point: (point.mean, point.predicted_bytes))
+
+    def find(self, label: str) -> Point:
+        """The point of that label."""
+        for point in self.points:
+            if point.label == label:
+                return point
+        raise PlanError(f"no point is called {label!r}. There are: {', '.join(point.label for point in self.points)}.")
+
+    def _why(self, budget_bytes: int) -> str:
+        if not self.points:
+            return f"no plan fits {say_bytes(budget_bytes)}: the frontier is empty."
+        least = next((point for point in self.points if point.trains), self.points[0])
+        smallest = f"the smallest, {least.label}, needs {say_bytes(least.predicted_bytes)}"
+        return f"no plan fits {say_bytes(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        points = [point.to_json() for point in self.points]
+        return {"version": VERSION, "metric": self.metric, "full_bytes": self.full_bytes, "points": points}
+
+    @staticmethod
+    def from_json(value: Any) -> Frontier:
+        """The frontier whose `to_json` is `value`; PlanError says why it is none."""
+        parts = _parts(value, Frontier, "frontier")
+        parts["points"] = tuple(Point.from_json(point) for point in _list(parts["points"], "points"))
+        return Frontier(**parts)
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The plan to take for a task within a budget, and why; `plan` None: nothing fits, and `reason` says what would.
+
+    `ties`: labels of other plans that fit and may be as good. `trials`: what was measured for it. `seconds`: what that took.
+    `prior`: which earlier tasks were learned from; `used`: those that weigh most, (name, weight), weights of all adding up to 1. `label`:
+    the picked point's; `notes`: what else was found.
+    """
+
+    task: str
+    plan: Plan | None
+    frontier: Frontier
+    reason: str
+    budget_bytes: int
+    full_bytes: int
+    trials: tuple[Trial, ...] = ()
+    ties: tuple[str, ...] = ()
+    seconds: float = 0.0
+    prior: str = ""
+    used: tuple[tuple[str, float], ...] = ()
+    label: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(self, PICKED_CHECKS, "pick")
+
+    @property
+    def point(self) -> Point | None:
+        """The point of the plan that was picked; None where nothing fits."""
+        return None if self.plan is None else self.frontier.find(self.label)
+
+    def __repr__(self) -> str:
+        what = f"{self.label} for {self.task}" if self.plan is not None else f"nothing for {self.task}"
+        trials = f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)}"
+        return f"Picked({what} within {say_bytes(self.budget_bytes)}, {trials}): {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: version and all fields by name."""
+        value: dict[str, Any] = {"version": VERSION} | {row.name: getattr(self, row.name) for row in fields(self)}
+        value |= {"plan": None if self.plan is None else self.plan.to_json(), "frontier": self.frontier.to_json()}
+        value |= {"trials": [trial.to_json() for trial in self.trials], "used": [list(pair) for pair in self.used]}
+        return value | {"ties": list(self.ties), "notes": list(self.notes)}
+
+    @staticmethod
+    def from_json(value: Any) -> Picked:
+        """The pick whose `to_json` is `value`; PlanError says why it is none."""
+        parts = _parts(value, Picked, "pick")
+        parts["plan"] = None if parts["plan"] is None else Plan.from_json(parts["plan"])
+        parts["frontier"] = Frontier.from_json(parts["frontier"])
+        parts["trials"] = tuple(Trial.from_json(trial) for trial in _list(parts.get("trials", []), "trials"))
+        parts["used"] = tuple(tuple(_list(pair, "used")) for pair in _list(parts.get("used", []), "used"))
+        parts |= {name: tuple(_list(parts.get(name, []), name)) for name in ("ties", "notes")}
+        return Picked(**parts)
+
+
+# --- what may stand where -----------------------------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
+
+
+def _are(kind: type, value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, kind) for part in value)
+
+
+def _is_used(value: Any) -> bool:
+    return _are(tuple, value) and all(len(pair) == 2 and isinstance(pair[0], str) and _is_number(pair[1]) for pair in value)
+
+
+TEXT = (lambda value: isinstance(value, str), "text")
+PLAN = (lambda value: isinstance(value, Plan), "a Plan")
+BYTES = (_is_bytes, "a whole number from 0 up")
+NUMBER = (_is_number, "a finite number")
+TEXTS = (lambda value: _are(str, value), "texts")
+
+
+def _or_none(check: Any) -> Any:
+    return lambda value: value is None or check[0](value), f"{check[1]}, or None"
+
+
+Checks = Mapping[str, Any]
+POINT_CHECKS: Checks = {
+    "label": TEXT,
+    "plan": PLAN,
+    "predicted_bytes": BYTES,
+    "mean": NUMBER,
+    "deviation": (lambda value: _is_number(value) and value >= 0, "a finite number from 0 up"),
+    "measured": _or_none(NUMBER),
+    "measured_bytes": _or_none(BYTES),
+    **dict.fromkeys(("on_front", "trains"), (lambda value: isinstance(value, bool), "true or false")),
+    "fits": (lambda value: value is None or isinstance(value, bool), "true, false or None"),
+    "source": (lambda value: value in SOURCES, f"one of {', '.join(SOURCES)}"),
+}
+FRONTIER_CHECKS: Checks = {
+    "points": (lambda value: _are(Point, value), "points"),
+    "metric": TEXT,
+    "full_bytes": _or_none(BYTES),
+}
+PICKED_CHECKS: Checks = {
+    **dict.fromkeys(("task", "reason", "prior", "label"), TEXT),
+    **dict.fromkeys(("budget_bytes", "full_bytes"), BYTES),
+    **dict.fromkeys(("ties", "notes"), TEXTS),
+    "plan": _or_none(PLAN),
+    "frontier": (lambda value: isinstance(value, Frontier), "a Frontier"),
+    "trials": (lambda value: _are(Trial, value), "trials"),
+    "seconds": NUMBER,
+    "used": (_is_used, "pairs of a name and a weight"),
+}
+
+
+def _check(value: Any, checks: Checks, what: str) -> None:
+    for name, (check, expected) in checks.items():
+        if not check(part := getattr(value, name)):
+            raise PlanError(f"{name} of a {what} is {expected}, not {_brief(part)}.")
+
+
+def _parts(value: Any, kind: Any, what: str) -> dict[str, Any]:
+    """The fields of a JSON object, the version looked at and left out."""
+    names = [row.name for row in fields(kind)]
+    needed = {row.name for row in fields(kind) if row.default is MISSING}
+    if not isinstance(value, dict) or not value.keys() >= needed:
+        raise PlanError(f"the JSON of a {what} is an object with {', '.join(sorted(needed))}; this is {_brief(value)}.")
+    version = value.get("version", VERSION)
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise PlanError(
+            f"the {what} is of version {_brief(version)}; this paredown reads 1 to {VERSION}. Update paredown to read it."
+        )
+    unknown = sorted(str(name) for name in value.keys() - {"version", *names})
+    if unknown:
+        raise PlanError(f"field {unknown[0]!r} is unknown in a {what} of version {VERSION}. Allowed: {', '.join(names)}.")
+    return {name: part for name, part in value.items() if name != "version"}
+
+
+def _list(value: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise PlanError(f"{name} is a list, not {_brief(value)}.")
+    return value
+
+
+def _brief(value: object) -> str:
+    """A value in a message, cut to one short line."""
+    return text if len(text := repr(value)) <= 80 else text[:77] + "..."

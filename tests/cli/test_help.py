@@ -1,0 +1,100 @@
+"""Every verb: help with an example that could be typed, --json, and nothing heavy imported before it is needed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+import typer
+
+from paredown.cli import app
+from paredown.cli.verbs import Exit
+from tests.cli.asking import CONTROL, ROOT, ask, environment
+
+VERBS = {
+    *("env", "formats", "estimate", "explain", "plan", "pick", "train", "worker", "frontier", "report", "serve", "demo"),
+    *(f"sweep {name}" for name in ("run", "status", "export", "merge")),
+    *(f"prior {name}" for name in ("list", "show", "add", "make", "remove")),
+}
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """(words, command) of every verb under a group."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+FOUND = dict(commands(typer.main.get_command(app)))
+
+
+def flags(command: Any) -> dict[str, Any]:
+    """The flags of a command by spelling."""
+    return {flag: option for option in command.params for flag in (*option.opts, *option.secondary_opts) if flag.startswith("-")}
+
+
+def test_the_verbs_are_those_of_the_pipeline() -> None:
+    assert set(FOUND) == VERBS
+
+
+@pytest.mark.parametrize("name", sorted(VERBS))
+def test_a_verb_has_help_with_examples_and_json(name: str) -> None:
+    status, out, _ = ask(*name.split(), "--help")
+    text = CONTROL.sub("", out)
+    assert status == 0 and "Example" in text and "--json" in text
+    assert re.search(rf"^ +paredown {name}\b", text, re.MULTILINE), "an example begins with the command"
+
+
+@pytest.mark.parametrize("name", sorted(VERBS))
+def test_the_examples_could_be_typed(name: str) -> None:
+    """Each is a command line that the parser takes: known flags, values where they belong."""
+    command = FOUND[name]
+    head, *examples = command.epilog.split("\n\n")
+    assert head in ("Example:", "Examples:") and examples
+    for example in examples:
+        words = shlex.split(example)
+        assert words[: 1 + len(name.split())] == ["paredown", *name.split()]
+        assert len(example) <= 78, "a line of a terminal"
+        command.make_context("paredown", words[1 + len(name.split()) :], resilient_parsing=False)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+import sys
+from typer.testing import CliRunner
+from paredown.cli import app
+for words in ([], ["estimate"], ["sweep", "run"], ["prior", "show"], ["demo"]):
+    assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0
+heavy = {"torch", "numpy", "scipy", "sqlalchemy", "transformers", "paredown.plan.plan", "paredown.report.record"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_exit_statuses_are_those_of_the_guide() -> None:
+    guide = (ROOT / "docs" / "cli.md").read_text()
+    told = {int(number) for number in re.findall(r"^\| (\d+) \|", guide, re.MULTILINE)}
+    assert told == {int(status) for status in Exit}
+
+
+def test_the_version_is_told() -> None:
+    status, out, _ = ask("--version")
+    assert status == 0 and re.fullmatch(r"paredown \d+\.\d+\.\d+\n", out)
+
+
+@pytest.mark.parametrize(
+    "words", [("estimat", "digits"), ("estimate",), ("plan", "digits"), ("formats", "--shape"), ("estimate", "digits", "--unheard")]
+)
+def test_a_misspelled_command_line_is_exit_2(words: tuple[str, ...]) -> None:
+    assert ask(*words)[0] == Exit.USAGE

@@ -1,0 +1,1 @@
+"""Files and texts of strangers: malformed, huge, hostile, of another version."""

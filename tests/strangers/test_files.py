@@ -1,0 +1,352 @@
+"""Pictures, texts, stores, exports and checkpoints from strangers: a value or a sentence; nothing in them is run."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import sqlite3
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import paredown as pare
+from paredown.runs.arrays import read_arrays
+from paredown.runs.sources import read_idx, read_text
+from tests.strangers.mutations import answers, thousands, wrong_bytes, wrong_json
+
+
+class Bomb:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.mark), "w")
+
+
+def npz(**arrays: Any) -> bytes:
+    """The bytes of an .npz."""
+    to = io.BytesIO()
+    np.savez(to, **arrays)
+    return to.getvalue()
+
+
+def right_npz() -> bytes:
+    """Ten pictures and their labels."""
+    x, y = np.zeros((10, 4, 4), np.uint8), np.arange(10) % 2
+    return npz(x_train=x, y_train=y, x_test=x, y_test=y, class_names=np.array(["a", "b"]))
+
+
+def test_pictures(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    path.write_bytes(right_npz())
+    assert answers(lambda: read_arrays(path))
+
+    @thousands(400)
+    @given(wrong_bytes(right_npz()))
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        answers(lambda: read_arrays(path))
+
+    check()
+
+
+KINDS = [np.float64, np.complex64, np.bool_, np.uint64, "U3", "S3", "M8[s]", np.dtype([("a", np.int32)])]
+
+
+@thousands(300)
+@given(
+    st.sampled_from(KINDS), st.lists(st.integers(0, 5), max_size=5), st.sampled_from(KINDS), st.lists(st.integers(0, 5), max_size=3)
+)
+def test_pictures_of_odd_types_and_shapes(
+    tmp_path_factory: pytest.TempPathFactory, a: Any, shape: list[int], b: Any, other: list[int]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "odd.npz"
+    x, y = np.zeros(shape, a), np.zeros(other, b)
+    path.write_bytes(npz(x_train=x, y_train=y, x_test=x, y_test=y))
+    answers(lambda: read_arrays(path))
+    path.write_bytes(npz(pictures=x, labels=y))
+    answers(lambda: read_arrays(path))
+
+
+def test_arrays_with_objects_and_wrong_headers_are_not_run(tmp_path: Path) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "evil.npz"
+    objects = np.array([Bomb(mark)] * 10, dtype=object)
+    huge = b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999, 99999), }".ljust(128)
+    for data in (
+        npz(x_train=objects, y_train=objects, x_test=objects, y_test=objects),
+        pickle.dumps(Bomb(mark)),
+        _zip(b"x_train.npy", huge),
+    ):
+        path.write_bytes(data)
+        assert not answers(lambda: read_arrays(path))
+    assert not mark.exists()
+
+
+def test_files_that_swell_are_refused(tmp_path: Path) -> None:
+    """A few kilobytes that would unpack to gigabytes."""
+    text, arrays = tmp_path / "text.gz", tmp_path / "data.npz"
+    text.write_bytes(gzip.compress(bytes(1 << 24)) * 70)  # 70 members of 16 MiB
+    assert not answers(lambda: read_text(text, 8))
+    with zipfile.ZipFile(arrays, "w", zipfile.ZIP_DEFLATED) as file, file.open("x_train.npy", "w") as member:
+        for _ in range(70):
+            member.write(bytes(1 << 24))
+    assert not answers(lambda: read_arrays(arrays))
+
+
+def _zip(name: bytes, data: bytes) -> bytes:
+    to = io.BytesIO()
+    with zipfile.ZipFile(to, "w") as file:
+        file.writestr(name.decode(), data)
+    return to.getvalue()
+
+
+def test_texts_and_idx(tmp_path: Path) -> None:
+    text, folder = tmp_path / "text.gz", tmp_path / "idx"
+    folder.mkdir()
+    head = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 2])
+    pictures, labels = head + bytes(8), bytes([0, 0, 8, 1, 0, 0, 0, 2, 0, 1])
+    names = {
+        f"{part}-{kind}-ubyte": data
+        for part in ("train", "t10k")
+        for kind, data in (("images-idx3", pictures), ("labels-idx1", labels))
+    }
+    for name, data in names.items():
+        (folder / name).write_bytes(data)
+    assert answers(lambda: read_idx(folder))
+
+    @thousands(300)
+    @given(wrong_bytes(gzip.compress(b"hello " * 40)), wrong_bytes(pictures), wrong_bytes(labels))
+    def check(zipped: bytes, x: bytes, y: bytes) -> None:
+        text.write_bytes(zipped)
+        answers(lambda: read_text(text, 8))
+        (folder / "train-images-idx3-ubyte").write_bytes(x)
+        (folder / "train-labels-idx1-ubyte").write_bytes(y)
+        answers(lambda: read_idx(folder))
+
+    check()
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store_bytes(tmp_path: Path) -> bytes:
+    """A store with finished and waiting trials, in one file."""
+    pytest.importorskip("sqlalchemy")
+    from paredown.runs.claims import Ended
+    from paredown.runs.store import Store
+    from tests.support.trials import done, draw
+
+    path = tmp_path / "right.db"
+    with Store(path) as store:
+        store.add("s", draw("a", "b", seeds=range(2)))
+        for claim in store.claim("w", 2):
+            store.finish("w", Ended(claim, done(claim.spec)))
+    whole = sqlite3.connect(path)
+    whole.execute("pragma wal_checkpoint(truncate)")
+    whole.execute("pragma journal_mode=delete")
+    whole.close()
+    return path.read_bytes()
+
+
+def looked_at(path: Path) -> None:
+    """All that reads a store."""
+    from paredown.report.record import Record
+    from paredown.runs.collected import read_rows
+    from paredown.runs.export import rows
+    from paredown.runs.merge import merge
+    from paredown.runs.status import count, find_best
+    from paredown.runs.store import Store
+
+    with Store(path, may_create=False, patience_seconds=0.0) as store:
+        for counts in count(store):
+            assert all(map(str, (counts, *find_best(store, counts.sweep))))
+        rows(store)
+        with Store(path.with_name("into.db"), patience_seconds=0.0) as into:
+            merge(into, store)
+        Record.of_store(store)
+    read_rows(path)
+
+
+def test_stores(tmp_path: Path, store_bytes: bytes) -> None:
+    path = tmp_path / "other.db"
+    path.write_bytes(store_bytes)
+    assert answers(lambda: looked_at(path))
+
+    @thousands(150)
+    @given(wrong_bytes(store_bytes))
+    def check(data: bytes) -> None:
+        for beside in tmp_path.glob("other.db*"):
+            beside.unlink()
+        path.write_bytes(data)
+        answers(lambda: looked_at(path))
+
+    check()
+
+
+COLUMNS = ("sweep", "state", "task", "plan", "seed", "settings", "status", "error", "result", "propensity", "place", "attempts")
+
+
+def test_rows_of_strangers(tmp_path: Path, store_bytes: bytes) -> None:
+    """Right tables with odd contents; SQLite lets any column hold anything."""
+    path = tmp_path / "odd.db"
+    values = [None, "", "x", "{", "[]", "{}", "null", -1, 2**62, 1e308, b"\x00\xff", "done", "finished", "\x1b[2J", "[" * 3000]
+
+    @thousands(200)
+    @given(st.lists(st.tuples(st.sampled_from(COLUMNS), st.sampled_from(values)), min_size=1, max_size=3))
+    def check(changes: list[tuple[str, Any]]) -> None:
+        for beside in tmp_path.glob("odd.db*"):
+            beside.unlink()
+        path.write_bytes(store_bytes)
+        file = sqlite3.connect(path)
+        for column, value in changes:
+            try:
+                file.execute(f"update paredown_trials set {column} = ?", (value,))
+            except sqlite3.IntegrityError:
+                continue
+        file.commit()
+        file.close()
+        answers(lambda: looked_at(path))
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "sql", ["create table other (a)", "create table paredown_trials (a)", "create view trials as select 1 as a"]
+)
+def test_databases_of_others_are_sentences_and_stay_as_they_are(tmp_path: Path, sql: str) -> None:
+    pytest.importorskip("sqlalchemy")
+    path = tmp_path / "other.db"
+    file = sqlite3.connect(path)
+    file.execute(sql)
+    file.commit()
+    file.close()
+    before = path.read_bytes()
+    assert not answers(lambda: looked_at(path))
+    assert path.read_bytes() == before
+
+
+def test_exports_of_others(tmp_path: Path, store_bytes: bytes) -> None:
+    from paredown.runs.collected import collect, read_rows
+    from paredown.runs.export import export
+    from paredown.runs.store import Store
+
+    path = tmp_path / "rows.json"
+    with Store(tmp_path / "right.db") as store:
+        export(store, path)
+    right = json.loads(path.read_text())
+
+    @thousands(150)
+    @given(wrong_json(right))
+    def check(value: Any) -> None:
+        path.write_text(json.dumps(value))
+        answers(lambda: collect(read_rows(path), "mine", folder=tmp_path))
+
+    check()
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def session_state() -> tuple[Any, Any]:
+    """A trained model's session and optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+    session = pare.apply(pare.Plan.preset("lpmm").set("activation", "int8/64@bf16"), model)
+    optimizer = pare.optim.AdamW(model.parameters(), lr=1e-3)
+    nn.functional.cross_entropy(model(torch.randn(128, 64)), torch.zeros(128, dtype=torch.int64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return session, optimizer
+
+
+ODD: list[Any] = [
+    None,
+    -1,
+    2**70,
+    float("nan"),
+    "x",
+    "int3/64@bf16",
+    [],
+    {},
+    (),
+    True,
+    torch.zeros(3),
+    torch.zeros(0),
+    torch.zeros(64, 64, dtype=torch.int8),
+]
+
+
+@st.composite
+def wrong_state(draw: st.DrawFn, right: Any) -> Any:
+    """A state with up to two of its parts replaced or left out; tensors are not looked into."""
+    value = _copied(right)
+    for _ in range(draw(st.integers(1, 2))):
+        found = list(_parts(value))
+        container, key = found[draw(st.integers(0, len(found) - 1))]
+        if draw(st.booleans()) and isinstance(container, dict):
+            del container[key]
+        else:
+            container[key] = draw(st.sampled_from(ODD))
+    return value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    return [_copied(part) for part in value] if isinstance(value, list) else value
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            yield from _parts(value[key])
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["session", "optimizer"])
+def test_checkpoints(which: int) -> None:
+    made = session_state()
+    right = made[which].state_dict()
+
+    @thousands(150)
+    @given(wrong_state(right))
+    def check(value: Any) -> None:
+        answers(lambda: made[which].load_state_dict(value))
+
+    check()
+    assert answers(lambda: made[which].load_state_dict(right)), "and the right one is still taken"
+    made[0].close()
+
+
+def test_a_checkpoint_loads_without_unpickling_code(tmp_path: Path) -> None:
+    path, (session, optimizer) = tmp_path / "state.pt", session_state()
+    torch.save({"session": session.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    state = torch.load(path, weights_only=True)
+    session.load_state_dict(state["session"])
+    optimizer.load_state_dict(state["optimizer"])
+    session.close()
+
+
+def _reader(name: str) -> Callable[[Path], Any]:
+    return {"plan": pare.Plan.load, "trace": pare.Trace.load}[name]
+
+
+@pytest.mark.parametrize("name", ["plan", "trace"])
+def test_a_pickle_is_not_read(name: str, tmp_path: Path) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "evil.json"
+    path.write_bytes(pickle.dumps(Bomb(mark)))
+    assert not answers(lambda: _reader(name)(path))
+    assert not mark.exists()
