@@ -119,7 +119,7 @@ def test_a_sweep(tmp_path: Path) -> None:
     path.write_bytes(TOML)
     assert answers(lambda: load_sweep(path))
 
-    @thousands(600)
+    @thousands(300)
     @given(sweeps())
     def check(data: bytes) -> None:
         path.write_bytes(data)
