@@ -293,7 +293,7 @@ def test_cheap_first_ranks_by_the_footprint(tmp_path: Path) -> None:
 
 
 def test_engines_are_known_by_name() -> None:
-    with pytest.raises(Exception, match=r"engine 'slurm' is unknown\. Allowed: local, inline, ray"):
+    with pytest.raises(Exception, match=r"engine 'slurm' is unknown\. Allowed: local, graphs, inline, ray"):
         make_engine("slurm", done)
     with pytest.raises(Exception, match="one trial at a time, not 3"):
         make_engine("inline", done, slots=3)
