@@ -39,7 +39,7 @@ SHOWN_ROLES = ("activation", "weight", "gradient", "moment1", "temporary", "inpu
 def demo(
     budget: NeededBudget = "40%",
     evaluations: Annotated[int, typer.Option(min=0, help="Short trainings, to choose by.")] = 5,
-    steps: Annotated[int, typer.Option(min=4, help="Of a short training; the last two take twice as many.")] = 48,
+    steps: Annotated[int, typer.Option(min=4, help="Of a short training; the last two take twice as many.")] = 40,
     prior: Annotated[str | None, typer.Option(help="Earlier tasks, by name or file.", show_default=False)] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where plan.json, picked.json and report.html go.")
