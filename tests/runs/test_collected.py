@@ -198,7 +198,7 @@ def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.Mo
     path = stored(tmp_path / "trials.db")
     assert say("add", str(path), "--name", "mine")[0] == 0
     status, told = say("list", "--json")
-    assert status == 0 and [one["name"] for one in json.loads(told) if one["own"]] == ["mine"]
+    assert status == 0 and [one["name"] for one in json.loads(told)["priors"] if one["own"]] == ["mine"]
     status, told = say("show", "mine")
     assert status == 0 and "as written" in told and SMALL in told
     status, told = say("show", "mine", "--json")
