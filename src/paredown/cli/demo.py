@@ -38,8 +38,8 @@ SHOWN_ROLES = ("activation", "weight", "gradient", "moment1", "temporary", "inpu
 @verb(app, "demo", "paredown demo", "paredown demo --budget 50% --evaluations 3", panel=SHOW)
 def demo(
     budget: NeededBudget = "40%",
-    evaluations: Annotated[int, typer.Option(min=0, help="Short trainings, to choose by.")] = 5,
-    steps: Annotated[int, typer.Option(min=4, help="Of a short training; the last two take twice as many.")] = 48,
+    evaluations: Annotated[int, typer.Option(min=0, help="Short trainings, to choose by.")] = 4,
+    steps: Annotated[int, typer.Option(min=4, help="Of a short training; the last two take twice as many.")] = 40,
     prior: Annotated[str | None, typer.Option(help="Earlier tasks, by name or file.", show_default=False)] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where plan.json, picked.json and report.html go.")
