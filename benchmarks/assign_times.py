@@ -5,8 +5,9 @@
     python benchmarks/bench_assign.py --timed --quick             # small ones on the CPU: whether it runs, no figures
 
     checkpointing           every layer through torch.utils.checkpoint, as a user writes it; its measured peak is P
-    assign                  assign(trace, P): activations, weights and optimizer state, one budget
-    assign, activations     the same with torch's own optimizer, which nothing is done to
+    assign                  assign(trace, P): the quickest of its plans with small errors, by its own prediction
+    assign, activations     formats of activations alone, and layers where they do not suffice: torch's own optimizer
+    assign, formats         assign(trace, P, recompute=False): formats of activations, weights and optimizer state
     assign, 8 bits          assign(trace, P, recompute=True): no more error than 8 bits everywhere; more layers are computed again
     int4                    all activations in 4 bits; its measured peak is Q
     checkpointing as int4   as few layers as bring the predicted peak to Q, all of them where they do not
@@ -38,6 +39,7 @@ from paredown.plan.footprint import peak_of
 from paredown.plan.recompute import outermost
 from paredown.roles import Role
 from paredown.search.layers import repeated_layers
+from paredown.search.seconds import added_seconds
 
 FILE = "assign_times.json"
 INT4 = "int4/64@bf16"
@@ -70,6 +72,7 @@ class Row:
     peak_ratio: float | None = None
     time_ratio: float | None = None
     checkpointing_ratio: float | None = None
+    foreseen_seconds: float | None = None  # that the plan adds, by search/seconds.py
     reason: str = ""
     error: str | None = None
 
@@ -159,6 +162,7 @@ class Planner:
 ASSIGNED: dict[str, dict[str, Any]] = {
     "assign": {},
     "assign, activations": {"levels": LADDER},
+    "assign, formats": {"recompute": False},
     "assign, 8 bits": {"recompute": True},
 }
 
@@ -214,7 +218,8 @@ def assigned(planner: Planner, row: Row, peak_bytes: int, num_steps: int) -> Row
                 raise
             break
         told = {"budget_bytes": budget, "predicted_peak_bytes": planner.predicted(plan), "reason": plan.reason}
-        found = replace(row, **told, num_again=len(plan.recompute), **measured(planner, plan, num_steps))
+        told |= {"num_again": len(plan.recompute), "foreseen_seconds": added_seconds(planner.trace, plan)}
+        found = replace(row, **told, **measured(planner, plan, num_steps))
         over = (found.peak_bytes or 0) - peak_bytes
         if over <= (SLACK - 1) * peak_bytes:
             break

@@ -2,6 +2,7 @@
 
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py            # all settings and pickers, on two cores
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py --quick    # settings I and II, few pickers, and no rows
+    PAREDOWN_DATA=... python benchmarks/bench_peppp.py --only "pooled, levels found"     # settings I to IV of one picker, and ED-MF
     PAREDOWN_DATA=... python benchmarks/bench_peppp.py --speed    # from matrices to a proposal, on one core (OMP_NUM_THREADS=1)
 
 A cell is the mean over 87 tasks and its standard error. `as released`: with the release's own fronts and areas, to compare with its
@@ -77,8 +78,10 @@ def picker_of(name: str) -> Picker:
     return Pooled() if name in (OURS, NO_LEVELS) else PICKERS[name]
 
 
-def jobs(*, is_quick: bool) -> list[Job]:
+def jobs(*, is_quick: bool, only: str | None = None) -> list[Job]:
     """What is run, the longest first."""
+    if only is not None:
+        return [Job(settings, ("ED-MF", only)) for _, settings in PAIRS[:2]]
     if is_quick:
         return [Job(("I", "II"), ("ED-MF", "QR-MF", "random-MF", OURS)), Job(("I", "II"), ("ED-MF",), is_released=True)]
     quick = ("ED-MF", "ED-MF plugged", "QR-MF", "random-MF", "means", "most memory", OURS)
@@ -141,7 +144,8 @@ def save(found: Found, seconds: float) -> None:
         }
         for (setting, name, count, is_released), judged in found.items()
     ]
-    against = {f"{name}, {n}": changes(found, name, n) for name in (OURS, NO_LEVELS) for n in (5, 10)}
+    there = [name for name in (OURS, NO_LEVELS) if any(who == name for _, who, _, _ in found)]
+    against = {f"{name}, {n}": changes(found, name, n) for name in there for n in (5, 10)}
     append({"seconds": round(seconds, 1), "against_ED-MF_10": against, "rows": cells})
 
 
@@ -198,6 +202,7 @@ def main() -> None:
     """Run all of it, print the tables and append the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="settings I and II, few pickers, and no rows")
+    parser.add_argument("--only", help="one picker beside ED-MF, in settings I to IV")
     parser.add_argument("--speed", action="store_true", help="time a proposal instead, and append its rows")
     options = parser.parse_args()
     if options.speed:
@@ -207,7 +212,7 @@ def main() -> None:
         return
     start, found = time.perf_counter(), Found()
     with ProcessPoolExecutor(2) as pool:
-        for part in pool.map(run, jobs(is_quick=options.quick)):
+        for part in pool.map(run, jobs(is_quick=options.quick, only=options.only)):
             found |= part
     seconds = time.perf_counter() - start
     print("\n".join(table(found)))

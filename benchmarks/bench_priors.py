@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from paredown.search.earlier import Earlier
 from paredown.search.effects import Effects, lost_share, split_variance
 from paredown.search.frontier import undominated
-from paredown.search.prior import load
+from paredown.search.prior import available, load
 
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent
 RESULTS, PICTURES = ROOT / "benchmarks" / "results" / "priors.json", ROOT / "docs" / "pictures"
 FULL = "as written"
+CROSSED = ("as it is", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
+TIER_ORDER = ("full", "lpmm")
 NOISE = 2.0  # deviations of a difference of means beyond which it is called one
 
 
@@ -146,7 +148,7 @@ def draw_simulated(prior: Earlier) -> None:
 def stored_facts(prior: Earlier) -> dict[str, Any]:
     """By activation format, by tier, and how well bytes were predicted."""
     share = lost(prior)
-    parts = [label.partition(", ") for label in labels(prior)]
+    parts = [(label if label != FULL else "as it is, full").partition(", ") for label in labels(prior)]
     crossed = [j for j, (_, comma, tier) in enumerate(parts) if comma and tier in TIER_ORDER and parts[j][0] in CROSSED]
     by_plan = {label: figures(share[:, j]) for j, label in enumerate(labels(prior))}
     formats, tiers = ([parts[j][k] for j in crossed] for k in (0, 2))
@@ -171,10 +173,6 @@ def stored_facts(prior: Earlier) -> dict[str, Any]:
 def _means(values: Array, groups: Sequence[str]) -> dict[str, dict[str, float]]:
     """Over the columns of each group."""
     return {name: figures(values[:, [one == name for one in groups]].mean(axis=1)) for name in dict.fromkeys(groups)}
-
-
-TIER_ORDER = ("full", "half", "lpmm")
-CROSSED = ("bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")
 
 
 def within_noise(prior: Earlier) -> dict[str, int]:
@@ -207,12 +205,14 @@ def _save(name: str, text: str) -> None:
 
 
 def main() -> None:
-    """Both priors."""
-    simulated, stored = load("simulated"), load("stored")
-    facts = {"simulated": simulated_facts(simulated), "stored": stored_facts(stored)}
+    """Of the priors that are there."""
+    facts: dict[str, Any] = {}
+    for name, (learn, show) in {"simulated": (simulated_facts, draw_simulated), "stored": (stored_facts, draw_stored)}.items():
+        if name in available():
+            prior = load(name)
+            facts[name] = learn(prior)
+            show(prior)
     RESULTS.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    draw_simulated(simulated)
-    draw_stored(stored)
     print(json.dumps(facts, indent=1))
 
 

@@ -19,6 +19,7 @@ NUM_COLOURS = 32
 COLOURS = ("#b2182b", "#2166ac", "#4d9221", "#762a83", "#8c510a")  # of series
 FONT = "font-family='sans-serif' font-size='{}'"
 LEFT, TOP, LEGEND = 150, 30, 60
+LEAST = 400  # pixels right of LEFT, for title and legend
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def colour(share: float) -> str:
 def draw(of: Map, *, cell: tuple[int, int] = (8, 14)) -> str:
     """The picture."""
     wide, high = cell
-    width, bottom = LEFT + wide * len(of.columns) + 20, TOP + high * len(of.rows)
+    width, bottom = LEFT + max(wide * len(of.columns), LEAST) + 20, TOP + high * len(of.rows)
     below = 46 if of.groups else 12 + int(6 * max(len(name) for name in of.columns))
     parts = [text(LEFT, 18, of.title, size=13)]
     parts += [text(LEFT - 6, TOP + high * i + high - 3, name, anchor="end") for i, name in enumerate(of.rows)]

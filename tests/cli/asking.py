@@ -84,7 +84,8 @@ def program(*arguments: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """What a program is started with: two columns of text side by side, one thread."""
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "xterm"}
+    paths = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "xterm"}
 
 
 def piped(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -143,7 +143,7 @@ def test_the_environment_names_what_is_missing(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(looking, "find_spec", lambda name: None if name == "sqlalchemy" else spec(name))
     value = asked_json("env")
     packages = {row["name"]: row["version"] for row in value["packages"]}
-    assert packages["torch"] == torch.__version__ and packages["sqlalchemy"] is None
+    assert torch.__version__.startswith(str(packages["torch"])) and packages["sqlalchemy"] is None
     assert "for sweeps and stores: pip install 'paredown[sweeps]'" in value["advice"]
     text = json.dumps(value)
     assert str(folder) not in text and str(Path.home()) not in text, "no path of the user's"

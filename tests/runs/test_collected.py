@@ -103,13 +103,13 @@ def test_what_cannot_be_a_prior_has_a_sentence() -> None:
 
 
 def test_a_sweep_brings_what_other_sweeps_know_of_its_tasks() -> None:
-    rows = [
-        row(SMALL, PLANS[0], 0, 0.3, sweep="rates"),
-        row(OTHER, PLANS[0], 0, 0.4, sweep="rates"),
-        row(SMALL, PLANS[1], 0, 0.5, propensity=0.4),
-    ]
-    found = collect(rows, "mine", sweeps=["s"])
-    assert found.errors.tolist() == [[0.3, 0.5]] and found.propensity.tolist() == [[1.0, 0.4]]
+    rates = [row(task, PLANS[0], 0, error, sweep="rates") for task, error in ((SMALL, 0.3), (OTHER, 0.4))]
+    found = collect([*rates, row(SMALL, PLANS[1], 0, 0.5, propensity=0.4)], "mine", sweeps=["s"])
+    assert [plan.label for plan in found.plans] == ["as it is, lpmm", "as written"]
+    assert found.errors.tolist() == [[0.5, 0.3]] and found.propensity.tolist() == [[0.4, 1.0]]
+    twice = collect([*rates, row(SMALL, PLANS[0], 0, 0.7)], "mine", sweeps=["s"])
+    assert twice.errors.tolist() == [[0.7]], "a sweep that was named comes first"
+    assert [(one["sweeps"], one["trials"]) for one in twice.provenance] == [(["s"], 1)], "and what is not in it is not told of"
 
 
 def test_recipes_that_came_to_one_plan_are_two_columns() -> None:
@@ -198,7 +198,7 @@ def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.Mo
     path = stored(tmp_path / "trials.db")
     assert say("add", str(path), "--name", "mine")[0] == 0
     status, told = say("list", "--json")
-    assert status == 0 and [one["name"] for one in json.loads(told) if one["own"]] == ["mine"]
+    assert status == 0 and [one["name"] for one in json.loads(told)["priors"] if one["own"]] == ["mine"]
     status, told = say("show", "mine")
     assert status == 0 and "as written" in told and SMALL in told
     status, told = say("show", "mine", "--json")

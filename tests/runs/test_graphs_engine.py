@@ -97,6 +97,13 @@ def test_a_trial_that_takes_too_long_is_ended_and_its_neighbours_run_again(store
     assert status == "killed" and "3 s (timeout_seconds)" in reason
 
 
+def test_nothing_is_left_when_a_sweep_is_over(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = GraphsEngine(Blobs(), lanes=2)
+    run_sweep(Sweep("s", ("well",), PLANS, settings=SIMULATED), store, engine)
+    assert not engine._children
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_stored_trials_have_a_process_each(store: Store) -> None:
     sweep = Sweep("s", ("well",), PLANS[:1])
     assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=2)) == 1

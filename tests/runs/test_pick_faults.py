@@ -162,6 +162,17 @@ def test_trials_of_other_sweeps_are_known(tried: Any, tmp_path: Path) -> None:
     assert before is not None and 0 <= found.point.mean < before.mean, "errors below 0 are not foreseen"
 
 
+def test_another_budget_knows_and_tries_its_own(tried: Any, tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy")
+    first = tried()
+    pick(make_task(), "60%", 3, prior=PRIOR, device="cpu", store=tmp_path / "trials.db")
+    second = tried(lambda plan, seed: 0.4)
+    found = pick(make_task(), "50%", 3, prior=PRIOR, device="cpu", store=tmp_path / "trials.db")
+    assert found.trials and {(plan, seed) for plan, seed in first}.isdisjoint(second), "no plan and seed runs twice"
+    measured = {point.plan for point in found.frontier.points if point.source == "measured"}
+    assert {plan for plan, _ in first} <= measured, "what was tried for one budget is known for the other"
+
+
 def test_failed_trials_of_a_store_run_again(tried: Any, tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")
 

@@ -105,7 +105,9 @@ def kill_and_go_on(folder: Path, address: str, *more: str, num_seeds: int) -> No
     with Store(address) as store:
         found = rows(store)
         assert [row["status"] for row in found] == ["done"] * num_trials
-        assert sorted(before + after) == sorted(row["key"] for row in found), "each was announced once"
+        told, keys = before + after, {row["key"] for row in found}
+        assert len(set(told)) == len(told) and set(told) <= keys, "none was announced twice, nor without being there"
+        assert len(keys - set(told)) <= 2, "but for those that the kill met between being written and being announced, one a slot"
         assert all(row["trial"]["measured_peak_bytes"] > 0 for row in found)
     last = json.loads(out.splitlines()[-1])
     assert (last["event"], last["finished"], last["total"]) == ("progress", num_trials, num_trials)
@@ -293,7 +295,7 @@ def test_cheap_first_ranks_by_the_footprint(tmp_path: Path) -> None:
 
 
 def test_engines_are_known_by_name() -> None:
-    with pytest.raises(Exception, match=r"engine 'slurm' is unknown\. Allowed: local, inline, ray"):
+    with pytest.raises(Exception, match=r"engine 'slurm' is unknown\. Allowed: local, graphs, inline, ray"):
         make_engine("slurm", done)
     with pytest.raises(Exception, match="one trial at a time, not 3"):
         make_engine("inline", done, slots=3)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -37,8 +38,8 @@ SHOWN_ROLES = ("activation", "weight", "gradient", "moment1", "temporary", "inpu
 @verb(app, "demo", "paredown demo", "paredown demo --budget 50% --evaluations 3", panel=SHOW)
 def demo(
     budget: NeededBudget = "40%",
-    evaluations: Annotated[int, typer.Option(min=0, help="Short trainings, to choose by.")] = 5,
-    steps: Annotated[int, typer.Option(min=4, help="Of a short training; the last two take twice as many.")] = 48,
+    evaluations: Annotated[int, typer.Option(min=0, help="Short trainings, to choose by.")] = 4,
+    steps: Annotated[int, typer.Option(min=4, help="Of a short training; the last two take twice as many.")] = 40,
     prior: Annotated[str | None, typer.Option(help="Earlier tasks, by name or file.", show_default=False)] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where plan.json, picked.json and report.html go.")
@@ -151,23 +152,28 @@ def _written(task: Task, trace: Trace, picked: Picked, runs: Sequence[Run], out:
     assert picked.plan is not None
     picked.plan.save(out / "plan.json")
     write_json(out / "picked.json", picked.to_json())
-    record = Record.of_pick(picked, trace=trace, title="paredown demo: digits in less memory", session=_session(task, picked))
+    with _session(task, picked) as session:
+        record = Record.of_pick(picked, trace=trace, title="paredown demo: digits in less memory", session=session)
     labels = {point.label: point.plan for point in picked.frontier.points}
     write(record.with_trials([run.trial for run in runs], labels), out / "report.html")
     return {name: str(out / file) for name, file in (("plan", "plan.json"), ("answer", "picked.json"), ("page", "report.html"))}
 
 
-def _session(task: Task, picked: Picked) -> Any:
-    """A closed session that has seen one forward pass: what was asked for and what was given."""
-    from paredown.cli.subject import of_task
-    from paredown.session.session import apply
+@contextmanager
+def _session(task: Task, picked: Picked) -> Generator[Any]:
+    """A session that has seen one step: what was asked for and what was given."""
+    import torch
+
+    from paredown.runs.train import Loop, Setting
 
     assert picked.plan is not None
-    subject = of_task(task)
-    x, answers = subject.batch
-    with apply(picked.plan, subject.model) as session:
-        task.loss(subject.model(x), answers).backward()
-    return session
+    setting = Setting(task, picked.plan, 0, torch.device("cpu"))
+    x, answers = next(task.data.batches(task.batch, seed=0, device=setting.device))
+    model = setting.model()
+    with setting.session(model) as session:
+        loop = Loop(setting, model, session)  # held: a session asks the optimizer that is there
+        loop.step(x, answers, task.recipe.lr)
+        yield session if picked.plan.rules else None
 
 
 @dataclass(frozen=True)

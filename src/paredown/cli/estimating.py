@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.bars import waiting
+from paredown.cli.bars import bar, waiting
 from paredown.cli.options import (
     AutocastOption,
     BudgetOption,
@@ -67,8 +67,10 @@ def estimate(
     allowed = None if budget is None else _allowed(budget, feet)
     largest: dict[str, int] = {}
     if batch == AUTO:
-        with waiting("looking for the largest batch"):
-            largest = {name: _largest(subject, of, allowed or 0) for name, of in plans.items()}
+        with bar("the largest batch") as report:
+            for number, (name, of) in enumerate(plans.items()):
+                report(number, len(plans), name)
+                largest[name] = _largest(subject, of, allowed or 0)
     rows = [_row(name, foot, allowed, largest.get(name), depth) for name, foot in feet.items()]
     value = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": trace.optimizer}
     value |= {

@@ -115,34 +115,32 @@ def in_words(picked: Picked) -> list[str]:
 
 
 def front(study: Study, *, is_all: bool) -> list[str]:
-    """Points as a table, the fewest bytes first; what was measured, and bands where it was not."""
+    """Points as a table, the fewest bytes first: predicted, then what was measured; a star before the one that was picked."""
+    shown = [mark for mark in study.marks if is_all or mark.on_front or mark.label == study.picked]
+    names = ("  plan", "peak", "of full", study.metric, "+-", "measured", "peak")
+    return table(names, [_cells(mark, study) for mark in shown])
+
+
+def _cells(mark: Mark, study: Study) -> tuple[str, ...]:
     from paredown.plan.sizes import say_bytes
 
-    full = study.full_bytes
-    rows = [
-        (
-            mark.label.replace("_", " "),
-            say_bytes(mark.nbytes),
-            f"{mark.nbytes / full:.0%}" if full else "",
-            _number(mark.error),
-            _band(mark),
-            _number(mark.measured),
-            say_bytes(mark.measured_bytes) if mark.measured_bytes is not None else "",
-            "*" if mark.label == study.picked else "",
-        )
-        for mark in study.marks
-        if is_all or mark.on_front or mark.label == study.picked
-    ]
-    names = ("plan", "peak, predicted", "of full", study.metric, "between", "measured", "peak, measured", "picked")
-    return table(names, rows)
+    star = "* " if mark.label == study.picked else "  "
+    share = f"{mark.nbytes / study.full_bytes:.0%}" if study.full_bytes else ""
+    half = (
+        None if mark.low is None or mark.high is None or mark.error is None else max(mark.high - mark.error, mark.error - mark.low)
+    )
+    peak = "" if mark.measured_bytes is None else say_bytes(mark.measured_bytes)
+    return (
+        f"{star}{mark.label.replace('_', ' ')}",
+        say_bytes(mark.nbytes),
+        share,
+        *map(_number, (mark.error, half, mark.measured)),
+        peak,
+    )
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def _band(mark: Mark) -> str:
-    return "" if mark.low is None or mark.high is None else f"{mark.low:.4f} .. {mark.high:.4f}"
 
 
 @verb(

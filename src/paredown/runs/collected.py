@@ -42,6 +42,7 @@ class Entry(NamedTuple):
     column: str  # the key of its PlanRow
     trial: Trial
     propensity: float
+    sweep: str
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def collect(rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path |
     if unknown:
         raise PriorError(f"sweep {unknown[0]!r} has no finished trial here. There are: {', '.join(_names(finished)) or 'none'}.")
     texts = {row["task"] for row in finished if not sweeps or row["sweep"] in sweeps}
-    wanted = [row for row in finished if row["task"] in texts]
+    wanted = sorted((row for row in finished if row["task"] in texts), key=lambda row: bool(sweeps) and row["sweep"] not in sweeps)
     modes = {_mode(row) for row in wanted}
     if len(modes) != 1:
         told = (
@@ -90,7 +91,7 @@ def collect(rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path |
         )
         raise PriorError(f"no prior can be made: {told}.")
     table = _table(wanted, modes.pop(), (folder or Path()).resolve())
-    return _earlier(name, table, wanted, (folder or Path()).resolve())
+    return _earlier(name, table, (folder or Path()).resolve())
 
 
 def _mode(row: Mapping[str, Any]) -> str:
@@ -113,8 +114,9 @@ def _table(rows: Rows, mode: str, folder: Path) -> Table:
             plans.setdefault(column.key, column)
             place = str(row["task"]), column.key, trial.seed
             odds = float(row.get("propensity") or 1.0)
-            kept = found.get(place)
-            found[place] = Entry(*place[:2], trial, odds) if kept is None else kept._replace(propensity=max(odds, kept.propensity))
+            new = Entry(*place[:2], trial, odds, str(row["sweep"]))
+            kept = found.setdefault(place, new)
+            found[place] = kept._replace(propensity=max(odds, kept.propensity))
     if not found:
         raise PriorError(f"no prior can be made: of {len(rows)} trials none was judged and none diverged.")
     texts = dict.fromkeys(place[0] for place in found)
@@ -128,7 +130,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
         raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
 
 
-def _earlier(name: str, table: Table, rows: Rows, folder: Path) -> Earlier:
+def _earlier(name: str, table: Table, folder: Path) -> Earlier:
     """The matrices."""
     at_task, at_plan = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
     seeds = {seed: i for i, seed in enumerate(sorted({entry.trial.seed for entry in table.entries}))}
@@ -148,7 +150,7 @@ def _earlier(name: str, table: Table, rows: Rows, folder: Path) -> Earlier:
     tasks = [
         replace(row, full_bytes=None if np.isnan(f) else float(f)) for row, f in zip(_told_apart(table, name), full, strict=True)
     ]
-    told = {"diverged": diverged, "propensity": propensity, "provenance": provenance_of(rows)}
+    told = {"diverged": diverged, "propensity": propensity, "provenance": provenance_of(table.entries)}
     runs = _guessed(sheets["runs"], [row.blind for row in tasks])
     return Earlier.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **told)
 
@@ -184,12 +186,15 @@ def _told_apart(table: Table, source: str) -> list[TaskRow]:
     return [replace(row, source=source, name=row.name if count[row.name] == 1 else row.text) for row in table.tasks.values()]
 
 
-def provenance_of(rows: Rows) -> tuple[dict[str, Any], ...]:
-    """Commit, device and versions of the trials, with how many each, their sweeps and the day on which this was made."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        trial = row["trial"]
-        told = {word: trial.get(word) for word in ("commit", "device", "versions") if trial.get(word)}
-        found.setdefault(json.dumps(told, sort_keys=True), []).append(row)
+def provenance_of(entries: Iterable[Entry]) -> tuple[dict[str, Any], ...]:
+    """Commit, device and versions of the trials that are in a prior, how many each, their sweeps and the day on which this was made."""
+    found: dict[str, list[Entry]] = {}
+    for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may stand in two columns
+        trial = entry.trial
+        told = {"commit": trial.commit, "device": trial.device, "versions": dict(trial.versions)}
+        found.setdefault(json.dumps({word: part for word, part in told.items() if part}, sort_keys=True), []).append(entry)
     day = datetime.now(UTC).date().isoformat()
-    return tuple({**json.loads(told), "trials": len(of), "sweeps": _names(of), "collected": day} for told, of in found.items())
+    return tuple(
+        {**json.loads(told), "trials": len(of), "sweeps": sorted({entry.sweep for entry in of}), "collected": day}
+        for told, of in found.items()
+    )

@@ -9,6 +9,8 @@ Nothing waits for the device but for points that lie AHEAD of what was read, and
 So several lanes run side by side, each in a stream of its own. On a CPU nothing is captured: the same code calls the step.
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from collections import OrderedDict, deque

@@ -80,6 +80,7 @@ class Stored(Measurer):
 
     runner: Runner
     address: str | Path
+    name: str  # what these trials are for
     _store: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class Stored(Measurer):
     @property
     def sweep(self) -> str:
         """What the trials are called in the store."""
-        return f"pick {self.runner.task.name}"
+        return f"{self.name} {self.runner.task.name}"
 
     def known(self) -> tuple[list[Trial], list[Trial]]:
         self._store.reopen(self.sweep, [Status.FAILED, Status.KILLED])
@@ -128,9 +129,9 @@ class Stored(Measurer):
         return {row["key"]: Trial.from_json(row["trial"]) for row in self._rows(self.sweep)}
 
 
-def measurer(runner: Runner, store: str | Path | None) -> Measurer:
-    """Through a store where one is given."""
-    return Direct(runner) if store is None else Stored(runner, store)
+def measurer(runner: Runner, store: str | Path | None, name: str) -> Measurer:
+    """Through a store where one is given; there, trials of the same name go on."""
+    return Direct(runner) if store is None else Stored(runner, store, name)
 
 
 Told = Callable[[float, int, str], object]  # trials done, trials at most, a sentence

@@ -70,7 +70,8 @@ def pick(
     earlier = prior if isinstance(prior, Earlier) else priors.known(MODES[mode]) if prior is None else priors.load(prior)
     place = find_device(device)
     step = step_of(found, place.type, mode, earlier)
-    runs = measurer(Runner(found, mode, None if device is None else str(place)), store)
+    budget_bytes = parse_bytes(budget, whole=step.full_bytes)
+    runs = measurer(Runner(found, mode, None if device is None else str(place)), store, f"pick {budget_bytes} bytes")
     try:
         own, others = runs.known()
         rows = candidates(step, earlier, budget, [(f"trial of {trial.task}", trial.plan) for trial in (*own, *others)])
@@ -78,7 +79,7 @@ def pick(
             task=found.name,
             metric=found.metric if isinstance(found.metric, str) else getattr(found.metric, "__name__", "metric"),
             unit=blind_of(found),
-            budget_bytes=parse_bytes(budget, whole=step.full_bytes),
+            budget_bytes=budget_bytes,
             step=step,
             candidates=rows,
             learned=Learned.of(earlier, _family(found)),

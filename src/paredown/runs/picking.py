@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,8 +109,7 @@ class Picking:
             plan = self.next_plan(evaluations - self.num_done)
             if plan is None:
                 return
-            label, taken = self.candidates.rows[plan].label, sum(one == plan for one, _ in self.known)
-            done = self.num_done
+            label, done = self.candidates.rows[plan].label, self.num_done
 
             def step(now: int, of: int, loss: float, done: int = done, label: str = label) -> None:
                 if told is not None:
@@ -117,10 +117,15 @@ class Picking:
 
             if told is not None:
                 told(done, evaluations, f"trying {label}")
-            found = measurer.measure(self.candidates.rows[plan].plan, seed + taken, step)
+            found = measurer.measure(self.candidates.rows[plan].plan, self._fresh_seed(plan, seed), step)
             self.learn(found)
             if told is not None:
                 told(self.num_done, evaluations, "; ".join(f"{label}: {_said(trial)}" for trial in found))
+
+    def _fresh_seed(self, plan: int, seed: int) -> int:
+        """The first from `seed` on that this plan was not tried with."""
+        taken = {trial.seed for one, trial in self.known if one == plan}
+        return next(number for number in count(seed) if number not in taken)
 
     def next_plan(self, num_left: int) -> int | None:
         """The plan to try next; None where nothing fits, or nothing more is worth a trial."""

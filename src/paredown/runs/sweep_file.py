@@ -28,6 +28,7 @@ peppp_high = ["e6m7", "e8m11"]
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -42,6 +43,8 @@ from paredown.runs.sweep import Settings, Sweep
 from paredown.search.peppp import parse_peppp, peppp_plan
 from paredown.search.recipe import Recipe, make_plans
 
+LARGEST = 1 << 24  # bytes of a file
+DOTTED = re.compile(r"""(?:(?:[\w-]{1,99}|"[^"\n]{0,99}"|'[^'\n]{0,99}')[ \t]*\.[ \t]*){100}""")
 SETTINGS = tuple(row.name for row in fields(Settings))
 PLAIN = tuple(row.name for row in fields(Sweep) if row.name not in ("plans", "settings", "pairs"))
 KINDS: dict[str, tuple[type, ...]] = {
@@ -72,13 +75,23 @@ def load_sweep(path: str | Path) -> SweepFile:
     """The sweep of a TOML file; SweepError says what is wrong, and in which line or table."""
     path = Path(path)
     try:
-        return _read(tomllib.loads(path.read_text(encoding="utf-8")), path)
+        return _read(_parsed(path), path)
     except FileNotFoundError:
         raise SweepError(f"there is no sweep {path}.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise SweepError(f"{path} cannot be read: {error}.") from None
     except ParedownError as error:
         raise SweepError(f"{path}: {error}") from None
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """The TOML of a file; a few bytes could keep the parser busy for hours: keys of many parts take it the square of their number."""
+    if path.stat().st_size > LARGEST:
+        raise SweepError(f"it has {path.stat().st_size} bytes; a sweep has at most {LARGEST}.")
+    text = path.read_text(encoding="utf-8")
+    if DOTTED.search(text):
+        raise SweepError("it has a key of more than a hundred parts; a sweep's keys have one.")
+    return tomllib.loads(text)
 
 
 def _read(value: dict[str, Any], path: Path) -> SweepFile:

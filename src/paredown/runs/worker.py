@@ -84,6 +84,7 @@ class Worker:
             raise
         finally:
             heart.stop()
+        self._engine.stop()  # nothing runs; what it keeps ready is given back
         self._store.leave(self._id)
         self._check_refused()
         return self._num_finished

@@ -35,9 +35,10 @@ from paredown.plan.record import Trace
 from paredown.plan.sizes import parse_bytes, say_bytes
 from paredown.plan.slots import Slot
 from paredown.roles import Role
-from paredown.search.items import LADDER
+from paredown.search.items import LADDER, Ladder
 from paredown.search.layers import Found, bearable_error, repeated_layers, with_layers
 from paredown.search.path import Point
+from paredown.search.quicker import quickest
 from paredown.search.refused import why_nothing_fits
 from paredown.search.search import Search, check_sensitivities, ladder_of, method_named
 from paredown.search.sensitivity import Sensitivities
@@ -60,7 +61,8 @@ def assign(
 
     `method`: a row of METHODS. `levels`: the formats that activations may have, the best first (None: as it is), for comparisons; then
     nothing else is lowered. `seed`: that of method "random". `recompute`: whether layers may be computed again in backward, which costs
-    time: None where nothing else fits, True also where errors would be large, False never (layers.py).
+    time: None where formats would be slower or their errors large (quicker.py), True where errors would be large, False never (layers.py).
+    With `levels`, and by methods that are there to compare, None is where nothing else fits.
     """
     _check(trace, recompute)
     row = method_named(method)
@@ -73,16 +75,17 @@ def assign(
         reason = f"The step as it is written takes {say_bytes(written)} at its peak, within {say_bytes(budget_bytes)}."
         return Plan((), reason, made_for)
 
-    def searched(of: Trace) -> Search:
-        return Search.of(of, row, sensitivities=sensitivities, ladder=ladder, seed=seed)
+    def searched(of: Trace, formats: Ladder | None = ladder) -> Search:
+        return Search.of(of, row, sensitivities=sensitivities, ladder=formats, seed=seed)
 
-    search, best, layers = _found(trace, budget_bytes, searched, bearable_error(trace, ladder or LADDER, recompute), recompute)
-    reason = _reason(search, best, layers, budget_bytes, written)
-    for rules in _written(search, best):
-        plan = Plan(rules, reason, made_for, layers)
-        if footprint(trace, plan).peak_bytes <= budget_bytes:
-            return plan
-    raise AssertionError(f"no plan of {layers} and {search.formats(best)} takes as little as was planned, {best.peak_bytes} bytes")
+    def planned(found: Found) -> Plan:
+        return _planned(trace, found, budget_bytes, _reason(*found, budget_bytes, written), made_for)
+
+    if recompute is None and ladder is None and row.order is None and repeated_layers(trace):
+        quick = quickest(trace, budget_bytes, searched, planned)
+        if quick is not None:
+            return planned(quick)
+    return planned(_found(trace, budget_bytes, searched, bearable_error(trace, ladder or LADDER, recompute), recompute))
 
 
 def _check(trace: object, recompute: object) -> None:
@@ -111,6 +114,16 @@ def _found(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search],
     refusal = BudgetError(why_nothing_fits(least, budget_bytes, has_layers=recompute is not False))
     refusal.smallest_bytes = least.smallest.peak_bytes
     raise refusal
+
+
+def _planned(trace: Trace, found: Found, budget_bytes: int, reason: str, made_for: dict[str, Any]) -> Plan:
+    """The plan of what was found, which a footprint says to be within the budget."""
+    search, best, layers = found
+    for rules in _written(search, best):
+        plan = Plan(rules, reason, made_for, layers)
+        if footprint(trace, plan).peak_bytes <= budget_bytes:
+            return plan
+    raise AssertionError(f"no plan of {layers} and {search.formats(best)} takes as little as was planned, {best.peak_bytes} bytes")
 
 
 def _written(search: Search, best: Point) -> Iterator[Rules]:

@@ -147,9 +147,10 @@ def _ordered(options: Iterable[Option]) -> list[Option]:
 # --- parameters ------------------------------------------------------------------------------------------------------------------
 
 
-def parameter_items(trace: Trace) -> Iterator[Item]:
-    """An item for each parameter, with its gradient, moments and the casts of it."""
-    plans = {name: Plan.uniform(**row) if row else Plan((("activation", AS_IS),)) for name, row in TIER_ROWS.items()}
+def parameter_items(trace: Trace, *, is_free: bool = True) -> Iterator[Item]:
+    """An item for each parameter, with its gradient, moments and the casts of it; `is_free`: it may be lowered."""
+    rows = TIER_ROWS if is_free else {"full": TIER_ROWS["full"]}
+    plans = {name: Plan.uniform(**row) if row else Plan((("activation", AS_IS),)) for name, row in rows.items()}
     for weight, slots in _by_parameter(trace).items():
         part = replace(trace, slots=slots, outputs=())
         options: dict[tuple[Interval, ...], Option] = {}

@@ -2,7 +2,8 @@
 
 It costs no error and the time of a forward pass of each layer, so it has a policy in place of a price (`recompute` of `assign`):
 
-    None     only if no plan without it fits: then as few layers as bring the error to that of all activations at the second format of
+    None     where formats would be slower or their errors large (quicker.py); with a ladder of the caller's own, or an order to compare,
+             only if no plan without it fits: then as few layers as bring the error to that of all activations at the second format of
              the ladder (int4)
     True     also if no plan without it keeps the error at or below that of all activations at the first format of the ladder (int8): as
              few layers as bring it there
@@ -69,15 +70,15 @@ def with_layers(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Sea
     enough = next((count for count in tried if is_bearable(count)), None)
     if enough is not None:
         too_few = max((count for count in tried if count < enough), default=0)
-        return found(_fewest(is_bearable, too_few, enough))
+        return found(fewest(is_bearable, too_few, enough))
     fitting = [there for there in map(found, tried) if there is not None]
     return min(fitting, key=lambda there: there[1].error, default=None)
 
 
-def _fewest(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
+def fewest(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
     """The least count above `too_few` that is enough, by halving.
 
-    >>> _fewest(lambda count: count >= 7, 4, 8), _fewest(lambda count: count >= 12, 8, 12), _fewest(lambda count: True, 0, 1)
+    >>> fewest(lambda count: count >= 7, 4, 8), fewest(lambda count: count >= 12, 8, 12), fewest(lambda count: True, 0, 1)
     (7, 12, 1)
     """
     while enough - too_few > 1:

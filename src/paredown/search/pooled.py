@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from paredown.errors import PlanError
 from paredown.search.grouping import as_levels, find_levels, offsets
-from paredown.search.mixture import Belief, Mixture, Sums
+from paredown.search.mixture import NUM_STEPS, Belief, Mixture, Sums
 from paredown.search.pickers import Known, Measure, Prediction, with_measured
 
 Array = NDArray[np.float64]
+FOUND_STEPS = 20  # of EM with levels that were found: what more of them change is less than what the levels leave open
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,10 @@ class Prior:
         if not np.isfinite(earlier).any():
             raise PlanError(f"there is nothing to learn from: the matrix of earlier errors {earlier.shape} has no number in it.")
         earlier = np.where(np.isfinite(earlier), earlier, np.nan)
+        num_steps = NUM_STEPS if levels is not None else FOUND_STEPS
         levels = find_levels(earlier) if levels is None else as_levels(levels)
         apart, doubt = offsets(earlier, levels)
-        mixture = Mixture.fitted(Sums.of(earlier - apart, levels), num_kinds)
+        mixture = Mixture.fitted(Sums.of(earlier - apart, levels), num_kinds, num_steps)
         return Prior(levels, apart, doubt, mixture, len(earlier), float(np.nanmax(earlier)))
 
     def given(self, seen: Array) -> Belief:

@@ -1,7 +1,7 @@
 """Priors: what earlier tasks came to under which plans, as files that the package carries and files of the user's own.
 
     load("stored")       what users really run: formats in which tensors wait, on pictures and text
-    load("simulated")    PEPPP's 99 configurations, arithmetic rounded, on pictures
+    load("simulated")    PEPPP's 99 configurations, arithmetic rounded, on pictures; not collected yet
     load("mine")         one of the user's own, made by `paredown prior add`
     load("file.json")    any file of this kind
     known("store")       the shipped one of this mode and all of the user's own, joined
@@ -55,7 +55,7 @@ def known(mode: str = "store") -> Earlier:
     found = [load(name) for name in available()]
     parts = [one for one in found if one.mode == mode]
     if not parts:
-        raise PriorError(f"there is no prior of mode {mode!r}: this package was built without its files.")
+        raise PriorError(f"there is no prior of mode {mode!r} yet: add your own sweeps with paredown prior add STORE.")
     return parts[0] if len(parts) == 1 else joined(parts, "+".join(one.name for one in parts))
 
 
@@ -102,6 +102,8 @@ def _shipped(name: str) -> Path:
 
 def _paths_by_name(name: str) -> Path:
     path = _shipped(name) if name in SHIPPED.values() else folder() / f"{name}.json"
+    if name in SHIPPED.values() and not path.is_file():
+        raise PriorError(f"the {name} prior is not in this version of paredown yet. Known: {', '.join(available()) or 'none'}.")
     if not NAME.fullmatch(name) or not path.is_file():
         there = available()
         raise PriorError(

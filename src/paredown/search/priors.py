@@ -41,6 +41,8 @@ OF_OPS: Mapping[str, float] = MappingProxyType(
         "scaled_dot_product_attention": 0.15,  # of each operand; its errors grow with the logits, for which it is pinned
     }
 )
+# Backward subtracts a sum over the output from the gradient of every logit, and after some training little is left (1 to 8 in 2 bits).
+OF_OPERANDS: Mapping[tuple[str, str], float] = MappingProxyType({("scaled_dot_product_attention", "output"): 3.0})
 # Of parameters, and not measured: a weight's rounding enters every forward pass from then on, a moment's the next updates.
 OF_ROLES: Mapping[Role, float] = MappingProxyType({Role.WEIGHT: 16.0, Role.MOMENT1: 4.0, Role.MOMENT2: 4.0, Role.GRADIENT: 1.0})
 RESIDUE_BITS = 8  # that a residue adds to its weight
@@ -48,7 +50,7 @@ RESIDUE_BITS = 8  # that a residue adds to its weight
 
 def slot_error(savers: Iterable[Saver], format: Format) -> float:
     """The predicted error of an activation in `format`: those of the operations that need its values, added."""
-    rows = [OF_OPS.get(saver.op, OTHER) for saver in savers if saver.use is Use.VALUE]
+    rows = [OF_OPERANDS.get((saver.op, saver.operand)) or OF_OPS.get(saver.op, OTHER) for saver in savers if saver.use is Use.VALUE]
     is_stochastic = default_rounding(format.element.width, is_sum=False) is Rounding.STOCHASTIC
     return sum(rows) * 4.0 ** -significant_bits(format.element) * (STOCHASTIC if is_stochastic else 1.0)
 

@@ -14,7 +14,7 @@ from paredown.plan.assignment import Assignment
 from paredown.plan.given import significant_bits
 from paredown.plan.keys import closest
 from paredown.plan.record import Trace
-from paredown.search.items import LADDER, Item, Ladder, activation_items, parameter_items
+from paredown.search.items import LADDER, Ladder, activation_items, parameter_items
 from paredown.search.ledger import Ledger
 from paredown.search.methods import METHODS, Method, expected_error, ladder_for, measured_error
 from paredown.search.path import Point, best_within
@@ -45,7 +45,7 @@ class Search:
         is_free = method.order is None
         items = list(activation_items(trace, ladder_for(eligible, formats), error_of, is_free=is_free))
         lowers = method.lowers_parameters and ladder is None and trace.optimizer in SERVED
-        items += parameter_items(trace) if lowers else map(_first_alone, parameter_items(trace))
+        items += parameter_items(trace, is_free=lowers)
         return Search(trace, method, Ledger.of(trace, items), ladder, seed)
 
     @cached_property
@@ -66,11 +66,6 @@ class Search:
     def smallest(self) -> Point:
         """The point of the least peak."""
         return min(self.points, key=lambda point: (point.peak_bytes, point.error))
-
-
-def _first_alone(item: Item) -> Item:
-    full = min(item.options, key=lambda option: option.error)
-    return Item(item.name, item.slots, (full,))
 
 
 # --- what the caller gives -------------------------------------------------------------------------------------------------------

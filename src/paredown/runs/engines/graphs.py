@@ -7,6 +7,7 @@ process of its own (`local.py`), as are trials that store: what kills a process 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -124,6 +125,12 @@ class GraphsEngine(Engine):
 def serve(pipe: Connection, life: Connection, run: Trains, room: Room, lanes: int) -> None:
     """All that a GPU's process does, until the pipe is closed."""
     settle(life, room)
+    with suppress(EOFError, OSError):
+        _serve(pipe, run, lanes)
+    os._exit(0)
+
+
+def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
     from paredown.runs.bench import Bench
 
     bench, specs = Bench(lanes), dict[str, TrialSpec]()
