@@ -1,6 +1,6 @@
 """Hugging Face's Trainer under a plan.
 
-    trainer = Trainer(model=model, args=args, train_dataset=data)       # or TRL's, or your own
+    trainer = Trainer(model=model, args=args, train_dataset=data)       # or a subclass of it
     pared = attach(trainer, plan)                                       # applies the plan, and gives the trainer paredown's optimizer
     trainer.train()                                                     # closes the session at its end: trainer.model is plain
 
