@@ -82,8 +82,8 @@ def sweeps() -> str:
 def planning() -> str:
     """Seconds of tracing, planning and probing, and of the store."""
     rows = [*newest("plan", ("job", "who")).values(), *newest("store", ("job", "who")).values()]
-    cells = [(row["job"], row["who"], f"{row['median_seconds']:.4f}", row["commit"]) for row in rows]
-    return markdown(("job", "of", "seconds", "commit"), cells)
+    cells = [(row["job"], row["who"], row["device"], f"{row['median_seconds']:.4f}", row["commit"]) for row in rows]
+    return markdown(("job", "of", "on", "seconds", "commit"), cells)
 
 
 TABLES: dict[str, Callable[[], str]] = {
