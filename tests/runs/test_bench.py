@@ -70,6 +70,8 @@ def test_networks_with_buffers_and_odd_last_batches(device: str) -> None:
 def test_tasks_with_other_data_and_rates_share_lanes(device: str) -> None:
     tasks = [make_task(recipe=Recipe("sgdm", lr)) for lr in (0.02, 0.2)]
     tasks += [make_task(data=examples(96), steps=7)]
+    few = examples(96)
+    tasks += [make_task(data=replace(few, x_test=few.x_test[:50], y_test=few.y_test[:50]), steps=7)]  # its last test batch is smaller
     settings = [make_setting(task, plan_of("e4m3fn"), device=device, mode="simulate") for task in tasks]
     assert len({kind_of(setting) for setting in settings}) == 1
     assert_as_alone([(task, plan_of("e4m3fn"), 0) for task in tasks], device)

@@ -186,7 +186,7 @@ class Bench:
         tests = self._tests_of(setting)
         if not group.idle:
             key = (model_key(setting.task.make_model), str(setting.device))
-            group.lanes.append(Lane(setting, key, self._starts, tests))
+            group.lanes.append(Lane(setting, key, self._starts))
         lane, begun = group.idle[0], time.perf_counter()
         run = Run(setting, head_of(setting), curve_of(setting.task), tests)
         lane.begin(run)
@@ -201,7 +201,7 @@ class Bench:
 
     def _tests_of(self, setting: Setting) -> list[Pair]:
         """The test examples of a task on the device, kept from one run to the next."""
-        key = (id(setting.task.data), setting.task.batch, str(setting.device))
+        key = (setting.task.data, setting.task.batch, str(setting.device))
         if key not in self._tests:
             found = list(setting.task.data.tests(setting.task.batch, device=setting.device))
             wait_for(setting.device)

@@ -73,7 +73,7 @@ class Run:
 class Lane:
     """A model, its session and its optimizer, with which one run after the other is trained."""
 
-    def __init__(self, setting: Setting, key: Any, starts: Starts, tests: list[Pair]) -> None:
+    def __init__(self, setting: Setting, key: Any, starts: Starts) -> None:
         self.setting, self._key, self._starts = setting, key, starts
         self.is_cuda = setting.device.type == "cuda"
         self._stream = torch.cuda.Stream(setting.device) if self.is_cuda else None
@@ -81,14 +81,14 @@ class Lane:
         self._points: deque[tuple[Tensor, Any]] = deque()
         self._results: tuple[Tensor, Any] | None = None
         with self._streaming():
-            self._build(next(_batches(setting)), tests)
+            self._build(next(_batches(setting)))
 
     def _streaming(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     # --- once -----------------------------------------------------------------------------------------------------------
 
-    def _build(self, batch: Pair, tests: list[Pair]) -> None:
+    def _build(self, batch: Pair) -> None:
         setting, device = self.setting, self.setting.device
         self._model = setting.placed_model()
         self._session = setting.session(self._model)
@@ -97,9 +97,6 @@ class Lane:
         self._total = torch.zeros((), device=device)
         self._step = self._captured(self._learn)
         self._judges: dict[tuple[int, ...], tuple[Replay, Pair, Tensor]] = {}
-        for x, answers in tests:
-            if x.shape not in self._judges:
-                self._judges[tuple(x.shape)] = self._judge_of(x.clone(), answers.clone())
 
     def _learn(self) -> None:
         self._total.add_(self._loop.learn(self._x, self._answers).float())
@@ -138,6 +135,10 @@ class Lane:
         self.run, self._results = run, None
         self._points.clear()
         setting = run.setting
+        with self._streaming():
+            for x, answers in run.tests:  # before the model is reset, which capturing changes
+                if x.shape not in self._judges:
+                    self._judges[tuple(x.shape)] = self._judge_of(x.clone(), answers.clone())
         with self._streaming(), torch.no_grad():
             states = [
                 tensor for state in self._loop.optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)
