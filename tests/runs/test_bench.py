@@ -71,7 +71,9 @@ def test_tasks_with_other_data_and_rates_share_lanes(device: str) -> None:
     tasks = [make_task(recipe=Recipe("sgdm", lr)) for lr in (0.02, 0.2)]
     tasks += [make_task(data=examples(96), steps=7)]
     few = examples(96)
-    tasks += [make_task(data=replace(few, x_test=few.x_test[:50], y_test=few.y_test[:50]), steps=7)]  # its last test batch is smaller
+    tasks += [
+        make_task(data=replace(few, x_test=few.x_test[:50], y_test=few.y_test[:50]), steps=7)
+    ]  # its last test batch is smaller
     settings = [make_setting(task, plan_of("e4m3fn"), device=device, mode="simulate") for task in tasks]
     assert len({kind_of(setting) for setting in settings}) == 1
     assert_as_alone([(task, plan_of("e4m3fn"), 0) for task in tasks], device)
@@ -164,6 +166,27 @@ def test_what_a_task_raises_is_its_own_and_others_go_on() -> None:
     while bench.is_busy:
         found |= dict(bench.turn())
     assert isinstance(found["broken"], ValueError) and found["well"].status.value == "done"
+
+
+def test_a_run_that_cannot_begin_leaves_its_lane_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, data = Bench(1), examples()
+    broken = replace(examples(), x_test=data.x_test[:40], y_test=data.y_test[:40])
+    plan = plan_of("e4m3fn")
+    for key, task in (("first", make_task(data=data)), ("broken", make_task(data=broken)), ("last", make_task(data=data))):
+        bench.add(key, make_setting(task, plan, device="cpu", mode="simulate"))
+    real = type(broken).batches_ahead
+
+    def batches_ahead(self: Any, *args: Any, **options: Any) -> Any:
+        if self is broken:
+            raise ValueError("no such file")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(type(broken), "batches_ahead", batches_ahead)
+    found: dict[str, Any] = {}
+    while bench.is_busy:
+        found |= dict(bench.turn())
+    assert isinstance(found["broken"], ValueError)
+    assert found["first"].status.value == found["last"].status.value == "done"
 
 
 def test_torchs_random_state_is_left_alone() -> None:

@@ -132,7 +132,7 @@ class Lane:
 
     def begin(self, run: Run) -> None:
         """Start a run; what the last one left is forgotten."""
-        self.run, self._results = run, None
+        self.run = self._results = None
         self._points.clear()
         setting = run.setting
         with self._streaming():
@@ -147,6 +147,7 @@ class Lane:
             torch._foreach_copy_([tensor.detach() for tensor in tensors_of(self._model)], self._starts.of(self._key, setting))
             self._session.set_plan(setting.plan, seed=setting.seed, forwards=0)
             run.batches = _batches(setting)
+        self.run = run  # now that nothing can be refused any more
 
     def advance(self, *, waits: bool) -> Trial | None:
         """Queue what comes next; the trial once it is known. `waits`: for the device, where nothing else is to be done."""
