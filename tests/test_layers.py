@@ -36,6 +36,7 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"__init__", "errors", "roles", "formats", "plan", "models", "session", "search", "runs", "report"}),
         frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),
     ),
+    "__main__": (frozenset({"cli"}), frozenset()),
     "__init__": (
         frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}),
         frozenset({"sqlalchemy"}),

@@ -91,6 +91,8 @@ def test_the_exit_statuses_are_those_of_the_guide() -> None:
 def test_the_version_is_told() -> None:
     status, out, _ = ask("--version")
     assert status == 0 and re.fullmatch(r"paredown \d+\.\d+\.\d+\n", out)
+    done = subprocess.run([sys.executable, "-m", "paredown", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == out
 
 
 @pytest.mark.parametrize(
