@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paredown import Plan, Trial
 from paredown.runs.bench import Bench, kind_of, model_key, why_alone
 from paredown.runs.evaluate import evaluate, make_setting
+from paredown.runs.graphs import NotAlike
 from paredown.runs.task import Recipe, Task
 from paredown.search.peppp import peppp_plan
 from paredown.session.simulated import Simulate
@@ -121,6 +122,7 @@ def test_what_a_graph_has_fixed_tells_groups_apart() -> None:
         ({}, Simulate(raised=Plan()), "e4m3fn", "depends on the steps before"),
         ({"recipe": Recipe("lion", 0.01)}, "simulate", "e4m3fn", "no lion"),
         ({"recipe": Recipe("sgd", 0.01, loss_scale=8.0)}, "simulate", "e4m3fn", "scaler"),
+        ({"recipe": Recipe("sgdm", 0.01, {"dampening": 0.5})}, "simulate", "e4m3fn", "dampening"),
         ({}, "simulate", "int8/64@bf16", "blocks or tables"),
     ],
 )
@@ -130,12 +132,76 @@ def test_what_cannot_share_is_trained_all_the_same(changes: dict[str, Any], mode
     assert_as_alone([(task, plan, 0)], "cpu", mode=mode)
 
 
-@pytest.mark.gpu
-def test_models_that_draw_random_numbers_are_trained_alone() -> None:
-    def make(seed: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 4))
+class Drops(nn.Module):
+    """Drops its layer now and then, as the host's own generator says."""
 
-    assert_as_alone([(make_task(make), plan_of("e4m3fn"), seed) for seed in (0, 1)], "cuda")
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (float(torch.rand(())) > 0.3 if self.training else 1.0)
+
+
+@every_device
+@pytest.mark.parametrize(
+    "make",
+    [lambda seed: nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 4)), lambda seed: Drops()],
+    ids=["dropout", "host"],
+)
+def test_models_that_draw_random_numbers_are_trained_alone(make: Any, device: str) -> None:
+    assert_as_alone([(make_task(make), plan_of("e4m3fn"), seed) for seed in (0, 1)], device)
+
+
+class Asks(nn.Module):
+    """Asks its tensors for a number, which a graph cannot do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (2.0 if x.mean().item() > 0 else 1.0)
+
+
+@every_device
+def test_what_cannot_be_captured_is_trained_alone(device: str) -> None:
+    assert_as_alone([(make_task(lambda seed: Asks()), plan_of("e4m3fn"), seed) for seed in (0, 1)], device)
+
+
+@every_device
+def test_batches_that_lie_otherwise_in_memory(device: str) -> None:
+    """Random bits follow the order of memory: shifted pictures lie channels last."""
+    from paredown.runs.tasks import find_task
+
+    tasks = [find_task(f"digits#model=sumlast18,width=4,steps=2,batch=120{more}") for more in ("", ",shift=1")]
+    assert_as_alone([(task, peppp_plan((4, 3), (6, 9)), 0) for task in tasks], device, mode="peppp", lanes=1)
+
+
+def wide(widths: list[int], seed: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, widths[0]), nn.ReLU(), nn.Linear(widths[0], 4))
+
+
+def test_models_that_cannot_be_compared_are_trained_alone() -> None:
+    assert_as_alone([(make_task(partial(wide, [32])), plan_of("e4m3fn"), 0)], "cpu")
+
+
+def test_metrics_of_double_precision_are_kept() -> None:
+    def metric(output: Tensor, answers: Tensor) -> Tensor:
+        return (output.argmax(-1) != answers).double().mean() + 1e-9
+
+    assert_as_alone([(make_task(metric=metric), plan_of("e4m3fn"), 0)], "cpu")
+
+
+def test_what_shares_no_graph_comes_back_where_it_is_not_evaluated() -> None:
+    bench = Bench(2, evaluates=False)
+    bench.add("alone", make_setting(make_task(), Plan.uniform(activation="int8/64@bf16"), device="cpu", mode="simulate"))
+    bench.add("shared", make_setting(make_task(), plan_of("e4m3fn"), device="cpu", mode="simulate"))
+    found: dict[str, Any] = {}
+    while bench.is_busy:
+        found |= dict(bench.turn())
+    assert isinstance(found["alone"], NotAlike) and found["shared"].status.value == "done"
+    assert bench.begun == ["shared"]
 
 
 @pytest.mark.gpu
@@ -185,8 +251,9 @@ def test_a_run_that_cannot_begin_leaves_its_lane_to_others(monkeypatch: pytest.M
     found: dict[str, Any] = {}
     while bench.is_busy:
         found |= dict(bench.turn())
-    assert isinstance(found["broken"], ValueError)
-    assert found["first"].status.value == found["last"].status.value == "done"
+    assert [found[key].status.value for key in ("first", "broken", "last")] == ["done"] * 3, (
+        "what cannot begin in a lane is trained alone"
+    )
 
 
 def test_torchs_random_state_is_left_alone() -> None:

@@ -48,7 +48,7 @@ class Blobs:
             raise SystemExit(3)
         if spec.task == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        steps = 10**6 if spec.task == "long" else 5
+        steps = {"long": 10**6, "half": 400}.get(spec.task, 5)
         return make_setting(make_task(steps=steps), spec.plan, seed=spec.seed, device="cpu", mode="simulate")
 
 
@@ -106,6 +106,32 @@ def test_nothing_is_left_when_a_sweep_is_over(store: Store, capfd: pytest.Captur
 
 def test_stored_trials_have_a_process_each(store: Store) -> None:
     sweep = Sweep("s", ("well",), PLANS[:1])
+    assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=2)) == 1
+    assert [row["trial"]["device"] for row in rows(store)] == ["alone"]
+
+
+def test_waiting_does_not_count_as_time_of_a_trial(store: Store) -> None:
+    """One lane and four trials of half a second each: the last waits longer than it may take."""
+    sweep = Sweep("s", ("half", "well"), PLANS, (0, 1), settings=replace(SIMULATED, timeout_seconds=4.0))
+    assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=1)) == 8
+    assert outcomes(store) == {"half": {("done", "")}, "well": {("done", "")}}
+
+
+def test_trials_with_a_process_each_take_turns(store: Store) -> None:
+    engine = GraphsEngine(Blobs(), lanes=4)
+    store.add("s", Sweep("s", ("well",), PLANS, (0, 1)).draw())
+    claims = store.claim("w", 4)
+    for claim in claims:
+        engine.start(claim)
+    assert len(engine._others.pipes) == 1
+    ended = []
+    while len(ended) < 4:
+        ended += engine.wait(5.0)
+    assert {one.trial.device for one in ended if one.trial} == {"alone"}
+
+
+def test_what_shares_no_graph_has_a_process_of_its_own(store: Store) -> None:
+    sweep = Sweep("s", ("well",), (Plan.uniform(activation="int8/64@bf16"),), settings=SIMULATED)
     assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=2)) == 1
     assert [row["trial"]["device"] for row in rows(store)] == ["alone"]
 

@@ -221,6 +221,18 @@ def test_parameters_in_few_launches_are_rounded_as_one_by_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.usefixtures("tabled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_weights_in_blocks_are_copied_while_a_graph_is_captured() -> None:
+    net, x = Forked(), pictures(2, side=8)
+    session = apply(Plan.uniform(weight="int4/64@bf16", activation="e4m3b11f", rounding="nearest_even"), net, mode="simulate")
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    expected = net(x)
+    with session.capturing():
+        assert torch.equal(net(x), expected)
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+
+
 def place_of(text: str | None, raised: str | None) -> list[Place | None]:
     made = Places(Plan.uniform(activation=text), 0, raised=Plan.uniform(activation=raised) if raised else None, all_live=True)
     return [made.of(("x",), Role.ACTIVATION)]

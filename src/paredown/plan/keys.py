@@ -26,6 +26,7 @@ from difflib import get_close_matches
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import Any
 
 from paredown.errors import PlanError
 from paredown.roles import FORMATTED, Role
@@ -126,6 +127,9 @@ class Index:
         ranks = [(self.keys[place].rank(names, role), place) for place in places]
         rank, place = max(ranks, default=(Rank.NONE, 0))
         return place if rank else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return index_of, (self.keys,)  # without what it remembers
 
     def unanswered(self, slots: Sequence[Slot]) -> list[Key]:
         """The names and patterns that speak of none of the slots."""

@@ -13,6 +13,7 @@ Results are those of `evaluate`, bit by bit on the same device. What cannot shar
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ import torch
 
 from paredown.codec.live import is_live, is_narrow
 from paredown.plan.plan import Plan
-from paredown.plan.trial import Status, Trial
+from paredown.plan.trial import Trial
 from paredown.runs.data import Pair
 from paredown.runs.evaluate import curve_of, deterministic, evaluate, head_of, is_out_of_memory, seeded
 from paredown.runs.graphs import Lane, NotAlike, Run, Starts, wait_for
@@ -34,7 +35,7 @@ from paredown.session.simulated import MODES, Simulate
 
 NUM_LANES = 8
 KEPT_GROUPS = 3  # kinds of runs whose graphs are kept
-KEPT_TESTS = 1 << 30  # bytes of test examples that are kept on the device
+KEPT_TESTS = 8  # tasks whose test examples are kept on the device
 
 
 def why_alone(setting: Setting) -> str | None:
@@ -46,6 +47,8 @@ def why_alone(setting: Setting) -> str | None:
         return "what happens in a step depends on the steps before"
     if RULES[recipe.optimizer].kind not in FUSED:
         return f"torch has no {recipe.optimizer} that reads its rate from memory"
+    if recipe.options.get("dampening"):
+        return "the first step of SGD with dampening is unlike the others"
     if recipe.loss_scale is not None:
         return "torch's scaler of losses asks the device in each step"
     if not all(is_live(assignment.format) for _, assignment in setting.plan.rules):
@@ -59,7 +62,7 @@ def kind_of(setting: Setting) -> Any:
     how = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
     options = tuple(sorted((name, repr(value)) for name, value in recipe.options.items()))
     x, answers = next(iter(task.data.tests(1, device=torch.device("cpu"))))
-    shapes = (x.shape[1:], x.dtype, answers.shape[1:], answers.dtype, task.batch)
+    shapes = (x.shape[1:], x.dtype, answers.shape[1:], answers.dtype, task.batch, getattr(task.data, "look", None))
     fixed = (
         model_key(task.make_model),
         task.loss,
@@ -106,29 +109,33 @@ class Group:
 
 
 class Bench:
-    """Trains what is added; `turn` queues a step in every lane and gives the trials that have become known."""
+    """Trains what is added; `turn` queues a step in every lane and gives the trials that have become known.
 
-    def __init__(self, num_lanes: int = NUM_LANES) -> None:
-        self._num_lanes = num_lanes
+    `evaluates`: what cannot share a graph is trained here too, when no lane runs. Otherwise it comes back as NotAlike.
+    """
+
+    def __init__(self, num_lanes: int = NUM_LANES, *, evaluates: bool = True) -> None:
+        self._num_lanes, self._evaluates = num_lanes, evaluates
         self._groups: OrderedDict[Any, Group] = OrderedDict()
         self._alone: deque[Waiting] = deque()
         self._begun: dict[int, tuple[Any, float]] = {}  # of lanes by id: the key of the run, and when it began
         self._starts, self._tests = Starts(), dict[Any, list[Pair]]()
-        self._failed: list[tuple[Any, Trial | BaseException]] = []
+        self.begun: list[Any] = []  # keys of runs that have begun, for whoever wants to know
 
     def add(self, key: Any, setting: Setting) -> None:
         """Ask for a training; `key` comes back with its trial."""
-        if why_alone(setting) is not None:
-            self._alone.append(Waiting(key, setting))
+        waiting = Waiting(key, setting)
+        kind = None if why_alone(setting) is not None else kind_of(setting)
+        if kind is None or not _is_hashable(kind):
+            self._alone.append(waiting)
             return
-        kind = kind_of(setting)
-        self._groups.setdefault(kind, Group()).waiting.append(Waiting(key, setting))
+        self._groups.setdefault(kind, Group()).waiting.append(waiting)
         self._groups.move_to_end(kind)
 
     @property
     def is_busy(self) -> bool:
         """Whether anything runs or waits."""
-        return bool(self._alone or self._failed or self._begun or any(group.waiting for group in self._groups.values()))
+        return bool(self._alone or self._begun or any(group.waiting for group in self._groups.values()))
 
     def run(self) -> Iterator[tuple[Any, Trial]]:
         """All trials, as they become known; what a task raises is raised."""
@@ -140,17 +147,21 @@ class Bench:
 
     def turn(self) -> list[tuple[Any, Trial | BaseException]]:
         """One step of everything; trials that have become known, or what their tasks raised."""
+        self._fill()
+        if self._alone and not self._evaluates:
+            refused, self._alone = self._alone, deque()
+            return [(waiting.key, NotAlike("it shares no graph with others")) for waiting in refused]
         if self._alone and not self._begun:
             return [self._evaluate(self._alone.popleft())]
-        self._fill()
-        found, self._failed = self._failed, []
+        found: list[tuple[Any, Trial | BaseException]] = []
         busy = [lane for group in self._groups.values() for lane in group.lanes if lane.run is not None]
         for lane in busy:
             try:
                 trial: Trial | BaseException | None = lane.advance(waits=len(busy) == 1)
-            except Exception as error:
-                trial = _of_error(error, lane.run)
-                lane.run = None
+            except Exception:  # alone it gives its own error, or does not
+                assert lane.run is not None
+                self._alone.append(Waiting(self._begun.pop(id(lane))[0], lane.run.setting))
+                lane.run = trial = None
             if trial is not None:
                 found.append(self._ended(lane, trial))
         return found
@@ -171,15 +182,34 @@ class Bench:
                 try:
                     with seeded(waiting.setting), deterministic(waiting.setting.device):
                         self._start(group, waiting)
-                except NotAlike:
-                    self._alone.append(waiting)
-                    return
                 except Exception as error:
-                    if is_out_of_memory(error) and self._begun:
-                        group.waiting.appendleft(waiting)  # when a lane is free
+                    if not is_out_of_memory(error) or not self._has_made_room():
+                        self._alone.append(waiting)  # what cannot be captured, too: alone it runs, or gives its own error
+                    else:
+                        group.waiting.appendleft(waiting)
                         return
-                    self._failed.append((waiting.key, _of_error(error, None, waiting.setting)))
         self._forget()
+
+    def _has_made_room(self) -> bool:
+        """Whether there is hope for memory: idle lanes were dropped, or fewer will run."""
+        dropped = self._drop_idle()
+        if self._begun:
+            self._num_lanes = len(self._begun)
+        return dropped or bool(self._begun)
+
+    def _drop_idle(self) -> bool:
+        """Give the memory of lanes without a run back; whether there were any."""
+        idle = [lane for group in self._groups.values() for lane in group.idle]
+        for group in self._groups.values():
+            group.lanes = [lane for lane in group.lanes if lane.run is not None]
+        for lane in idle:
+            lane.close()
+        num_idle = len(idle)
+        idle.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return num_idle > 0
 
     def _start(self, group: Group, waiting: Waiting) -> None:
         setting = waiting.setting
@@ -191,6 +221,7 @@ class Bench:
         run = Run(setting, head_of(setting), curve_of(setting.task), tests)
         lane.begin(run)
         self._begun[id(lane)] = (waiting.key, begun)
+        self.begun.append(waiting.key)
 
     def _forget(self) -> None:
         """Drop the graphs that were not needed for longest."""
@@ -206,26 +237,25 @@ class Bench:
             found = list(setting.task.data.tests(setting.task.batch, device=setting.device))
             wait_for(setting.device)
             self._tests[key] = found
-            sizes = {key: sum(x.nbytes for x, _ in pairs) for key, pairs in self._tests.items()}
-            while len(self._tests) > 1 and sum(sizes.values()) > KEPT_TESTS:
-                oldest = next(iter(self._tests))
+            while len(self._tests) > KEPT_TESTS:
                 wait_for(setting.device)
-                del self._tests[oldest], sizes[oldest]
+                del self._tests[next(iter(self._tests))]
         return self._tests[key]
 
     def _evaluate(self, waiting: Waiting) -> tuple[Any, Trial | BaseException]:
         setting = waiting.setting
+        self._drop_idle()  # graphs have addresses of workspaces that a trial alone may give back
+        self.begun.append(waiting.key)
         try:
             return waiting.key, evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
         except Exception as error:
             return waiting.key, error
 
 
-def _of_error(error: BaseException, run: Run | None, setting: Setting | None = None) -> Trial | BaseException:
-    """The trial of a run that found no memory; other errors are the task's."""
-    if not is_out_of_memory(error):
-        return error
-    if run is not None:
-        return replace(run.head, status=Status.OUT_OF_MEMORY, reason=f"out of memory after {run.curve.step} steps")
-    assert setting is not None
-    return replace(head_of(setting), status=Status.OUT_OF_MEMORY, reason="out of memory before the first step")
+def _is_hashable(kind: Any) -> bool:
+    """Not where a model is made of lists, say: nothing tells whether another is the same."""
+    try:
+        hash(kind)
+    except TypeError:
+        return False
+    return True

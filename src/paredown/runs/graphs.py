@@ -13,10 +13,12 @@ So several lanes run side by side, each in a stream of its own. On a CPU nothing
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,33 +98,33 @@ class Lane:
         self._x, self._answers = (part.clone() for part in batch)
         self._total = torch.zeros((), device=device)
         self._step = self._captured(self._learn)
-        self._judges: dict[tuple[int, ...], tuple[Replay, Pair, Tensor]] = {}
+        self._judges: dict[Any, tuple[Replay, Pair, Tensor]] = {}
 
     def _learn(self) -> None:
         self._total.add_(self._loop.learn(self._x, self._answers).float())
 
     def _judge_of(self, x: Tensor, answers: Tensor) -> tuple[Replay, Pair, Tensor]:
         """For test batches of this size: what to call, where the batch goes, and where error and loss come out."""
-        scores = torch.zeros(2, device=self.setting.device)
+        scores = torch.zeros(2, dtype=torch.float64, device=self.setting.device)
 
         def judge() -> None:
             self._model.eval()
             with torch.no_grad():
-                scores.copy_(torch.stack([score.float() for score in self._loop.scores(x, answers)]))
+                scores.copy_(torch.stack([score.double() for score in self._loop.scores(x, answers)]))
             self._model.train()
 
         return self._captured(judge), (x, answers), scores
 
     def _captured(self, call: Replay) -> Replay:
         """`call` as a graph."""
-        if not self.is_cuda:
-            return call
         drawn = _drawn(self.setting.device)
-        for _ in range(WARM_UPS):
+        for _ in range(WARM_UPS if self.is_cuda else 1):
             with self._session.capturing():
                 call()
         if _drawn(self.setting.device) != drawn:
             raise NotAlike("its model draws random numbers, which runs side by side would share")
+        if not self.is_cuda:
+            return call
         graph = torch.cuda.CUDAGraph()
         with self._session.capturing(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             call()
@@ -137,8 +139,8 @@ class Lane:
         setting = run.setting
         with self._streaming():
             for x, answers in run.tests:  # before the model is reset, which capturing changes
-                if x.shape not in self._judges:
-                    self._judges[tuple(x.shape)] = self._judge_of(x.clone(), answers.clone())
+                if layout(x, answers) not in self._judges:
+                    self._judges[layout(x, answers)] = self._judge_of(x.clone(), answers.clone())
         with self._streaming(), torch.no_grad():
             states = [
                 tensor for state in self._loop.optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)
@@ -146,7 +148,11 @@ class Lane:
             torch._foreach_zero_([*states, self._total])
             torch._foreach_copy_([tensor.detach() for tensor in tensors_of(self._model)], self._starts.of(self._key, setting))
             self._session.set_plan(setting.plan, seed=setting.seed, forwards=0)
-            run.batches = _batches(setting)
+            batches = _batches(setting)
+            first = next(batches)
+            if layout(*first) != layout(self._x, self._answers):  # random bits follow the order of memory
+                raise NotAlike("its batches lie otherwise in memory than those that were captured")
+            run.batches = chain([first], batches)
         self.run = run  # now that nothing can be refused any more
 
     def advance(self, *, waits: bool) -> Trial | None:
@@ -189,7 +195,7 @@ class Lane:
         run.is_judged = True
         scores: list[Tensor] = []
         for x, answers in run.tests:
-            replay, into, out = self._judges[tuple(x.shape)]
+            replay, into, out = self._judges[layout(x, answers)]
             into[0].copy_(x)
             into[1].copy_(answers)
             replay()
@@ -211,10 +217,12 @@ class Lane:
         if trial.status is Status.DIVERGED:
             return trial
         assert self._results is not None
-        sizes = [len(answers) for _, answers in run.tests]
-        errors, losses = _received(self._results).T.tolist()
-        error, loss = (sum(score * size for score, size in zip(of, sizes, strict=True)) / sum(sizes) for of in (errors, losses))
-        return with_scores(trial, error, loss)
+        error, loss, count = 0.0, 0.0, 0
+        for of_batch, (_, answers) in zip(_received(self._results).tolist(), run.tests, strict=True):
+            error += of_batch[0] * len(answers)  # as `judge` adds them
+            loss += of_batch[1] * len(answers)
+            count += len(answers)
+        return with_scores(trial, error / count, loss / count)
 
     # --- from the device ------------------------------------------------------------------------------------------------
 
@@ -239,6 +247,11 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def layout(x: Tensor, answers: Tensor) -> Any:
+    """What a graph has fixed of a batch: sizes, dtypes, and how it lies in memory."""
+    return tuple((tuple(part.shape), part.stride(), part.dtype) for part in (x, answers))
+
+
 def _batches(setting: Setting) -> Iterator[Pair]:
     return setting.task.data.batches_ahead(setting.task.batch, seed=setting.seed, device=setting.device)
 
@@ -254,9 +267,10 @@ def _received(sent: tuple[Tensor, Any]) -> Tensor:
     return sent[0]
 
 
-def _drawn(device: torch.device) -> int:
-    """How many random numbers the device's generator has given."""
-    return torch.cuda.default_generators[device.index or 0].get_offset()
+def _drawn(device: torch.device) -> Any:
+    """Where the generators of random numbers are, of the device and of the host."""
+    on_device = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
+    return on_device, torch.get_rng_state().numpy().tobytes(), random.getstate()
 
 
 class NotAlike(Exception):

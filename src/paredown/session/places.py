@@ -147,6 +147,10 @@ class Places:
 
     def _make_room(self, capacity: int) -> None:
         """Vectors with a number for each slot, on the device; what was there is kept."""
+        if self._kept:
+            raise ApplyError(
+                "slots were met after a graph was captured, which reads the table of those before. Apply the plan anew."
+            )
         before = (self._promoted, self._shares, self._risen_at_share) if self._all else ()
         make: dict[str, Any] = {"device": self.device}
         self._promoted = torch.full((capacity,), NEVER, dtype=torch.int32, **make)
@@ -236,7 +240,7 @@ class Places:
             if capture is not None and self._is_simple(x, out, place):
                 many.setdefault(place.rounding, []).append((x.data, out.data, place.number))
             else:
-                self._round(x, out, place, looks=False)
+                self._round(out if out is x else out.copy_(x.detach()), out, place, looks=False)
         is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         for rounding, rows in many.items():
             assert self._table is not None and capture is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from paredown.runs.engines.engine import Engine, Run, failed, of_error
 from paredown.runs.engines.local import PRELOAD, LocalEngine, Room, cause_of, check_run, kill_group, settle, without_main
 from paredown.runs.sweep import TrialSpec
 
+BEGUN, ALONE, KNOWN = "begun", "alone", "known"  # what a child tells of a trial: it runs, it shares no graph, its result
 PER_LANE = 2  # trials that are held for each lane, so that one waits where another ends
 
 
@@ -59,20 +61,26 @@ class GraphsEngine(Engine):
         self.slots = PER_LANE * lanes * len(self._gpus)
         self._children: dict[str | None, Child] = {}
         self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus, preload=preload)
+        self._later: deque[Claim] = deque()  # for processes of their own, when there is room
         self._context: Any = get_context("forkserver")
         self._context.set_forkserver_preload([*preload, __name__])
 
     def start(self, claim: Claim) -> None:
         if claim.spec.settings.mode == "store" or claim.attempt > 1:
-            self._others.start(claim)
+            self._start_alone(claim)
             return
         gpu = min(self._gpus, key=lambda gpu: len(self._children[gpu].claims) if gpu in self._children else 0)
         if gpu not in self._children:
             self._children[gpu] = self._child(gpu)
-        limit = claim.spec.settings.timeout_seconds
-        self._children[gpu].claims[claim.key] = (claim, None if limit is None else time.monotonic() + limit)
+        self._children[gpu].claims[claim.key] = (claim, None)
         with suppress(OSError):  # it died: `wait` will find out
             self._children[gpu].pipe.send((claim.key, claim.spec))
+
+    def _start_alone(self, *claims: Claim) -> None:
+        """In a process for each, as many as there is room for."""
+        self._later.extend(claims)
+        while self._later and len(self._others.pipes) < self._others.slots:
+            self._others.start(self._later.popleft())
 
     def _child(self, gpu: str | None) -> Child:
         (ours, theirs), (life, its_life) = self._context.Pipe(), self._context.Pipe()
@@ -89,7 +97,9 @@ class GraphsEngine(Engine):
         deadlines = [deadline for child in self._children.values() for _, deadline in child.claims.values() if deadline is not None]
         left = min([seconds, *(deadline - time.monotonic() for deadline in deadlines)])
         connection.wait([*pipes, *self._others.pipes], timeout=max(0.0, left))
-        return [*self._others.wait(0.0), *(ended for gpu in list(self._children) for ended in self._look(gpu))]
+        ended = [*self._others.wait(0.0), *(ended for gpu in list(self._children) for ended in self._look(gpu))]
+        self._start_alone()
+        return ended
 
     def _look(self, gpu: str | None) -> list[Ended]:
         """What a child has sent; if it is no more, what it ran goes back."""
@@ -98,7 +108,16 @@ class GraphsEngine(Engine):
         try:
             while child.pipe.poll():
                 told = json.loads(child.pipe.recv_bytes())
-                ended.append(Ended(child.claims.pop(told["key"])[0], Trial.from_json(told["trial"])))
+                claim = child.claims[told["key"]][0]
+                if told["event"] == BEGUN:
+                    limit = claim.spec.settings.timeout_seconds
+                    child.claims[claim.key] = (claim, None if limit is None else time.monotonic() + limit)
+                    continue
+                del child.claims[claim.key]
+                if told["event"] == ALONE:
+                    self._start_alone(claim)
+                else:
+                    ended.append(Ended(claim, Trial.from_json(told["trial"])))
         except (EOFError, OSError):
             child.process.join()
             return [*ended, *self._drop(gpu, cause_of(child.process.exitcode))]
@@ -119,7 +138,9 @@ class GraphsEngine(Engine):
 
     def stop(self) -> list[Claim]:
         dropped = [ended.claim for gpu in list(self._children) for ended in self._drop(gpu, "")]
-        return [*dropped, *self._others.stop()]
+        later = list(self._later)
+        self._later.clear()
+        return [*dropped, *later, *self._others.stop()]
 
 
 def serve(pipe: Connection, life: Connection, run: Trains, room: Room, lanes: int) -> None:
@@ -133,7 +154,7 @@ def serve(pipe: Connection, life: Connection, run: Trains, room: Room, lanes: in
 def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
     from paredown.runs.bench import Bench
 
-    bench, specs = Bench(lanes), dict[str, TrialSpec]()
+    bench, specs = Bench(lanes, evaluates=False), dict[str, TrialSpec]()
     while True:
         while pipe.poll(0 if bench.is_busy else None):
             key, spec = pipe.recv()
@@ -141,12 +162,33 @@ def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
             try:
                 bench.add(key, run.setting(spec))
             except BaseException as error:
-                _send(pipe, key, of_error(specs.pop(key), error))
-        for key, trial in bench.turn():
+                _send(pipe, key, KNOWN, of_error(specs.pop(key), error))
+        known = bench.turn()
+        for key in bench.begun:
+            _send(pipe, key, BEGUN)
+        bench.begun.clear()
+        for key, trial in known:
             spec = specs.pop(key)
-            _send(pipe, key, trial if isinstance(trial, Trial) else of_error(spec, trial), spec.task)
+            if isinstance(trial, Trial):
+                _send(pipe, key, KNOWN, trial, spec.task)
+            else:
+                _end_if_broken()
+                _send(pipe, key, ALONE)
 
 
-def _send(pipe: Connection, key: str, trial: Trial, task: str | None = None) -> None:
-    value = trial.to_json() | ({} if task is None else {"task": task})  # as the sweep calls it
-    pipe.send_bytes(json.dumps({"key": key, "trial": value}).encode())
+def _end_if_broken() -> None:
+    """After a fault of the device nothing else works in this process: its trials run again, each alone."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
+
+
+def _send(pipe: Connection, key: str, event: str, trial: Trial | None = None, task: str | None = None) -> None:
+    told: dict[str, Any] = {"key": key, "event": event}
+    if trial is not None:
+        told["trial"] = trial.to_json() | ({} if task is None else {"task": task})  # as the sweep calls it
+    pipe.send_bytes(json.dumps(told).encode())
