@@ -53,6 +53,11 @@ def test_errors_of_the_users_code_are_sentences_and_the_rest_can_be_seen(folder:
         ask("train", "odd.py:task", "--device", "cpu")
 
 
+def heed_interrupts() -> None:
+    """As a terminal's programs do, also where the tests run in the background of a script, which has them ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupt_is_exit_130(folder: Path) -> None:
     (folder / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
     running = subprocess.Popen(
@@ -62,10 +67,14 @@ def test_an_interrupt_is_exit_130(folder: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
     )
-    assert running.stdout is not None and running.stdout.readline() == "begun\n"
-    running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=60)
+    try:
+        assert running.stdout is not None and running.stdout.readline() == "begun\n"
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
     assert running.returncode == 130 and "Traceback" not in err
 
 
