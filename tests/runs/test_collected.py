@@ -157,6 +157,36 @@ def test_tasks_that_are_not_here_are_told_by_their_names(text: str, name: str, f
     assert (found.name, found.family, found.data, found.answers) == (name, family, data, None)
 
 
+CODE = """
+from pathlib import Path
+from paredown.runs.tasks import find_task
+
+def wipe(path):
+    Path(path).write_text("called")
+    return find_task("digits#model=mlp,steps=5")
+
+Path("imported").write_text("")
+"""
+
+
+@pytest.mark.parametrize("mode", ["store", "peppp"])
+def test_code_that_an_export_names_runs_only_from_a_folder_that_was_named(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAREDOWN_PRIORS", str(tmp_path / "own"))
+    monkeypatch.chdir(tmp_path)
+    Path("danger.py").write_text(CODE)
+    Path("x.json").write_text(json.dumps([row("danger.py:wipe#path=chosen", PLANS[0], 0, 0.2, mode=mode)]))
+    for words in (["add", "x.json"], ["make", "x.json", "y.json"]):
+        status, told = say(*words)
+        assert status == 0, told
+        assert not Path("imported").exists() and not Path("chosen").exists()
+    (task,) = load(tmp_path / "y.json").tasks
+    assert (task.name, task.family, task.answers) == ("wipe", "own", None)
+    assert say("make", "x.json", "y.json", "--tasks", ".")[0] == 0 and Path("chosen").exists()
+    assert load(tmp_path / "y.json").tasks[0].family == "mlp"
+
+
 # --- stores, exports, the command line ----------------------------------------------------------------------------------
 
 

@@ -59,8 +59,8 @@ def blind_error(task: Task) -> float | None:
     return {"error": 1 - 1 / answers, "loss": math.log(answers)}.get(task.metric if isinstance(task.metric, str) else "")
 
 
-def row_of_task(text: str, folder: Path) -> TaskRow:
-    """The row of a task by name; of one that cannot be found here, what its name says."""
+def row_of_task(text: str, folder: Path | None) -> TaskRow:
+    """The row of a task by name; of one that cannot be found here, or is code and no folder is named, what its name says."""
     head, _, tail = text.strip().partition("#")
     data = PurePath(head.partition(":")[2] or head).name
     data = data.removesuffix(".gz").rpartition(".")[0] or data
@@ -84,7 +84,7 @@ def _options(text: str) -> dict[str, Any]:
         return {}
 
 
-def _task(text: str, folder: Path) -> Task | None:
+def _task(text: str, folder: Path | None) -> Task | None:
     try:
         return found_task(text, folder)
     except ParedownError:
