@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -91,6 +92,27 @@ def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> N
     status, out, _ = ask("frontier", "picked.json", "--budget", "1%")
     assert status == 3 and "Nothing fits 1%; the smallest is" in out
     assert ask("train", MLP, "--plan", "plan.json", "--device", "cpu", "--frontier", "picked.json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "file", "said"),
+    [(verb, option, "nodir/x.json", "there is no folder nodir")
+     for verb, option in (("pick", "-o"), ("pick", "--record"), ("pick", "--report"), ("train", "--out"))]
+    + [("train", "--save", "nodir/x.pt", "there is no folder nodir"), ("train", "--out", ".", "is a folder; give a file")],
+)  # fmt: skip
+def test_what_cannot_be_written_is_said_before_anything_runs(
+    folder: Path, verb: str, option: str, file: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paredown.cli.subject.find_any_task", lambda _: pytest.fail("it went on"))
+    status, _, err = ask(verb, MLP, option, file)
+    assert status == 2 and said in " ".join(err.replace("│", " ").split())
+
+
+def test_a_package_that_weights_need_is_asked_for_before_anything_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paredown.cli.subject.find_any_task", lambda _: pytest.fail("it went on"))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    status, _, err = ask("train", MLP, "--save", "w.safetensors")
+    assert status == 1 and "this needs safetensors: pip install 'paredown[safetensors]'" in err
 
 
 def test_nothing_fits_is_an_answer_with_exit_3(folder: Path, prior: str) -> None:

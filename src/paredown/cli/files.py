@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from paredown.errors import ParedownError, PlanError
 
 if TYPE_CHECKING:
@@ -20,6 +22,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8", newline="\n")
     part.replace(path)
+
+
+def check_places(files: Mapping[str, Path | None]) -> None:
+    """A sentence before the work rather than after it where a file, here by its option, cannot be written."""
+    for option, path in files.items():
+        if path is not None and path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder; give a file.", param_hint=option)
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}.", param_hint=option)
 
 
 def read_json(path: Path) -> Any:

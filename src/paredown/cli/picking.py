@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.bars import bar, waiting
+from paredown.cli.files import check_places
 from paredown.cli.options import (
     BudgetOption,
     HereOption,
@@ -56,6 +57,7 @@ def pick(
     is_json: JsonOption = False,
 ) -> None:
     """The plan of least expected error within a budget, from earlier tasks and a few trials; with --store it goes on where it stopped."""
+    check_places({"--out": out, "--record": record, "--report": report})
     with waiting("reading the task"):
         from paredown.cli.subject import find_any_task
         from paredown.runs.pick import pick as picked_for
