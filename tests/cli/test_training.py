@@ -74,6 +74,7 @@ def test_out_of_memory_names_the_role_and_the_next_plan_down(folder: Path) -> No
 def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> None:
     words = ("pick", MLP, "--budget", "75%", "--evaluations", "2", "--prior", prior, "--device", "cpu")
     value = asked_json(*words, "--record", "picked.json", "--report", "page.html", "--store", "trials.db")
+    Path("printed.json").write_text(json.dumps(value))
     files = value.pop("files")
     assert files == {"plan": "plan.json", "answer": "picked.json", "page": "page.html"}
     picked = Picked.from_json(json.loads(Path("picked.json").read_text()))
@@ -82,7 +83,7 @@ def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> N
     again = asked_json(*words, "--store", "trials.db")
     took = [sorted(trial["seconds"] for trial in answer["trials"]) for answer in (value, again)]
     assert took[0] == took[1], "nothing ran again"
-    for source in ("picked.json", "trials.db"):
+    for source in ("picked.json", "printed.json", "trials.db"):
         shown = asked_json("frontier", source, "--all")["tasks"][0]
         assert shown["task"] == picked.task and shown["points"]
         assert asked_json("report", source, "-o", "other.html")["trials"] == len(picked.trials)
@@ -91,7 +92,7 @@ def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> N
     assert taken == picked.frontier.best("75%").label
     status, out, _ = ask("frontier", "picked.json", "--budget", "1%")
     assert status == 3 and "Nothing fits 1%; the smallest is" in out
-    assert ask("train", MLP, "--plan", "plan.json", "--device", "cpu", "--frontier", "picked.json")[0] == 0
+    assert ask("train", MLP, "--plan", "plan.json", "--device", "cpu", "--frontier", "printed.json")[0] == 0
 
 
 @pytest.mark.parametrize(

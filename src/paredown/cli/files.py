@@ -45,6 +45,11 @@ def read_json(path: Path) -> Any:
         raise PlanError(f"{path} is not JSON: {error}.") from None
 
 
+def without_files(value: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what `pick --json` says beside it: which files it wrote."""
+    return {name: part for name, part in value.items() if name != "files"}
+
+
 def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
     """A frontier, or that of a pick, and the pick."""
     from paredown.search.picked import Frontier, Picked
@@ -52,7 +57,7 @@ def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
     value = read_json(path)
     try:
         if isinstance(value, dict) and "frontier" in value:
-            picked = Picked.from_json(value)
+            picked = Picked.from_json(without_files(value))
             return picked.frontier, picked
         return Frontier.from_json(value), None
     except ParedownError as error:
