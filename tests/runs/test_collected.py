@@ -28,6 +28,7 @@ from paredown.runs.found import found_task
 from paredown.runs.store import Store
 from paredown.runs.sweep import Settings, Sweep
 from paredown.runs.traced import peppp_bytes, trace_of
+from paredown.search.earlier_json import to_text
 from paredown.search.peppp import memory_bytes, peppp_element, peppp_plan
 from paredown.search.prior import load
 from paredown.search.recipe import Recipe, make_plans, plan_of_row, recipes_of
@@ -142,6 +143,16 @@ def test_nothing_of_the_machine_is_kept() -> None:
     assert {**one, "collected": ""} == {
         "commit": "abc", "device": "NVIDIA H200", "versions": {"torch": "2"}, "trials": 1, "sweeps": ["s"], "collected": "",
     }  # fmt: skip
+
+
+def test_no_path_of_the_machine_is_in_a_prior() -> None:
+    texts = [f"images:{where}/faces.npz#model=mlp" for where in ("/data/ann", "/data/bob", "C:\\users\\ann", "~/ann", "../ann")]
+    texts += ["/data/ann/mine.py:small", "mine.py:large#data=/data/ann/faces.npz"]
+    found = collect([row(text, PLANS[0], 0, 0.2) for text in texts], "mine")
+    assert not any(word in to_text(found) for word in ("ann", "bob", "/data", "users", "~"))
+    assert [task.name for task in found.tasks][3:] == [
+        "images:faces.npz#model=mlp (4)", "images:faces.npz#model=mlp (5)", "small", "large",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -181,9 +181,14 @@ def _guessed(runs: Array, blind: Sequence[float | None]) -> Array:
 
 
 def _told_apart(table: Table, source: str) -> list[TaskRow]:
-    """Rows whose names differ: by their whole texts where the short ones do not tell them apart."""
-    count = Counter(row.name for row in table.tasks.values())
-    return [replace(row, source=source, name=row.name if count[row.name] == 1 else row.text) for row in table.tasks.values()]
+    """Rows whose names differ: by their whole texts where the short ones do not tell them apart, then by number."""
+    count, taken = Counter(row.name for row in table.tasks.values()), Counter[str]()
+    found: list[TaskRow] = []
+    for row in table.tasks.values():
+        name = row.name if count[row.name] == 1 else row.text
+        taken[name] += 1
+        found.append(replace(row, source=source, name=name if taken[name] == 1 else f"{name} ({taken[name]})"))
+    return found
 
 
 def provenance_of(entries: Iterable[Entry]) -> tuple[dict[str, Any], ...]:
