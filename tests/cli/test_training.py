@@ -116,6 +116,33 @@ def test_a_package_that_weights_need_is_asked_for_before_anything_runs(folder: P
     assert status == 1 and "this needs safetensors: pip install 'paredown[safetensors]'" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "where", "is_kept"),
+    [
+        (("train", MLP), "paredown.runs.evaluate.evaluate", False),
+        (("pick", MLP), "paredown.runs.pick.pick", False),
+        (("pick", MLP, "--store", "t.db"), "paredown.runs.pick.pick", True),
+        (("sweep", "run", "s.toml"), "paredown.cli.sweeps.work_on", True),
+        (("worker", "--store", "s.db"), "paredown.cli.sweeps.work_on", True),
+    ],
+)
+def test_an_interruption_speaks_of_a_store_only_where_there_is_one(
+    folder: Path, arguments: tuple[str, ...], where: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    pytest.importorskip("sqlalchemy")
+    from paredown.runs.store import Store
+
+    Store(folder / "s.db").close()
+    Path("s.toml").write_text(f'name = "s"\ntasks = ["{MLP}"]\nseeds = [0]\n[[plans]]\nactivation = "int8"\n')
+    monkeypatch.setattr(where, stop)
+    status, _, err = ask(*arguments)
+    kept = "; finished trials are in the store, and the same command goes on with the others"
+    assert status == 130 and err.endswith(f"paredown: stopped{kept if is_kept else ''}.\n")
+
+
 def test_nothing_fits_is_an_answer_with_exit_3(folder: Path, prior: str) -> None:
     status, out, err = ask("pick", MLP, "--budget", "1%", "--evaluations", "0", "--prior", prior, "--device", "cpu")
     assert status == 3 and "nothing fits 1%" in err and "plan" in out

@@ -19,7 +19,7 @@ from paredown.cli.options import (
     StoreOption,
     TaskArgument,
 )
-from paredown.cli.verbs import CHOOSE, SHOW, Exit, app, verb
+from paredown.cli.verbs import CHOOSE, SHOW, Exit, app, kept_in_store, verb
 from paredown.cli.voice import emit, head, say, table, tell
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def pick(
         from paredown.runs.pick import pick as picked_for
 
         found = find_any_task(task)
-    with bar("picking") as told:
+    with kept_in_store(store is not None), bar("picking") as told:
         options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
         picked = picked_for(found, budget, evaluations, progress=told, **options)
     written = keep(picked, found, plan=out, record=record, report=report)
