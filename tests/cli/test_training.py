@@ -170,6 +170,13 @@ def test_the_demo_measures_what_it_says(folder: Path, prior: str) -> None:
     assert "no optimizer of paredown.optim" not in page, "asked and given are those of a training"
 
 
+def test_a_budget_over_trials_without_bytes_has_an_answer(folder: Path) -> None:
+    run = {"name": "lpmm", **Trial("t", pare.Plan.preset("lpmm"), 0, Status.DONE, error=0.5).to_json()}
+    Path("runs.json").write_text(json.dumps({"task": "t", "runs": [run], "advice": None}))
+    status, out, _ = ask("frontier", "runs.json", "--budget", "1MiB")
+    assert status == 3 and "Nothing is known to fit 1MiB: no trial says how many bytes its plan takes." in out
+
+
 def test_runs_become_a_page(folder: Path) -> None:
     plan = pare.Plan.preset("lpmm")
     runs = [{"name": "lpmm", **Trial("t", plan, 0, Status.DONE, error=0.5, predicted_peak_bytes=100).to_json()}]

@@ -193,6 +193,8 @@ def _said(study: Study, budget: str | None, taken: dict[str, str]) -> list[str]:
     if budget is None:
         return []
     label = taken[study.task]
+    if not study.marks:
+        return [f"Nothing is known to fit {budget}: no trial says how many bytes its plan takes."]
     return [f"Within {budget}: {label}." if label else f"Nothing fits {budget}; the smallest is {study.marks[0].label}."]
 
 
