@@ -28,7 +28,8 @@ from paredown.runs.found import found_task
 from paredown.runs.store import Store
 from paredown.runs.sweep import Settings, Sweep
 from paredown.runs.traced import peppp_bytes, trace_of
-from paredown.search.earlier_json import to_text
+from paredown.search.earlier import Earlier, PlanRow, TaskRow
+from paredown.search.earlier_json import to_text, write
 from paredown.search.peppp import memory_bytes, peppp_element, peppp_plan
 from paredown.search.prior import load
 from paredown.search.recipe import Recipe, make_plans, plan_of_row, recipes_of
@@ -257,6 +258,17 @@ def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         status, told = say(*wrong)
         assert status == 1 and told.startswith("paredown: ") and told.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_task_without_runs_can_be_shown(tmp_path: Path) -> None:
+    tasks, nothing = [TaskRow("a", "cnn", "a"), TaskRow("b", "cnn", "b")], [[np.nan, np.nan]]
+    prior = Earlier.of_runs("two", "store", tasks, [PlanRow("p")], np.array([[[0.2, 0.4]], nothing]))
+    write(prior, tmp_path / "two.json")
+    status, told = say("show", str(tmp_path / "two.json"), "--json")
+    assert status == 0, told
+    assert [task["mean_error"] for task in json.loads(told)["tasks"]] == [pytest.approx(0.3), None]
+    assert say("show", str(tmp_path / "two.json"))[0] == 0
 
 
 def test_a_task_is_read_once_and_again_when_its_file_changed(tmp_path: Path) -> None:

@@ -112,9 +112,9 @@ def summary(prior: Earlier) -> dict[str, Any]:
 
     import numpy as np
 
-    means = np.nanmean(np.where(np.isfinite(prior.errors), prior.errors, np.nan), axis=1)
+    means = [float(row[known].mean()) if (known := np.isfinite(row)).any() else None for row in prior.errors]
     tasks = [
-        {**asdict(task), "mean_error": float(mean), "noise": None if np.isnan(noise) else float(noise), "runs": int(count)}
+        {**asdict(task), "mean_error": mean, "noise": None if np.isnan(noise) else float(noise), "runs": int(count)}
         for task, mean, noise, count in zip(prior.tasks, means, prior.noise, prior.counts.sum(axis=1), strict=True)
     ]
     head = {
