@@ -148,3 +148,13 @@ def test_the_environment_names_what_is_missing(folder: Path, monkeypatch: pytest
     text = json.dumps(value)
     assert str(folder) not in text and str(Path.home()) not in text, "no path of the user's"
     assert "To do" in ask("env")[1]
+
+
+def test_what_a_hint_says_can_be_asked_as_it_is(folder: Path) -> None:
+    given = ("--input", "3x8x8", "--batch", "4", "--device", "cpu")
+    status, _, err = ask("estimate", "net.py:model", *given, "--budget", "95%")
+    assert status == 3 and " --input 3x8x8 --batch 4 --device cpu --budget 95%" in err
+    status, out, _ = ask("plan", *err.rpartition("paredown plan ")[2].split())
+    assert status == 0, out
+    status, out, _ = ask("explain", *out.rpartition("paredown explain ")[2].split())
+    assert status == 0 and "On " in out

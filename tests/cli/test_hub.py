@@ -97,3 +97,38 @@ def test_code_that_a_config_names_is_not_run(folder: Path) -> None:
     write(folder, "odd", {"model_type": "evil", "auto_map": names})
     assert ask("estimate", "odd")[0] == 1
     assert not mark.exists()
+
+
+KERNELS = "kernels-community/flash-attn"
+RESNET = {"architectures": ["DetrForObjectDetection"], "backbone": "microsoft/resnet-50", "use_timm_backbone": False}
+FETCHING = {
+    "weights": {"model_type": "detr", "use_pretrained_backbone": True, "backbone_config": None, **RESNET},
+    "backbone": {"model_type": "dpt", "architectures": ["DPTForDepthEstimation"], "backbone": "facebook/dinov2-base"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(FETCHING))
+def test_what_lies_on_the_hub_is_not_asked_for(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    for what in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, what, lambda *place, **_: asked.append(place))
+    monkeypatch.setattr(socket.socket, "connect", lambda *place: asked.append(place))
+    write(folder, name, FETCHING[name])
+    status, _, err = ask("estimate", name, "--plan", "as_written")
+    assert status == 1 and "describes no model" in err and not asked
+    from huggingface_hub import constants
+
+    assert not constants.HF_HUB_OFFLINE, "only while the model is made"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_kernels_that_a_config_names_are_left_out(folder: Path, field: str) -> None:
+    from paredown.cli.hub import read_config
+
+    small = CONFIGS["gpt"] | {field: KERNELS, "parts": [{field: KERNELS, "use_pretrained_backbone": True}]}
+    model, _ = read_config(write(folder, "gpt", small), {}, None)
+    config: Any = model.config
+    assert KERNELS not in repr(config.to_dict()) and config._attn_implementation in ("sdpa", "eager")
+    assert config.parts == [{}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def test_out_of_memory_names_the_role_and_the_next_plan_down(folder: Path) -> No
 def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> None:
     words = ("pick", MLP, "--budget", "75%", "--evaluations", "2", "--prior", prior, "--device", "cpu")
     value = asked_json(*words, "--record", "picked.json", "--report", "page.html", "--store", "trials.db")
+    Path("printed.json").write_text(json.dumps(value))
     files = value.pop("files")
     assert files == {"plan": "plan.json", "answer": "picked.json", "page": "page.html"}
     picked = Picked.from_json(json.loads(Path("picked.json").read_text()))
@@ -81,7 +83,7 @@ def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> N
     again = asked_json(*words, "--store", "trials.db")
     took = [sorted(trial["seconds"] for trial in answer["trials"]) for answer in (value, again)]
     assert took[0] == took[1], "nothing ran again"
-    for source in ("picked.json", "trials.db"):
+    for source in ("picked.json", "printed.json", "trials.db"):
         shown = asked_json("frontier", source, "--all")["tasks"][0]
         assert shown["task"] == picked.task and shown["points"]
         assert asked_json("report", source, "-o", "other.html")["trials"] == len(picked.trials)
@@ -90,7 +92,55 @@ def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> N
     assert taken == picked.frontier.best("75%").label
     status, out, _ = ask("frontier", "picked.json", "--budget", "1%")
     assert status == 3 and "Nothing fits 1%; the smallest is" in out
-    assert ask("train", MLP, "--plan", "plan.json", "--device", "cpu", "--frontier", "picked.json")[0] == 0
+    assert ask("train", MLP, "--plan", "plan.json", "--device", "cpu", "--frontier", "printed.json")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "file", "said"),
+    [(verb, option, "nodir/x.json", "there is no folder nodir")
+     for verb, option in (("pick", "-o"), ("pick", "--record"), ("pick", "--report"), ("train", "--out"))]
+    + [("train", "--save", "nodir/x.pt", "there is no folder nodir"), ("train", "--out", ".", "is a folder; give a file")],
+)  # fmt: skip
+def test_what_cannot_be_written_is_said_before_anything_runs(
+    folder: Path, verb: str, option: str, file: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paredown.cli.subject.find_any_task", lambda _: pytest.fail("it went on"))
+    status, _, err = ask(verb, MLP, option, file)
+    assert status == 2 and said in " ".join(err.replace("│", " ").split())
+
+
+def test_a_package_that_weights_need_is_asked_for_before_anything_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paredown.cli.subject.find_any_task", lambda _: pytest.fail("it went on"))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    status, _, err = ask("train", MLP, "--save", "w.safetensors")
+    assert status == 1 and "this needs safetensors: pip install 'paredown[safetensors]'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where", "is_kept"),
+    [
+        (("train", MLP), "paredown.runs.evaluate.evaluate", False),
+        (("pick", MLP), "paredown.runs.pick.pick", False),
+        (("pick", MLP, "--store", "t.db"), "paredown.runs.pick.pick", True),
+        (("sweep", "run", "s.toml"), "paredown.cli.sweeps.work_on", True),
+        (("worker", "--store", "s.db"), "paredown.cli.sweeps.work_on", True),
+    ],
+)
+def test_an_interruption_speaks_of_a_store_only_where_there_is_one(
+    folder: Path, arguments: tuple[str, ...], where: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    pytest.importorskip("sqlalchemy")
+    from paredown.runs.store import Store
+
+    Store(folder / "s.db").close()
+    Path("s.toml").write_text(f'name = "s"\ntasks = ["{MLP}"]\nseeds = [0]\n[[plans]]\nactivation = "int8"\n')
+    monkeypatch.setattr(where, stop)
+    status, _, err = ask(*arguments)
+    kept = "; finished trials are in the store, and the same command goes on with the others"
+    assert status == 130 and err.endswith(f"paredown: stopped{kept if is_kept else ''}.\n")
 
 
 def test_nothing_fits_is_an_answer_with_exit_3(folder: Path, prior: str) -> None:
@@ -118,6 +168,13 @@ def test_the_demo_measures_what_it_says(folder: Path, prior: str) -> None:
     page = Path("demo/report.html").read_text()
     assert "paredown demo" in page and str(folder) not in page
     assert "no optimizer of paredown.optim" not in page, "asked and given are those of a training"
+
+
+def test_a_budget_over_trials_without_bytes_has_an_answer(folder: Path) -> None:
+    run = {"name": "lpmm", **Trial("t", pare.Plan.preset("lpmm"), 0, Status.DONE, error=0.5).to_json()}
+    Path("runs.json").write_text(json.dumps({"task": "t", "runs": [run], "advice": None}))
+    status, out, _ = ask("frontier", "runs.json", "--budget", "1MiB")
+    assert status == 3 and "Nothing is known to fit 1MiB: no trial says how many bytes its plan takes." in out
 
 
 def test_runs_become_a_page(folder: Path) -> None:

@@ -143,7 +143,7 @@ def test_labels_tell_plans_apart_and_reasons_do_not() -> None:
 
 
 QUOTED = ("no such file: '{}'", 'File "{}", line 3')
-BARE = ("{}", "cannot open {}: refused", "({})")  # where a path with blanks has no end
+BARE = ("{}", "cannot open {}: refused", "({})", "images:{}#steps=3")  # where a path with blanks has no end
 CASES = [form.format(path) for path in PATHS for form in (QUOTED if " " in path else QUOTED + BARE)]
 
 
@@ -176,6 +176,7 @@ def test_what_is_no_path_stays() -> None:
         "mine.py:small",
         "tasks/mine.py:small",
         "https://example.org/a/b",
+        "images:faces/of/all.npz",
         "a / b",
         "error 1/2",
         "layers.0:input",

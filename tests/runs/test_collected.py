@@ -28,6 +28,8 @@ from paredown.runs.found import found_task
 from paredown.runs.store import Store
 from paredown.runs.sweep import Settings, Sweep
 from paredown.runs.traced import peppp_bytes, trace_of
+from paredown.search.earlier import Earlier, PlanRow, TaskRow
+from paredown.search.earlier_json import to_text, write
 from paredown.search.peppp import memory_bytes, peppp_element, peppp_plan
 from paredown.search.prior import load
 from paredown.search.recipe import Recipe, make_plans, plan_of_row, recipes_of
@@ -144,6 +146,16 @@ def test_nothing_of_the_machine_is_kept() -> None:
     }  # fmt: skip
 
 
+def test_no_path_of_the_machine_is_in_a_prior() -> None:
+    texts = [f"images:{where}/faces.npz#model=mlp" for where in ("/data/ann", "/data/bob", "C:\\users\\ann", "~/ann", "../ann")]
+    texts += ["/data/ann/mine.py:small", "mine.py:large#data=/data/ann/faces.npz"]
+    found = collect([row(text, PLANS[0], 0, 0.2) for text in texts], "mine")
+    assert not any(word in to_text(found) for word in ("ann", "bob", "/data", "users", "~"))
+    assert [task.name for task in found.tasks][3:] == [
+        "images:faces.npz#model=mlp (4)", "images:faces.npz#model=mlp (5)", "small", "large",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "name", "family", "data"),
     [
@@ -155,6 +167,36 @@ def test_nothing_of_the_machine_is_kept() -> None:
 def test_tasks_that_are_not_here_are_told_by_their_names(text: str, name: str, family: str, data: str) -> None:
     found = row_of_task(text, Path())
     assert (found.name, found.family, found.data, found.answers) == (name, family, data, None)
+
+
+CODE = """
+from pathlib import Path
+from paredown.runs.tasks import find_task
+
+def wipe(path):
+    Path(path).write_text("called")
+    return find_task("digits#model=mlp,steps=5")
+
+Path("imported").write_text("")
+"""
+
+
+@pytest.mark.parametrize("mode", ["store", "peppp"])
+def test_code_that_an_export_names_runs_only_from_a_folder_that_was_named(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAREDOWN_PRIORS", str(tmp_path / "own"))
+    monkeypatch.chdir(tmp_path)
+    Path("danger.py").write_text(CODE)
+    Path("x.json").write_text(json.dumps([row("danger.py:wipe#path=chosen", PLANS[0], 0, 0.2, mode=mode)]))
+    for words in (["add", "x.json"], ["make", "x.json", "y.json"]):
+        status, told = say(*words)
+        assert status == 0, told
+        assert not Path("imported").exists() and not Path("chosen").exists()
+    (task,) = load(tmp_path / "y.json").tasks
+    assert (task.name, task.family, task.answers) == ("wipe", "own", None)
+    assert say("make", "x.json", "y.json", "--tasks", ".")[0] == 0 and Path("chosen").exists()
+    assert load(tmp_path / "y.json").tasks[0].family == "mlp"
 
 
 # --- stores, exports, the command line ----------------------------------------------------------------------------------
@@ -216,6 +258,17 @@ def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         status, told = say(*wrong)
         assert status == 1 and told.startswith("paredown: ") and told.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_task_without_runs_can_be_shown(tmp_path: Path) -> None:
+    tasks, nothing = [TaskRow("a", "cnn", "a"), TaskRow("b", "cnn", "b")], [[np.nan, np.nan]]
+    prior = Earlier.of_runs("two", "store", tasks, [PlanRow("p")], np.array([[[0.2, 0.4]], nothing]))
+    write(prior, tmp_path / "two.json")
+    status, told = say("show", str(tmp_path / "two.json"), "--json")
+    assert status == 0, told
+    assert [task["mean_error"] for task in json.loads(told)["tasks"]] == [pytest.approx(0.3), None]
+    assert say("show", str(tmp_path / "two.json"))[0] == 0
 
 
 def test_a_task_is_read_once_and_again_when_its_file_changed(tmp_path: Path) -> None:

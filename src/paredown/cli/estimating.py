@@ -17,6 +17,7 @@ from paredown.cli.options import (
     ModelArgument,
     OptimizerOption,
     PlanOption,
+    spelled,
 )
 from paredown.cli.verbs import LOOK, Exit, app, verb
 from paredown.cli.voice import emit, head, say, table, tell
@@ -84,7 +85,8 @@ def estimate(
         emit(value)
     else:
         tell(*_told(value))
-    _verdict(value, asked=plan, model=model, budget=budget)
+    again = spelled(model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast)
+    _verdict(value, asked=plan, model=again, budget=budget)
 
 
 def _batch(text: str | None, budget: str | None) -> int | None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from paredown.errors import ParedownError, PlanError
 
 if TYPE_CHECKING:
@@ -22,6 +24,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     part.replace(path)
 
 
+def check_places(files: Mapping[str, Path | None]) -> None:
+    """A sentence before the work rather than after it where a file, here by its option, cannot be written."""
+    for option, path in files.items():
+        if path is not None and path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder; give a file.", param_hint=option)
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}.", param_hint=option)
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file says."""
     if not path.is_file():
@@ -34,6 +45,11 @@ def read_json(path: Path) -> Any:
         raise PlanError(f"{path} is not JSON: {error}.") from None
 
 
+def without_files(value: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what `pick --json` says beside it: which files it wrote."""
+    return {name: part for name, part in value.items() if name != "files"}
+
+
 def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
     """A frontier, or that of a pick, and the pick."""
     from paredown.search.picked import Frontier, Picked
@@ -41,7 +57,7 @@ def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
     value = read_json(path)
     try:
         if isinstance(value, dict) and "frontier" in value:
-            picked = Picked.from_json(value)
+            picked = Picked.from_json(without_files(value))
             return picked.frontier, picked
         return Frontier.from_json(value), None
     except ParedownError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ BATCH = 8  # as Trainer has it
 LONGEST = 1024  # tokens, unless told otherwise
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST = 1 << 22  # bytes of a config
+# what makes a library fetch code or weights; none of it changes shapes
+FETCHED = frozenset(
+    {"auto_map", "use_pretrained_backbone"} | {f"{sign}{what}_implementation" for what in ("attn", "experts") for sign in ("", "_")}
+)
 ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")
 
 
@@ -40,9 +45,10 @@ def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tu
     transformers = import_module("transformers")
     transformers.logging.set_verbosity_error()
     try:
-        config = transformers.AutoConfig.for_model(str(value.pop("model_type", "")), **value)
-        config.use_cache = False  # a cache keeps keys and values as they are
-        model = _model(transformers, config, options.get("dtype"))
+        with _offline():
+            config = transformers.AutoConfig.for_model(str(value.pop("model_type", "")), **value)
+            config.use_cache = False  # a cache keeps keys and values as they are
+            model = _model(transformers, config, options.get("dtype"))
     except TaskError:
         raise
     except Exception as error:  # whatever a config makes another library raise
@@ -59,7 +65,26 @@ def _object(path: Path) -> dict[str, Any]:
         raise TaskError(f"{path} is not JSON: {error}.") from None
     if not isinstance(value, dict) or not isinstance(value.get("model_type"), str):
         raise TaskError(f"{path} is no config of a Hugging Face model: it has no model_type.")
-    return {str(name): part for name, part in value.items() if name != "auto_map"}  # code of a repository, which is not run
+    return _without_fetched(value)
+
+
+def _without_fetched(value: Any) -> Any:
+    """A JSON value without the fields of FETCHED, parts of parts included."""
+    if isinstance(value, dict):
+        return {name: _without_fetched(part) for name, part in value.items() if name not in FETCHED}
+    return [_without_fetched(part) for part in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _offline() -> Generator[None]:
+    """Whatever else a config names, such as a backbone of the hub, is not asked for."""
+    constants: Any = import_module("huggingface_hub.constants")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _model(transformers: Any, config: Any, dtype: Any) -> nn.Module:

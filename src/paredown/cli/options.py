@@ -82,3 +82,12 @@ PatienceOption = Annotated[
 ]
 SweepOption = Annotated[str | None, typer.Option("--sweep", help="Only this sweep.", show_default=False)]
 ModeOption = Annotated[str, typer.Option("--mode", help="store: bytes really shrink. simulate: arithmetic sees rounded values.")]
+
+
+def spelled(model: str, **options: object) -> str:
+    """A model and the options that were given, as another verb is told of them.
+
+    >>> spelled("net.py:make", input="3x32x32", batch=4, device=None)
+    'net.py:make --input 3x32x32 --batch 4'
+    """
+    return " ".join([model, *(f"--{name} {value}" for name, value in options.items() if value is not None)])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.bars import bar, waiting
+from paredown.cli.files import check_places
 from paredown.cli.options import (
     BudgetOption,
     HereOption,
@@ -18,7 +19,7 @@ from paredown.cli.options import (
     StoreOption,
     TaskArgument,
 )
-from paredown.cli.verbs import CHOOSE, SHOW, Exit, app, verb
+from paredown.cli.verbs import CHOOSE, SHOW, Exit, app, kept_in_store, verb
 from paredown.cli.voice import emit, head, say, table, tell
 
 if TYPE_CHECKING:
@@ -56,12 +57,13 @@ def pick(
     is_json: JsonOption = False,
 ) -> None:
     """The plan of least expected error within a budget, from earlier tasks and a few trials; with --store it goes on where it stopped."""
+    check_places({"--out": out, "--record": record, "--report": report})
     with waiting("reading the task"):
         from paredown.cli.subject import find_any_task
         from paredown.runs.pick import pick as picked_for
 
         found = find_any_task(task)
-    with bar("picking") as told:
+    with kept_in_store(store is not None), bar("picking") as told:
         options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
         picked = picked_for(found, budget, evaluations, progress=told, **options)
     written = keep(picked, found, plan=out, record=record, report=report)
@@ -191,6 +193,8 @@ def _said(study: Study, budget: str | None, taken: dict[str, str]) -> list[str]:
     if budget is None:
         return []
     label = taken[study.task]
+    if not study.marks:
+        return [f"Nothing is known to fit {budget}: no trial says how many bytes its plan takes."]
     return [f"Within {budget}: {label}." if label else f"Nothing fits {budget}; the smallest is {study.marks[0].label}."]
 
 

@@ -17,6 +17,7 @@ from paredown.cli.options import (
     NeededBudget,
     OptimizerOption,
     SeedOption,
+    spelled,
 )
 from paredown.cli.verbs import CHOOSE, LOOK, app, verb
 from paredown.cli.voice import emit, head, table, tell
@@ -84,11 +85,12 @@ def make_plan(
         )
         return
     fit = foot.fits(budget)
+    again = spelled(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
     tell(
         made.reason,
         repr(fit)[0].upper() + repr(fit)[1:],
         "",
-        f"The plan is in {out}. What it does: paredown explain {out} --model {model}",
+        f"The plan is in {out}. What it does: paredown explain {out} --model {again}",
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.options import JsonOption
+from paredown.cli.options import JsonOption, TasksOption
 from paredown.cli.verbs import MANY, app, verb
 from paredown.cli.voice import emit, say, tell
 
@@ -22,7 +22,6 @@ SourceArgument = Annotated[str, typer.Argument(help="A store (file or URL) or an
 SweepsOption = Annotated[
     list[str] | None, typer.Option("--sweep", help="Only tasks of this sweep; may be said again.", show_default=False)
 ]
-TasksOption = Annotated[Path, typer.Option("--tasks", help="The folder in which task files are.")]
 
 
 @verb(prior_app, "list", "paredown prior list")
@@ -58,7 +57,7 @@ def prior_add(
     source: SourceArgument,
     name: Annotated[str, typer.Option("--name", help="What to call it.")] = "mine",
     sweep: SweepsOption = None,
-    tasks: TasksOption = Path("."),
+    tasks: TasksOption = None,
     replaces: Annotated[bool, typer.Option("--replace", help="Take the place of an own prior of that name.")] = False,
     is_json: JsonOption = False,
 ) -> None:
@@ -80,7 +79,7 @@ def prior_make(
     to: Annotated[Path, typer.Argument(help="The file to write, .json.")],
     name: Annotated[str | None, typer.Option("--name", help="Its name; the file's unless given.", show_default=False)] = None,
     sweep: SweepsOption = None,
-    tasks: TasksOption = Path("."),
+    tasks: TasksOption = None,
     is_json: JsonOption = False,
 ) -> None:
     """Write the prior of a store to a file, as the package carries them."""
@@ -113,9 +112,9 @@ def summary(prior: Earlier) -> dict[str, Any]:
 
     import numpy as np
 
-    means = np.nanmean(np.where(np.isfinite(prior.errors), prior.errors, np.nan), axis=1)
+    means = [float(row[known].mean()) if (known := np.isfinite(row)).any() else None for row in prior.errors]
     tasks = [
-        {**asdict(task), "mean_error": float(mean), "noise": None if np.isnan(noise) else float(noise), "runs": int(count)}
+        {**asdict(task), "mean_error": mean, "noise": None if np.isnan(noise) else float(noise), "runs": int(count)}
         for task, mean, noise, count in zip(prior.tasks, means, prior.noise, prior.counts.sum(axis=1), strict=True)
     ]
     head = {

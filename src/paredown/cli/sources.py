@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paredown.cli.files import read_json
+from paredown.cli.files import read_json, without_files
 from paredown.errors import ParedownError, ReportError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _of_value(value: Any, title: str) -> Record:
     from paredown.search.picked import Picked
 
     if isinstance(value, dict) and "frontier" in value:
-        return Record.of_pick(Picked.from_json(value), title=title)
+        return Record.of_pick(Picked.from_json(without_files(value)), title=title)
     if isinstance(value, dict) and "title" not in value and isinstance(value.get("runs"), list):
         runs = [
             {name: part for name, part in run.items() if name != "name"} if isinstance(run, dict) else run for run in value["runs"]

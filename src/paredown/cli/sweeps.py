@@ -22,7 +22,7 @@ from paredown.cli.options import (
     SweepOption,
     TasksOption,
 )
-from paredown.cli.verbs import MANY, app, verb
+from paredown.cli.verbs import MANY, app, kept_in_store, verb
 from paredown.cli.voice import emit, say, tell
 from paredown.errors import ParedownError
 
@@ -53,7 +53,7 @@ def sweep_run(
 
     found = load_sweep(file)
     folder = TaskFolder((tasks or found.folder).resolve())
-    with open_store(store or found.store or str(file.with_suffix(".db"))) as opened:
+    with kept_in_store(), open_store(store or found.store or str(file.with_suffix(".db"))) as opened:
         added = add_sweep(found.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
         reopened = opened.reopen(found.sweep.name, _statuses(again, Status)) if again else 0
         say(f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again; store {opened.database.name}")
@@ -78,6 +78,7 @@ def worker(
     from paredown.runs.worker import Duty
 
     with ExitStack() as stack:
+        stack.enter_context(kept_in_store())
         none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
         folder = TaskFolder(Path(tasks or str(none)).resolve())
         opened = stack.enter_context(open_store(needed(store), may_create=False))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paredown.cli.bars import bar, waiting
+from paredown.cli.files import check_places
 from paredown.cli.options import BudgetOption, HereOption, JsonOption, ModeOption, OutOption, SeedOption, TaskArgument
-from paredown.cli.verbs import CHOOSE, Exit, app, verb
+from paredown.cli.verbs import CHOOSE, Exit, app, say_missing, verb
 from paredown.cli.voice import emit, head, say, table, tell
+from paredown.errors import ParedownError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +57,7 @@ def train(
     """Train a task under a plan, or under one made for a budget; the step as it is written without either."""
     if plan is not None and budget is not None:
         raise typer.BadParameter("a plan or a budget, not both: with a budget the plan is made.", param_hint="--budget")
+    check_places({"--save": save, "--out": out})
     check_weights_file(save)
     with waiting("reading the task"):
         from paredown.cli.plans import AS_WRITTEN as NONE
@@ -167,8 +171,8 @@ def check_weights_file(path: Path | None) -> None:
     """A sentence before the training rather than after it."""
     if path is not None and path.suffix not in (".safetensors", ".pt"):
         raise typer.BadParameter(f"{path} ends in {path.suffix!r}; it ends in .safetensors or .pt.", param_hint="--save")
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}.", param_hint="--save")
+    if path is not None and path.suffix == ".safetensors" and find_spec("safetensors") is None:
+        raise ParedownError(say_missing("safetensors"))
 
 
 def write_weights(model: nn.Module, path: Path) -> None:

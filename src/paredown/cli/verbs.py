@@ -39,6 +39,10 @@ TRACEBACK = "PAREDOWN_TRACEBACK"
 LONG = 2000  # letters of a sentence: what others wrote may be of any length
 
 
+class Kept(KeyboardInterrupt):
+    """Interrupted where a store has what was finished."""
+
+
 class Exit(IntEnum):
     """Exit statuses, as docs/cli.md has them."""
 
@@ -111,12 +115,24 @@ def errors() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def kept_in_store(is_kept: bool = True) -> Generator[None]:
+    """What an interruption says in here: that finished trials are in a store, where they are."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if is_kept:
+            raise Kept from None
+        raise
+
+
 def told(error: BaseException) -> tuple[str, Exit]:
     """The sentence and the exit status of an error."""
     if isinstance(error, ParedownError):
         return str(error), Exit.DOES_NOT_FIT if isinstance(error, BudgetError) else Exit.ERROR
     if isinstance(error, KeyboardInterrupt):
-        return "stopped; finished trials are in the store, and the same command goes on with the others.", Exit.INTERRUPTED
+        kept = "; finished trials are in the store, and the same command goes on with the others" * isinstance(error, Kept)
+        return f"stopped{kept}.", Exit.INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and error.name:
         return say_missing(error.name.partition(".")[0]), Exit.ERROR
     if isinstance(error, OSError) and error.filename and error.strerror:

@@ -4,6 +4,8 @@ Of a path its last part is left; text that is none of these is left as it is.
 
 >>> scrub("[Errno 2] No such file: '/home/ann/my models/net.py', see https://example.org/a/b and int8/64@bf16")
 "[Errno 2] No such file: 'net.py', see https://example.org/a/b and int8/64@bf16"
+>>> scrub("images:/data/ann/faces.npz#steps=3")
+'images:faces.npz#steps=3'
 >>> scrub("store postgresql://ann:secret@db.example.org/trials, file C:\\\\Users\\\\ann\\\\plan.json")
 'store postgresql://..., file plan.json'
 """
@@ -20,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 QUOTED = re.compile(r"(?P<quote>['\"])(?:file://)?(?:/|~|[A-Za-z]:[\\/]|\\\\)[^'\"\n]*[\\/](?P<last>[^'\"\n\\/]*)(?P=quote)")
-POSIX = re.compile(r"(?:file://|(?<![\w:/.<>@*\]-]))(?:~\w*)?/(?:[^\s/'\"<>:,;()]+/)+(?P<last>[^\s/'\"<>:,;()]*)")
+POSIX = re.compile(r"(?:file://|(?<![\w/.<>@*\]-]))(?:~\w*)?/(?:[^\s/'\"<>:,;()]+/)+(?P<last>[^\s/'\"<>:,;()]*)")
 ROOTED = re.compile(
-    r"(?<![\w:/.<>@*\]-])(?:~/|/(?=(?:home|root|Users|tmp|var|etc|opt|usr|mnt|srv|data)\b))(?P<last>[^\s/'\"<>:,;()]+)"
+    r"(?<![\w/.<>@*\]-])(?:~/|/(?=(?:home|root|Users|tmp|var|etc|opt|usr|mnt|srv|data)\b))(?P<last>[^\s/'\"<>:,;()]+)"
 )
 WINDOWS = re.compile(r"(?:\b[A-Za-z]:|\\)[\\/](?:[^\s\\/'\"<>:,;()]+[\\/])*(?P<last>[^\s\\/'\"<>:,;()]*)")
 DATABASE = re.compile(r"\b(?P<kind>postgres\w*|mysql|sqlite)(?:\+\w+)?://[^\s'\",;)]*")

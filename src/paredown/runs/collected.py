@@ -4,8 +4,8 @@
     diverged                         the error of a blind guess (of an unknown task: its worst error), and counted
     out of memory, killed, failed    as if it had not run: the entry is missing
 
-Tasks that are found here tell their model's family and their answers; of others the name says what it says. Nothing of the machine is
-kept but names of devices and versions.
+Tasks that are found here tell their model's family and their answers; of others the name says what it says. Code that a task names is run
+only out of a folder that the caller named. Nothing of the machine is kept but names of devices and versions.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _exported(path: Path) -> Rows:
 
 
 def collect(rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None) -> Earlier:
-    """The prior of all trials, or of all on the tasks of some sweeps; tasks are looked for in `folder`."""
+    """The prior of all trials, or of all on the tasks of some sweeps; tasks are looked for in `folder`, without one none that are code."""
     sweeps, finished = set(sweeps), [row for row in rows if row["trial"] is not None]
     unknown = sorted(sweeps - {str(row["sweep"]) for row in finished})
     if unknown:
@@ -90,8 +90,8 @@ def collect(rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path |
             "there is no finished trial" if not modes else "sweeps of both modes, store and simulate, are there: name those of one"
         )
         raise PriorError(f"no prior can be made: {told}.")
-    table = _table(wanted, modes.pop(), (folder or Path()).resolve())
-    return _earlier(name, table, (folder or Path()).resolve())
+    folder = None if folder is None else folder.resolve()
+    return _earlier(name, _table(wanted, modes.pop(), folder), folder)
 
 
 def _mode(row: Mapping[str, Any]) -> str:
@@ -102,7 +102,7 @@ def _names(rows: Rows) -> list[str]:
     return sorted({str(row["sweep"]) for row in rows})
 
 
-def _table(rows: Rows, mode: str, folder: Path) -> Table:
+def _table(rows: Rows, mode: str, folder: Path | None) -> Table:
     """What counts, once for each task, plan and seed; columns in the order in which they came."""
     plans: dict[str, PlanRow] = {}
     found: dict[tuple[str, str, int], Entry] = {}
@@ -130,7 +130,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
         raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
 
 
-def _earlier(name: str, table: Table, folder: Path) -> Earlier:
+def _earlier(name: str, table: Table, folder: Path | None) -> Earlier:
     """The matrices."""
     at_task, at_plan = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
     seeds = {seed: i for i, seed in enumerate(sorted({entry.trial.seed for entry in table.entries}))}
@@ -155,7 +155,7 @@ def _earlier(name: str, table: Table, folder: Path) -> Earlier:
     return Earlier.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **told)
 
 
-def _bytes(entry: Entry, mode: str, folder: Path) -> float:
+def _bytes(entry: Entry, mode: str, folder: Path | None) -> float:
     """Predicted peak bytes; where arithmetic is simulated and no step stores what a plan speaks of, PEPPP's count."""
     if mode == "simulate":
         try:
@@ -181,9 +181,14 @@ def _guessed(runs: Array, blind: Sequence[float | None]) -> Array:
 
 
 def _told_apart(table: Table, source: str) -> list[TaskRow]:
-    """Rows whose names differ: by their whole texts where the short ones do not tell them apart."""
-    count = Counter(row.name for row in table.tasks.values())
-    return [replace(row, source=source, name=row.name if count[row.name] == 1 else row.text) for row in table.tasks.values()]
+    """Rows whose names differ: by their whole texts where the short ones do not tell them apart, then by number."""
+    count, taken = Counter(row.name for row in table.tasks.values()), Counter[str]()
+    found: list[TaskRow] = []
+    for row in table.tasks.values():
+        name = row.name if count[row.name] == 1 else row.text
+        taken[name] += 1
+        found.append(replace(row, source=source, name=name if taken[name] == 1 else f"{name} ({taken[name]})"))
+    return found
 
 
 def provenance_of(entries: Iterable[Entry]) -> tuple[dict[str, Any], ...]:

@@ -18,6 +18,7 @@ from paredown.errors import ParedownError
 from paredown.runs.found import found_task
 from paredown.runs.named import parse_options
 from paredown.runs.task import Task
+from paredown.runs.tasks import portable_text
 from paredown.search.earlier import TaskRow
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -59,9 +60,10 @@ def blind_error(task: Task) -> float | None:
     return {"error": 1 - 1 / answers, "loss": math.log(answers)}.get(task.metric if isinstance(task.metric, str) else "")
 
 
-def row_of_task(text: str, folder: Path) -> TaskRow:
-    """The row of a task by name; of one that cannot be found here, what its name says."""
-    head, _, tail = text.strip().partition("#")
+def row_of_task(text: str, folder: Path | None) -> TaskRow:
+    """The row of a task by name; of one that cannot be found here, or is code and no folder is named, what its name says."""
+    portable = portable_text(text)
+    head, _, tail = portable.partition("#")
     data = PurePath(head.partition(":")[2] or head).name
     data = data.removesuffix(".gz").rpartition(".")[0] or data
     options, task = _options(tail), _task(text, folder)
@@ -72,9 +74,11 @@ def row_of_task(text: str, folder: Path) -> TaskRow:
     name = f"{data} {model}".strip()
     if task is None:
         family = FAMILIES.get(model, "cnn" if model else OWN)
-        return TaskRow(name, family, data, "loss" if is_text else "error", text=text)
+        return TaskRow(name, family, data, "loss" if is_text else "error", text=portable)
     metric = task.metric if isinstance(task.metric, str) else "own"
-    return TaskRow(name, family_of_task(task), data, metric, task.data.num_answers, blind_error(task), steps=task.steps, text=text)
+    return TaskRow(
+        name, family_of_task(task), data, metric, task.data.num_answers, blind_error(task), steps=task.steps, text=portable
+    )
 
 
 def _options(text: str) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def _options(text: str) -> dict[str, Any]:
         return {}
 
 
-def _task(text: str, folder: Path) -> Task | None:
+def _task(text: str, folder: Path | None) -> Task | None:
     try:
         return found_task(text, folder)
     except ParedownError:

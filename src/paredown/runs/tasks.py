@@ -63,11 +63,13 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
         if kind in WITHOUT_FILE and not sign:
             return named_task(_name(kind, options), _without_file(kind, options), options)
     except TaskError as error:
-        raise TaskError(str(error) if str(error).startswith("task ") else f"task {_told(text)!r}: {error}") from error.__cause__
+        raise TaskError(
+            str(error) if str(error).startswith("task ") else f"task {portable_text(text)!r}: {error}"
+        ) from error.__cause__
     except OSError as error:  # a name that no file may have
-        raise TaskError(f"task {_told(text)!r}: {error.strerror or error}.") from None
+        raise TaskError(f"task {portable_text(text)!r}: {error.strerror or error}.") from None
     likely = closest(kind, (*WITHOUT_FILE, *WITH_FILE)).partition(",")[0]
-    raise TaskError(f"task {_told(text)!r} is unknown. Closest: {likely}. Allowed: {ALLOWED}.")
+    raise TaskError(f"task {portable_text(text)!r} is unknown. Closest: {likely}. Allowed: {ALLOWED}.")
 
 
 def _without_file(kind: str, options: Mapping[str, Any]) -> Examples:
@@ -113,13 +115,21 @@ def _portable(file: str) -> str:
     """A path as it may stand in a trial: relative, without a way up; the last part of others."""
     path = Path(file)
     is_outside = path.is_absolute() or PureWindowsPath(file).is_absolute() or ".." in path.parts or file.startswith("~")
-    return path.name if is_outside else path.as_posix()
+    return PureWindowsPath(file).name if is_outside else path.as_posix()
 
 
-def _told(text: str) -> str:
-    """A task's text in a message."""
-    kind, sign, rest = text.strip().partition(":")
-    return text.strip() if not sign or not rest else f"{kind}:{_portable(rest)}" if kind in WITH_FILE else _portable(text.strip())
+def portable_text(text: str) -> str:
+    """A task's text as it may stand in a message or a file: no path in it, nor among its options, is absolute or goes up.
+
+    >>> portable_text("images:/data/ann/faces.npz#steps=3,from=/data/ann/w.pt")
+    'images:faces.npz#steps=3,from=w.pt'
+    """
+    head, mark, tail = text.strip().partition("#")
+    kind, sign, rest = head.partition(":")
+    if sign and rest:
+        head = f"{kind}:{_portable(rest)}" if kind in WITH_FILE else _portable(head)
+    options = [part.partition("=") for part in tail.split(",")]
+    return head + mark + ",".join(f"{name}{sign}{_portable(value) if value else ''}" for name, sign, value in options)
 
 
 def find_file(file: str, folder: Path | None) -> Path:

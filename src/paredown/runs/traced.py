@@ -27,7 +27,7 @@ def predicted_bytes(task: str, plan: Plan, folder: Path) -> int:
         return int(peppp_bytes(task, plan, folder))
 
 
-def peppp_bytes(task: str, plan: Plan, folder: Path) -> float:
+def peppp_bytes(task: str, plan: Plan, folder: Path | None) -> float:
     """PEPPP's memory of a step: every tensor of it, in the words of the plan."""
     return plan_bytes(_outline(task, folder), plan)
 
@@ -42,12 +42,12 @@ def trace_of(text: str, folder: Path, device: str | None = None) -> Trace:
 
 
 @lru_cache(maxsize=4)
-def _outline(text: str, folder: Path) -> Outline:
+def _outline(text: str, folder: Path | None) -> Outline:
     task, (x, _) = _first(text, folder)
     return outline(Setting(task, Plan(), 0, torch.device("cpu")).model(), (x,))
 
 
-def _first(text: str, folder: Path) -> tuple[Task, Pair]:
+def _first(text: str, folder: Path | None) -> tuple[Task, Pair]:
     """A task and its first batch."""
     task = found_task(text, folder)
     return task, next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
