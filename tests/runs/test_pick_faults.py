@@ -111,6 +111,32 @@ def test_every_trial_fails(tried: Any) -> None:
         pick(make_task(), "60%", 6, prior=PRIOR, device="cpu")
 
 
+@pytest.mark.parametrize(("evaluations", "said"), [(1, "1 trial of 1"), (2, "2 trials of 2")])
+def test_few_trials_that_all_fail_are_no_pick(tried: Any, evaluations: int, said: str) -> None:
+    def rule(plan: Plan, seed: int) -> Any:
+        raise RuntimeError("the disk is gone")
+
+    tried(rule)
+    with pytest.raises(TaskError, match=f"task 'blobs': {said} failed. RuntimeError: the disk is gone"):
+        pick(make_task(), "60%", evaluations, prior=PRIOR, device="cpu")
+
+
+def test_only_trials_that_came_to_an_end_are_counted(tried: Any) -> None:
+    count = 0
+
+    def rule(plan: Plan, seed: int) -> Any:
+        nonlocal count
+        count += 1
+        if count < 3:
+            raise RuntimeError("the disk is gone")
+        return as_earlier(plan, seed)
+
+    tried(rule)
+    found = pick(make_task(), "60%", 3, prior=PRIOR, device="cpu")
+    assert len(found.trials) == 3 and "after 1 trial " in found.reason
+    assert sum("failed: RuntimeError: the disk is gone" in note for note in found.notes) == 2
+
+
 # --- stores ---------------------------------------------------------------------------------------------------------------
 
 

@@ -145,13 +145,13 @@ def _trained(shown: Shown, task: Task, picked: Picked) -> list[Run]:
 
 def _written(task: Task, trace: Trace, picked: Picked, runs: Sequence[Run], out: Path) -> dict[str, str]:
     """The plan, the answer and the page."""
-    from paredown.cli.files import write_json
+    from paredown.cli.files import answer_json, write_json
     from paredown.report.page import write
     from paredown.report.record import Record
 
     assert picked.plan is not None
     picked.plan.save(out / "plan.json")
-    write_json(out / "picked.json", picked.to_json())
+    write_json(out / "picked.json", answer_json(picked))
     with _session(task, picked) as session:
         record = Record.of_pick(picked, trace=trace, title="paredown demo: digits in less memory", session=session)
     labels = {point.label: point.plan for point in picked.frontier.points}

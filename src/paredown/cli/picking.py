@@ -66,7 +66,9 @@ def pick(
         picked = picked_for(found, budget, evaluations, progress=told, **options)
     written = keep(picked, found, plan=out, record=record, report=report)
     if is_json:
-        emit({**picked.to_json(), "files": written})
+        from paredown.cli.files import answer_json
+
+        emit({**answer_json(picked), "files": written})
     else:
         tell(*in_words(picked), *(f"The {what} is in {file}." for what, file in written.items()))
     if picked.plan is None:
@@ -76,14 +78,14 @@ def pick(
 
 def keep(picked: Picked, task: Task, *, plan: Path | None, record: Path | None, report: Path | None) -> dict[str, str]:
     """Write what was asked for; what is where."""
-    from paredown.cli.files import write_json
+    from paredown.cli.files import answer_json, write_json
 
     written: dict[str, str] = {}
     if plan is not None and picked.plan is not None:
         picked.plan.save(plan)
         written["plan"] = str(plan)
     if record is not None:
-        write_json(record, picked.to_json())
+        write_json(record, answer_json(picked))
         written["answer"] = str(record)
     if report is not None:
         from paredown.report.page import write

@@ -20,7 +20,7 @@ from paredown.search.frontier import undominated
 from paredown.search.learned import WORST, Learned
 from paredown.search.picked import Frontier, Picked, Point
 from paredown.search.pooled import Prior
-from paredown.search.telling import Telling, why_none_trains, why_nothing_is_small_enough
+from paredown.search.telling import UNFINISHED, Telling, why_none_trains, why_nothing_is_small_enough
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -63,8 +63,13 @@ class Picking:
         self.trials += own
         self.num_done += len(own)
         self.others += others
-        if len(self.trials) >= MOST_FAILURES and all(trial.status is Status.FAILED for trial in self.trials):
-            raise TaskError(f"task {self.task!r}: {len(self.trials)} trials of {len(self.trials)} failed. {self.trials[-1].reason}")
+        self._stop_if_all_failed(MOST_FAILURES)
+
+    def _stop_if_all_failed(self, least: int) -> None:
+        """TaskError where there are trials, at least so many, and none did anything but fail: that says nothing of plans."""
+        num = len(self.trials)
+        if num >= least and all(trial.status is Status.FAILED for trial in self.trials):
+            raise TaskError(f"task {self.task!r}: {num} trial{'s' * (num != 1)} of {num} failed. {self.trials[-1].reason}")
 
     @property
     def known(self) -> list[tuple[int, Trial]]:
@@ -73,9 +78,7 @@ class Picking:
 
     def runs(self) -> list[tuple[int, float]]:
         """(plan, error in parts of a blind guess) of the trials that came to an end."""
-        found = [
-            (plan, trial) for plan, trial in self.known if trial.status not in (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)
-        ]
+        found = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
         return [(plan, min(WORST, trial.error / self._unit) if trial.error is not None else WORST) for plan, trial in found]
 
     @property
@@ -91,9 +94,8 @@ class Picking:
 
     def blocked(self) -> set[int]:
         """Plans that cannot be trained here: a trial had no memory, failed, or took more than the budget where that is strict."""
-        bad = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)
         over = self.budget_bytes if self.is_strict else np.inf
-        return {plan for plan, trial in self.known if trial.status in bad or (trial.measured_peak_bytes or 0) > over}
+        return {plan for plan, trial in self.known if trial.status in UNFINISHED or (trial.measured_peak_bytes or 0) > over}
 
     def fits(self) -> Indices:
         """Plans that may be taken."""
@@ -104,11 +106,11 @@ class Picking:
     # --- what is tried ------------------------------------------------------------------------------------------------
 
     def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, told: Told | None = None) -> None:
-        """Trials, until there are `evaluations` of them or nothing more is worth one."""
+        """Trials, until there are `evaluations` of them or nothing more is worth one; TaskError where all of them failed."""
         while self.num_done < evaluations and not self.is_settled:
             plan = self.next_plan(evaluations - self.num_done)
             if plan is None:
-                return
+                break
             label, done = self.candidates.rows[plan].label, self.num_done
 
             def step(now: int, of: int, loss: float, done: int = done, label: str = label) -> None:
@@ -121,6 +123,7 @@ class Picking:
             self.learn(found)
             if told is not None:
                 told(self.num_done, evaluations, "; ".join(f"{label}: {_said(trial)}" for trial in found))
+        self._stop_if_all_failed(1)
 
     def _fresh_seed(self, plan: int, seed: int) -> int:
         """The first from `seed` on that this plan was not tried with."""

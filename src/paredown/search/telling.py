@@ -12,6 +12,7 @@ from paredown.search.learned import Learned
 from paredown.search.picked import Point
 
 NAMED = 3  # ties that a reason names
+UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)  # trials that say nothing of an error
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Telling:
         return tuple(found)
 
     def _rests_on(self, point: Point) -> str:
-        num, earlier = len(self.trials), self.learned.prior.num_tasks
+        num, earlier = sum(trial.status not in UNFINISHED for trial in self.trials), self.learned.prior.num_tasks
         trials = f"after {num} trial{'s' * (num != 1)}" if num else "without a trial"
         own = "" if point.measured is None else f" (measured {point.measured:.4f})"
         return f"{trials}{own} and from {earlier} earlier task{'s' * (earlier != 1)} ({self.learned.earlier.name})"
