@@ -64,7 +64,7 @@ def pick(
     with bar("picking") as told:
         options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
         picked = picked_for(found, budget, evaluations, progress=told, **options)
-    written = keep(picked, found, plan=out, record=record, report=report)
+    written = keep(picked, found, device, plan=out, record=record, report=report)
     if is_json:
         from paredown.cli.files import answer_json
 
@@ -76,7 +76,9 @@ def pick(
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def keep(picked: Picked, task: Task, *, plan: Path | None, record: Path | None, report: Path | None) -> dict[str, str]:
+def keep(
+    picked: Picked, task: Task, device: str | None, *, plan: Path | None, record: Path | None, report: Path | None
+) -> dict[str, str]:
     """Write what was asked for; what is where."""
     from paredown.cli.files import answer_json, write_json
 
@@ -90,21 +92,24 @@ def keep(picked: Picked, task: Task, *, plan: Path | None, record: Path | None, 
     if report is not None:
         from paredown.report.page import write
 
-        write(record_of(picked, task), report)
+        write(record_of(picked, task, device), report)
         written["page"] = str(report)
     return written
 
 
-def record_of(picked: Picked, task: Task, *, title: str = "") -> Record:
+def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
     """What a page shows of a pick, the memory of its step included where that can be followed."""
+    from paredown.cli.reports import with_memory
     from paredown.cli.subject import of_task
     from paredown.errors import TraceError
     from paredown.report.record import Record
+    from paredown.report.studies import plans_to_show
 
+    record = Record.of_pick(picked)
     try:
-        return Record.of_pick(picked, trace=of_task(task).trace(), title=title)
+        return with_memory(record, of_task(task, device), plans_to_show(picked))
     except TraceError:
-        return Record.of_pick(picked, title=title)
+        return record
 
 
 def in_words(picked: Picked) -> list[str]:
