@@ -32,7 +32,7 @@ MOST_FAILURES = 3  # trials that may fail, and none succeed: then it is not the 
 class Picking:
     """`unit`: the error of a blind guess; where it is not known, what makes the first trial as good as earlier tasks were under its plan.
 
-    `is_strict`: measured peaks above the budget do not fit either, as on a GPU.
+    `is_strict`: measured peaks above the budget do not fit either, as on a GPU. `device`: what trials call the one that is planned for.
     """
 
     task: str
@@ -43,6 +43,7 @@ class Picking:
     candidates: Candidates
     learned: Learned
     is_strict: bool = False
+    device: str = ""
     prior: Prior = field(init=False)
     trials: list[Trial] = field(default_factory=list[Trial])
     num_done: int = 0  # trials that count as evaluations
@@ -74,7 +75,16 @@ class Picking:
     @property
     def known(self) -> list[tuple[int, Trial]]:
         """All trials, with the plan of each."""
-        return [(self._place[_key(trial.plan)], trial) for trial in (*self.trials, *self.others) if _key(trial.plan) in self._place]
+        return self._placed((*self.trials, *self.others))
+
+    @property
+    def _here(self) -> list[tuple[int, Trial]]:
+        """Those whose bytes, or lack of them, count: trials of this device; made for this pick also where they do not say."""
+        own = [trial for trial in self.trials if trial.device in ("", self.device)]
+        return self._placed((*own, *(trial for trial in self.others if trial.device == self.device)))
+
+    def _placed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
+        return [(self._place[_key(trial.plan)], trial) for trial in trials if _key(trial.plan) in self._place]
 
     def runs(self) -> list[tuple[int, float]]:
         """(plan, error in parts of a blind guess) of the trials that came to an end."""
@@ -93,9 +103,15 @@ class Picking:
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
-        """Plans that cannot be trained here: a trial had no memory, failed, or took more than the budget where that is strict."""
+        """Plans that cannot be trained here: a trial had no memory, failed, or took more than the budget where that is strict.
+
+        Failures of other sweeps may be theirs, not the plan's.
+        """
         over = self.budget_bytes if self.is_strict else np.inf
-        return {plan for plan, trial in self.known if trial.status in UNFINISHED or (trial.measured_peak_bytes or 0) > over}
+        failed = {plan for plan, trial in self._placed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
+        return failed | {
+            plan for plan, trial in self._here if trial.status is Status.OUT_OF_MEMORY or (trial.measured_peak_bytes or 0) > over
+        }
 
     def fits(self) -> Indices:
         """Plans that may be taken."""
@@ -136,7 +152,7 @@ class Picking:
         if not len(fits):
             return None
         belief, memory = self.prior.after(runs), self.candidates.memory
-        best, tried = self.choice().plan, {plan for plan, _ in self.known}
+        best, tried = self.choice().plan, {plan for plan, _ in runs}
         if best in tried and is_settled(self.prior, belief, fits):
             self.is_settled = True
             return None
@@ -200,7 +216,7 @@ class Picking:
                 mean=max(float(estimate.means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
                 deviation=float(estimate.deviations[i]) * self._unit,
                 measured=_mean([trial.error for plan, trial in self.known if plan == i]),
-                measured_bytes=max((trial.measured_peak_bytes or 0 for plan, trial in self.known if plan == i), default=0) or None,
+                measured_bytes=max((trial.measured_peak_bytes or 0 for plan, trial in self._here if plan == i), default=0) or None,
                 on_front=bool(front[i]),
                 fits=i in fits,
                 source="measured" if i in estimate.measured else "prior" if row.column >= 0 else "features",
