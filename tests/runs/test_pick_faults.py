@@ -12,6 +12,7 @@ import torch
 
 from paredown import Plan, TaskError, Trial, pick
 from paredown.plan.trial import Status
+from paredown.report.studies import study_of_pick
 from paredown.runs.evaluate import formats_state
 from paredown.runs.sweep import Drawn, TrialSpec
 from paredown.runs.where import device_name
@@ -187,7 +188,10 @@ def test_trials_of_other_sweeps_are_known(tried: Any, tmp_path: Path) -> None:
     ran = tried()
     found = pick(make_task(), "100%", 0, prior=PRIOR, device="cpu", store=tmp_path / "trials.db")
     assert not ran and found.trials == () and found.point is not None
+    assert "after 0 trials of its own and 4 known" in found.reason
     point = next(point for point in found.frontier.points if point.plan == own)
+    mark = next(mark for mark in study_of_pick(found).marks if mark.label == point.label)
+    assert mark.num_trials == point.num_trials == 4
     assert point.source == "measured" and point.measured == pytest.approx(0.001) and point.mean < 0.1
     before = pick(make_task(), "100%", 0, prior=PRIOR, device="cpu").point
     assert before is not None and 0 <= found.point.mean < before.mean, "errors below 0 are not foreseen"

@@ -199,7 +199,7 @@ class Picking:
         return self._taken(answer, points[choice.plan], tuple(points[plan].label for plan in choice.ties))
 
     def _taken(self, answer: Picked, point: Point, ties: tuple[str, ...]) -> Picked:
-        telling = Telling(self.budget_bytes, self.step.full_bytes, answer.trials, self.learned)
+        telling = Telling(self.budget_bytes, self.step.full_bytes, answer.trials, self.learned, tuple(self.others))
         reason = telling.why(point, ties, len(self.fits()), is_settled=self.is_settled)
         notes = telling.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
         return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)
@@ -221,6 +221,7 @@ class Picking:
                 fits=i in fits,
                 source="measured" if i in estimate.measured else "prior" if row.column >= 0 else "features",
                 trains=i not in blocked,
+                num_trials=sum(trial.error is not None for plan, trial in self.known if plan == i),
             )
             for i, row in enumerate(rows)
         ]
