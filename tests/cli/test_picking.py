@@ -14,7 +14,7 @@ from paredown.runs import measuring
 from paredown.runs.tasks import find_task
 from paredown.search.earlier_json import write
 from paredown.search.earlier_made import made_up
-from tests.cli.asking import asked_json
+from tests.cli.asking import ask, asked_json
 
 MLP = "digits#model=mlp,steps=3"
 
@@ -76,3 +76,11 @@ def test_the_page_of_a_pick_has_the_peaks_of_its_frontier(folder: Path) -> None:
     peaks = {point.label: point.predicted_bytes for point in picked.frontier.points}
     assert len(study.kept) > 2 and {row.label: row.peak_bytes for row in study.kept}.items() <= peaks.items()
     assert record_of(picked, find_task(MLP), "cuda").studies[0].kept != study.kept, "that of another device is another"
+
+
+def test_columns_say_how_wide_their_bands_are(folder: Path, prior: str) -> None:
+    _, out, _ = ask("pick", MLP, "--budget", "90%", "--evaluations", "0", "--prior", prior, "--device", "cpu")
+    assert "+- 9 of 10" in out
+    asked_json("train", MLP, "--device", "cpu", "-o", "runs.json")
+    _, out, _ = ask("frontier", "runs.json")
+    assert "+- seeds" in out and "9 of 10" not in out

@@ -300,3 +300,4 @@ def test_ties_everywhere_are_called_ties(tried: Any) -> None:
     found = pick(make_task(), "60%", 2, prior=poor(CHANGES["all alike"]), device="cpu")
     fits = sum(point.fits is True for point in found.frontier.points)
     assert len(found.ties) >= fits // 2 and "may be as good" in found.reason
+    assert ", ".join(repr(label) for label in found.ties[:3]) in found.reason, "labels with commas are told apart"

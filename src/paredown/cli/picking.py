@@ -124,8 +124,15 @@ def in_words(picked: Picked) -> list[str]:
 def front(study: Study, *, is_all: bool) -> list[str]:
     """Points as a table, the fewest bytes first: predicted, then what was measured; a star before the one that was picked."""
     shown = [mark for mark in study.marks if is_all or mark.on_front or mark.label == study.picked]
-    names = ("  plan", "peak", "of full", study.metric, "+-", "measured", "peak")
+    names = ("  plan", "peak", "of full", study.metric, _width(study), "measured", "peak")
     return table(names, [_cells(mark, study) for mark in shown])
+
+
+def _width(study: Study) -> str:
+    """What the half of a band is called; a reason's is one deviation."""
+    from paredown.report.parts import NINE_OF_TEN, SEEDS
+
+    return {NINE_OF_TEN: "+- 9 of 10", SEEDS: "+- seeds"}.get(study.band, "+-")
 
 
 def _cells(mark: Mark, study: Study) -> tuple[str, ...]:

@@ -98,4 +98,5 @@ def _ties(ties: Sequence[str], num_fits: int) -> str:
     if not ties:
         return f"None of the {num_fits - 1} other plans that fit is likely to be better."
     more = f" and {len(ties) - NAMED} more" if len(ties) > NAMED else ""
-    return f"{len(ties)} of the {num_fits - 1} other plans that fit may be as good: {', '.join(ties[:NAMED])}{more}."
+    named = ", ".join(map(repr, ties[:NAMED]))  # labels have commas of their own
+    return f"{len(ties)} of the {num_fits - 1} other plans that fit may be as good: {named}{more}."
