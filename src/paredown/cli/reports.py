@@ -94,10 +94,12 @@ def serve(
 
 def _source(source: str, sweep: str | None) -> Any:
     """A store and a record's file are read again as they change; other files are shown as they are."""
+    from paredown.cli.files import read_json
     from paredown.cli.sources import read_source
     from paredown.report.watched import Source, open_source
 
-    if not source.lower().endswith(".json"):
+    value = read_json(Path(source)) if source.lower().endswith(".json") else None
+    if value is None or (isinstance(value, dict) and "title" in value and "frontier" not in value):
         return open_source(source, sweep=sweep)
     found = read_source(source)
 
