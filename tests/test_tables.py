@@ -36,6 +36,14 @@ def test_tutorials_and_the_readme_name_what_is_there() -> None:
     assert not [(page.name, name) for page in pages for name in wrong(page.read_text(encoding="utf-8"))]
 
 
+def test_decisions_that_pages_name_are_there() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]
+    named = {
+        (page.name, name) for page in pages for name in re.findall(r"decisions/(\d[\w-]+\.md)", page.read_text(encoding="utf-8"))
+    }
+    assert named and not [pair for pair in sorted(named) if not (ROOT / "docs" / "decisions" / pair[1]).exists()]
+
+
 def test_benchmarks_are_those_of_the_results() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert {mark[2] for mark in MARKS.finditer(page)} == set(TABLES)

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from paredown import Plan, TaskError, pick
+from paredown import Plan, TaskError, Trial, pick
 from paredown.plan.trial import Status
+from paredown.report.studies import study_of_pick
 from paredown.runs.evaluate import formats_state
 from paredown.runs.sweep import Drawn, TrialSpec
+from paredown.runs.where import device_name
 from tests.runs.test_pick import PRIOR, as_earlier, bytes_of, make_task, tried
 
 __all__ = ["tried"]
@@ -111,6 +114,32 @@ def test_every_trial_fails(tried: Any) -> None:
         pick(make_task(), "60%", 6, prior=PRIOR, device="cpu")
 
 
+@pytest.mark.parametrize(("evaluations", "said"), [(1, "1 trial of 1"), (2, "2 trials of 2")])
+def test_few_trials_that_all_fail_are_no_pick(tried: Any, evaluations: int, said: str) -> None:
+    def rule(plan: Plan, seed: int) -> Any:
+        raise RuntimeError("the disk is gone")
+
+    tried(rule)
+    with pytest.raises(TaskError, match=f"task 'blobs': {said} failed. RuntimeError: the disk is gone"):
+        pick(make_task(), "60%", evaluations, prior=PRIOR, device="cpu")
+
+
+def test_only_trials_that_came_to_an_end_are_counted(tried: Any) -> None:
+    count = 0
+
+    def rule(plan: Plan, seed: int) -> Any:
+        nonlocal count
+        count += 1
+        if count < 3:
+            raise RuntimeError("the disk is gone")
+        return as_earlier(plan, seed)
+
+    tried(rule)
+    found = pick(make_task(), "60%", 3, prior=PRIOR, device="cpu")
+    assert len(found.trials) == 3 and "after 1 trial " in found.reason
+    assert sum("failed: RuntimeError: the disk is gone" in note for note in found.notes) == 2
+
+
 # --- stores ---------------------------------------------------------------------------------------------------------------
 
 
@@ -140,26 +169,51 @@ def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path) -> None:
     assert not again, "nothing runs twice"
 
 
-def test_trials_of_other_sweeps_are_known(tried: Any, tmp_path: Path) -> None:
-    """A plan that no prior has, tried in a sweep of the user's, is one to choose from and teaches about the others."""
-    pytest.importorskip("sqlalchemy")
-    from paredown.plan.trial import Trial
+def finished(path: Path, plan: Plan, num: int, ended: dict[str, Any]) -> None:
+    """A store with so many trials of a plan, in a sweep of the user's."""
     from paredown.runs.claims import Ended
     from paredown.runs.store import Store
 
+    with Store(path) as store:
+        store.add("mine", [Drawn(TrialSpec("blobs", plan, seed), 1.0) for seed in range(num)])
+        for claim in store.claim("worker", num):
+            store.finish("worker", Ended(claim, Trial("blobs", plan, claim.spec.seed, **ended)))
+
+
+def test_trials_of_other_sweeps_are_known(tried: Any, tmp_path: Path) -> None:
+    """A plan that no prior has, tried in a sweep of the user's, is one to choose from and teaches about the others."""
+    pytest.importorskip("sqlalchemy")
     own = Plan.uniform(activation="e4m3fn/32@bf16").set("0.weight", "int8/64@e8m0")
-    with Store(tmp_path / "trials.db") as store:
-        specs = [TrialSpec("blobs", own, seed) for seed in range(4)]
-        store.add("mine", [Drawn(spec, 1.0) for spec in specs])
-        for claim in store.claim("worker", 4):
-            store.finish("worker", Ended(claim, Trial("blobs", own, claim.spec.seed, Status.DONE, error=0.001)))
+    finished(tmp_path / "trials.db", own, 4, {"status": Status.DONE, "error": 0.001})
     ran = tried()
     found = pick(make_task(), "100%", 0, prior=PRIOR, device="cpu", store=tmp_path / "trials.db")
     assert not ran and found.trials == () and found.point is not None
+    assert "after 0 trials of its own and 4 known" in found.reason
     point = next(point for point in found.frontier.points if point.plan == own)
+    mark = next(mark for mark in study_of_pick(found).marks if mark.label == point.label)
+    assert mark.num_trials == point.num_trials == 4
     assert point.source == "measured" and point.measured == pytest.approx(0.001) and point.mean < 0.1
     before = pick(make_task(), "100%", 0, prior=PRIOR, device="cpu").point
     assert before is not None and 0 <= found.point.mean < before.mean, "errors below 0 are not foreseen"
+
+
+@pytest.mark.parametrize("status", [Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED, Status.DONE])
+@pytest.mark.parametrize("is_here", [True, False])
+def test_other_sweeps_and_other_devices_block_only_what_has_no_memory_here(
+    tried: Any, tmp_path: Path, status: Status, is_here: bool
+) -> None:
+    pytest.importorskip("sqlalchemy")
+    tried()
+    first = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu").plan
+    assert first is not None
+    device = device_name(torch.device("cpu")) if is_here else "another device"
+    ended = {"error": 0.001 if status is Status.DONE else None, "measured_peak_bytes": 10**9, "device": device, "reason": "theirs"}
+    finished(tmp_path / "trials.db", first, 1, {"status": status, **ended})
+    found = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu", store=tmp_path / "trials.db")
+    point = next(point for point in found.frontier.points if point.plan == first)
+    assert point.trains is not (is_here and status is Status.OUT_OF_MEMORY)
+    assert point.measured_bytes == (10**9 if is_here else None)
+    assert point.measured == (0.001 if status is Status.DONE else None), "errors are known wherever they were measured"
 
 
 def test_another_budget_knows_and_tries_its_own(tried: Any, tmp_path: Path) -> None:
@@ -246,3 +300,4 @@ def test_ties_everywhere_are_called_ties(tried: Any) -> None:
     found = pick(make_task(), "60%", 2, prior=poor(CHANGES["all alike"]), device="cpu")
     fits = sum(point.fits is True for point in found.frontier.points)
     assert len(found.ties) >= fits // 2 and "may be as good" in found.reason
+    assert ", ".join(repr(label) for label in found.ties[:3]) in found.reason, "labels with commas are told apart"

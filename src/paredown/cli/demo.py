@@ -26,6 +26,7 @@ from paredown.cli.verbs import SHOW, Exit, app, verb
 from paredown.cli.voice import emit, head, say, table, tell
 
 if TYPE_CHECKING:
+    from paredown.cli.subject import Subject
     from paredown.plan.record import Trace
     from paredown.runs.task import Task
     from paredown.search.picked import Picked
@@ -55,15 +56,15 @@ def demo(
 
         torch.set_num_threads(1)  # small tensors gain nothing from a second thread, and a busy machine makes it wait
         task = find_any_task(f"{TASK},steps={steps}")
-        trace = of_task(task).trace()
+        subject = of_task(task, "cpu")
     out.mkdir(parents=True, exist_ok=True)
-    _footprint(shown, trace, budget)
+    _footprint(shown, subject.trace(), budget)
     picked = _picked(shown, task, budget, evaluations, prior)
     if picked.plan is None:
         say(picked.reason)
         raise typer.Exit(Exit.DOES_NOT_FIT)
     runs = _trained(shown, task, picked)
-    files = _written(task, trace, picked, runs, out)
+    files = _written(subject, picked, runs, out)
     result = Result(picked, runs[0], runs[1], time.perf_counter() - begun)
     if is_json:
         emit({**result.to_json(), "files": files})
@@ -143,17 +144,20 @@ def _trained(shown: Shown, task: Task, picked: Picked) -> list[Run]:
     return runs
 
 
-def _written(task: Task, trace: Trace, picked: Picked, runs: Sequence[Run], out: Path) -> dict[str, str]:
+def _written(subject: Subject, picked: Picked, runs: Sequence[Run], out: Path) -> dict[str, str]:
     """The plan, the answer and the page."""
-    from paredown.cli.files import write_json
+    from paredown.cli.files import answer_json, write_json
+    from paredown.cli.reports import with_memory
     from paredown.report.page import write
     from paredown.report.record import Record
+    from paredown.report.studies import plans_to_show
 
-    assert picked.plan is not None
+    assert picked.plan is not None and subject.task is not None
     picked.plan.save(out / "plan.json")
-    write_json(out / "picked.json", picked.to_json())
-    with _session(task, picked) as session:
-        record = Record.of_pick(picked, trace=trace, title="paredown demo: digits in less memory", session=session)
+    write_json(out / "picked.json", answer_json(picked))
+    with _session(subject.task, picked) as session:
+        record = Record.of_pick(picked, title="paredown demo: digits in less memory", session=session)
+    record = with_memory(record, subject, plans_to_show(picked))
     labels = {point.label: point.plan for point in picked.frontier.points}
     write(record.with_trials([run.trial for run in runs], labels), out / "report.html")
     return {name: str(out / file) for name, file in (("plan", "plan.json"), ("answer", "picked.json"), ("page", "report.html"))}

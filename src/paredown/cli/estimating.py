@@ -64,8 +64,8 @@ def estimate(
         subject = find_subject(model, Asked(size, input, device, autocast, optimizer))
         plans = {name_of(text): read_plan(text) for text in plan or SHOWN}
         trace = subject.trace()
-        feet = {name: footprint(trace, of) for name, of in plans.items()}
-    allowed = None if budget is None else _allowed(budget, feet)
+        feet = {name: footprint(subject.trace(of), of) for name, of in plans.items()}
+    allowed = None if budget is None else _allowed(budget, subject)
     largest: dict[str, int] = {}
     if batch == AUTO:
         with bar("the largest batch") as report:
@@ -73,7 +73,8 @@ def estimate(
                 report(number, len(plans), name)
                 largest[name] = _largest(subject, of, allowed or 0)
     rows = [_row(name, foot, allowed, largest.get(name), depth) for name, foot in feet.items()]
-    value = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": trace.optimizer}
+    rule = subject.optimizer if isinstance(subject.optimizer, str) else trace.optimizer
+    value = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": rule}
     value |= {
         "batch_size": subject.batch_size,
         "batch": list(trace.batch),
@@ -100,18 +101,18 @@ def _batch(text: str | None, budget: str | None) -> int | None:
     return int(text)
 
 
-def _allowed(budget: str, feet: dict[str, Footprint]) -> int:
+def _allowed(budget: str, subject: Subject) -> int:
+    from paredown.plan.plan import Plan
     from paredown.plan.sizes import parse_bytes
 
-    return parse_bytes(budget, whole=next(iter(feet.values())).as_written.peak_bytes)
+    return parse_bytes(budget, whole=subject.peak_bytes(Plan()))
 
 
 def _largest(subject: Subject, plan: Any, allowed: int) -> int:
     """The most examples whose step is within `allowed`; 0 where not one fits. Peaks grow with the batch, almost in proportion."""
     from paredown.cli.batches import largest_batch
-    from paredown.plan.footprint import peak_of
 
-    return largest_batch(lambda num: peak_of(subject.trace(num), plan), allowed, start=subject.batch_size)
+    return largest_batch(lambda num: subject.peak_bytes(plan, num), allowed, start=subject.batch_size)
 
 
 def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None, depth: int) -> dict[str, Any]:

@@ -62,3 +62,12 @@ def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
         return Frontier.from_json(value), None
     except ParedownError as error:
         raise PlanError(f"{path}: {error}") from None
+
+
+def answer_json(picked: Picked) -> dict[str, Any]:
+    """A pick as a JSON value, its sentences without absolute paths: what failed says where it lay."""
+    from paredown.report.scrub import scrub
+
+    value = picked.to_json()
+    trials = [{**trial, "reason": scrub(trial["reason"])} for trial in value["trials"]]
+    return value | {"trials": trials, "reason": scrub(picked.reason), "notes": [scrub(note) for note in picked.notes]}

@@ -66,9 +66,11 @@ def pick(
     with kept_in_store(store is not None), bar("picking") as told:
         options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
         picked = picked_for(found, budget, evaluations, progress=told, **options)
-    written = keep(picked, found, plan=out, record=record, report=report)
+    written = keep(picked, found, device, plan=out, record=record, report=report)
     if is_json:
-        emit({**picked.to_json(), "files": written})
+        from paredown.cli.files import answer_json
+
+        emit({**answer_json(picked), "files": written})
     else:
         tell(*in_words(picked), *(f"The {what} is in {file}." for what, file in written.items()))
     if picked.plan is None:
@@ -76,35 +78,40 @@ def pick(
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def keep(picked: Picked, task: Task, *, plan: Path | None, record: Path | None, report: Path | None) -> dict[str, str]:
+def keep(
+    picked: Picked, task: Task, device: str | None, *, plan: Path | None, record: Path | None, report: Path | None
+) -> dict[str, str]:
     """Write what was asked for; what is where."""
-    from paredown.cli.files import write_json
+    from paredown.cli.files import answer_json, write_json
 
     written: dict[str, str] = {}
     if plan is not None and picked.plan is not None:
         picked.plan.save(plan)
         written["plan"] = str(plan)
     if record is not None:
-        write_json(record, picked.to_json())
+        write_json(record, answer_json(picked))
         written["answer"] = str(record)
     if report is not None:
         from paredown.report.page import write
 
-        write(record_of(picked, task), report)
+        write(record_of(picked, task, device), report)
         written["page"] = str(report)
     return written
 
 
-def record_of(picked: Picked, task: Task, *, title: str = "") -> Record:
+def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
     """What a page shows of a pick, the memory of its step included where that can be followed."""
+    from paredown.cli.reports import with_memory
     from paredown.cli.subject import of_task
     from paredown.errors import TraceError
     from paredown.report.record import Record
+    from paredown.report.studies import plans_to_show
 
+    record = Record.of_pick(picked)
     try:
-        return Record.of_pick(picked, trace=of_task(task).trace(), title=title)
+        return with_memory(record, of_task(task, device), plans_to_show(picked))
     except TraceError:
-        return Record.of_pick(picked, title=title)
+        return record
 
 
 def in_words(picked: Picked) -> list[str]:
@@ -119,8 +126,15 @@ def in_words(picked: Picked) -> list[str]:
 def front(study: Study, *, is_all: bool) -> list[str]:
     """Points as a table, the fewest bytes first: predicted, then what was measured; a star before the one that was picked."""
     shown = [mark for mark in study.marks if is_all or mark.on_front or mark.label == study.picked]
-    names = ("  plan", "peak", "of full", study.metric, "+-", "measured", "peak")
+    names = ("  plan", "peak", "of full", study.metric, _width(study), "measured", "peak")
     return table(names, [_cells(mark, study) for mark in shown])
+
+
+def _width(study: Study) -> str:
+    """What the half of a band is called; a reason's is one deviation."""
+    from paredown.report.parts import NINE_OF_TEN, SEEDS
+
+    return {NINE_OF_TEN: "+- 9 of 10", SEEDS: "+- seeds"}.get(study.band, "+-")
 
 
 def _cells(mark: Mark, study: Study) -> tuple[str, ...]:

@@ -64,27 +64,26 @@ def make_plan(
     with waiting("making a plan"):
         from paredown.cli.subject import Asked, find_subject
         from paredown.plan.footprint import footprint
-        from paredown.search.assign import assign
 
         subject = find_subject(model, Asked(batch, input, device, autocast, optimizer))
-        trace = subject.trace()
-        errors = _probed(subject, trace) if method == "sensitivity" else None
-        made = assign(trace, budget, method=method, sensitivities=errors, seed=seed, recompute=recompute)
-        foot, written = footprint(trace, made), footprint(trace)
+        errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
+        made = subject.plan_within(budget, method=method, sensitivities=errors, seed=seed, recompute=recompute)
+        foot, written = footprint(subject.trace(made), made), footprint(subject.trace())
+        allowed = _budget(budget, written.peak_bytes)
     made.save(out)
     sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "written_bytes": written.peak_bytes}
     if is_json:
         emit(
             {
                 "model": subject.name,
-                "budget_bytes": _budget(budget, written.peak_bytes),
+                "budget_bytes": allowed,
                 **sizes,
                 "file": str(out),
                 "plan": made.to_json(),
             }
         )
         return
-    fit = foot.fits(budget)
+    fit = foot.fits(allowed)
     again = spelled(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
     tell(
         made.reason,
@@ -151,8 +150,8 @@ def _slots(subject: Subject, plan: Plan) -> dict[str, Any]:
     from paredown.plan.footprint import footprint
     from paredown.search.explain import explain_slots
 
-    trace = subject.trace()
-    peaks = {"written_bytes": footprint(trace).peak_bytes, "peak_bytes": footprint(trace, plan).peak_bytes}
+    trace = subject.trace(plan)
+    peaks = {"written_bytes": footprint(subject.trace()).peak_bytes, "peak_bytes": footprint(trace, plan).peak_bytes}
     slots = [
         {"slot": row.slot, "role": row.role.value, "written_bytes": row.written_bytes, "nbytes": row.nbytes}
         | {"format": row.format, "what": row.what, "why": row.why}

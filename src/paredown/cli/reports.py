@@ -13,6 +13,10 @@ from paredown.cli.verbs import SHOW, app, verb
 from paredown.cli.voice import emit, say, tell
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paredown.cli.subject import Subject
+    from paredown.plan.plan import Plan
     from paredown.report.record import Record
 
 SourceArgument = Annotated[
@@ -50,7 +54,23 @@ def _with_memory(record: Record, model: str) -> Record:
 
     presets = ("as_written", "activations8", "activations4", "lpmm")
     plans = {name.replace("_", " "): read_plan(name) for name in presets}
-    return record.with_footprints(find_subject(model, Asked()).trace(), plans)
+    return with_memory(record, find_subject(model, Asked()), plans)
+
+
+def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> Record:
+    """Where the memory of a step goes under these plans: with the task of that name, or beside the tasks that are there."""
+    from dataclasses import replace
+
+    from paredown.report.parts import Study
+    from paredown.runs.evaluate import formats_state
+
+    if subject.name not in (study.task for study in record.studies):
+        record = replace(record, studies=(*record.studies, Study(subject.name)))
+    for is_formatted in (False, True):  # traces of their own
+        some = {label: plan for label, plan in plans.items() if formats_state(plan) == is_formatted}
+        if some:
+            record = record.with_footprints(subject.trace(next(iter(some.values()))), some, task=subject.name)
+    return record
 
 
 @verb(app, "serve", "paredown serve trials.db", "paredown serve picked.json --port 8000", panel=SHOW)
@@ -74,10 +94,12 @@ def serve(
 
 def _source(source: str, sweep: str | None) -> Any:
     """A store and a record's file are read again as they change; other files are shown as they are."""
+    from paredown.cli.files import read_json
     from paredown.cli.sources import read_source
     from paredown.report.watched import Source, open_source
 
-    if not source.lower().endswith(".json"):
+    value = read_json(Path(source)) if source.lower().endswith(".json") else None
+    if value is None or (isinstance(value, dict) and "title" in value and "frontier" not in value):
         return open_source(source, sweep=sweep)
     found = read_source(source)
 

@@ -24,13 +24,19 @@ from paredown.cli.hub import find_config, read_config
 from paredown.errors import TaskError, TraceError
 from paredown.models import LENGTH, MODELS, PICTURE, random_batch
 from paredown.models.tokens import token_loss
+from paredown.plan.footprint import peak_of
 from paredown.plan.keys import closest
+from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
+from paredown.plan.sizes import parse_bytes
 from paredown.plan.trace import trace_step
+from paredown.runs.evaluate import formats_state
 from paredown.runs.named import DTYPES, parse_options
 from paredown.runs.own_code import made_by
 from paredown.runs.task import RULES, Task
 from paredown.runs.tasks import WITH_FILE, WITHOUT_FILE, find_task
+from paredown.runs.train import make_optimizer
+from paredown.search.assign import assign
 
 BATCH = 32
 OPTIMIZER = "adamw"
@@ -59,22 +65,41 @@ class Subject:
     autocast: torch.dtype | None = None
     device: str | None = None
     task: Task | None = None
-    _traces: dict[int, Trace] = field(default_factory=dict[int, Trace])
+    _traces: dict[tuple[int, bool], Trace] = field(default_factory=dict[tuple[int, bool], Trace])
 
     @property
     def batch_size(self) -> int:
         """Examples of the batch: the first dimension of its first tensor."""
         return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
 
-    def trace(self, batch_size: int | None = None) -> Trace:
-        """The step, with another batch size where one is given."""
-        size = self.batch_size if batch_size is None else batch_size
-        if size not in self._traces:
-            keeps: dict[str, Any] = {"loss": self.loss, "optimizer": self.optimizer}
+    def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
+        """The step that `plan` is arithmetic on, as trials of a task predict it; with another batch size where one is given."""
+        key = self.batch_size if batch_size is None else batch_size, formats_state(plan or Plan())
+        if key not in self._traces:
+            keeps: dict[str, Any] = {"loss": self.loss, "optimizer": self._optimizer(is_formatted=key[1])}
             where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
             with _said(f"{self.name}: one step cannot be followed"):
-                self._traces[size] = trace_step(self.model, resized(self.batch, self.batch_size, size), **keeps, **where)
-        return self._traces[size]
+                self._traces[key] = trace_step(self.model, resized(self.batch, self.batch_size, key[0]), **keeps, **where)
+        return self._traces[key]
+
+    def _optimizer(self, *, is_formatted: bool) -> Any:
+        """The task's own where a plan leaves its state as it is: that takes scratch."""
+        if self.task is None or is_formatted or self.optimizer != self.task.recipe.optimizer:
+            return self.optimizer
+        return make_optimizer(self.task.recipe, self.model)
+
+    def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
+        """The predicted peak under a plan."""
+        return peak_of(self.trace(plan, batch_size), plan)
+
+    def plan_within(self, budget: str, **options: Any) -> Plan:
+        """A plan whose predicted peak is within a budget, of which percentages are of the step as it is written; `options` of assign."""
+        budget_bytes = parse_bytes(budget, whole=self.peak_bytes(Plan()))
+        if self.peak_bytes(Plan()) > budget_bytes:
+            made = assign(self.trace(Plan.preset("lpmm")), budget_bytes, **options)
+            if self.peak_bytes(made) <= budget_bytes:
+                return made
+        return assign(self.trace(), budget_bytes, **options)
 
 
 @contextmanager
@@ -133,11 +158,12 @@ def find_any_task(text: str) -> Task:
     return task
 
 
-def of_task(task: Task) -> Subject:
-    """The step of a task."""
+def of_task(task: Task, device: str | None = None) -> Subject:
+    """The step of a task, on a device of that kind."""
     torch.manual_seed(0)
     batch = next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
-    return Subject(task.name, task.make_model(0), batch, task.loss, task.recipe.optimizer, task.autocast, task=task)
+    kind = None if device is None else device.partition(":")[0]
+    return Subject(task.name, task.make_model(0), batch, task.loss, task.recipe.optimizer, task.autocast, kind, task)
 
 
 def _task(text: str, head: str) -> Task:

@@ -135,7 +135,7 @@ class Run:
         from paredown.cli.subject import of_task
         from paredown.search.below import explain_shortage
 
-        return explain_shortage(of_task(task).trace(), self.plan, frontier=frontier, available_bytes=_available())
+        return explain_shortage(of_task(task).trace(self.plan), self.plan, frontier=frontier, available_bytes=_available())
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: the trial and its name."""
@@ -161,10 +161,8 @@ def told(task: str, runs: list[Run]) -> list[str]:
 def planned(task: Task, budget: str, device: str | None) -> Plan:
     """The plan for a budget."""
     from paredown.cli.subject import of_task
-    from paredown.search.assign import assign
 
-    kind = None if device is None else device.partition(":")[0]
-    return assign(replace(of_task(task), device=kind).trace(), budget)
+    return of_task(task, device).plan_within(budget)
 
 
 def check_weights_file(path: Path | None) -> None:

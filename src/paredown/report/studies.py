@@ -25,7 +25,7 @@ def study_of_pick(picked: Picked) -> Study:
     """What a pick says of its task."""
     frontier = picked.frontier
     counts = Counter(said(trial.plan) for trial in picked.trials)
-    marks = tuple(_mark(point, counts[said(point.plan)]) for point in frontier.points)
+    marks = tuple(_mark(point, point.num_trials or counts[said(point.plan)]) for point in frontier.points)
     written = next((point.label for point in frontier.points if point.plan.changes_nothing), "")
     steps = sorted({point.predicted_bytes for point in frontier.points if point.trains})
     picks = [Pick(nbytes, frontier.best(nbytes).label) for nbytes in steps]

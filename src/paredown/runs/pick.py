@@ -34,6 +34,7 @@ from paredown.runs.measuring import Runner, Told, measurer
 from paredown.runs.picking import Picking
 from paredown.runs.tasks import Task, find_task
 from paredown.runs.train import Setting
+from paredown.runs.where import device_name
 from paredown.search import prior as priors
 from paredown.search.candidates import Step, candidates
 from paredown.search.earlier import Earlier
@@ -84,6 +85,7 @@ def pick(
             candidates=rows,
             learned=Learned.of(earlier, _family(found)),
             is_strict=place.type == "cuda",
+            device=device_name(place),
         )
         picking.learn(own, others)
         picking.search(runs, evaluations, seed=seed, told=progress)

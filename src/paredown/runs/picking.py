@@ -20,7 +20,7 @@ from paredown.search.frontier import undominated
 from paredown.search.learned import WORST, Learned
 from paredown.search.picked import Frontier, Picked, Point
 from paredown.search.pooled import Prior
-from paredown.search.telling import Telling, why_none_trains, why_nothing_is_small_enough
+from paredown.search.telling import UNFINISHED, Telling, why_none_trains, why_nothing_is_small_enough
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -32,7 +32,7 @@ MOST_FAILURES = 3  # trials that may fail, and none succeed: then it is not the 
 class Picking:
     """`unit`: the error of a blind guess; where it is not known, what makes the first trial as good as earlier tasks were under its plan.
 
-    `is_strict`: measured peaks above the budget do not fit either, as on a GPU.
+    `is_strict`: measured peaks above the budget do not fit either, as on a GPU. `device`: what trials call the one that is planned for.
     """
 
     task: str
@@ -43,6 +43,7 @@ class Picking:
     candidates: Candidates
     learned: Learned
     is_strict: bool = False
+    device: str = ""
     prior: Prior = field(init=False)
     trials: list[Trial] = field(default_factory=list[Trial])
     num_done: int = 0  # trials that count as evaluations
@@ -63,19 +64,31 @@ class Picking:
         self.trials += own
         self.num_done += len(own)
         self.others += others
-        if len(self.trials) >= MOST_FAILURES and all(trial.status is Status.FAILED for trial in self.trials):
-            raise TaskError(f"task {self.task!r}: {len(self.trials)} trials of {len(self.trials)} failed. {self.trials[-1].reason}")
+        self._stop_if_all_failed(MOST_FAILURES)
+
+    def _stop_if_all_failed(self, least: int) -> None:
+        """TaskError where there are trials, at least so many, and none did anything but fail: that says nothing of plans."""
+        num = len(self.trials)
+        if num >= least and all(trial.status is Status.FAILED for trial in self.trials):
+            raise TaskError(f"task {self.task!r}: {num} trial{'s' * (num != 1)} of {num} failed. {self.trials[-1].reason}")
 
     @property
     def known(self) -> list[tuple[int, Trial]]:
         """All trials, with the plan of each."""
-        return [(self._place[_key(trial.plan)], trial) for trial in (*self.trials, *self.others) if _key(trial.plan) in self._place]
+        return self._placed((*self.trials, *self.others))
+
+    @property
+    def _here(self) -> list[tuple[int, Trial]]:
+        """Those whose bytes, or lack of them, count: trials of this device; made for this pick also where they do not say."""
+        own = [trial for trial in self.trials if trial.device in ("", self.device)]
+        return self._placed((*own, *(trial for trial in self.others if trial.device == self.device)))
+
+    def _placed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
+        return [(self._place[_key(trial.plan)], trial) for trial in trials if _key(trial.plan) in self._place]
 
     def runs(self) -> list[tuple[int, float]]:
         """(plan, error in parts of a blind guess) of the trials that came to an end."""
-        found = [
-            (plan, trial) for plan, trial in self.known if trial.status not in (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)
-        ]
+        found = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
         return [(plan, min(WORST, trial.error / self._unit) if trial.error is not None else WORST) for plan, trial in found]
 
     @property
@@ -90,10 +103,15 @@ class Picking:
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
-        """Plans that cannot be trained here: a trial had no memory, failed, or took more than the budget where that is strict."""
-        bad = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)
+        """Plans that cannot be trained here: a trial had no memory, failed, or took more than the budget where that is strict.
+
+        Failures of other sweeps may be theirs, not the plan's.
+        """
         over = self.budget_bytes if self.is_strict else np.inf
-        return {plan for plan, trial in self.known if trial.status in bad or (trial.measured_peak_bytes or 0) > over}
+        failed = {plan for plan, trial in self._placed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
+        return failed | {
+            plan for plan, trial in self._here if trial.status is Status.OUT_OF_MEMORY or (trial.measured_peak_bytes or 0) > over
+        }
 
     def fits(self) -> Indices:
         """Plans that may be taken."""
@@ -104,11 +122,11 @@ class Picking:
     # --- what is tried ------------------------------------------------------------------------------------------------
 
     def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, told: Told | None = None) -> None:
-        """Trials, until there are `evaluations` of them or nothing more is worth one."""
+        """Trials, until there are `evaluations` of them or nothing more is worth one; TaskError where all of them failed."""
         while self.num_done < evaluations and not self.is_settled:
             plan = self.next_plan(evaluations - self.num_done)
             if plan is None:
-                return
+                break
             label, done = self.candidates.rows[plan].label, self.num_done
 
             def step(now: int, of: int, loss: float, done: int = done, label: str = label) -> None:
@@ -121,6 +139,7 @@ class Picking:
             self.learn(found)
             if told is not None:
                 told(self.num_done, evaluations, "; ".join(f"{label}: {_said(trial)}" for trial in found))
+        self._stop_if_all_failed(1)
 
     def _fresh_seed(self, plan: int, seed: int) -> int:
         """The first from `seed` on that this plan was not tried with."""
@@ -133,7 +152,7 @@ class Picking:
         if not len(fits):
             return None
         belief, memory = self.prior.after(runs), self.candidates.memory
-        best, tried = self.choice().plan, {plan for plan, _ in self.known}
+        best, tried = self.choice().plan, {plan for plan, _ in runs}
         if best in tried and is_settled(self.prior, belief, fits):
             self.is_settled = True
             return None
@@ -180,7 +199,7 @@ class Picking:
         return self._taken(answer, points[choice.plan], tuple(points[plan].label for plan in choice.ties))
 
     def _taken(self, answer: Picked, point: Point, ties: tuple[str, ...]) -> Picked:
-        telling = Telling(self.budget_bytes, self.step.full_bytes, answer.trials, self.learned)
+        telling = Telling(self.budget_bytes, self.step.full_bytes, answer.trials, self.learned, tuple(self.others))
         reason = telling.why(point, ties, len(self.fits()), is_settled=self.is_settled)
         notes = telling.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
         return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)
@@ -197,11 +216,12 @@ class Picking:
                 mean=max(float(estimate.means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
                 deviation=float(estimate.deviations[i]) * self._unit,
                 measured=_mean([trial.error for plan, trial in self.known if plan == i]),
-                measured_bytes=max((trial.measured_peak_bytes or 0 for plan, trial in self.known if plan == i), default=0) or None,
+                measured_bytes=max((trial.measured_peak_bytes or 0 for plan, trial in self._here if plan == i), default=0) or None,
                 on_front=bool(front[i]),
                 fits=i in fits,
                 source="measured" if i in estimate.measured else "prior" if row.column >= 0 else "features",
                 trains=i not in blocked,
+                num_trials=sum(trial.error is not None for plan, trial in self.known if plan == i),
             )
             for i, row in enumerate(rows)
         ]

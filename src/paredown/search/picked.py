@@ -37,7 +37,8 @@ class Point:
 
     `mean` and `deviation` are of the mean over runs, in units of the task's metric; `measured` is the mean of the finished trials, None
     where there is none. `source`: whether it was measured, is a plan of earlier tasks, or is judged by its features alone. `fits`: whether
-    it is within the budget; None where no budget was given. `trains`: False where a trial had no memory, or failed.
+    it is within the budget; None where no budget was given. `trains`: False where a trial had no memory, or failed. `num_trials`: behind
+    `measured`, those that a store knew included.
     """
 
     label: str
@@ -51,6 +52,7 @@ class Point:
     fits: bool | None = None
     source: str = "prior"
     trains: bool = True
+    num_trials: int = 0
 
     def __post_init__(self) -> None:
         _check(self, POINT_CHECKS, "point")
@@ -212,6 +214,7 @@ POINT_CHECKS: Checks = {
     "deviation": (lambda value: _is_number(value) and value >= 0, "a finite number from 0 up"),
     "measured": _or_none(NUMBER),
     "measured_bytes": _or_none(BYTES),
+    "num_trials": BYTES,
     **dict.fromkeys(("on_front", "trains"), (lambda value: isinstance(value, bool), "true or false")),
     "fits": (lambda value: value is None or isinstance(value, bool), "true, false or None"),
     "source": (lambda value: value in SOURCES, f"one of {', '.join(SOURCES)}"),

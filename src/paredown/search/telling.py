@@ -12,16 +12,18 @@ from paredown.search.learned import Learned
 from paredown.search.picked import Point
 
 NAMED = 3  # ties that a reason names
+UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)  # trials that say nothing of an error
 
 
 @dataclass(frozen=True)
 class Telling:
-    """What is told of: the budget, the step as it is written, the trials and earlier tasks."""
+    """What is told of: the budget, the step as it is written, the trials, earlier tasks, and trials of the task known besides."""
 
     budget_bytes: int
     full_bytes: int
     trials: tuple[Trial, ...]
     learned: Learned
+    others: tuple[Trial, ...] = ()
 
     def why(self, point: Point, ties: Sequence[str], num_fits: int, *, is_settled: bool) -> str:
         """Why this plan."""
@@ -47,15 +49,17 @@ class Telling:
             found.append("no earlier task was trained under it: it is judged by plans that are like it")
         if num_left_out:
             found.append(f"{num_left_out} plans of earlier tasks cannot be made for this step")
-        if not has_unit and not self.trials:
+        if not has_unit and all(trial.error is None for trial in (*self.trials, *self.others)):
             found.append("what a blind guess has in this metric is not known: errors are in parts of that")
         return tuple(found)
 
     def _rests_on(self, point: Point) -> str:
-        num, earlier = len(self.trials), self.learned.prior.num_tasks
-        trials = f"after {num} trial{'s' * (num != 1)}" if num else "without a trial"
-        own = "" if point.measured is None else f" (measured {point.measured:.4f})"
-        return f"{trials}{own} and from {earlier} earlier task{'s' * (earlier != 1)} ({self.learned.earlier.name})"
+        num, known = (sum(trial.status not in UNFINISHED for trial in trials) for trials in (self.trials, self.others))
+        earlier = self.learned.prior.num_tasks
+        own = f"after {num} trial{'s' * (num != 1)}"
+        trials = f"{own} of its own and {known} known" if known else own if num else "without a trial"
+        measured = "" if point.measured is None else f" (measured {point.measured:.4f})"
+        return f"{trials}{measured} and from {earlier} earlier task{'s' * (earlier != 1)} ({self.learned.earlier.name})"
 
     def _family(self) -> str:
         learned = self.learned
@@ -94,4 +98,5 @@ def _ties(ties: Sequence[str], num_fits: int) -> str:
     if not ties:
         return f"None of the {num_fits - 1} other plans that fit is likely to be better."
     more = f" and {len(ties) - NAMED} more" if len(ties) > NAMED else ""
-    return f"{len(ties)} of the {num_fits - 1} other plans that fit may be as good: {', '.join(ties[:NAMED])}{more}."
+    named = ", ".join(map(repr, ties[:NAMED]))  # labels have commas of their own
+    return f"{len(ties)} of the {num_fits - 1} other plans that fit may be as good: {named}{more}."
