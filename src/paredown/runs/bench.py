@@ -14,6 +14,7 @@ Results are those of `evaluate`, bit by bit on the same device. What cannot shar
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -33,8 +34,10 @@ from paredown.runs.task import RULES
 from paredown.runs.train import FUSED, Setting
 from paredown.session.simulated import MODES, Simulate
 
+log = logging.getLogger("paredown")
 NUM_LANES = 8
 KEPT_GROUPS = 3  # kinds of runs whose graphs are kept
+LONGEST = 200  # letters of a reason
 KEPT_TESTS = 8  # tasks whose test examples are kept on the device
 
 
@@ -120,14 +123,15 @@ class Bench:
         self._alone: deque[Waiting] = deque()
         self._begun: dict[int, tuple[Any, float]] = {}  # of lanes by id: the key of the run, and when it began
         self._starts, self._tests = Starts(), dict[Any, list[Pair]]()
+        self._told = set[tuple[str, str]]()
         self.begun: list[Any] = []  # keys of runs that have begun, for whoever wants to know
 
     def add(self, key: Any, setting: Setting) -> None:
         """Ask for a training; `key` comes back with its trial."""
-        waiting = Waiting(key, setting)
-        kind = None if why_alone(setting) is not None else kind_of(setting)
+        waiting, reason = Waiting(key, setting), why_alone(setting)
+        kind = kind_of(setting) if reason is None else None
         if kind is None or not _is_hashable(kind):
-            self._alone.append(waiting)
+            self._leave(waiting, reason or "nothing tells whether another model is the same")
             return
         self._groups.setdefault(kind, Group()).waiting.append(waiting)
         self._groups.move_to_end(kind)
@@ -158,9 +162,9 @@ class Bench:
         for lane in busy:
             try:
                 trial: Trial | BaseException | None = lane.advance(waits=len(busy) == 1)
-            except Exception:  # alone it gives its own error, or does not
+            except Exception as error:  # alone it gives its own error, or does not
                 assert lane.run is not None
-                self._alone.append(Waiting(self._begun.pop(id(lane))[0], lane.run.setting))
+                self._leave(Waiting(self._begun.pop(id(lane))[0], lane.run.setting), _said(error))
                 lane.run = trial = None
             if trial is not None:
                 found.append(self._ended(lane, trial))
@@ -184,11 +188,19 @@ class Bench:
                         self._start(group, waiting)
                 except Exception as error:
                     if not is_out_of_memory(error) or not self._has_made_room():
-                        self._alone.append(waiting)  # what cannot be captured, too: alone it runs, or gives its own error
+                        self._leave(waiting, _said(error))  # what cannot be captured, too: alone it runs, or gives its own error
                     else:
                         group.waiting.appendleft(waiting)
                         return
         self._forget()
+
+    def _leave(self, waiting: Waiting, reason: str) -> None:
+        """It is trained alone, which is slower: the reason is told once for each task."""
+        self._alone.append(waiting)
+        name = waiting.setting.task.name
+        if (name, reason) not in self._told:
+            self._told.add((name, reason))
+            log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
 
     def _has_made_room(self) -> bool:
         """Whether there is hope for memory: idle lanes were dropped, or fewer will run."""
@@ -250,6 +262,11 @@ class Bench:
             return waiting.key, evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
         except Exception as error:
             return waiting.key, error
+
+
+def _said(error: Exception) -> str:
+    """Its first line."""
+    return str(error).partition("\n")[0][:LONGEST] or type(error).__name__
 
 
 def _is_hashable(kind: Any) -> bool:
