@@ -20,10 +20,10 @@ from transformers.trainer_callback import ExportableState
 
 from paredown import optim
 from paredown.errors import ApplyError, OptimError
-from paredown.integrations.numbers import Monitor
+from paredown.integrations.applied import Applied
 from paredown.plan.plan import Plan
 from paredown.session.guard import Guard
-from paredown.session.session import Session, apply, unwrapped
+from paredown.session.session import Session, unwrapped
 from paredown.session.simulated import Simulate, SimulatedSession
 
 BETAS = "betas"
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @final
-class PareCallback(TrainerCallback, ExportableState):
+class PareCallback(Applied, TrainerCallback, ExportableState):
     """Applies a plan when the trainer is made, keeps the session's state in checkpoints, logs, and closes the session at the end.
 
     `attach` is the usual way to it. In `Trainer(callbacks=[PareCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` it works as
@@ -44,12 +44,7 @@ class PareCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, plan: Plan, *, seed: int = 0, mode: str | Simulate = "store", guard: Guard | None = None) -> None:
-        if not isinstance(plan, Plan):
-            raise ApplyError(f"PareCallback takes a Plan, not {type(plan).__name__}: PareCallback(Plan.preset('half')).")
-        self.plan = plan
-        self._options: dict[str, Any] = {"seed": seed, "mode": mode, "guard": guard}
-        self.session: Session | SimulatedSession | None = None
-        self._monitor: Monitor | None = None
+        super().__init__(plan, seed=seed, mode=mode, guard=guard)
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """The plan goes onto the model before an optimizer is made for it."""
@@ -58,8 +53,7 @@ class PareCallback(TrainerCallback, ExportableState):
                 "restore_callback_states_from_checkpoint=True would make a second PareCallback in place of this one, which goes on by "
                 "itself: leave it False."
             )
-        self.session = session = apply(self.plan, model, **self._options)
-        self._monitor = Monitor(session, unwrapped(model))
+        self.put_on(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """A run that goes on finds the session's state in the trainer's."""
@@ -85,14 +79,6 @@ class PareCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """The plain model again."""
         self.close()
-
-    def close(self) -> None:
-        """Give the plain model back; also after a training that was broken off."""
-        if self._monitor is not None:
-            self._monitor.close()
-        if self.session is not None:
-            self.session.close()
-        self.session, self._monitor = None, None
 
     def state(self) -> dict[str, Any]:
         """What the trainer keeps of it in trainer_state.json."""

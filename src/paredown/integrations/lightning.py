@@ -18,17 +18,15 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from paredown.errors import ApplyError
-from paredown.integrations.numbers import Monitor
+from paredown.integrations.applied import Applied
 from paredown.integrations.shortage import add_explanation
 from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
 from paredown.session.guard import Guard
-from paredown.session.session import Session, apply
-from paredown.session.simulated import SimulatedSession
 
 
 @final
-class PareCallback(Callback):
+class PareCallback(Applied, Callback):
     """A plan at work while `trainer.fit` runs. `seed`, `mode` and `guard` are those of `apply`.
 
     `module` names the part of the LightningModule that `training_step` calls ("net" for `self.net(x)`); unless given it is the only part
@@ -36,23 +34,18 @@ class PareCallback(Callback):
     """
 
     def __init__(self, plan: Plan, *, module: str | None = None, trace: Trace | None = None, **options: Any) -> None:
-        if not isinstance(plan, Plan):
-            raise ApplyError(f"PareCallback takes a Plan, not {type(plan).__name__}: PareCallback(Plan.preset('half')).")
         if unknown := options.keys() - {"seed", "mode", "guard"}:
             raise ApplyError(f"PareCallback has no option {sorted(unknown)[0]!r}. Allowed: seed, mode, guard, module, trace.")
-        self.plan, self.module, self._options = plan, module, options
+        super().__init__(plan, **options)
+        self.module = module
         guard: Guard | None = options.get("guard")
         self.trace = trace or (guard.trace if guard is not None else None)
-        self.session: Session | SimulatedSession | None = None
-        self._monitor: Monitor | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Before optimizers are configured and checkpoints are read."""
         if stage != "fit" or self.session is not None:
             return
-        model = called_part(pl_module, self.module)
-        self.session = session = apply(self.plan, model, **self._options)
-        self._monitor = Monitor(session, model)
+        self.put_on(called_part(pl_module, self.module))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs as often as the trainer does."""
@@ -73,14 +66,6 @@ class PareCallback(Callback):
         """The plain model again."""
         if stage == "fit":
             self.close()
-
-    def close(self) -> None:
-        """Give the plain model back."""
-        if self._monitor is not None:
-            self._monitor.close()
-        if self.session is not None:
-            self.session.close()
-        self.session, self._monitor = None, None
 
     def state_dict(self) -> dict[str, Any]:
         """What checkpoints keep of it."""
