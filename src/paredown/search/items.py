@@ -26,7 +26,7 @@ from paredown.plan.record import Trace
 from paredown.plan.replay import Choice, Interval, activations, choice, model_memory, with_recomputed
 from paredown.plan.slots import Slot
 from paredown.roles import Role
-from paredown.search.priors import parameter_error
+from paredown.search.role_errors import parameter_error
 
 Ladder = tuple[Format | None, ...]  # the best first; None: as it is
 ErrorOf = Callable[[Slot, Format], float]

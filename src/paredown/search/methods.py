@@ -26,7 +26,7 @@ from paredown.search.exchange import exchanged
 from paredown.search.items import ErrorOf, Item, Ladder
 from paredown.search.ledger import Ledger
 from paredown.search.path import Point, greedy, in_order
-from paredown.search.priors import slot_error
+from paredown.search.role_errors import slot_error
 from paredown.search.sensitivity import Sensitivities
 
 PRODUCTS = frozenset({"conv", "linear", "matmul"})
