@@ -56,9 +56,11 @@ def sweep_run(
     with kept_in_store(), open_store(store or found.store or str(file.with_suffix(".db"))) as opened:
         added = add_sweep(found.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
         reopened = opened.reopen(found.sweep.name, _statuses(again, Status)) if again else 0
-        say(f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again; store {opened.database.name}")
+        chosen = engine or engine_for(found.sweep)
+        counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
+        say(f"{counts}; store {opened.database.name}, engine {chosen}")
         duty = Duty(found.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(engine or engine_for(found.sweep), folder, slots=slots), duty, is_json=is_json)
+        work_on(opened, make_engine(chosen, folder, slots=slots), duty, is_json=is_json)
 
 
 @verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)
