@@ -63,7 +63,6 @@ def estimate(
 
         subject = find_subject(model, Asked(size, input, device, autocast, optimizer))
         plans = {name_of(text): read_plan(text) for text in plan or SHOWN}
-        trace = subject.trace()
         feet = {name: footprint(subject.trace(of), of) for name, of in plans.items()}
     allowed = None if budget is None else _allowed(budget, subject)
     largest: dict[str, int] = {}
@@ -73,15 +72,7 @@ def estimate(
                 report(number, len(plans), name)
                 largest[name] = _largest(subject, of, allowed or 0)
     rows = [_row(name, foot, allowed, largest.get(name), depth) for name, foot in feet.items()]
-    rule = subject.optimizer if isinstance(subject.optimizer, str) else trace.optimizer
-    value = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": rule}
-    value |= {
-        "batch_size": subject.batch_size,
-        "batch": list(trace.batch),
-        "budget_bytes": allowed,
-        "plans": rows,
-        "notes": _notes(feet),
-    }
+    value = {**_head(subject), "budget_bytes": allowed, "plans": rows, "notes": _notes(feet)}
     if is_json:
         emit(value)
     else:
@@ -99,6 +90,14 @@ def _batch(text: str | None, budget: str | None) -> int | None:
     if not (text.isascii() and text.isdigit() and 0 < int(text[:12]) < 10**9):
         raise typer.BadParameter(f"{text!r} is none; it is a whole number from 1 up, or auto.", param_hint="--batch")
     return int(text)
+
+
+def _head(subject: Subject) -> dict[str, Any]:
+    """What is estimated."""
+    trace = subject.trace()
+    rule = subject.optimizer if isinstance(subject.optimizer, str) else trace.optimizer
+    about = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": rule}
+    return {**about, "batch_size": subject.batch_size, "batch": list(trace.batch)}
 
 
 def _allowed(budget: str, subject: Subject) -> int:

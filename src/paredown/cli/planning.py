@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from paredown.plan.record import Trace
 
 SHOWN_SLOTS = 40
+MethodOption = Annotated[str, typer.Option(help="role, sensitivity (one forward pass and 16 backwards), size, operator or random.")]
+RecomputeOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--recompute/--no-recompute",
+        help="Compute layers again in backward: also where errors would be large, or never.",
+        show_default=False,
+    ),
+]
 
 
 @verb(
@@ -41,17 +50,8 @@ def make_plan(
     model: ModelArgument,
     budget: NeededBudget,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
-    method: Annotated[
-        str, typer.Option(help="role, sensitivity (one forward pass and 16 backwards), size, operator or random.")
-    ] = "role",
-    recompute: Annotated[
-        bool | None,
-        typer.Option(
-            "--recompute/--no-recompute",
-            help="Compute layers again in backward: also where errors would be large, or never.",
-            show_default=False,
-        ),
-    ] = None,
+    method: MethodOption = "role",
+    recompute: RecomputeOption = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step.", show_default=False)] = None,
     input: InputOption = None,
     optimizer: OptimizerOption = None,
@@ -71,26 +71,14 @@ def make_plan(
         foot, written = footprint(subject.trace(made), made), footprint(subject.trace())
         allowed = _budget(budget, written.peak_bytes)
     made.save(out)
-    sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "written_bytes": written.peak_bytes}
     if is_json:
-        emit(
-            {
-                "model": subject.name,
-                "budget_bytes": allowed,
-                **sizes,
-                "file": str(out),
-                "plan": made.to_json(),
-            }
-        )
+        sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "written_bytes": written.peak_bytes}
+        emit({"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(out), "plan": made.to_json()})
         return
-    fit = foot.fits(allowed)
+    fit = repr(foot.fits(allowed))
     again = spelled(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
-    tell(
-        made.reason,
-        repr(fit)[0].upper() + repr(fit)[1:],
-        "",
-        f"The plan is in {out}. What it does: paredown explain {out} --model {again}",
-    )
+    hint = f"The plan is in {out}. What it does: paredown explain {out} --model {again}"
+    tell(made.reason, fit[0].upper() + fit[1:], "", hint)
 
 
 def _budget(text: str, whole: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.bars import bar, waiting
-from paredown.cli.files import check_places
+from paredown.cli.files import check_places, write_json
 from paredown.cli.options import BudgetOption, HereOption, JsonOption, ModeOption, OutOption, SeedOption, TaskArgument
 from paredown.cli.verbs import CHOOSE, Exit, app, say_missing, verb
 from paredown.cli.voice import emit, head, say, table, tell
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from paredown.search.picked import Frontier
 
 AS_WRITTEN = "as written"
+OnePlanOption = Annotated[
+    str | None, typer.Option("--plan", metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)
+]
+SaveOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the weights: .safetensors or .pt.", show_default=False)]
+FrontierOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="What pick wrote: where to look for the next plan down.", show_default=False)
+]
 
 
 @verb(
@@ -37,21 +44,15 @@ AS_WRITTEN = "as written"
 )
 def train(
     task: TaskArgument,
-    plan: Annotated[
-        str | None, typer.Option(metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)
-    ] = None,
+    plan: OnePlanOption = None,
     budget: BudgetOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Train as written too, from the same seed.")] = False,
     seed: SeedOption = 0,
     device: HereOption = None,
     mode: ModeOption = "store",
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the weights: .safetensors or .pt.", show_default=False)
-    ] = None,
+    save: SaveOption = None,
     out: OutOption = None,
-    frontier: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What pick wrote: where to look for the next plan down.", show_default=False)
-    ] = None,
+    frontier: FrontierOption = None,
     is_json: JsonOption = False,
 ) -> None:
     """Train a task under a plan, or under one made for a budget; the step as it is written without either."""
@@ -67,9 +68,8 @@ def train(
         found = find_any_task(task)
         known = None if frontier is None else _frontier(frontier)
         chosen = read_plan(plan or NONE) if budget is None else planned(found, budget, device)
-    name = name_of(plan) if plan else f"within {budget}" if budget else AS_WRITTEN
     runs = [Run(AS_WRITTEN, replace(chosen, rules=(), recompute=(), reason=""))] if compare and not chosen.changes_nothing else []
-    runs += [Run(name, chosen)]
+    runs += [Run(name_of(plan) if plan else f"within {budget}" if budget else AS_WRITTEN, chosen)]
     for run in runs:
         run.train(found, seed=seed, device=device, mode=mode)
     last = runs[-1]
@@ -78,8 +78,6 @@ def train(
         write_weights(last.model, save)
     value = {"task": found.name, "runs": [run.to_json() for run in runs], "advice": None if shortage is None else str(shortage)}
     if out is not None:
-        from paredown.cli.files import write_json
-
         write_json(out, value)
     if is_json:
         emit(value)

@@ -64,10 +64,7 @@ def pick(
     at most, a sentence).
     """
     begun = time.perf_counter()
-    _check(evaluations, mode)
-    found = find_task(task) if isinstance(task, str) else task
-    if not isinstance(found, Task):
-        raise TaskError(f"pick takes a Task, or its name, and a budget, not {type(found).__name__}.")
+    found = _checked(task, evaluations, mode)
     earlier = prior if isinstance(prior, Earlier) else priors.known(MODES[mode]) if prior is None else priors.load(prior)
     place = find_device(device)
     step = step_of(found, place.type, mode, earlier)
@@ -78,7 +75,7 @@ def pick(
         rows = candidates(step, earlier, budget, [(f"trial of {trial.task}", trial.plan) for trial in (*own, *others)])
         picking = Picking(
             task=found.name,
-            metric=found.metric if isinstance(found.metric, str) else getattr(found.metric, "__name__", "metric"),
+            metric=_metric(found),
             unit=blind_of(found),
             budget_bytes=budget_bytes,
             step=step,
@@ -94,11 +91,20 @@ def pick(
     return picking.answer(time.perf_counter() - begun)
 
 
-def _check(evaluations: Any, mode: Any) -> None:
+def _checked(task: Any, evaluations: Any, mode: Any) -> Task:
+    """The task, once all that was asked for makes sense."""
     if not isinstance(evaluations, int) or isinstance(evaluations, bool) or evaluations < 0:
         raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: earlier tasks alone answer).")
     if mode not in MODES:
         raise TaskError(f"mode {mode!r} is unknown. Allowed: {', '.join(MODES)}.")
+    found = find_task(task) if isinstance(task, str) else task
+    if not isinstance(found, Task):
+        raise TaskError(f"pick takes a Task, or its name, and a budget, not {type(found).__name__}.")
+    return found
+
+
+def _metric(task: Task) -> str:
+    return task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric")
 
 
 def _family(task: Task) -> str:
