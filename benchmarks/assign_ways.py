@@ -28,7 +28,7 @@ from paredown.search.methods import METHODS as ASSIGN_METHODS
 from paredown.search.search import Search, ladder_of
 
 LEVELS: dict[str, tuple[str | None, ...]] = {
-    "int8/int2": ("int8/64@bf16", "int2/64@bf16"),
+    "int8/uint2": ("int8/64@bf16", "uint2/64@bf16+bf16"),  # two bits with an offset: four levels, where int2 has three
     "bf16/e4m3": ("bf16", "e4m3fn/64@bf16"),
     "int4/int2": ("int4/64@bf16", "uint2/64@bf16+bf16"),
     "any": (None, "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16"),
@@ -53,7 +53,7 @@ class Way:
 
 
 def _mixed() -> Iterator[Way]:
-    for levels in ("int8/int2", "bf16/e4m3"):
+    for levels in ("int8/uint2", "bf16/e4m3"):
         for share in SHARES:
             for method in METHODS:
                 at = f"{share:.0%}" if share < 1 else "most"

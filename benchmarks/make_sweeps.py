@@ -34,10 +34,10 @@ OF_VIT = ("mnist", "fashion_mnist")  # where a ViT learns from so few pictures
 # --- how tasks are trained ----------------------------------------------------------------------------------------------
 SIMULATED: Mapping[str, Any] = {"batch": 32, "loss_factor": 1000, "model": "sumlast18", "side": 32, "steps": 300, "width": 16}
 LONGER = {"cifar10": 600, "cifar100": 600}  # steps of simulated tasks that learn slowly
-CNN: Mapping[str, Any] = {"batch": 1024, "model": "resnet18", "side": 32, "steps": 80, "width": 16}
-VIT: Mapping[str, Any] = {"batch": 1024, "model": "vit", "side": 32, "steps": 80, "dim": 64, "num_layers": 4}
-GPT: Mapping[str, Any] = {"batch": 512, "model": "gpt", "length": 128, "steps": 80, "dim": 64, "num_layers": 4}
-RATES = {"sumlast18": (0.02, 0.06, 0.2), "resnet18": (0.1, 0.3, 1.0), "vit": (0.001, 0.003, 0.01), "gpt": (0.003, 0.01, 0.03)}
+CNN: Mapping[str, Any] = {"batch": 256, "model": "resnet18", "side": 32, "steps": 120, "width": 16}
+VIT: Mapping[str, Any] = {"batch": 256, "model": "vit", "side": 32, "steps": 120, "dim": 64, "num_layers": 4}
+GPT: Mapping[str, Any] = {"batch": 128, "model": "gpt", "length": 128, "steps": 120, "dim": 64, "num_layers": 4}
+RATES = {"sumlast18": (0.02, 0.06, 0.2), "resnet18": (0.05, 0.15, 0.4), "vit": (0.001, 0.003, 0.01), "gpt": (0.003, 0.01, 0.03)}
 
 # On a CPU, in a quarter of an hour of one core: what the package carries until the others are there
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -66,10 +66,12 @@ STORED: Sequence[Table] = (
     {"activation": AFFINE, **TIERS["lpmm"]},
     {"assign": ["40%", "50%", "70%"], "method": ["role", "size"]},
 )
-STORED_AGAIN: Sequence[Table] = (
+STORED_AGAIN: Sequence[Table] = (  # what fits into 40 %, and what it is held against
     {},
     {"preset": "lpmm"},
-    *({"activation": list(BITS[1:]), **TIERS[tier]} for tier in ("full", "lpmm")),
+    *({"activation": list(BITS[1:]), **TIERS[tier]} for tier in ("full", "half", "lpmm")),
+    *STORED[7:9],
+    {"assign": ["40%"], "method": ["role", "size"]},
 )
 PEPPP: Sequence[Table] = ({"peppp_low": list(LOW_FORMATS), "peppp_high": list(HIGH_FORMATS)},)
 PEPPP_AGAIN: Sequence[Table] = ({}, {"peppp_low": ["e3m1", "e3m4", "e4m2", "e5m2"], "peppp_high": ["e6m7", "e8m11"]})

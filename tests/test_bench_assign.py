@@ -43,7 +43,7 @@ def test_runs_parts_and_merges_them(tmp_path: Path) -> None:
     parts: list[str] = []
     for part in range(2):
         folder = tmp_path / str(part)
-        ways = ["full", "int8/int2 50%", "checkpointing", "guarded"]  # 1, 5, 2 and 2 of them
+        ways = ["full", "int8/uint2 50%", "checkpointing", "guarded"]  # 1, 5, 2 and 2 of them
         python(str(SCRIPT), "--quick", "--task", "gpt", "--seeds", "0", "--way", *ways, "--part", f"{part}/2", "--out", str(folder))
         parts.append(str(folder / "assign.json"))
     printed = python(str(SCRIPT), "--merge", *parts, "--out", str(tmp_path / "all"))
@@ -53,7 +53,7 @@ def test_runs_parts_and_merges_them(tmp_path: Path) -> None:
     assert len(runs) == 10
     assert len({row["way"] for row in rows if row["status"] == "summary"}) == 10
     assert "against full" in printed
-    mixed = [row for row in runs if "int8/int2" in row["way"]]
+    mixed = [row for row in runs if "int8/uint2" in row["way"]]
     assert len({row["budget_bytes"] for row in mixed}) == 1, "one budget for all methods"
     assert all(row["predicted_peak"] <= row["budget_bytes"] for row in runs if row["budget_bytes"] is not None)
     same = {row["way"]: row["value"] for row in runs}
@@ -62,7 +62,7 @@ def test_runs_parts_and_merges_them(tmp_path: Path) -> None:
 
 @needs_data
 def test_gradients_are_those_of_full_but_for_rounding(tmp_path: Path) -> None:
-    ways = ["full", "int8/int2 25%"]
+    ways = ["full", "int8/uint2 25%"]
     python(str(SCRIPT), "--quick", "--gradients", "--task", "gpt", "--seeds", "0", "--way", *ways, "--out", str(tmp_path))
     rows = [row for row in rows_of(tmp_path / "assign_gradients.json") if row["seed"] is not None]
     assert [row["error"] for row in rows if row["error"]] == []
