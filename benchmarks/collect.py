@@ -1,6 +1,6 @@
 """Several sweeps of `sweeps/` into one store, with many workers on one machine, for a given time.
 
-    python benchmarks/collect.py stored stored_again --store priors.db --workers 15 --seconds 540
+    python benchmarks/collect.py stored stored_again --store stored.db --workers 12 --seconds 540
 
 What is finished stays in the store; the same command goes on with what is left. Workers train one trial after the other in their own
 process (`--engine inline`), so that data, kernels and the CUDA context are there for the next one. Simulated sweeps take `--engine graphs`
@@ -26,28 +26,26 @@ MAIN = "from paredown.cli import main; main()"
 GRACE = 15.0  # seconds for workers to give back what they run
 
 
-def add(name: str, store: Store, folder: Path) -> str:
-    """Put the trials of a sweep into the store; its name there."""
+def add(name: str, store: Store, folder: Path) -> None:
+    """Put the trials of a sweep into the store."""
     path = folder / f"{name}.toml"
     begun, sweep = time.monotonic(), load_sweep(path).sweep
     added = add_sweep(sweep, store, cost=lambda task, plan: predicted_bytes(task, plan, TaskFolder(folder.resolve()).path))
     print(f"{sweep.name}: {added.num_new} new, {added.num_there} there, {time.monotonic() - begun:.0f} s", flush=True)
-    return sweep.name
 
 
-def start(sweep: str, given: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """A worker on one sweep."""
-    where = ["--store", given.store, "--tasks", str(given.folder), "--sweep", sweep, "--engine", given.engine]
+def start(given: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """A worker on all sweeps of the store, one after the other."""
+    where = ["--store", given.store, "--tasks", str(given.folder), "--engine", given.engine]
     slots = ["--slots", str(given.slots)] if given.slots else []
     return subprocess.Popen([sys.executable, "-c", MAIN, "worker", *where, *slots], stdout=subprocess.DEVNULL)
 
 
-def work(sweep: str, given: argparse.Namespace, end: float) -> bool:
-    """Run a sweep until it is finished, or until the time is over: whether it is finished."""
-    workers = [start(sweep, given) for _ in range(given.workers)]
+def work(given: argparse.Namespace, end: float) -> None:
+    """Until all is finished, or the time is over."""
+    workers = [start(given) for _ in range(given.workers)]
     while any(one.poll() is None for one in workers) and time.monotonic() < end:
         time.sleep(0.5)
-    is_over = all(one.poll() is not None for one in workers)
     for one in workers:
         if one.poll() is None:
             one.send_signal(signal.SIGTERM)
@@ -56,11 +54,10 @@ def work(sweep: str, given: argparse.Namespace, end: float) -> bool:
             one.wait(GRACE)
         except subprocess.TimeoutExpired:
             one.kill()
-    return is_over
 
 
 def main() -> None:
-    """Add all sweeps, then run one after the other."""
+    """Add all sweeps, then run what the store has."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("sweeps", nargs="+")
     parser.add_argument("--store", required=True)
@@ -72,12 +69,11 @@ def main() -> None:
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
     with Store(given.store) as store:
-        names = [add(name, store, given.folder) for name in given.sweeps]
-    for name in names:
-        if not work(name, given, end):
-            break
+        for name in given.sweeps:
+            add(name, store, given.folder)
+    work(given, end)
     with Store(given.store, may_create=False) as store:
-        print(*(counts for counts in count(store) if counts.sweep in names), sep="\n")
+        print(*count(store), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,19 @@
 #!/bin/sh
-# The collection of both priors on one GPU, in calls of at most ten minutes: sh benchmarks/sweeps/collect.sh 1, then 2, then 3.
-#   IN    folder with what the last call left in OUT (peers unless given)
-#   OUT   folder for the store (priors.db) and the sweeps with their rates (sweeps.tar)
-# A call may be cut off and repeated; what is finished is in the store. docs/priors.md says what becomes of it.
+# The collection of both priors on one GPU: sh benchmarks/sweeps/collect.sh 540, as often as it takes.
+#   $1    seconds; what is finished then stays in the stores, and the next call goes on
+#   OUT   folder of the stores, simulated.db and stored.db
+# Both kinds run side by side: captured graphs in two workers, trials that store in twelve. docs/priors.md says what becomes of them.
 set -u
-call=${1:?which call: 1, 2 or 3}
-in=${IN:-peers}
+seconds=${1:?how many seconds}
+end=$(($(date +%s) + seconds))
 export OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
-for part in priors.db priors.db-wal; do [ -f "$in/$part" ] && [ ! -f "$OUT/$part" ] && cp "$in/$part" "$OUT/$part"; done
-[ -f "$in/sweeps.tar" ] && tar -xf "$in/sweeps.tar" -C benchmarks/sweeps
-simulated="simulated simulated_again superclasses_uniform superclasses_cheap_first"
-run() { seconds=$1; shift; timeout $((seconds + 30)) python benchmarks/collect.py --store "$OUT/priors.db" --seconds "$seconds" "$@"; }
-keep() { tar -cf "$OUT/sweeps.tar" -C benchmarks/sweeps $(cd benchmarks/sweeps && ls *.toml rates.json); }
+simulated() { python benchmarks/collect.py --store "$OUT/simulated.db" --seconds $((end - $(date +%s))) --engine graphs --workers 2 "$@"; }
+stored() { python benchmarks/collect.py --store "$OUT/stored.db" --seconds $((end - $(date +%s))) --engine inline --workers 12 "$@"; }
+choose() { python benchmarks/make_sweeps.py choose --store "$OUT/$1.db" && python benchmarks/make_sweeps.py sweeps; }
 
-case $call in
-1)  # rates at full precision, then as much of the simulated prior as fits
-    run 150 --engine graphs rates_simulated
-    run 110 --engine inline --workers 15 rates_stored
-    python benchmarks/make_sweeps.py choose --store "$OUT/priors.db" && python benchmarks/make_sweeps.py sweeps && keep
-    run 200 --engine graphs $simulated ;;
-2)  run 540 --engine graphs $simulated ; keep ;;
-3)  run 540 --engine inline --workers 15 stored stored_again ; keep ;;
-esac
-python -c "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('pragma wal_checkpoint(truncate)')" "$OUT/priors.db"
+(simulated rates_simulated && choose simulated && simulated simulated simulated_again superclasses_uniform superclasses_cheap_first) &
+stored rates_stored && choose stored && stored stored stored_again
+wait
+for kind in simulated stored; do
+    python -c "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('pragma wal_checkpoint(truncate)')" "$OUT/$kind.db"
+done

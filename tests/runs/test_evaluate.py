@@ -254,7 +254,7 @@ def test_a_gpu_takes_what_is_predicted() -> None:
         nn.Flatten(),
         nn.Linear(64, 4),
     )
-    task = make_task(lambda seed: nn.Sequential(*layers), data=data, steps=4, batch=128)
+    task = make_task(lambda seed: nn.Sequential(*layers), data=data, steps=4, batch=128, channels_last=True)
     trial = evaluate(task, Plan(), device="cuda")
     assert trial.measured_peak_bytes is not None and trial.predicted_peak_bytes is not None
     assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.15)

@@ -45,7 +45,7 @@ def train(model: nn.Module, batch: tuple[Tensor, Tensor], optimizer: torch.optim
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 

@@ -71,6 +71,7 @@ def kind_of(setting: Setting) -> Any:
         task.loss,
         task.judge,
         task.autocast,
+        task.channels_last,
         recipe.optimizer,
         options,
         recipe.max_norm,

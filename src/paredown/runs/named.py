@@ -94,6 +94,9 @@ def _read(name: str, value: str) -> Any:
     )
 
 
+WITHOUT_CONVOLUTIONS = ("mlp", "vit")  # or with one that matters little
+
+
 def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> Task:
     """A built-in model on `data`."""
     is_text = isinstance(data, Text)
@@ -107,7 +110,9 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
     steps = options.get("steps", TEXT_STEPS if is_text else max(PASSES * (data.num_train // max(batch, 1)), 1))
     metric = "loss" if is_text else "error"
     autocast = _dtype(options.get("autocast", "none"))
-    return Task(name, partial(_made, build), data, steps, batch, _recipe(model, options), metric=metric, autocast=autocast)
+    turns = not is_text and model not in WITHOUT_CONVOLUTIONS
+    recipe = _recipe(model, options)
+    return Task(name, partial(_made, build), data, steps, batch, recipe, metric=metric, autocast=autocast, channels_last=turns)
 
 
 def _made(build: partial[nn.Module], seed: int) -> nn.Module:

@@ -92,7 +92,8 @@ class Task:
 
     `loss(output, answers)` is the mean over a batch; cross entropy unless given. `metric`: "error" is the share of wrong answers,
     "loss" the loss, a function is called like the loss and gives the mean error of a batch; lower is better. `autocast`: the dtype of
-    the context around forward and loss. `stops_early`: whether a hopeless trial ends before its last step.
+    the context around forward and loss. `stops_early`: whether a hopeless trial ends before its last step. `channels_last`: whether the
+    model lies so on a GPU, where convolutions are quicker and take no room to turn tensors round; a model that calls `view` may not.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Task:
     metric: str | Loss = "error"
     autocast: torch.dtype | None = None
     stops_early: bool = True
+    channels_last: bool = False
 
     def __post_init__(self) -> None:
         try:

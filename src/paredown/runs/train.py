@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paredown import optim
+from paredown.codec.live import is_narrow
 from paredown.errors import TaskError
 from paredown.plan.plan import Plan
 from paredown.plan.trial import Status, Trial
@@ -80,9 +81,11 @@ class Setting:
         return self.task.make_model(self.seed)
 
     def placed_model(self) -> nn.Module:
-        """The same where it is trained. What is simulated on a GPU lies channels last, as its convolutions take it."""
+        """The same where it is trained. Products of fp32 that are no TF32 are slow channels last: such simulations do not lie so."""
         model = self.model().to(self.device)
-        return model if self.mode == "store" or self.device.type != "cuda" else model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        is_quick = self.mode == "store" or any(is_narrow(assignment.format) for _, assignment in self.plan.rules)
+        turns = self.task.channels_last and is_quick and self.device.type == "cuda"
+        return model.to(memory_format=torch.channels_last) if turns else model  # type: ignore[call-overload]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context around forward and loss."""
