@@ -98,9 +98,9 @@ def full_jobs() -> dict[str, tuple[Job, str]]:
         "resnet50": (Job("ResNet-50", 256, resnet50, last, "sgdm", channels_last=True), "layer?.*"),
         "vit_b16": (Job("ViT-B/16", 128, ViT, pictures, "adamw"), "layers.*"),
         "gpt2": (Job("GPT-2 124M", 16, gpt2, texts, "adamw"), "transformer.h.*"),
-        "resnet18": (Job("small ResNet-18", 1024, resnet18, tiny_last, "sgdm", channels_last=True), "layer?.*"),
-        "vit": (Job("small ViT", 512, small_vit, tiny, "adamw"), "layers.*"),
-        "gpt": (Job("small GPT", 16, small_gpt, tokens, "adamw"), "layers.*"),
+        "resnet18": (Job("small ResNet-18", 4096, resnet18, tiny_last, "sgdm", channels_last=True), "layer?.*"),
+        "vit": (Job("small ViT", 2048, small_vit, tiny, "adamw"), "layers.*"),
+        "gpt": (Job("small GPT", 64, small_gpt, tokens, "adamw"), "layers.*"),
     }
 
 

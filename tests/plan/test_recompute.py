@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paredown import Plan, PlanError, Role, footprint, trace_step
+from paredown.models import MODELS
 from paredown.plan.recompute import modules_of, recomputed
 from tests.plan.steps import traced
 
@@ -65,6 +66,30 @@ def test_what_waits_and_what_does_not() -> None:
     assert foot.peak_bytes < footprint(trace).peak_bytes
     assert foot.as_written.peak_bytes == footprint(trace).peak_bytes
     assert "recomputed" in repr(foot) and "computed again in backward: layers.0, layers.1" in repr(foot)
+
+
+def test_casts_of_weights_do_not_wait() -> None:
+    """Autocast's copies of the weights of linear layers, two bytes a value: of layers that are computed again none is left in between."""
+    model, ids = MODELS["gpt"](vocabulary=64, dim=64, num_layers=3, num_heads=2, context=32), torch.randint(64, (4, 32))
+    trace = trace_step(model, {"ids": ids, "targets": ids}, optimizer="adamw", device="cuda", autocast=torch.bfloat16)
+    plans = Plan(), Plan().recomputing("layers.*"), Plan.uniform(weight="int8/64@bf16").recomputing("layers.*")
+    kept = [footprint(trace, plan).by_role[Role.TEMPORARY] for plan in plans]
+    casts = sum(2 * p.numel() for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2)
+    assert kept[0] - kept[1] == casts
+    assert kept[2] <= kept[1]
+
+
+def test_what_a_module_returns_is_asked_for_first() -> None:
+    """The last ReLU of a residual layer asks for its own result: the layer is computed again beside the gradient of that."""
+    trace = traced("resnet18")
+    again = recomputed(trace, ("layer1.1",))
+    first = next(
+        made for made in trace.outputs if made.phase == "backward" and made.op == "threshold_backward" and made.module == "layer1.1"
+    )
+    births = {made.birth for made in again.outputs if made.op == "recomputed"}
+    assert len(births) == 1 and births.pop() <= first.birth
+    result = again.slot("layer2.0.conv1:input")
+    assert result.death < trace.slot("layer2.0.conv1:input").death  # the ReLU has a second one
 
 
 def test_a_pattern_without_a_module() -> None:

@@ -49,6 +49,17 @@ def train(model: nn.Module, batch: tuple[Tensor, Tensor], optimizer: torch.optim
     return losses
 
 
+def test_checkpointing_peaks_as_foreseen() -> None:
+    """All layers computed again, under autocast: casts of their weights are gone in between."""
+    model, batch = gpt_step()
+    trace, plan = traced(model, batch), pare.Plan().recomputing("layers.*")
+    before = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters()) - sum(t.nbytes for t in batch)
+    with pare.apply(plan, model):
+        train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), 4)
+    measured = torch.cuda.max_memory_allocated() - before
+    assert pare.footprint(trace, plan).peak_bytes == pytest.approx(measured, rel=0.04)
+
+
 @pytest.mark.parametrize(("budget", "recompute"), [("60%", None), ("40%", None), ("30%", True)])
 def test_measured_peaks_are_within_the_budget(budget: str, recompute: bool | None) -> None:
     model, batch = gpt_step()

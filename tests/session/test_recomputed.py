@@ -160,6 +160,8 @@ def test_what_is_inside_is_read_in_the_first_pass_alone(
         read.clear()
         assert_same(run(model, batch, loss), first)
         assert session.changes == changes
+        inner = [part for module in session._recomputed.modules for part in module.modules() if part is not module]
+        assert inner and not any(part._forward_hooks or part._forward_pre_hooks for part in inner)
         held = loss(model(batch[0]), batch[1])
         third = session.stored_bytes
         held.backward()

@@ -1,7 +1,8 @@
 """A step in which some modules are computed again in backward instead of being saved, told as a trace: torch.utils.checkpoint, foreseen.
 
 What only the inside of such a module saves is there while its forward pass needs it, and again from the tick at which its backward begins.
-Its inputs wait as they are, until its backward is done.
+Its inputs wait as they are, until its backward is done. Casts that autocast made of its weights are gone when its context ends, and are
+made again. The second pass ends as soon as the last tensor is there that backward needs: what the module returns is not made again.
 
     as written      inside  |##############################|
     computed again  inside  |####|                   |#####|     at the first tick of the second, the module's whole forward pass runs
@@ -20,7 +21,7 @@ from fnmatch import fnmatchcase
 from paredown.errors import PlanError
 from paredown.plan.keys import closest
 from paredown.plan.record import Trace
-from paredown.plan.slots import Output, Slot
+from paredown.plan.slots import Output, Part, Slot
 from paredown.roles import Role
 
 CALL = re.compile(r"@\d+")  # what a path has after the first call of a module
@@ -102,10 +103,24 @@ def _span(trace: Trace, module: str) -> Span | str:
         return f"module {module!r} is called {calls} times in a step: that it is computed again is not counted"
     span = Span(module, start, end, trace.length, end)
     inner = [slot for slot in trace.activations if _is_inner(slot, span)]
-    asks = [first for slot in inner for part in slot.parts for first, _ in part.decoded if first > trace.backward_at]
-    if not asks:
+    if not _asked(inner, span, trace.backward_at):
         return f"module {module!r} saves nothing of its own that backward asks for: computing it again saves nothing"
-    return replace(span, asks=min(asks), done=max(slot.death for slot in inner))
+    asks = min(_asked(trace.activations, span, trace.backward_at))
+    return replace(span, asks=asks, done=max(slot.death for slot in inner))
+
+
+def _asked(slots: Iterable[Slot], span: Span, backward_at: int) -> list[int]:
+    """When backward asks for what the module saved."""
+    own = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
+    return [first for part in own for first, _ in part.decoded if first > backward_at]
+
+
+def _own_parts(slot: Slot, span: Span) -> list[Part]:
+    """What the module alone needs of a slot."""
+    if not any(span.has(saver.name) for saver in slot.savers):
+        return []
+    others = {saver.use for saver in slot.savers if not span.has(saver.name)}
+    return [part for part in slot.parts if part.use not in others]
 
 
 def _is_inner(slot: Slot, span: Span) -> bool:
@@ -118,6 +133,8 @@ def _without(trace: Trace, span: Span) -> Trace:
     for slot in trace.slots:
         if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
             slots.append(_run_again(trace, slot, span))
+        elif slot.role is Role.TEMPORARY and slot.recomputed_from and is_inside(slot.module, span.module):
+            slots.append(replace(slot, running=((slot.birth, trace.backward_at - 1), (span.asks, max(slot.death, span.asks)))))
         elif slot.role is not Role.ACTIVATION or not any(span.has(saver.name) for saver in slot.savers):
             slots.append(slot)
         elif _is_inner(slot, span):
@@ -142,10 +159,12 @@ def _twice(slot: Slot, span: Span) -> list[Output]:
 def _returned(slot: Slot, span: Span) -> tuple[Slot, list[Output]]:
     """What the module returns and others save too: theirs stays, and a second one is made when the module is computed again."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
-    own = [part for part in slot.parts if part.use not in {saver.use for saver in savers}]
+    own = _own_parts(slot, span)
     ends = max((part.released for part in own), default=span.asks)
     again = Output("recomputed", slot.module, "backward", slot.shape, slot.dtype, slot.nbytes, span.asks, max(ends, span.asks))
-    kept = replace(slot, savers=savers, parts=tuple(part for part in slot.parts if part not in own), recomputed_from="")
+    parts = tuple(part for part in slot.parts if part not in own)
+    ends = max((part.released for part in parts), default=slot.death)
+    kept = replace(slot, savers=savers, parts=parts, recomputed_from="", death=min(slot.death, max(ends, span.end)))
     return kept, [again]
 
 
@@ -165,10 +184,11 @@ def _rerun(trace: Trace, span: Span) -> Output:
     """What the second forward pass takes for a moment, beyond what it saves."""
     change: dict[int, int] = {}
     inner = [slot for slot in trace.activations if _is_inner(slot, span)]
+    ends = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
     for slot in inner:
         change[slot.birth] = change.get(slot.birth, 0) + slot.nbytes
     for made in trace.outputs:
-        if made.phase == "forward" and not made.slot and span.start <= made.birth <= span.end:
+        if made.phase == "forward" and not made.slot and span.start <= made.birth <= ends:
             change[made.birth] = change.get(made.birth, 0) + made.nbytes
             change[made.death + 1] = change.get(made.death + 1, 0) - made.nbytes
     held = peak = 0

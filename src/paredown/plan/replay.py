@@ -179,10 +179,10 @@ def _weight(slot: Slot, given: Given) -> Iterator[Interval]:
 
 def _cast(slot: Slot, weight: Slot, given: Given, backward_at: int) -> Iterator[Interval]:
     """The cast of a weight waits for backward; of a packed one it is made again, in each call of its module and in backward."""
-    spans: list[tuple[int, int]] = [(slot.birth, slot.death)]
+    spans = list(slot.running) or [(slot.birth, slot.death)]
     if given.weight is not None:
         calls = [(max(start, slot.birth), end) for start, end in weight.running if start <= backward_at and end >= slot.birth]
-        spans = [*(calls or [(slot.birth, slot.parts[0].packed)]), *_decoded(slot)]
+        spans = [*(calls or [(slot.birth, slot.parts[0].packed)]), *(spans[1:] or _decoded(slot))]
     for start, end in spans:
         yield Interval(Role.TEMPORARY, slot.module, start, end, slot.nbytes)
 

@@ -65,7 +65,7 @@ class Slot:
     parts: tuple[Part, ...] = ()
     stays: str = ""
     recomputed_from: str = ""  # the slot that its values follow from, as relu(batch_norm(x)) does from x
-    running: tuple[tuple[int, int], ...] = ()  # of a weight
+    running: tuple[tuple[int, int], ...] = ()  # of a weight; when its cast is there, if its module is computed again
 
     @property
     def names(self) -> tuple[str, ...]:

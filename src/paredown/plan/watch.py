@@ -20,7 +20,7 @@ It leaves out: nodes that no output of a module reaches, until one does; tensors
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,13 +86,11 @@ class Watch:
             name for name, module in model.named_modules() if next(module.children(), None) is None and module is not model
         }
         self._memories: dict[str, Memory] = {}
-        self._handles: list[Any] = []
+        self._handles: dict[nn.Module, list[Any]] = {}
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations that were left out for being small, as long as they are collected
         self.collects_small = True
-        self.passed_over: frozenset[nn.Module] = (
-            frozenset()
-        )  # what is inside of these is held by others: looked at in the first pass alone
+        self.passed_over: frozenset[nn.Module] = frozenset()  # others hold what is inside: looked at in the first pass alone
 
     @property
     def was_compiled(self) -> bool:
@@ -108,15 +106,25 @@ class Watch:
             enter, leave = (self._begin, self._end) if is_root else (self._enter, self._leave)
             hooks = Hook(enter), Hook(leave)
             self._root_hook = hooks[0] if is_root else self._root_hook
-            self._handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=is_root, prepend=is_root))
-            self._handles.append(module.register_forward_hook(hooks[1], always_call=is_root))
+            before = module.register_forward_pre_hook(hooks[0], with_kwargs=is_root, prepend=is_root)
+            self._handles[module] = [before, module.register_forward_hook(hooks[1], always_call=is_root)]
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._remove(list(self._handles))
         self._running = threading.local()
+
+    def end_first_pass(self) -> None:
+        """All names are known: small ones are not collected any more, and what is passed over needs no hooks inside."""
+        self.collects_small = False
+        if self.passed_over:
+            outside = set(_outside(self.model, self.passed_over))
+            self._remove([module for module in self._handles if module not in outside])
+
+    def _remove(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            for handle in self._handles.pop(module):
+                handle.remove()
 
     def where(self) -> str:
         """The path of the module whose forward is running in this thread, "" in the model itself and between forward passes."""
@@ -315,6 +323,13 @@ def _found(last: Any, trails: list[Trail]) -> list[tuple[Saved, Any, Any, Tensor
             return None
         found.append((trail.saved, node, raw, tensor))
     return found
+
+
+def _outside(module: nn.Module, closed: Container[nn.Module]) -> Iterator[nn.Module]:
+    """A module and all parts of it that are reached other than through the inside of a closed one."""
+    yield module
+    for part in () if module in closed else module.children():
+        yield from _outside(part, closed)
 
 
 class Hook:

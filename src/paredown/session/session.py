@@ -242,7 +242,8 @@ class Session:
         if output is not None and not self._is_checked:
             seen = self._activations.names | self._watch.small
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
-            self._is_checked, self._watch.collects_small = True, False
+            self._is_checked = True
+            self._watch.end_first_pass()
 
     def _change(self, plan: Plan) -> None:
         """A guard came to another plan: it holds from the next forward pass on."""
