@@ -73,10 +73,17 @@ def sweeps() -> str:
     """Simulated trainings a minute."""
     rows = newest("sweep", ("way", "width")).values()
     cells = [
-        (row["way"], str(row["width"]), f"{row['trials_per_minute']:.0f}", f"{row['ms_per_step']:.2f}", row["commit"])
+        (
+            row["way"],
+            str(row["width"]),
+            str(row["steps"]),
+            f"{row['trials_per_minute']:.1f}",
+            f"{row['ms_per_step']:.2f}",
+            row["commit"],
+        )
         for row in rows
     ]
-    return markdown(("way", "width of ResNet-18", "trials a minute", "ms a step", "commit"), cells)
+    return markdown(("way", "width of ResNet-18", "steps of a trial", "trials a minute", "ms a step", "commit"), cells)
 
 
 def planning() -> str:

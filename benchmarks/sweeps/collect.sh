@@ -2,7 +2,7 @@
 # The collection of both priors on one GPU: sh benchmarks/sweeps/collect.sh 540, as often as it takes.
 #   $1    seconds; what is finished then stays in the stores, and the next call goes on
 #   OUT   folder of the stores, simulated.db and stored.db
-# Both kinds run side by side: captured graphs in two workers, trials that store in twelve. docs/priors.md says what becomes of them.
+# Trials that store in twelve processes, then simulated ones in captured graphs, which others would starve. docs/priors.md says what becomes of them.
 set -u
 seconds=${1:?how many seconds}
 end=$(($(date +%s) + seconds))
@@ -11,9 +11,8 @@ simulated() { python benchmarks/collect.py --store "$OUT/simulated.db" --seconds
 stored() { python benchmarks/collect.py --store "$OUT/stored.db" --seconds $((end - $(date +%s))) --engine inline --workers 12 "$@"; }
 choose() { python benchmarks/make_sweeps.py choose --store "$OUT/$1.db" && python benchmarks/make_sweeps.py sweeps; }
 
-(simulated rates_simulated && choose simulated && simulated simulated simulated_again superclasses_uniform superclasses_cheap_first) &
 stored rates_stored && choose stored && stored stored stored_again
-wait
+simulated rates_simulated && choose simulated && simulated simulated simulated_again superclasses_uniform superclasses_cheap_first
 for kind in simulated stored; do
     python -c "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('pragma wal_checkpoint(truncate)')" "$OUT/$kind.db"
 done
