@@ -18,9 +18,11 @@ lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not in
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
 
 from lightning.fabric import Fabric  # noqa: E402
+from lightning.fabric.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
+from paredown.integrations.fabric import PlanPrecision  # noqa: E402
 from paredown.integrations.lightning import PareCallback  # noqa: E402
 
 PLAN = pare.Plan.preset("lpmm").set("activation", "int4/64@bf16")
@@ -157,3 +159,65 @@ def test_fabric_needs_the_right_order_alone(tmp_path: Path) -> None:
     (whole, passes), (later, after) = run(resumes=False), run(resumes=True)
     assert passes == after == 4
     assert_equal(later, whole)
+
+
+def fabric_steps(fabric: Any, wrapped: Any, opt: Any, *, first: int = 0, last: int = 4) -> None:
+    """Some of four steps, with clipping."""
+    for step, (x, y) in enumerate(batches()):
+        if first <= step < last:
+            fabric.backward(cross_entropy(wrapped(x), y))
+            fabric.clip_gradients(wrapped, opt, max_norm=1.0)
+            opt.step()
+            opt.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "a plugin"])
+def test_the_plugin_of_fabric_is_the_plan_and_the_other_plugin(precision: str) -> None:
+    """The same bits as by hand."""
+    by_hand, model = Fabric(accelerator="cpu", precision="bf16-mixed"), network()
+    with pare.apply(PLAN, model):
+        fabric_steps(by_hand, *by_hand.setup(model, pare.optim.AdamW(model.parameters(), lr=1e-3)))
+    inner: Any = MixedPrecision("bf16-mixed", "cpu") if precision == "a plugin" else precision
+    plugin, other = PlanPrecision(PLAN, inner), network()
+    fabric = Fabric(accelerator="cpu", plugins=plugin)
+    wrapped = fabric.setup_module(other)
+    opt = fabric.setup_optimizers(pare.optim.AdamW(wrapped.parameters(), lr=1e-3))
+    fabric_steps(fabric, wrapped, opt)
+    assert plugin.session is not None and plugin.session.forwards == 4
+    assert plugin.numbers()["memory/weight_gib"] < sum(p.numel() * 4 for p in network().parameters()) / 2**30
+    plugin.teardown()
+    assert plugin.session is None and plugin.numbers() == {}
+    assert_equal(other, model)
+
+
+def test_the_plugin_of_fabric_goes_on_where_it_was(tmp_path: Path) -> None:
+    def run(*, resumes: bool) -> nn.Module:
+        plugin, model = PlanPrecision(PLAN, "bf16-mixed"), network()
+        fabric = Fabric(accelerator="cpu", plugins=plugin)
+        wrapped = fabric.setup_module(model)
+        opt = fabric.setup_optimizers(pare.optim.AdamW(wrapped.parameters(), lr=1e-3))
+        state = {"model": wrapped, "opt": opt, "session": plugin.session}
+        if resumes:
+            fabric.load(tmp_path / "state.ckpt", state)
+        else:
+            fabric_steps(fabric, wrapped, opt, last=2)
+            fabric.save(tmp_path / "state.ckpt", state)
+        fabric_steps(fabric, wrapped, opt, first=2)
+        plugin.close()
+        return model
+
+    whole = run(resumes=False)
+    assert_equal(run(resumes=True), whole)
+
+
+def test_what_the_plugin_of_fabric_refuses() -> None:
+    with pytest.raises(ApplyError, match="'32-true', 'bf16-mixed', not '64-true'"):
+        PlanPrecision(PLAN, "64-true")
+    model = network()
+    late = pare.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(ApplyError, match=r"fabric\.setup_module"):
+        Fabric(accelerator="cpu", plugins=PlanPrecision(PLAN)).setup(model, late)
+    fabric = Fabric(accelerator="cpu", plugins=PlanPrecision(pare.Plan.preset("activations8")))
+    fabric.setup(model, late)  # activations alone: any order
+    with pytest.raises(ApplyError, match="on a model already"):
+        fabric.setup(network())

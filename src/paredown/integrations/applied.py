@@ -18,7 +18,8 @@ class Applied:
 
     def __init__(self, plan: Plan, **options: Any) -> None:
         if not isinstance(plan, Plan):
-            raise ApplyError(f"PareCallback takes a Plan, not {type(plan).__name__}: PareCallback(Plan.preset('half')).")
+            own = type(self).__name__
+            raise ApplyError(f"{own} takes a Plan, not {type(plan).__name__}: {own}(Plan.preset('half')).")
         self.plan, self._options = plan, options
         self.session: Session | SimulatedSession | None = None
         self._monitor: Monitor | None = None

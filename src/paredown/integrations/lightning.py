@@ -5,7 +5,7 @@
 
 The plan is applied before `configure_optimizers`, and the session closed when fitting ends. Checkpoints hold plain weights, the optimizer's
 codes and the session's state, so that `ckpt_path=` goes on with the same bits. Numbers that matter go through `log_dict` to every logger.
-Fabric needs no more than the right order: apply, make the optimizer, `fabric.setup(model, optimizer)`.
+Fabric has a plugin (`fabric.py`).
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
