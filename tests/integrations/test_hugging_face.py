@@ -93,6 +93,31 @@ def test_a_plan_at_work_in_a_trainer_with_its_defaults(tmp_path: Path) -> None:
         assert 0 <= row["updates/underflow"] < 1 and 0 < row["updates/flips"] < 1
 
 
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb", "mlflow"])
+def test_loggers_write_the_numbers_down(logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries themselves, without a network: what they leave on the disk has the names."""
+    pytest.importorskip(logger, reason=f"{logger} is not installed")
+    settings = {
+        "TENSORBOARD_LOGGING_DIR": tmp_path / "logs",
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": tmp_path,
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, str(value))
+    trainer = trainer_in(tmp_path / "out", report_to=[logger], max_steps=2)
+    attach(trainer, PLAN)
+    trainer.train()
+    if logger == "wandb":
+        __import__("wandb").finish()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    written = b"".join(str(path).encode() + path.read_bytes() for path in files)
+    for name in (b"memory/weight_gib", b"memory/activation_gib", b"updates/underflow"):
+        assert name in written, name
+
+
 def test_clipping_is_that_of_the_trainer(tmp_path: Path) -> None:
     """SGD without momentum moves by lr times the clipped gradient: all together by lr x max_grad_norm at most."""
     plan = pare.Plan.uniform(gradient="int8/64@bf16")
