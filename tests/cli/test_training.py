@@ -88,6 +88,8 @@ def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> N
         assert shown["task"] == picked.task and shown["points"]
         assert asked_json("report", source, "-o", "other.html")["trials"] == len(picked.trials)
         assert "<html" in Path("other.html").read_text()
+    status, _, told = ask("report", "plan.json")
+    assert status == 1 and "plan.json: this is a plan" in told and "pick --record" in told
     taken = asked_json("frontier", "picked.json", "--budget", "75%")["tasks"][0]["taken"]
     assert taken == picked.frontier.best("75%").label
     status, out, _ = ask("frontier", "picked.json", "--budget", "1%")

@@ -44,4 +44,9 @@ def _of_value(value: Any, title: str) -> Record:
             {name: part for name, part in run.items() if name != "name"} if isinstance(run, dict) else run for run in value["runs"]
         ]
         return Record.of_trials(title or "Runs of a task", [Trial.from_json(run) for run in runs])
+    if isinstance(value, dict) and "rules" in value:
+        raise ReportError(
+            "this is a plan, and says nothing of trials. To read it: paredown explain FILE. A page is made of a store, or of what "
+            "pick --record or train --out wrote."
+        )
     return Record.from_json(value)
