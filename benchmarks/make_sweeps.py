@@ -40,21 +40,6 @@ VIT: Mapping[str, Any] = {"batch": 768, "model": "vit", "side": 32, "steps": 60,
 GPT: Mapping[str, Any] = {"batch": 384, "model": "gpt", "length": 128, "steps": 60, "dim": 64, "num_layers": 4}
 RATES = {"sumlast18": (0.02, 0.06, 0.2), "resnet18": (0.05, 0.15, 0.4), "vit": (0.001, 0.003, 0.01), "gpt": (0.001, 0.003, 0.01)}
 
-# On a CPU, in a quarter of an hour of one core: what the package carries until the others are there
-SMALL: Mapping[str, Mapping[str, Any]] = {
-    "resnet18": {"batch": 32, "model": "resnet18", "side": 16, "steps": 40, "width": 8},
-    "vit": {"batch": 32, "model": "vit", "side": 16, "steps": 60, "dim": 32},
-    "mlp": {"batch": 32, "model": "mlp", "side": 16, "steps": 150, "width": 128},
-    "gpt": {"batch": 16, "model": "gpt", "length": 32, "steps": 60, "dim": 32},
-}
-OF_SMALL = {
-    "resnet18": ("bangla_digits", "sk_digits"),
-    "vit": ("telugu_digits", "mnist"),
-    "mlp": ("devanagari_digits", "fashion_mnist"),
-    "gpt": ("sotu_en",),
-}
-SMALL_RATES = {"resnet18": (0.05, 0.1, 0.2), "vit": (0.002, 0.005, 0.01), "mlp": (0.05, 0.1, 0.2), "gpt": (0.003, 0.01, 0.03)}
-
 # --- plans --------------------------------------------------------------------------------------------------------------
 BITS = ("bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")
 AFFINE, FLOAT8, FLOAT4 = "uint4/64@bf16+bf16", "e4m3fn/64@bf16", "e2m1fn/32@e8m0"
@@ -75,15 +60,6 @@ STORED_AGAIN: Sequence[Table] = (  # what fits into 40 %, and what it is held ag
 )
 PEPPP: Sequence[Table] = ({"peppp_low": list(LOW_FORMATS), "peppp_high": list(HIGH_FORMATS)},)
 PEPPP_AGAIN: Sequence[Table] = ({}, {"peppp_low": ["e3m1", "e3m4", "e4m2", "e5m2"], "peppp_high": ["e6m7", "e8m11"]})
-PROVISIONAL: Sequence[Table] = (
-    {},
-    *({"preset": name} for name in ("half", "lpmm", "lpmm4")),
-    {"activation": list(BITS)},
-    {"activation": list(BITS[2:]), **TIERS["lpmm"]},
-    {"activation": AFFINE},
-    {"assign": ["60%"], "method": ["role"]},
-)
-PROVISIONAL_AGAIN: Sequence[Table] = ({}, {"preset": "lpmm"}, {"activation": list(BITS[2:])})
 SHARE = 0.31  # of superclass rows; cheap plans first: twice that at most
 TINY = 5  # steps
 DEVICE = "cuda"  # for which stored tasks are traced, and where they run
@@ -102,11 +78,6 @@ def stored_tasks() -> list[tuple[str, Mapping[str, Any]]]:
     """Data and how it is trained."""
     found = [(data, VIT if data in OF_VIT else CNN) for data in PICTURES]
     return [*found, *((data, GPT) for data in TEXTS)]
-
-
-def small_tasks() -> list[tuple[str, Mapping[str, Any]]]:
-    """For a CPU."""
-    return [(data, {**SMALL[model], **({"side": 8} if data == "sk_digits" else {})}) for model in SMALL for data in OF_SMALL[model]]
 
 
 def simulated_tasks() -> list[tuple[str, Mapping[str, Any]]]:
@@ -133,8 +104,6 @@ def write_rates() -> None:
     for name, tasks, mode in (("rates_simulated", simulated_tasks(), "peppp"), ("rates_stored", stored_tasks(), "store")):
         texts = [task(data, for_rates(how), lr=lr) for data, how in tasks for lr in RATES[how["model"]]]
         write_sweep(name, texts, [{}], mode=mode)
-    texts = [task(data, how, lr=lr) for data, how in small_tasks() for lr in SMALL_RATES[how["model"]]]
-    write_sweep("rates_provisional", texts, [{}], device="cpu")
 
 
 def for_rates(how: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,10 +141,6 @@ def write_sweeps(rates: Mapping[str, float]) -> None:
         known = [(data, how) for data, how in tasks if without_rate(task(data, how)) in rates]
         return [task(data, how, lr=rates[without_rate(task(data, how))]) for data, how in known]
 
-    small = rated(small_tasks())
-    if small:
-        write_sweep("provisional", small, PROVISIONAL, device="cpu")
-        write_sweep("provisional_again", small, PROVISIONAL_AGAIN, device="cpu", seeds=[1, 2])
     simulated = rated(simulated_tasks())
     if simulated:
         complete, sampled = simulated[: len(PICTURES)], simulated[len(PICTURES) :]
