@@ -4,10 +4,12 @@
     python benchmarks/bench_pick.py --prior FILE.json --budget 40%      # another one, printed alone
     PAREDOWN_DATA=... python benchmarks/bench_pick.py --prior released --budget 22%     # PEPPP's matrices as a prior: 87 tasks
 
-All rows of a data set are left out together (its ViT, its superclasses). Trials are looked up: a run of the plan, each once, where it ran
-more than once, else its mean and noise on top. A pick is right if its mean error is within the noise of one run of that of the best plan.
+All rows of a data set are left out together (its ViT, its superclasses). Trials are looked up: the run of that plan and seed where the
+plan ran more than once, seeds in another order in each draw; else its mean, what that seed does to all plans of the task, and noise on
+top. A pick is right if its mean error is within the noise of one run of that of the best plan. Three truths:
 
-    matrix      means as the matrix has them, of one run for most plans: the best of many is a lucky one
+    matrix      plain means: of a plan that ran with one seed, luck of that seed included, and the best of many is a lucky one
+    seeds       means over seeds without what a seed does to all plans of the task (search/seeds.py)
     smoothed    luck taken out: the mean of all plans of a level where the prior names levels, else what all runs of this task and all
                 tasks say of each mean
 
@@ -39,8 +41,10 @@ from paredown.search.earlier import Earlier, PlanRow, TaskRow
 from paredown.search.features import NAMES, features_of
 from paredown.search.learned import Learned, blind_error, scaled
 from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
+from paredown.search.seeds import levelled, listed, parts_of
 
 NUM_TRIALS = 6
+TRUTHS = ("matrix", "seeds", "smoothed")
 NUM_DRAWS = 20  # of the noise of trials, and of random plans
 FEW_DRAWS = 4  # where tasks are many
 BUDGETS = (("stored", "40%"), ("stored", "60%"), ("simulated", "22%"), ("released", "22%"))
@@ -53,7 +57,7 @@ class Looked(Measurer):
 
     task: str
     runs: np.ndarray  # (plans, seeds)
-    noise: float
+    noise: float  # of one run, where nothing tells of seeds
     place: dict[object, int]
     draw: int
 
@@ -64,15 +68,27 @@ class Looked(Measurer):
         return [Trial(self.task, plan, seed, Status.DONE, error=self.error(self.place[plan.rules, plan.recompute], seed))]
 
     def error(self, column: int, seed: int) -> float:
-        """The plan's runs in random order where it has several, each once; else, and after that, their mean and noise."""
-        there = self.runs[column][np.isfinite(self.runs[column])]
-        if 1 < len(there) > seed:
-            return float(np.random.default_rng([self.draw, column]).permutation(there)[seed])
-        noise = np.random.default_rng([self.draw, column, seed]).standard_normal()
-        return max(0.0, float(there.mean() + self.noise * noise))
+        """The plan's run with that seed where it has several; else, and after these, its mean, the seed's lift and noise."""
+        level, num = levelled(self.runs[None])[0], self.runs.shape[1]
+        order = np.random.default_rng(self.draw).permutation(num)
+        if seed < num and np.isfinite(self.runs[column]).sum() > 1 and np.isfinite(self.runs[column, order[seed]]):
+            return float(self.runs[column, order[seed]])
+        parts = parts_of(self.runs)
+        lift = self.lift(int(order[seed])) if seed < num else np.sqrt(np.nan_to_num(parts.shared)) * _dice(self.draw, seed)
+        rest = np.sqrt(parts.rest) if np.isfinite(parts.rest) else self.noise
+        return max(0.0, float(np.nanmean(level[column]) + lift + rest * _dice(self.draw, column, seed)))
+
+    def lift(self, seed: int) -> float:
+        """What a seed adds to all plans."""
+        apart = (self.runs - levelled(self.runs[None])[0])[:, seed]
+        return float(apart[np.isfinite(apart)][0]) if np.isfinite(apart).any() else 0.0
 
     def close(self) -> None:
         pass
+
+
+def _dice(*seeds: int) -> float:
+    return float(np.random.default_rng(seeds).standard_normal())
 
 
 @dataclass(frozen=True)
@@ -175,20 +191,26 @@ def cases(earlier: Earlier, budget: str) -> Iterator[Case]:
         full = task.full_bytes or float(np.nanmax(earlier.memory[row]))
         unit = task.blind or blind_error(task.metric, task.answers) or 1.0
         smooth = level_means(earlier, row) if any(plan.level for plan in earlier.plans) else unit * smoothed(whole, runs[row])
-        truths = {"matrix": earlier.errors[row], "smoothed": smooth}
+        truths = {"matrix": earlier.errors[row], "seeds": seed_means(earlier.runs[row]), "smoothed": smooth}
         yield Case(earlier, row, parse_bytes(budget, whole=int(full)), earlier.without(kin), truths)
+
+
+def seed_means(runs: np.ndarray) -> np.ndarray:
+    """Means of one task's plans (plans, seeds) without what seeds do to all of them; NaN where nobody looked."""
+    level = levelled(runs[None])[0]
+    seen = np.isfinite(level)
+    return np.where(seen.any(axis=1), np.where(seen, level, 0.0).sum(axis=1) / np.maximum(seen.sum(axis=1), 1), np.nan)
 
 
 def level_means(earlier: Earlier, row: int) -> np.ndarray:
     """Of each plan, the mean error of the plans of its level."""
-    names = np.array([plan.level or f"plan {i}" for i, plan in enumerate(earlier.plans)])
-    return np.array([np.nanmean(earlier.errors[row, names == name]) for name in names])
+    names, means = np.array([plan.level or f"plan {i}" for i, plan in enumerate(earlier.plans)]), seed_means(earlier.runs[row])
+    return np.array([np.nanmean(means[names == name]) for name in names])
 
 
 def smoothed(learned: Learned, runs: np.ndarray) -> np.ndarray:
     """Means of the plans of a task by all of its runs (plans, seeds), and by what all tasks are like."""
-    found = [(plan, float(error)) for plan, errors in enumerate(runs) for error in errors[np.isfinite(errors)]]
-    mean, _ = learned.prior.after(found).levels()
+    mean, _ = learned.prior.after(listed(runs)).levels()
     return mean[learned.prior.levels] + learned.prior.offsets
 
 
@@ -233,7 +255,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         for way in WAYS:
             of_way = [row for row in own if row["way"] == way]
             cells = []
-            for truth in ("matrix", "smoothed"):
+            for truth in TRUTHS:
                 parts = [row[truth] for row in of_way]
                 within, first, above = (sum(part[word] for part in parts) for word in ("within", "first_within", "above"))
                 cells.append(f"{truth} {within:4.1f} (first draw {first:2.0f}), {above / len(parts):5.2f}")

@@ -36,14 +36,25 @@ def test_runs_are_looked_up(bench: Any) -> None:
     case = next(bench.cases(earlier, "60%"))
     looked = case.looked(case.picking(), draw=0)
     assert {looked.error(3, seed) for seed in range(2)} == set(earlier.runs[0, 3].tolist()), "each run once"
-    looked.runs = np.where(np.arange(2) == 0, looked.runs, np.nan)
-    drawn = [looked.error(3, seed) - earlier.runs[0, 3, 0] for seed in range(400)]
-    assert np.std(drawn) == pytest.approx(case.noise, rel=0.2), "one run: noise on top"
+    first = int(looked.error(3, 0) == earlier.runs[0, 3, 1])
+    assert [looked.error(column, 0) for column in range(12)] == earlier.runs[0, :, first].tolist(), "one seed for all plans"
+
+
+def test_of_one_run_there_is_its_seed_and_noise_on_top(bench: Any) -> None:
+    """Runs whose seeds lift all plans by -0.1 and 0.1, and vary by 0.01 beside that; plan 3 has no second one."""
+    source = np.random.default_rng(5)
+    runs = 0.5 + np.array([-0.1, 0.1]) + 0.01 * source.standard_normal((40, 2))
+    runs[3, 1] = np.nan
+    drawn = [bench.Looked("task", runs, 0.1, {}, draw).error(3, 0) for draw in range(400)]
+    low = np.array([error for error in drawn if error < 0.5])
+    assert 150 < len(low) < 250, "seeds in another order in each draw"
+    assert np.mean(low) == pytest.approx(runs[3, 0], abs=0.005) and np.std(low) == pytest.approx(0.01, rel=0.3)
+    assert bench.seed_means(runs)[3] == pytest.approx(runs[3, 0] + 0.1, abs=0.005)
 
 
 def test_rows_and_the_table(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "NUM_DRAWS", 2)
     rows = bench.rows_of(made_up(9, 12), "60%")
     assert {row["way"] for row in rows} == set(bench.WAYS) and len(rows) == 9 * len(bench.WAYS)
-    assert all(0 <= row[truth]["within"] <= 1 and row[truth]["above"] >= 0 for row in rows for truth in ("matrix", "smoothed"))
+    assert all(0 <= row[truth]["within"] <= 1 and row[truth]["above"] >= 0 for row in rows for truth in bench.TRUTHS)
     assert len(list(bench.table(rows))) == 1 + len(bench.WAYS)

@@ -3,6 +3,8 @@
 Units: an error is in parts of what a blind guess has, and at most 1 (docs/decisions/019). So the share of wrong answers among 10, among
 100, and the loss of a text are numbers of one kind, and a run that diverged is 1.
 
+Seeds: what a seed does to all plans of a task is taken off (search/seeds.py), and plans that ran with other seeds can be compared.
+
 Levels: those that a prior names; where it names none, every plan is its own, or levels are found where plans are many.
 
 >>> from paredown.search.earlier_made import made_up
@@ -22,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import PriorError
-from paredown.search.earlier import Earlier
+from paredown.search.earlier import Earlier, pooled_noise
 from paredown.search.families import nearest, with_family, with_noises, with_strangers
 from paredown.search.grouping import MOST_LEVELS, as_levels, find_levels, offsets
 from paredown.search.mixture import Belief, Mixture, Sums
 from paredown.search.pooled import Prior
+from paredown.search.seeds import levelled, shared_of
 from paredown.search.unseen import MOST_POINTS, Likeness, extended
 
 Array = NDArray[np.float64]
@@ -59,7 +62,7 @@ class Learned:
     @staticmethod
     def of(earlier: Earlier, family: str = "", *, num_kinds: int = 2) -> Learned:
         """From all of its tasks; `family`: that of the new one."""
-        runs = scaled(earlier)  # (tasks, plans, seeds)
+        runs = np.minimum(levelled(scaled(earlier)), WORST)  # (tasks, plans, seeds)
         seen = np.isfinite(runs)
         errors = np.where(seen.any(axis=2), np.nansum(runs, axis=2) / np.maximum(seen.sum(axis=2), 1), np.nan)
         if not np.isfinite(errors).any():
@@ -80,7 +83,7 @@ class Learned:
         ratios = noise_ratios(earlier)
         mixture = with_strangers(with_noises(with_own, ratios))
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])  # to a stranger all tell alike
-        prior = Prior(levels, apart, doubt, mixture, len(runs), WORST)
+        prior = Prior(levels, apart, doubt, mixture, len(runs), WORST, shared_of(_calm(earlier)))
         return Learned(earlier, prior, family, near if has_own else "", sums, weights / np.maximum(weights.sum(axis=0), 1e-12))
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
@@ -135,11 +138,17 @@ def scales_of(earlier: Earlier) -> Array:
 
 def noise_ratios(earlier: Earlier) -> Array:
     """How the noise of a task may differ from that of all, as variances: by the tasks of which plans ran more than once."""
-    noise = (earlier.noise / scales_of(earlier)) ** 2
+    found = pooled_noise(levelled(_calm(earlier)))
+    noise = np.where(np.isfinite(found), found, earlier.noise / scales_of(earlier)) ** 2
     known = noise[np.isfinite(noise) & (noise > 0)]
     if len(known) < FEWEST_NOISES:
         return np.ones(1)
     return np.quantile(known, NOISE_QUANTILES) / known.mean()
+
+
+def _calm(earlier: Earlier) -> Array:
+    """All runs as `scaled` has them, but for those of plans of which one diverged: they tell nothing of the noise of others."""
+    return np.where((earlier.diverged > 0)[..., None], np.nan, scaled(earlier))
 
 
 def levels_of(earlier: Earlier, errors: Array) -> NDArray[np.intp]:

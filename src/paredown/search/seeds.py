@@ -17,6 +17,7 @@ The place of a run among its plan's is its seed; NaN where there is none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,16 +40,28 @@ class Parts(NamedTuple):
         return min(self.shared / max(self.rest, SMALLEST), MOST) if self.shared > 0 else 0.0
 
 
+class Run(NamedTuple):
+    """An error of a plan, with a seed."""
+
+    plan: int
+    error: float
+    seed: int = 0
+
+
 class Lifts(NamedTuple):
     """Of each seed: what it adds to all runs, and what is left open of that (seeds, seeds), in variances of the rest."""
 
     size: Array
     doubt: Array
 
-    def doubt_beside(self, seed: int) -> Array:
-        """How uncertain it is what runs of each seed have beside those of this one."""
-        own = np.diagonal(self.doubt)
-        return own + own[seed] - 2 * self.doubt[seed]
+
+class Level(NamedTuple):
+    """Runs without the lifts of their seeds. `weights`: how much each tells, 1 where its seed is that of all. `common`: what is open of the
+    lifts that all share, in variances of the rest."""
+
+    errors: Array
+    weights: Array
+    common: float
 
 
 def parts_of(runs: Array) -> Parts:
@@ -65,21 +78,45 @@ def parts_of(runs: Array) -> Parts:
     return Parts(max(0.0, float((lifts**2).sum() / (num_seeds - 1)) - rest / num_plans), rest)
 
 
-def lifts_of(runs: Array, ratio: float) -> Lifts:
-    """Of one task's runs (plans, seeds)."""
-    num_seeds = runs.shape[1]
-    if ratio <= 0:
+def lifts_of(runs: Sequence[Run], ratio: float, num_seeds: int) -> Lifts:
+    """Of the seeds 0, 1, .. of one task."""
+    if ratio <= 0 or not runs:
         return Lifts(np.zeros(num_seeds), np.zeros((num_seeds, num_seeds)))
-    seen = np.isfinite(runs).astype(float)
-    counts = np.maximum(seen.sum(axis=1, keepdims=True), 1.0)
-    filled = np.where(seen > 0, runs, 0.0)
-    apart = np.where(seen > 0, runs - filled.sum(axis=1, keepdims=True) / counts, 0.0)
-    inner = np.diag(seen.sum(axis=0)) - (seen / counts).T @ seen  # Z' M Z
+    plans, errors, seeds = (np.array(part) for part in zip(*runs, strict=True))
+    names, places = np.unique(plans, return_inverse=True)
+    counts = np.zeros((len(names), num_seeds))
+    np.add.at(counts, (places, seeds), 1.0)
+    sizes = counts.sum(axis=1)
+    apart = errors - (np.bincount(places, errors) / sizes)[places]
+    inner = np.diag(counts.sum(axis=0)) - (counts / sizes[:, None]).T @ counts  # Z' M Z
     doubt: Array = np.linalg.inv(inner + np.eye(num_seeds) / ratio)
-    return Lifts(doubt @ apart.sum(axis=0), doubt)
+    return Lifts(doubt @ np.bincount(seeds, apart, num_seeds), doubt)
+
+
+def on_one_level(runs: Sequence[Run], ratio: float) -> Level:
+    """A new task's runs, whatever their seeds are called. What is not known of a seed makes its runs tell less, beside the others."""
+    names, seeds = np.unique([run.seed for run in runs], return_inverse=True)
+    shares = np.bincount(seeds) / max(len(runs), 1)
+    size, doubt = lifts_of([run._replace(seed=int(seed)) for run, seed in zip(runs, seeds, strict=True)], ratio, len(names))
+    across = doubt @ shares
+    common = float(shares @ across)
+    beside = np.maximum(np.diagonal(doubt) + common - 2 * across, 0.0)
+    errors = np.array([run.error for run in runs], dtype=float)
+    return Level(errors - size[seeds], 1 / (1 + beside[seeds]), common)
 
 
 def levelled(runs: Array) -> Array:
     """Runs (tasks, plans, seeds) without the lifts of their seeds; those of a task that tells nothing of them stay as they are."""
-    lifts = [lifts_of(task, parts_of(task).ratio).size for task in runs]
+    lifts = [lifts_of(listed(task), parts_of(task).ratio, task.shape[1]).size for task in runs]
     return runs - np.reshape(lifts, (len(runs), 1, runs.shape[2]))
+
+
+def listed(runs: Array) -> list[Run]:
+    """Those of one task (plans, seeds)."""
+    return [Run(int(plan), float(runs[plan, seed]), int(seed)) for plan, seed in zip(*np.nonzero(np.isfinite(runs)), strict=True)]
+
+
+def shared_of(runs: Array) -> float:
+    """The ratio of all tasks (tasks, plans, seeds) together; 0 where none tells it."""
+    parts = [part for part in map(parts_of, runs) if np.isfinite(part.rest)]
+    return Parts(sum(part.shared for part in parts), sum(part.rest for part in parts)).ratio
