@@ -6,7 +6,8 @@
 
 All rows of a data set are left out together (its ViT, its superclasses). Trials are looked up: the run of that plan and seed where the
 plan ran more than once, seeds in another order in each draw; else its mean, what that seed does to all plans of the task, and noise on
-top. A pick is right if its mean error is within the noise of one run of that of the best plan. Three truths:
+top. A pick is right if its mean error is within the noise of one run of that of the best plan; `strictly`: within that of the best plan
+itself, where it is known and less, since plans that hardly learn have most of a task's noise. Three truths:
 
     matrix      plain means: of a plan that ran with one seed, luck of that seed included, and the best of many is a lucky one
     seeds       means over seeds without what a seed does to all plans of the task (search/seeds.py)
@@ -39,6 +40,7 @@ from paredown.search import prior as priors
 from paredown.search.candidates import Candidate, Candidates, Step
 from paredown.search.earlier import Earlier, PlanRow, TaskRow
 from paredown.search.features import NAMES, features_of
+from paredown.search.grouping import find_twins, once
 from paredown.search.learned import Learned, blind_error, scaled
 from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
 from paredown.search.seeds import levelled, listed, parts_of
@@ -57,7 +59,7 @@ class Looked(Measurer):
 
     task: str
     runs: np.ndarray  # (plans, seeds)
-    noise: float  # of one run, where nothing tells of seeds
+    noise: np.ndarray  # of one run of each plan beside what its seed does, (plans,)
     place: dict[object, int]
     draw: int
 
@@ -75,8 +77,7 @@ class Looked(Measurer):
             return float(self.runs[column, order[seed]])
         parts = parts_of(self.runs)
         lift = self.lift(int(order[seed])) if seed < num else np.sqrt(np.nan_to_num(parts.shared)) * _dice(self.draw, seed)
-        rest = np.sqrt(parts.rest) if np.isfinite(parts.rest) else self.noise
-        return max(0.0, float(np.nanmean(level[column]) + lift + rest * _dice(self.draw, column, seed)))
+        return max(0.0, float(np.nanmean(level[column]) + lift + self.noise[column] * _dice(self.draw, column, seed)))
 
     def lift(self, seed: int) -> float:
         """What a seed adds to all plans."""
@@ -109,6 +110,19 @@ class Case:
         return own if np.isfinite(own) else float(np.median(known))
 
     @property
+    def noises(self) -> np.ndarray:
+        """Of one run of each plan beside what its seed does, (plans,): of all plans of its level where levels have names."""
+        runs, names = self.earlier.runs[self.row], np.array([plan.level for plan in self.earlier.plans])
+        rest = parts_of(runs).rest
+        found = np.full(len(runs), self.noise if np.isnan(rest) else np.sqrt(rest))
+        single = once(runs[None], find_twins(self.earlier.runs, np.unique(names, return_inverse=True)[1]))[0]
+        for name in filter(None, dict.fromkeys(names)):
+            of_level = single[names == name]
+            of_level = of_level[np.isfinite(of_level)]
+            found[names == name] = of_level.std(ddof=1) if len(of_level) > 2 else found[names == name]
+        return found
+
+    @property
     def columns(self) -> np.ndarray:
         """Plans that ran on this task, and whose bytes are known."""
         return np.flatnonzero(np.isfinite(self.earlier.errors[self.row]) & np.isfinite(self.earlier.memory[self.row]))
@@ -132,7 +146,7 @@ class Case:
     def looked(self, picking: Picking, draw: int) -> Looked:
         """Where trials come from."""
         place = {(row.plan.rules, row.plan.recompute): row.column for row in picking.candidates.rows}
-        return Looked(self.earlier.tasks[self.row].name, self.earlier.runs[self.row], self.noise, place, draw)
+        return Looked(self.earlier.tasks[self.row].name, self.earlier.runs[self.row], self.noises, place, draw)
 
 
 def _plan(earlier: Earlier, column: int) -> Plan:
@@ -181,8 +195,9 @@ WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
 
 
 def cases(earlier: Earlier, budget: str) -> Iterator[Case]:
-    """Each task with pictures; all rows of its data are left out."""
+    """Each task with pictures; all rows of its data are left out. Runs of twins are those of each other."""
     whole = Learned.of(earlier)
+    earlier = replace(earlier, runs=with_twins(earlier.runs, whole.twins))
     runs = scaled(earlier)
     for row, task in enumerate(earlier.tasks):
         if task.metric != "error" or "/" in task.data:
@@ -193,6 +208,16 @@ def cases(earlier: Earlier, budget: str) -> Iterator[Case]:
         smooth = level_means(earlier, row) if any(plan.level for plan in earlier.plans) else unit * smoothed(whole, runs[row])
         truths = {"matrix": earlier.errors[row], "seeds": seed_means(earlier.runs[row]), "smoothed": smooth}
         yield Case(earlier, row, parse_bytes(budget, whole=int(full)), earlier.without(kin), truths)
+
+
+def with_twins(runs: np.ndarray, twins: np.ndarray) -> np.ndarray:
+    """Runs (tasks, plans, seeds), where a plan has none that of a twin."""
+    found = runs.copy()
+    for twin in np.unique(twins):
+        same = np.flatnonzero(twins == twin)
+        theirs = np.where(np.isfinite(runs[:, same]), runs[:, same], -np.inf).max(axis=1, keepdims=True)
+        found[:, same] = np.where(np.isfinite(runs[:, same]) | np.isinf(theirs), runs[:, same], theirs)
+    return found
 
 
 def seed_means(runs: np.ndarray) -> np.ndarray:
@@ -236,9 +261,12 @@ def rows_of(earlier: Earlier, budget: str) -> list[dict[str, Any]]:
 
 
 def _scores(case: Case, truth: np.ndarray, columns: list[int]) -> dict[str, float]:
-    above = (truth[columns] - truth[case.fits].min()) / case.noise
-    within = float(np.mean(above <= 1))
-    return {"above": round(float(above.mean()), 3), "within": round(within, 3), "first_within": float(above[0] <= 1)}
+    """`above` in noises of a run of this task; `strictly`: within the noise of the best plan alone, where that is less."""
+    best = int(case.fits[truth[case.fits].argmin()])
+    apart = truth[columns] - truth[best]
+    above, least = apart / case.noise, min(case.noise, float(case.noises[best]))
+    shares = {"within": np.mean(above <= 1), "first_within": above[0] <= 1, "strictly": np.mean(apart <= least)}
+    return {"above": round(float(above.mean()), 3), **{word: round(float(share), 3) for word, share in shares.items()}}
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -257,8 +285,11 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             cells = []
             for truth in TRUTHS:
                 parts = [row[truth] for row in of_way]
-                within, first, above = (sum(part[word] for part in parts) for word in ("within", "first_within", "above"))
-                cells.append(f"{truth} {within:4.1f} (first draw {first:2.0f}), {above / len(parts):5.2f}")
+                words = ("within", "first_within", "strictly", "above")
+                within, first, strictly, above = (sum(part[word] for part in parts) for word in words)
+                cells.append(
+                    f"{truth} {within:4.1f} (first draw {first:2.0f}, strictly {strictly:4.1f}), {above / len(parts):5.2f}"
+                )
             trials = np.mean([row["trials"] for row in of_way])
             yield f"   {way:22s}{trials:4.1f} trials   " + "   ".join(cells)
 

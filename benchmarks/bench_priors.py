@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from paredown.search.earlier import Earlier
 from paredown.search.effects import Effects, lost_share, split_variance
 from paredown.search.frontier import undominated
+from paredown.search.grouping import find_twins
 from paredown.search.prior import available, load
 from paredown.search.seeds import levelled, parts_of
 
@@ -26,15 +27,21 @@ RESULTS, PICTURES = ROOT / "benchmarks" / "results" / "priors.json", ROOT / "doc
 FULL = "as written"
 CROSSED = ("as it is", "bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
 TIER_ORDER = ("full", "half", "lpmm")
+WIDE = ("e4m3", "e4m4", "e5m2", "e5m3")  # low formats of 8 and 9 bits, but for those of 3 exponent bits
 NOISE = 2.0  # deviations of a difference of means beyond which it is called one
 
 
 def lost(prior: Earlier) -> Array:
     """Of what full precision learns, the share that plans lose; without what seeds do to all plans of a task."""
+    return lost_share(means(prior), full_errors(prior), np.array([task.blind for task in prior.tasks], dtype=np.float64))
+
+
+def full_errors(prior: Earlier) -> Array:
+    """At full precision, (tasks,); where it did not run, the mean of the formats that lose nothing elsewhere."""
     errors = means(prior)
-    return lost_share(
-        errors, errors[:, labels(prior).index(FULL)], np.array([task.blind for task in prior.tasks], dtype=np.float64)
-    )
+    full = errors[:, labels(prior).index(FULL)]
+    wide = errors[:, [plan.level in WIDE for plan in prior.plans]]
+    return full if np.isfinite(full).all() else np.where(np.isfinite(full), full, np.nanmean(wide, axis=1))
 
 
 def means(prior: Earlier) -> Array:
@@ -88,7 +95,9 @@ def heads(prior: Earlier) -> dict[str, Any]:
     }
     full = prior.errors[:, labels(prior).index(FULL)]
     learned = {
-        task.name: [round(float(f), 4), round(float(task.blind or np.nan), 4)] for task, f in zip(prior.tasks, full, strict=True)
+        task.name: [round(float(f), 4), round(float(task.blind or np.nan), 4)]
+        for task, f in zip(prior.tasks, full, strict=True)
+        if np.isfinite(f)
     }
     counts = {"tasks": len(prior.tasks), "complete": int(rows.sum()), "plans": len(prior.plans)}
     runs = {"entries": int(np.isfinite(prior.errors).sum()), "runs": int(prior.counts.sum()), "diverged": int(prior.diverged.sum())}
@@ -114,44 +123,61 @@ def on_fronts(prior: Earlier, groups: Sequence[str]) -> dict[str, int]:
 
 
 def simulated_facts(prior: Earlier) -> dict[str, Any]:
-    """By low format, by high format, and what of it is noise."""
-    share, rows = lost(prior), complete(prior)
-    chosen = np.array([bool(plan.level) for plan in prior.plans])
-    low = np.array([plan.level for plan in prior.plans])
-    high = np.array([label.partition(" ")[2] for label in labels(prior)])
-    number = np.unique(low[chosen], return_inverse=True)[1]
-    sampled = ~rows
-    by_low = {name: figures(np.nanmean(share[rows][:, low == name], axis=1)) for name in dict.fromkeys(low[chosen])}
-    by_high = {name: figures(np.nanmean(share[rows][:, chosen & (high == name)], axis=1)) for name in dict.fromkeys(high[chosen])}
-    errors = prior.errors[rows][:, chosen]
+    """By low format, by mantissa of the high format, and what of it is noise; plans that are the same to the last bit count once."""
+    share, rows, low = lost(prior), complete(prior), np.array([plan.level for plan in prior.plans])
+    names = [str(name) for name in dict.fromkeys(low) if name]
+    twins = find_twins(prior.runs, np.unique(low, return_inverse=True)[1])
+    single = np.array([bool(plan.level) and twins[j] == j for j, plan in enumerate(prior.plans)])
+    mantissa = np.array([label.partition("m")[2].partition("m")[2] for label in labels(prior)])
+    errors, apart = prior.runs[rows][:, single, 0], share[rows][:, single] - _by(share[rows], low)[:, single]
+    calm = single & np.array([name[:2] not in ("", "e3") for name in low])
     return {
         **heads(prior),
-        "lost_by_low_format": by_low,
-        "lost_by_high_format": by_high,
-        "lost_by_low_format_superclasses": {n: figures(share[sampled][:, low == n]) for n in by_low} if sampled.any() else {},
-        "effects": told(split_variance(errors, number)),
-        "effects_within_noise": _per_noise(prior, rows, chosen, low),
+        "sampled_share": _rounded(float(np.isfinite(prior.errors[~rows][:, low != ""]).mean())) if not rows.all() else 1.0,
+        "different_configurations": int(single.sum()),
+        "lost_by_low_format": {name: figures(np.nanmean(share[rows][:, low == name], axis=1)) for name in names},
+        "lost_by_low_format_superclasses": {name: figures(_mean_of(share[~rows][:, low == name])) for name in names},
+        "lost_beyond_low_format_by_high_mantissa": {
+            m: figures(apart[:, mantissa[single] == m].mean(axis=1)) for m in ("7", "9", "11")
+        },
+        "effects": told(split_variance(errors, _numbers(low[single]))),
+        "effects_from_4_exponent_bits": told(split_variance(prior.runs[rows][:, calm, 0], _numbers(low[calm]))),
+        "noise_by_low_format": _noise_by(prior, rows, single, names),
         "singular_shares": singular_shares(errors),
         "front_points_by_low_format": on_fronts(prior, [plan.level or FULL for plan in prior.plans]),
     }
 
 
-def _per_noise(prior: Earlier, rows: Array, chosen: Array, low: Array) -> dict[str, float]:
-    """Deviation within (task, low format), beside that of repeated runs: equal where high formats make no difference."""
-    within = [
-        prior.errors[row, chosen & (low == name)].std(ddof=1) for row in np.flatnonzero(rows) for name in dict.fromkeys(low[chosen])
-    ]
-    return {
-        "within_level": round(float(np.sqrt(np.mean(np.square(within)))), 5),
-        "repeated_runs": round(float(np.sqrt(np.nanmean(prior.noise[rows] ** 2))), 5),
-    }
+def _by(share: Array, low: Array) -> Array:
+    """Of each plan the mean of its low format, (tasks, plans)."""
+    return np.stack([share[:, low == name].mean(axis=1) for name in low], axis=1)
+
+
+def _mean_of(values: Array) -> Array:
+    """Of each task that has any."""
+    return np.array([np.nanmean(row) for row in values if np.isfinite(row).any()])
+
+
+def _numbers(names: Array) -> NDArray[np.intp]:
+    return np.unique(names, return_inverse=True)[1]
+
+
+def _noise_by(prior: Earlier, rows: Array, single: Array, names: Sequence[str]) -> dict[str, list[float | None]]:
+    """Deviations in (task, low format), the median over tasks: of different configurations with one seed, and of one with three seeds."""
+    low = np.array([plan.level for plan in prior.plans])
+    found: dict[str, list[float | None]] = {}
+    for name in names:
+        within = prior.runs[rows][:, single & (low == name), 0].std(axis=1, ddof=1)
+        again = prior.runs[rows][:, (low == name) & (prior.counts[rows].min(axis=0) > 2)].std(axis=2, ddof=1)
+        found[name] = [_rounded(float(np.median(within))), _rounded(float(np.median(again))) if again.size else None]
+    return found
 
 
 def draw_simulated(prior: Earlier) -> None:
     """The matrix, and low formats by their bits."""
     chosen = [j for j, plan in enumerate(prior.plans) if plan.level]
     names = [task.name.removesuffix(" sumlast18") for task in prior.tasks]
-    title = "Simulated prior: 11 low formats x 9 high formats"
+    title = "Simulated prior: 11 low formats x 9 high formats; dots were not drawn"
     groups = [prior.plans[j].level for j in chosen]
     share = lost(prior)[:, chosen]
     unit = "of what full precision learns is lost"
@@ -252,9 +278,9 @@ def draw_stored(prior: Earlier) -> None:
     rows = [task.name for task in prior.tasks]
     for file, title, values, top, unit in (
         ("stored", "what plans lose", lost(prior), 0.3, "of what full precision learns is lost"),
-        ("stored_noise", "the same in deviations", _apart(prior), 4.0, "deviations of the difference above full precision"),
+        ("stored_noise", "in deviations", _apart(prior), 4.0, "deviations of the difference above full precision"),
     ):
-        title = f"Stored prior, plans from the fewest bytes to the most: {title}"
+        title = f"Stored prior, the fewest bytes first: {title}"
         _save(file, draw(Map(title, rows, names, values[:, order], top, (), unit), cell=(18, 16)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,32 @@ def test_of_one_run_there_is_its_seed_and_noise_on_top(bench: Any) -> None:
     source = np.random.default_rng(5)
     runs = 0.5 + np.array([-0.1, 0.1]) + 0.01 * source.standard_normal((40, 2))
     runs[3, 1] = np.nan
-    drawn = [bench.Looked("task", runs, 0.1, {}, draw).error(3, 0) for draw in range(400)]
+    drawn = [bench.Looked("task", runs, np.full(40, 0.01), {}, draw).error(3, 0) for draw in range(400)]
     low = np.array([error for error in drawn if error < 0.5])
     assert 150 < len(low) < 250, "seeds in another order in each draw"
     assert np.mean(low) == pytest.approx(runs[3, 0], abs=0.005) and np.std(low) == pytest.approx(0.01, rel=0.3)
     assert bench.seed_means(runs)[3] == pytest.approx(runs[3, 0] + 0.1, abs=0.005)
+
+
+def test_of_twins_one_is_tried_and_both_are_known(bench: Any) -> None:
+    """All twelve plans of a level, the second six the first over again: trials are of six plans at most."""
+    earlier = made_up(9, 12, seeds=2)
+    runs = np.concatenate([earlier.runs[:, :6], earlier.runs[:, :6]], axis=1)
+    runs[:, 6:, 1] = np.nan
+    plans = tuple(replace(plan, level="all") for plan in earlier.plans)
+    case = next(bench.cases(replace(earlier, plans=plans, runs=runs), "100%"))
+    np.testing.assert_array_equal(case.truths["seeds"][:6], case.truths["seeds"][6:])
+    picking = case.picking()
+    assert picking.learned.twins.tolist() == [*range(6), *range(6)]
+    looked, seen = case.looked(picking, draw=0), []
+    for _ in range(6):
+        plan = picking.next_plan(9)
+        if plan is None:
+            break
+        seen.append(plan)
+        picking.learn(looked.measure(picking.candidates.rows[plan].plan, 0))
+    fresh = [plan % 6 for plan in dict.fromkeys(seen)]
+    assert len(fresh) > 1 and len(set(fresh)) == len(fresh)
 
 
 def test_rows_and_the_table(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from paredown.search.earlier_made import made_up
 from paredown.search.estimate import Estimate
 from paredown.search.families import nearest
 from paredown.search.features import features_of
+from paredown.search.grouping import once
 from paredown.search.learned import Learned, blind_error, scaled
 
 MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "runs")
@@ -227,3 +228,32 @@ def test_nothing_to_learn_from_is_a_sentence() -> None:
     earlier = made_up(3, 4)
     with pytest.raises(PriorError, match="none of the 4 plans of prior 'made_up' has features"):
         Learned.of(earlier).covering(np.array([-1]), np.zeros((1, 7)), np.full((4, 7), NAN))
+
+
+# --- twins --------------------------------------------------------------------------------------------------------------
+
+
+def with_twins(num_tasks: int = 8) -> Earlier:
+    """Three levels of six plans; the second three of each are the first three over again, but for one task."""
+    source = np.random.default_rng(11)
+    tasks = [TaskRow(f"task {i}", "cnn", f"data {i}", "error", 10, 0.9) for i in range(num_tasks)]
+    plans = [PlanRow(f"plan {j}", level=f"level {j // 6}") for j in range(18)]
+    height = 0.2 + 0.3 * source.uniform(size=(num_tasks, 1, 1, 1)) + 0.1 * np.arange(3)[:, None, None]
+    runs = np.tile(height + 0.02 * source.standard_normal((num_tasks, 3, 3, 1)), (1, 1, 2, 1)).reshape(num_tasks, 18, 1)
+    runs[0, 10] = 0.7
+    return Earlier.of_runs("twins", "simulate", tasks, plans, runs)
+
+
+def test_plans_that_are_the_same_to_the_last_bit_count_once() -> None:
+    earlier = with_twins()
+    learned = Learned.of(earlier)
+    assert learned.twins.tolist() == [0, 1, 2, 0, 1, 2, 6, 7, 8, 6, 10, 8, 12, 13, 14, 12, 13, 14]
+    assert learned.sums.count.tolist() == [[3, 4, 3]] * 8
+
+
+def test_few_tasks_make_no_twins_and_gaps_are_filled_by_either() -> None:
+    assert Learned.of(with_twins().rows(["task 1", "task 2"])).twins.tolist() == list(range(18))
+    runs = np.full((1, 2, 2), np.nan)
+    runs[0, 0, 0], runs[0, 1] = 0.1, [0.1, 0.3]
+    found = once(runs, np.array([0, 0]))
+    np.testing.assert_array_equal(found, [[[0.1, np.nan], [np.nan, 0.3]]])

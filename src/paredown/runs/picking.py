@@ -155,12 +155,20 @@ class Picking:
             return None
         belief, memory = self.prior.after(runs), self.candidates.memory
         best, tried = self.choice().plan, {run.plan for run in runs}
-        if best in tried and is_settled(self.prior, belief, fits):
+        known = {self._twin(plan) for plan in tried}
+        if self._twin(best) in known and is_settled(self.prior, belief, fits):
             self.is_settled = True
             return None
-        if best not in tried and num_left == 1:
+        if self._twin(best) not in known and num_left == 1:
             return best
-        return propose(TURNS[min(len(self.known), len(TURNS) - 1)], self.prior, belief, fits, memory, tried=tried)
+        telling = np.array([plan for plan in fits if plan in tried or self._twin(plan) not in known], dtype=np.intp)
+        turn = TURNS[min(len(self.known), len(TURNS) - 1)]
+        return propose(turn, self.prior, belief, telling, memory, tried=tried) if len(telling) else None
+
+    def _twin(self, plan: int) -> int:
+        """The same number for plans that come to the same runs: trying a second one tells nothing."""
+        column = self.candidates.rows[plan].column
+        return int(self.learned.twins[column]) if column >= 0 else -1 - plan
 
     # --- what is answered ---------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from paredown.errors import PriorError
 from paredown.search.earlier import Earlier, pooled_noise
 from paredown.search.families import nearest, with_family, with_noises, with_strangers
-from paredown.search.grouping import MOST_LEVELS, as_levels, find_levels, offsets
+from paredown.search.grouping import MOST_LEVELS, as_levels, find_levels, find_twins, offsets, once
 from paredown.search.mixture import Belief, Mixture, Sums
 from paredown.search.pooled import Prior
 from paredown.search.seeds import levelled, shared_of
@@ -49,7 +49,7 @@ class Learned:
     """What earlier tasks teach about a task of some family.
 
     `wanted`: the new task's family; `family`: the one whose tasks are a kind of their own, "" where none is. `shares`: how much each
-    earlier task weighs in each kind, (tasks, kinds).
+    earlier task weighs in each kind, (tasks, kinds). `twins`: for each plan the first that came to the same runs, (plans,).
     """
 
     earlier: Earlier
@@ -58,6 +58,7 @@ class Learned:
     family: str
     sums: Sums
     shares: Array
+    twins: NDArray[np.intp]
 
     @staticmethod
     def of(earlier: Earlier, family: str = "", *, num_kinds: int = 2) -> Learned:
@@ -71,7 +72,8 @@ class Learned:
             )
         levels = levels_of(earlier, errors)
         apart, doubt = offsets(errors, levels)
-        flat = (runs - apart[:, None]).reshape(len(runs), -1)
+        twins = find_twins(earlier.runs, levels)
+        flat = (once(runs, twins) - apart[:, None]).reshape(len(runs), -1)
         sums = Sums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
         fitted = _widened(Mixture.fitted(sums, num_kinds), len(runs))
         near = nearest(family, [task.family for task in earlier.tasks])
@@ -84,7 +86,9 @@ class Learned:
         mixture = with_strangers(with_noises(with_own, ratios))
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])  # to a stranger all tell alike
         prior = Prior(levels, apart, doubt, mixture, len(runs), WORST, shared_of(_calm(earlier)))
-        return Learned(earlier, prior, family, near if has_own else "", sums, weights / np.maximum(weights.sum(axis=0), 1e-12))
+        return Learned(
+            earlier, prior, family, near if has_own else "", sums, weights / np.maximum(weights.sum(axis=0), 1e-12), twins
+        )
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
         """The prior of plans to choose from: `columns` are those of the earlier tasks' plans, -1 for plans that are none of them.

@@ -107,8 +107,10 @@ def on_one_level(runs: Sequence[Run], ratio: float) -> Level:
 
 def levelled(runs: Array) -> Array:
     """Runs (tasks, plans, seeds) without the lifts of their seeds; those of a task that tells nothing of them stay as they are."""
-    lifts = [lifts_of(listed(task), parts_of(task).ratio, task.shape[1]).size for task in runs]
-    return runs - np.reshape(lifts, (len(runs), 1, runs.shape[2]))
+    lifts, ratios = np.zeros((len(runs), 1, runs.shape[2])), [parts_of(task).ratio for task in runs]
+    for place in np.flatnonzero(ratios):
+        lifts[place, 0] = lifts_of(listed(runs[place]), ratios[place], runs.shape[2]).size
+    return runs - lifts
 
 
 def listed(runs: Array) -> list[Run]:
