@@ -4,9 +4,8 @@
     python benchmarks/bench_pick.py --prior FILE.json --budget 40%      # another one, printed alone
     PAREDOWN_DATA=... python benchmarks/bench_pick.py --prior released --budget 22%     # PEPPP's matrices as a prior: 87 tasks
 
-All rows of a data set are left out together (its ViT, its superclasses). Trials are looked up: the run of that plan and seed where the
-plan ran more than once, seeds in another order in each draw; else its mean, what that seed does to all plans of the task, and noise on
-top. A pick is right if its mean error is within the noise of one run of that of the best plan; `strictly`: within that of the best plan
+All rows of a data set are left out together (its ViT, its superclasses). Trials are looked up (looked.py).
+A pick is right if its mean error is within the noise of one run of that of the best plan; `strictly`: within that of the best plan
 itself, where it is known and less, since plans that hardly learn have most of a task's noise. Three truths:
 
     matrix      plain means: of a plan that ran with one seed, luck of that seed included, and the best of many is a lucky one
@@ -25,71 +24,30 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from bench_peppp import matrices
+from looked import Looked, Row
 from measure import RESULTS, machine
 
 from paredown.plan.plan import Plan
 from paredown.plan.sizes import parse_bytes
-from paredown.plan.trial import Status, Trial
-from paredown.runs.measuring import Measurer
 from paredown.runs.picking import Picking
 from paredown.search import prior as priors
 from paredown.search.candidates import Candidate, Candidates, Step
 from paredown.search.earlier import Earlier, PlanRow, TaskRow
 from paredown.search.features import NAMES, features_of
-from paredown.search.grouping import find_twins, once
+from paredown.search.grouping import find_twins
 from paredown.search.learned import Learned, blind_error, scaled
 from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
-from paredown.search.seeds import levelled, listed, parts_of
+from paredown.search.seeds import levelled, listed
 
 NUM_TRIALS = 6
 TRUTHS = ("matrix", "seeds", "smoothed")
 NUM_DRAWS = 20  # of the noise of trials, and of random plans
 FEW_DRAWS = 4  # where tasks are many
 BUDGETS = (("stored", "40%"), ("stored", "60%"), ("simulated", "22%"), ("released", "22%"))
-
-
-@final
-@dataclass
-class Looked(Measurer):
-    """Trials of a task that are looked up in its row."""
-
-    task: str
-    runs: np.ndarray  # (plans, seeds)
-    noise: np.ndarray  # of one run of each plan beside what its seed does, (plans,)
-    place: dict[object, int]
-    draw: int
-
-    def known(self) -> tuple[list[Trial], list[Trial]]:
-        return [], []
-
-    def measure(self, plan: Plan, seed: int, progress: Any = None) -> list[Trial]:
-        return [Trial(self.task, plan, seed, Status.DONE, error=self.error(self.place[plan.rules, plan.recompute], seed))]
-
-    def error(self, column: int, seed: int) -> float:
-        """The plan's run with that seed where it has several; else, and after these, its mean, the seed's lift and noise."""
-        level, num = levelled(self.runs[None])[0], self.runs.shape[1]
-        order = np.random.default_rng(self.draw).permutation(num)
-        if seed < num and np.isfinite(self.runs[column]).sum() > 1 and np.isfinite(self.runs[column, order[seed]]):
-            return float(self.runs[column, order[seed]])
-        parts = parts_of(self.runs)
-        lift = self.lift(int(order[seed])) if seed < num else np.sqrt(np.nan_to_num(parts.shared)) * _dice(self.draw, seed)
-        return max(0.0, float(np.nanmean(level[column]) + lift + self.noise[column] * _dice(self.draw, column, seed)))
-
-    def lift(self, seed: int) -> float:
-        """What a seed adds to all plans."""
-        apart = (self.runs - levelled(self.runs[None])[0])[:, seed]
-        return float(apart[np.isfinite(apart)][0]) if np.isfinite(apart).any() else 0.0
-
-    def close(self) -> None:
-        pass
-
-
-def _dice(*seeds: int) -> float:
-    return float(np.random.default_rng(seeds).standard_normal())
 
 
 @dataclass(frozen=True)
@@ -110,17 +68,11 @@ class Case:
         return own if np.isfinite(own) else float(np.median(known))
 
     @property
-    def noises(self) -> np.ndarray:
-        """Of one run of each plan beside what its seed does, (plans,): of all plans of its level where levels have names."""
-        runs, names = self.earlier.runs[self.row], np.array([plan.level for plan in self.earlier.plans])
-        rest = parts_of(runs).rest
-        found = np.full(len(runs), self.noise if np.isnan(rest) else np.sqrt(rest))
-        single = once(runs[None], find_twins(self.earlier.runs, np.unique(names, return_inverse=True)[1]))[0]
-        for name in filter(None, dict.fromkeys(names)):
-            of_level = single[names == name]
-            of_level = of_level[np.isfinite(of_level)]
-            found[names == name] = of_level.std(ddof=1) if len(of_level) > 2 else found[names == name]
-        return found
+    def runs(self) -> Row:
+        """What is looked up."""
+        levels = np.array([plan.level for plan in self.earlier.plans])
+        twins = find_twins(self.earlier.runs, np.unique(levels, return_inverse=True)[1])
+        return Row(self.earlier.runs[self.row], levels, twins, self.noise)
 
     @property
     def columns(self) -> np.ndarray:
@@ -146,7 +98,7 @@ class Case:
     def looked(self, picking: Picking, draw: int) -> Looked:
         """Where trials come from."""
         place = {(row.plan.rules, row.plan.recompute): row.column for row in picking.candidates.rows}
-        return Looked(self.earlier.tasks[self.row].name, self.earlier.runs[self.row], self.noises, place, draw)
+        return Looked(self.earlier.tasks[self.row].name, self.runs, place, draw)
 
 
 def _plan(earlier: Earlier, column: int) -> Plan:
@@ -264,7 +216,7 @@ def _scores(case: Case, truth: np.ndarray, columns: list[int]) -> dict[str, floa
     """`above` in noises of a run of this task; `strictly`: within the noise of the best plan alone, where that is less."""
     best = int(case.fits[truth[case.fits].argmin()])
     apart = truth[columns] - truth[best]
-    above, least = apart / case.noise, min(case.noise, float(case.noises[best]))
+    above, least = apart / case.noise, min(case.noise, float(case.runs.noises[best]))
     shares = {"within": np.mean(above <= 1), "first_within": above[0] <= 1, "strictly": np.mean(apart <= least)}
     return {"above": round(float(above.mean()), 3), **{word: round(float(share), 3) for word, share in shares.items()}}
 

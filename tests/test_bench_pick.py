@@ -33,7 +33,8 @@ def test_the_task_and_its_kin_are_left_out(bench: Any) -> None:
 
 
 def test_runs_are_looked_up(bench: Any) -> None:
-    earlier = made_up(6, 12, seeds=2)
+    named = made_up(6, 12, seeds=2)
+    earlier = replace(named, plans=tuple(replace(plan, level="") for plan in named.plans))
     case = next(bench.cases(earlier, "60%"))
     looked = case.looked(case.picking(), draw=0)
     assert {looked.error(3, seed) for seed in range(2)} == set(earlier.runs[0, 3].tolist()), "each run once"
@@ -46,11 +47,27 @@ def test_of_one_run_there_is_its_seed_and_noise_on_top(bench: Any) -> None:
     source = np.random.default_rng(5)
     runs = 0.5 + np.array([-0.1, 0.1]) + 0.01 * source.standard_normal((40, 2))
     runs[3, 1] = np.nan
-    drawn = [bench.Looked("task", runs, np.full(40, 0.01), {}, draw).error(3, 0) for draw in range(400)]
+    row = bench.Row(runs, np.full(40, ""), np.arange(40), 0.1)
+    drawn = [bench.Looked("task", row, {}, draw).error(3, 0) for draw in range(400)]
     low = np.array([error for error in drawn if error < 0.5])
     assert 150 < len(low) < 250, "seeds in another order in each draw"
     assert np.mean(low) == pytest.approx(runs[3, 0], abs=0.005) and np.std(low) == pytest.approx(0.01, rel=0.3)
     assert bench.seed_means(runs)[3] == pytest.approx(runs[3, 0] + 0.1, abs=0.005)
+
+
+def test_runs_of_a_level_are_dealt_out_anew(bench: Any) -> None:
+    """Plans 0 and 1 are twins, and with 2 of one level, which has four runs; plan 3 has none."""
+    runs = np.array([[0.1, 0.2], [0.1, 0.2], [0.3, 0.4], [0.7, 0.8]])
+    row = bench.Row(runs, np.array(["a", "a", "a", ""]), np.array([0, 0, 2, 3]), 0.05)
+    np.testing.assert_allclose(row.means, [0.25, 0.25, 0.25, 0.75])
+    np.testing.assert_allclose(row.noises[:3], np.std([0.1, 0.2, 0.3, 0.4], ddof=1))
+    seen = set()
+    for draw in range(50):
+        looked = bench.Looked("task", row, {}, draw)
+        found = [[looked.error(plan, seed) for seed in range(2)] for plan in range(4)]
+        assert found[0] == found[1] and sorted(found[0] + found[2]) == [0.1, 0.2, 0.3, 0.4] and sorted(found[3]) == [0.7, 0.8]
+        seen.add(tuple(found[0]))
+    assert len(seen) == 12, "every pair of two"
 
 
 def test_of_twins_one_is_tried_and_both_are_known(bench: Any) -> None:

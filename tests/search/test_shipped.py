@@ -145,7 +145,7 @@ def test_rows_of_the_stored_prior(stored: Earlier) -> None:
 
 
 def test_rows_of_the_simulated_prior(simulated: Earlier) -> None:
-    """At full precision a tenth of the way from a blind guess to no error at least; its noise is mostly that of formats that do not learn."""
+    """At full precision a tenth of the way from a blind guess to no error, at least; most noise is that of formats that do not learn."""
     assert (check_rows(simulated, COMPLETE) > [0.1 * (task.blind or np.nan) for task in simulated.tasks[:COMPLETE]]).all()
 
 
