@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -97,3 +98,14 @@ def test_rows_and_the_table(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert {row["way"] for row in rows} == set(bench.WAYS) and len(rows) == 9 * len(bench.WAYS)
     assert all(0 <= row[truth]["within"] <= 1 and row[truth]["above"] >= 0 for row in rows for truth in bench.TRUTHS)
     assert len(list(bench.table(rows))) == 1 + len(bench.WAYS)
+
+
+def test_the_guide_has_the_newest_table(bench: Any) -> None:
+    """And both budgets that picks must hold: nine of eleven."""
+    runs = json.loads((bench.RESULTS / "pick.json").read_text())
+    text = (Path(__file__).parent.parent / "docs" / "pick.md").read_text()
+    for prior, budget, truth in (("stored", "40%", "seeds"), ("simulated", "22%", "smoothed")):
+        rows = [row for row in runs[-1]["rows"] if (row["prior"], row["budget"], row["way"]) == (prior, budget, "pick")]
+        within = sum(row[truth]["within"] for row in rows)
+        assert len(rows) == 11 and within >= 9
+        assert f"| **{within:.1f}** |" in text

@@ -29,7 +29,7 @@ def test_results_and_pictures_are_made_of_the_shipped_priors(
 
 
 FACTS = json.loads((ROOT / "benchmarks/results/priors.json").read_text())
-STORED = FACTS["stored"]
+STORED, SIMULATED = FACTS["stored"], FACTS["simulated"]
 
 
 def _f(name: str, kind: str) -> str:
@@ -51,6 +51,12 @@ def _share(plan: str) -> str:
         _f("effects_of_activation_formats", "stored"),
         f"from {STORED['measured_over_predicted']['p0']:.2f} to {STORED['measured_over_predicted']['p100']:.2f}",
         f"{sum(13 - number for number in STORED['plans_within_noise_of_full'].values())} of {13 * 25} are more than two deviations",
+        _f("effects", "simulated"),
+        _f("effects_from_4_exponent_bits", "simulated"),
+        f"Low formats have {100 * SIMULATED['effects']['levels']:.0f} % of the variance",
+        f"the first singular vector has {100 * SIMULATED['singular_shares'][0]:.0f} % of the energy",
+        f"the 99\n  configurations are {SIMULATED['different_configurations']}",
+        f"sampled, {100 * SIMULATED['sampled_share']:.0f} % of the pairs",
     ],
 )
 def test_the_guide_cites_them(words: str) -> None:
