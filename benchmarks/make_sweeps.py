@@ -58,8 +58,14 @@ STORED_AGAIN: Sequence[Table] = (  # what fits into 40 %, and what it is held ag
     {"activation": [AFFINE, FLOAT4]},
     {"assign": ["40%"], "method": ["role"]},
 )
+STORED_FITS: Sequence[Table] = (  # the rest of what fits into 40 %
+    *({"activation": BITS[1], **TIERS[tier]} for tier in ("half", "lpmm")),
+    {"activation": AFFINE, **TIERS["lpmm"]},
+    {"assign": ["40%"], "method": ["size"]},
+)
 PEPPP: Sequence[Table] = ({"peppp_low": list(LOW_FORMATS), "peppp_high": list(HIGH_FORMATS)},)
 PEPPP_AGAIN: Sequence[Table] = ({}, {"peppp_low": ["e3m1", "e3m4", "e4m2", "e5m2"], "peppp_high": ["e6m7", "e8m11"]})
+PEPPP_FITS: Sequence[Table] = ({"peppp_low": ["e3m2", "e4m1"], "peppp_high": ["e6m7", "e6m9", "e6m11"]},)  # into 22 %, twins once
 SHARE = 0.31  # of superclass rows; cheap plans first: twice that at most
 TINY = 5  # steps
 DEVICE = "cuda"  # for which stored tasks are traced, and where they run
@@ -147,24 +153,27 @@ def write_sweeps(rates: Mapping[str, float]) -> None:
         halves = {"uniform": sampled[0::2], "cheap_first": sampled[1::2]}
         write_sweep("simulated", complete, [{}, *PEPPP], mode="peppp")
         write_sweep("simulated_again", complete, PEPPP_AGAIN, mode="peppp", seeds=[1, 2])
+        write_sweep("simulated_fits", complete, PEPPP_FITS, mode="peppp", seeds=[1, 2])
         for method, share in (("uniform", SHARE), ("cheap_first", 2 * SHARE)):
             write_sweep(f"superclasses_{method}", halves[method], PEPPP, mode="peppp", method=method, share=share, draw_seed=7)
     stored = rated(stored_tasks())
     if stored:
         write_sweep("stored", stored, STORED, mode="store", device=DEVICE)
         write_sweep("stored_again", stored, STORED_AGAIN, mode="store", device=DEVICE, seeds=[1, 2])
+        write_sweep("stored_fits", stored, STORED_FITS, mode="store", device=DEVICE, seeds=[1, 2])
 
 
 def make_tiny() -> None:
     """Sizes with which all of it runs on a CPU in a minute."""
-    global PICTURES, TEXTS, SUPERCLASSES, OF_VIT, SIMULATED, CNN, VIT, GPT, STORED, STORED_AGAIN, PEPPP, PEPPP_AGAIN, SHARE, DEVICE
+    global PICTURES, TEXTS, SUPERCLASSES, OF_VIT, SIMULATED, CNN, VIT, GPT, STORED, STORED_AGAIN, STORED_FITS
+    global PEPPP, PEPPP_AGAIN, PEPPP_FITS, SHARE, DEVICE
     DEVICE = "cpu"
     PICTURES, TEXTS, SUPERCLASSES, OF_VIT, SHARE = ("sk_digits", "mnist"), TEXTS[:1], range(2), (), 0.5
     SIMULATED, CNN = ({**how, "steps": TINY, "width": 8} for how in (SIMULATED, CNN))
     GPT = {**GPT, "steps": TINY, "length": 16, "dim": 16, "num_layers": 2}
     STORED, STORED_AGAIN = [*STORED[:1], *STORED[3:4], {"assign": ["70%"], "method": ["role", "size"]}], STORED[:1]
     PEPPP = ({"peppp_low": ["e3m1", "e5m2"], "peppp_high": ["e6m7", "e8m11"]},)
-    PEPPP_AGAIN = PEPPP
+    STORED_FITS, PEPPP_AGAIN, PEPPP_FITS = STORED_AGAIN, PEPPP, PEPPP
 
 
 def main() -> None:

@@ -119,6 +119,7 @@ def test_tasks_of_which_trials_wait_may_be_left_out() -> None:
     rows = [row(SMALL, PLANS[0], 0, 0.1), row(OTHER, PLANS[0], 0, 0.2), waits]
     assert [task.text for task in collect(rows, "mine").tasks] == [SMALL, OTHER]
     assert [task.text for task in collect(rows, "mine", is_finished=True).tasks] == [SMALL]
+    assert len(collect([*rows[:2], {**waits, "sweep": "t"}], "mine", sweeps=["s"], is_finished=True).tasks) == 2
     assert "no finished trial" in row_error([rows[1], waits], is_finished=True)
 
 
