@@ -17,21 +17,43 @@ from numpy.typing import NDArray
 from paredown.search.earlier import Earlier
 from paredown.search.effects import Effects, lost_share, split_variance
 from paredown.search.frontier import undominated
+from paredown.search.grouping import find_twins
 from paredown.search.prior import available, load
+from paredown.search.seeds import levelled, parts_of
 
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent
 RESULTS, PICTURES = ROOT / "benchmarks" / "results" / "priors.json", ROOT / "docs" / "pictures"
 FULL = "as written"
-CROSSED = ("as it is", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
-TIER_ORDER = ("full", "lpmm")
+CROSSED = ("as it is", "bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
+TIER_ORDER = ("full", "half", "lpmm")
+WIDE = ("e4m3", "e4m4", "e5m2", "e5m3")  # low formats of 8 and 9 bits, but for those of 3 exponent bits
 NOISE = 2.0  # deviations of a difference of means beyond which it is called one
 
 
 def lost(prior: Earlier) -> Array:
-    """Of what full precision learns, the share that plans lose."""
-    full = prior.errors[:, labels(prior).index(FULL)]
-    return lost_share(prior.errors, full, np.array([task.blind for task in prior.tasks], dtype=np.float64))
+    """Of what full precision learns, the share that plans lose; without what seeds do to all plans of a task."""
+    return lost_share(means(prior), full_errors(prior), np.array([task.blind for task in prior.tasks], dtype=np.float64))
+
+
+def full_errors(prior: Earlier) -> Array:
+    """At full precision, (tasks,); where it did not run, the mean of the formats that lose nothing elsewhere."""
+    errors = means(prior)
+    full = errors[:, labels(prior).index(FULL)]
+    wide = errors[:, [plan.level in WIDE for plan in prior.plans]]
+    return full if np.isfinite(full).all() else np.where(np.isfinite(full), full, np.nanmean(wide, axis=1))
+
+
+def means(prior: Earlier) -> Array:
+    """Over seeds, (tasks, plans), without what seeds do to all plans of a task; NaN where nobody looked."""
+    runs = levelled(prior.runs)
+    counts = np.isfinite(runs).sum(axis=2)
+    return np.where(counts > 0, np.nansum(runs, axis=2) / np.maximum(counts, 1), np.nan)
+
+
+def rests(prior: Earlier) -> Array:
+    """Of each task the deviation of a run that neither its plan nor its seed explains; NaN where no plan ran twice."""
+    return np.sqrt([parts_of(runs).rest for runs in prior.runs])
 
 
 def labels(prior: Earlier) -> list[str]:
@@ -50,6 +72,10 @@ def figures(values: Array) -> dict[str, float]:
     return {"mean": round(float(seen.mean()), 4), "standard_error": round(float(seen.std(ddof=1) / np.sqrt(len(seen))), 4)}
 
 
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
 def told(effects: Effects) -> dict[str, float]:
     """Rounded."""
     return {name: float(f"{value:.4g}") for name, value in vars(effects).items()}
@@ -58,10 +84,20 @@ def told(effects: Effects) -> dict[str, float]:
 def heads(prior: Earlier) -> dict[str, Any]:
     """Size and noise."""
     rows = complete(prior)
-    noise = {task.name: round(float(n), 5) for task, n in zip(prior.tasks, prior.noise, strict=True) if np.isfinite(n)}
+    noise = {
+        task.name: {
+            "run": _rounded(n),
+            "seed": _rounded(np.sqrt(parts_of(runs).shared)),
+            "rest": _rounded(np.sqrt(parts_of(runs).rest)),
+        }
+        for task, n, runs in zip(prior.tasks, prior.noise, prior.runs, strict=True)
+        if np.isfinite(n)
+    }
     full = prior.errors[:, labels(prior).index(FULL)]
     learned = {
-        task.name: [round(float(f), 4), round(float(task.blind or np.nan), 4)] for task, f in zip(prior.tasks, full, strict=True)
+        task.name: [round(float(f), 4), round(float(task.blind or np.nan), 4)]
+        for task, f in zip(prior.tasks, full, strict=True)
+        if np.isfinite(f)
     }
     counts = {"tasks": len(prior.tasks), "complete": int(rows.sum()), "plans": len(prior.plans)}
     runs = {"entries": int(np.isfinite(prior.errors).sum()), "runs": int(prior.counts.sum()), "diverged": int(prior.diverged.sum())}
@@ -87,44 +123,61 @@ def on_fronts(prior: Earlier, groups: Sequence[str]) -> dict[str, int]:
 
 
 def simulated_facts(prior: Earlier) -> dict[str, Any]:
-    """By low format, by high format, and what of it is noise."""
-    share, rows = lost(prior), complete(prior)
-    chosen = np.array([bool(plan.level) for plan in prior.plans])
-    low = np.array([plan.level for plan in prior.plans])
-    high = np.array([label.partition(" ")[2] for label in labels(prior)])
-    number = np.unique(low[chosen], return_inverse=True)[1]
-    sampled = ~rows
-    by_low = {name: figures(np.nanmean(share[rows][:, low == name], axis=1)) for name in dict.fromkeys(low[chosen])}
-    by_high = {name: figures(np.nanmean(share[rows][:, chosen & (high == name)], axis=1)) for name in dict.fromkeys(high[chosen])}
-    errors = prior.errors[rows][:, chosen]
+    """By low format, by mantissa of the high format, and what of it is noise; plans that are the same to the last bit count once."""
+    share, rows, low = lost(prior), complete(prior), np.array([plan.level for plan in prior.plans])
+    names = [str(name) for name in dict.fromkeys(low) if name]
+    twins = find_twins(prior.runs, np.unique(low, return_inverse=True)[1])
+    single = np.array([bool(plan.level) and twins[j] == j for j, plan in enumerate(prior.plans)])
+    mantissa = np.array([label.partition("m")[2].partition("m")[2] for label in labels(prior)])
+    errors, apart = prior.runs[rows][:, single, 0], share[rows][:, single] - _by(share[rows], low)[:, single]
+    calm = single & np.array([name[:2] not in ("", "e3") for name in low])
     return {
         **heads(prior),
-        "lost_by_low_format": by_low,
-        "lost_by_high_format": by_high,
-        "lost_by_low_format_superclasses": {n: figures(share[sampled][:, low == n]) for n in by_low} if sampled.any() else {},
-        "effects": told(split_variance(errors, number)),
-        "effects_within_noise": _per_noise(prior, rows, chosen, low),
+        "sampled_share": _rounded(float(np.isfinite(prior.errors[~rows][:, low != ""]).mean())) if not rows.all() else 1.0,
+        "different_configurations": int(single.sum()),
+        "lost_by_low_format": {name: figures(np.nanmean(share[rows][:, low == name], axis=1)) for name in names},
+        "lost_by_low_format_superclasses": {name: figures(_mean_of(share[~rows][:, low == name])) for name in names},
+        "lost_beyond_low_format_by_high_mantissa": {
+            m: figures(apart[:, mantissa[single] == m].mean(axis=1)) for m in ("7", "9", "11")
+        },
+        "effects": told(split_variance(errors, _numbers(low[single]))),
+        "effects_from_4_exponent_bits": told(split_variance(prior.runs[rows][:, calm, 0], _numbers(low[calm]))),
+        "noise_by_low_format": _noise_by(prior, rows, single, names),
         "singular_shares": singular_shares(errors),
         "front_points_by_low_format": on_fronts(prior, [plan.level or FULL for plan in prior.plans]),
     }
 
 
-def _per_noise(prior: Earlier, rows: Array, chosen: Array, low: Array) -> dict[str, float]:
-    """Deviation within (task, low format), beside that of repeated runs: equal where high formats make no difference."""
-    within = [
-        prior.errors[row, chosen & (low == name)].std(ddof=1) for row in np.flatnonzero(rows) for name in dict.fromkeys(low[chosen])
-    ]
-    return {
-        "within_level": round(float(np.sqrt(np.mean(np.square(within)))), 5),
-        "repeated_runs": round(float(np.sqrt(np.nanmean(prior.noise[rows] ** 2))), 5),
-    }
+def _by(share: Array, low: Array) -> Array:
+    """Of each plan the mean of its low format, (tasks, plans)."""
+    return np.stack([share[:, low == name].mean(axis=1) for name in low], axis=1)
+
+
+def _mean_of(values: Array) -> Array:
+    """Of each task that has any."""
+    return np.array([np.nanmean(row) for row in values if np.isfinite(row).any()])
+
+
+def _numbers(names: Array) -> NDArray[np.intp]:
+    return np.unique(names, return_inverse=True)[1]
+
+
+def _noise_by(prior: Earlier, rows: Array, single: Array, names: Sequence[str]) -> dict[str, list[float | None]]:
+    """Deviations in (task, low format), the median over tasks: of different configurations with one seed, and of one with three seeds."""
+    low = np.array([plan.level for plan in prior.plans])
+    found: dict[str, list[float | None]] = {}
+    for name in names:
+        within = prior.runs[rows][:, single & (low == name), 0].std(axis=1, ddof=1)
+        again = prior.runs[rows][:, (low == name) & (prior.counts[rows].min(axis=0) > 2)].std(axis=2, ddof=1)
+        found[name] = [_rounded(float(np.median(within))), _rounded(float(np.median(again))) if again.size else None]
+    return found
 
 
 def draw_simulated(prior: Earlier) -> None:
     """The matrix, and low formats by their bits."""
     chosen = [j for j, plan in enumerate(prior.plans) if plan.level]
     names = [task.name.removesuffix(" sumlast18") for task in prior.tasks]
-    title = "Simulated prior: 11 low formats x 9 high formats"
+    title = "Simulated prior: 11 low formats x 9 high formats; dots were not drawn"
     groups = [prior.plans[j].level for j in chosen]
     share = lost(prior)[:, chosen]
     unit = "of what full precision learns is lost"
@@ -149,25 +202,50 @@ def stored_facts(prior: Earlier) -> dict[str, Any]:
     """By activation format, by tier, and how well bytes were predicted."""
     share = lost(prior)
     parts = [(label if label != FULL else "as it is, full").partition(", ") for label in labels(prior)]
-    crossed = [j for j, (_, comma, tier) in enumerate(parts) if comma and tier in TIER_ORDER and parts[j][0] in CROSSED]
-    by_plan = {label: figures(share[:, j]) for j, label in enumerate(labels(prior))}
+    crossed = [j for j, (kind, _, tier) in enumerate(parts) if tier in TIER_ORDER and kind in CROSSED]
     formats, tiers = ([parts[j][k] for j in crossed] for k in (0, 2))
-    level = np.unique(formats, return_inverse=True)[1]
-    by_tier = _means(share[:, crossed], tiers)
-    by_format = _means(share[:, crossed], formats)
-    ratio = prior.measured / prior.memory
     whole = np.array([task.full_bytes for task in prior.tasks], dtype=np.float64)
     return {
         **heads(prior),
-        "lost_by_plan": by_plan,
-        "lost_by_activation_format": by_format,
-        "lost_by_tier": by_tier,
-        "effects_of_tiers": told(split_variance(share[:, crossed], level)),
-        "measured_over_predicted": {f"p{q}": round(float(np.nanpercentile(ratio, q)), 4) for q in (5, 50, 95)},
+        "lost_by_plan": {label: figures(share[:, j]) for j, label in enumerate(labels(prior))},
+        "lost_by_activation_format": _means(share[:, crossed], formats),
+        "lost_by_tier": _means(share[:, crossed], tiers),
+        "effects_of_tiers": _effects(prior, crossed, formats),
+        "effects_of_activation_formats": _effects(prior, crossed, tiers),
+        "deviations_above_full": above_full(prior),
+        "plans_within_noise_of_full": within_noise(prior),
         "memory_share": {label: round(float(np.nanmean(prior.memory[:, j] / whole)), 3) for j, label in enumerate(labels(prior))},
         "front_points": on_fronts(prior, labels(prior)),
-        "plans_within_noise_of_full": within_noise(prior),
+        **bytes_beside(prior),
     }
+
+
+def _effects(prior: Earlier, columns: Sequence[int], groups: Sequence[str]) -> dict[str, float]:
+    """What plans have in common over tasks beyond their group; runs of the first seed, which all have, in deviations of their task."""
+    runs = prior.runs[:, columns, 0] / rests(prior)[:, None]
+    return told(split_variance(runs, np.unique(groups, return_inverse=True)[1]))
+
+
+def bytes_beside(prior: Earlier) -> dict[str, Any]:
+    """Measured peaks beside predicted ones: all, and by family."""
+    ratio, apart = prior.measured / prior.memory, (prior.measured - prior.memory) / 2**20
+    families = np.array([task.family for task in prior.tasks])
+    most = np.unravel_index(int(np.nanargmax(ratio)), ratio.shape)
+    return {
+        "measured_over_predicted": {f"p{q}": round(float(np.nanpercentile(ratio, q)), 4) for q in (0, 5, 50, 95, 100)},
+        "measured_over_predicted_most": [prior.tasks[most[0]].name, labels(prior)[most[1]], round(float(ratio[most]), 4)],
+        "measured_minus_predicted_mib": {
+            name: [round(float(np.percentile(apart[families == name], q)), 1) for q in (0, 50, 100)]
+            for name in dict.fromkeys(families)
+        },
+        "measured_memory_share": {
+            label: round(float(share), 3) for label, share in zip(labels(prior), _measured_share(prior).mean(axis=0), strict=True)
+        },
+    }
+
+
+def _measured_share(prior: Earlier) -> Array:
+    return prior.measured / prior.measured[:, [labels(prior).index(FULL)]]
 
 
 def _means(values: Array, groups: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -175,28 +253,35 @@ def _means(values: Array, groups: Sequence[str]) -> dict[str, dict[str, float]]:
     return {name: figures(values[:, [one == name for one in groups]].mean(axis=1)) for name in dict.fromkeys(groups)}
 
 
+def _apart(prior: Earlier) -> Array:
+    """How far plans lie above full precision, in deviations of that difference, (tasks, plans)."""
+    errors, full = means(prior), labels(prior).index(FULL)
+    deviation = rests(prior)[:, None] * np.sqrt(1 / prior.counts + 1 / prior.counts[:, [full]])
+    return (errors - errors[:, [full]]) / deviation
+
+
+def above_full(prior: Earlier) -> dict[str, float]:
+    """The mean over tasks times the root of their number: one deviation is what noise alone comes to."""
+    return {label: round(float(z.mean() * np.sqrt(len(z))), 2) for label, z in zip(labels(prior), _apart(prior).T, strict=True)}
+
+
 def within_noise(prior: Earlier) -> dict[str, int]:
     """On how many tasks a plan is not worse than full precision by more than NOISE deviations of the difference."""
-    full = labels(prior).index(FULL)
-    deviation = prior.noise[:, None] * np.sqrt(1 / prior.counts + 1 / prior.counts[:, [full]])
-    fine = prior.errors - prior.errors[:, [full]] <= NOISE * deviation
-    return {label: int(fine[:, j].sum()) for j, label in enumerate(labels(prior))}
+    return {label: int((z <= NOISE).sum()) for label, z in zip(labels(prior), _apart(prior).T, strict=True)}
 
 
 def draw_stored(prior: Earlier) -> None:
-    """The matrix, plans in the order of their bytes."""
+    """The matrix, plans in the order of their bytes: what is lost, and the same in deviations."""
     whole = np.array([task.full_bytes for task in prior.tasks], dtype=np.float64)
     order = np.argsort(np.nanmean(prior.memory / whole[:, None], axis=0), kind="stable")
     names = [labels(prior)[j].replace("@bf16", "").replace("+bf16", "+") for j in order]
-    unit = "of what full precision learns is lost"
     rows = [task.name for task in prior.tasks]
-    _save(
-        "stored",
-        draw(
-            Map("Stored prior, plans from the fewest bytes to the most", rows, names, lost(prior)[:, order], 0.3, (), unit),
-            cell=(18, 16),
-        ),
-    )
+    for file, title, values, top, unit in (
+        ("stored", "what plans lose", lost(prior), 0.3, "of what full precision learns is lost"),
+        ("stored_noise", "in deviations", _apart(prior), 4.0, "deviations of the difference above full precision"),
+    ):
+        title = f"Stored prior, the fewest bytes first: {title}"
+        _save(file, draw(Map(title, rows, names, values[:, order], top, (), unit), cell=(18, 16)))
 
 
 def _save(name: str, text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +34,78 @@ def test_the_task_and_its_kin_are_left_out(bench: Any) -> None:
 
 
 def test_runs_are_looked_up(bench: Any) -> None:
-    earlier = made_up(6, 12, seeds=2)
+    named = made_up(6, 12, seeds=2)
+    earlier = replace(named, plans=tuple(replace(plan, level="") for plan in named.plans))
     case = next(bench.cases(earlier, "60%"))
     looked = case.looked(case.picking(), draw=0)
     assert {looked.error(3, seed) for seed in range(2)} == set(earlier.runs[0, 3].tolist()), "each run once"
-    looked.runs = np.where(np.arange(2) == 0, looked.runs, np.nan)
-    drawn = [looked.error(3, seed) - earlier.runs[0, 3, 0] for seed in range(400)]
-    assert np.std(drawn) == pytest.approx(case.noise, rel=0.2), "one run: noise on top"
+    first = int(looked.error(3, 0) == earlier.runs[0, 3, 1])
+    assert [looked.error(column, 0) for column in range(12)] == earlier.runs[0, :, first].tolist(), "one seed for all plans"
+
+
+def test_of_one_run_there_is_its_seed_and_noise_on_top(bench: Any) -> None:
+    """Runs whose seeds lift all plans by -0.1 and 0.1, and vary by 0.01 beside that; plan 3 has no second one."""
+    source = np.random.default_rng(5)
+    runs = 0.5 + np.array([-0.1, 0.1]) + 0.01 * source.standard_normal((40, 2))
+    runs[3, 1] = np.nan
+    row = bench.Row(runs, np.full(40, ""), np.arange(40), 0.1)
+    drawn = [bench.Looked("task", row, {}, draw).error(3, 0) for draw in range(400)]
+    low = np.array([error for error in drawn if error < 0.5])
+    assert 150 < len(low) < 250, "seeds in another order in each draw"
+    assert np.mean(low) == pytest.approx(runs[3, 0], abs=0.005) and np.std(low) == pytest.approx(0.01, rel=0.3)
+    assert bench.seed_means(runs)[3] == pytest.approx(runs[3, 0] + 0.1, abs=0.005)
+
+
+def test_runs_of_a_level_are_dealt_out_anew(bench: Any) -> None:
+    """Plans 0 and 1 are twins, and with 2 of one level, which has four runs; plan 3 has none."""
+    runs = np.array([[0.1, 0.2], [0.1, 0.2], [0.3, 0.4], [0.7, 0.8]])
+    row = bench.Row(runs, np.array(["a", "a", "a", ""]), np.array([0, 0, 2, 3]), 0.05)
+    np.testing.assert_allclose(row.means, [0.25, 0.25, 0.25, 0.75])
+    np.testing.assert_allclose(row.noises[:3], np.std([0.1, 0.2, 0.3, 0.4], ddof=1))
+    seen = set()
+    for draw in range(50):
+        looked = bench.Looked("task", row, {}, draw)
+        found = [[looked.error(plan, seed) for seed in range(2)] for plan in range(4)]
+        assert found[0] == found[1] and sorted(found[0] + found[2]) == [0.1, 0.2, 0.3, 0.4] and sorted(found[3]) == [0.7, 0.8]
+        seen.add(tuple(found[0]))
+    assert len(seen) == 12, "every pair of two"
+
+
+def test_of_twins_one_is_tried_and_both_are_known(bench: Any) -> None:
+    """All twelve plans of a level, the second six the first over again: trials are of six plans at most."""
+    earlier = made_up(9, 12, seeds=2)
+    runs = np.concatenate([earlier.runs[:, :6], earlier.runs[:, :6]], axis=1)
+    runs[:, 6:, 1] = np.nan
+    plans = tuple(replace(plan, level="all") for plan in earlier.plans)
+    case = next(bench.cases(replace(earlier, plans=plans, runs=runs), "100%"))
+    np.testing.assert_array_equal(case.truths["seeds"][:6], case.truths["seeds"][6:])
+    picking = case.picking()
+    assert picking.learned.twins.tolist() == [*range(6), *range(6)]
+    looked, seen = case.looked(picking, draw=0), []
+    for _ in range(6):
+        plan = picking.next_plan(9)
+        if plan is None:
+            break
+        seen.append(plan)
+        picking.learn(looked.measure(picking.candidates.rows[plan].plan, 0))
+    fresh = [plan % 6 for plan in dict.fromkeys(seen)]
+    assert len(fresh) > 1 and len(set(fresh)) == len(fresh)
 
 
 def test_rows_and_the_table(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "NUM_DRAWS", 2)
     rows = bench.rows_of(made_up(9, 12), "60%")
     assert {row["way"] for row in rows} == set(bench.WAYS) and len(rows) == 9 * len(bench.WAYS)
-    assert all(0 <= row[truth]["within"] <= 1 and row[truth]["above"] >= 0 for row in rows for truth in ("matrix", "smoothed"))
+    assert all(0 <= row[truth]["within"] <= 1 and row[truth]["above"] >= 0 for row in rows for truth in bench.TRUTHS)
     assert len(list(bench.table(rows))) == 1 + len(bench.WAYS)
+
+
+def test_the_guide_has_the_newest_table(bench: Any) -> None:
+    """And both budgets that picks must hold: nine of eleven."""
+    runs = json.loads((bench.RESULTS / "pick.json").read_text())
+    text = (Path(__file__).parent.parent / "docs" / "pick.md").read_text()
+    for prior, budget, truth in (("stored", "40%", "seeds"), ("simulated", "22%", "smoothed")):
+        rows = [row for row in runs[-1]["rows"] if (row["prior"], row["budget"], row["way"]) == (prior, budget, "pick")]
+        within = sum(row[truth]["within"] for row in rows)
+        assert len(rows) == 11 and within >= 9
+        assert f"| **{within:.1f}** |" in text

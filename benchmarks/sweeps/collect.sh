@@ -11,8 +11,8 @@ simulated() { python benchmarks/collect.py --store "$OUT/simulated.db" --seconds
 stored() { python benchmarks/collect.py --store "$OUT/stored.db" --seconds $((end - $(date +%s))) --engine inline --workers 12 "$@"; }
 choose() { python benchmarks/make_sweeps.py choose --store "$OUT/$1.db" && python benchmarks/make_sweeps.py sweeps; }
 
-stored rates_stored && choose stored && stored stored stored_again
-simulated rates_simulated && choose simulated && simulated simulated simulated_again superclasses_uniform superclasses_cheap_first
+stored rates_stored && choose stored && stored stored stored_again stored_fits
+simulated rates_simulated && choose simulated && simulated simulated simulated_again superclasses_uniform superclasses_cheap_first simulated_fits
 for kind in simulated stored; do
     python -c "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('pragma wal_checkpoint(truncate)')" "$OUT/$kind.db"
 done

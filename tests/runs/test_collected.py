@@ -114,6 +114,15 @@ def test_a_sweep_brings_what_other_sweeps_know_of_its_tasks() -> None:
     assert [(one["sweeps"], one["trials"]) for one in twice.provenance] == [(["s"], 1)], "and what is not in it is not told of"
 
 
+def test_tasks_of_which_trials_wait_may_be_left_out() -> None:
+    waits = {"sweep": "s", "task": OTHER, "mode": "store", "propensity": 0.3, "trial": None}
+    rows = [row(SMALL, PLANS[0], 0, 0.1), row(OTHER, PLANS[0], 0, 0.2), waits]
+    assert [task.text for task in collect(rows, "mine").tasks] == [SMALL, OTHER]
+    assert [task.text for task in collect(rows, "mine", is_finished=True).tasks] == [SMALL]
+    assert len(collect([*rows[:2], {**waits, "sweep": "t"}], "mine", sweeps=["s"], is_finished=True).tasks) == 2
+    assert "no finished trial" in row_error([rows[1], waits], is_finished=True)
+
+
 def test_recipes_that_came_to_one_plan_are_two_columns() -> None:
     trace = trace_of(SMALL, Path(), "cpu")
     plans = make_plans([Recipe("200%"), Recipe("300%", "size"), Recipe("90%")], trace)

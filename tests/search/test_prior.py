@@ -36,7 +36,6 @@ def gaps(seed: int = 3) -> Earlier:
     """A made-up prior in which some pairs never ran, some ran once and some diverged, drawn with odds."""
     whole, source = made_up(5, 7, seeds=3), np.random.default_rng(seed)
     runs = np.where(source.uniform(size=whole.runs.shape) < 0.4, np.nan, whole.runs)
-    runs.sort(axis=2)  # runs of a pair are kept in order, without gaps
     seen = np.isfinite(runs).any(axis=2)
     rest = {
         "memory": np.where(seen, np.round(whole.memory), np.nan),

@@ -27,10 +27,11 @@ ROOT = Path(__file__).parents[2]
 SWEEPS = ROOT / "benchmarks" / "sweeps"
 FILES = {name: Path(prior.__file__).parent / "shipped" / f"{name}.json" for name in ("simulated", "stored")}
 COMPLETE = 11  # image sets, which every plan of the simulated prior was tried on
-SAME_RATES = ("simulated", "superclasses_uniform", "superclasses_cheap_first", "stored", "provisional")
-THERE = [name for name, path in FILES.items() if path.is_file()]
-needs_simulated = pytest.mark.skipif("simulated" not in THERE, reason="the simulated prior is not collected yet")
-STORED = "provisional"  # the sweep behind the stored prior: "stored" once a GPU has collected it
+SAME_RATES = ("simulated", "superclasses_uniform", "superclasses_cheap_first", "stored")
+SUPERCLASSES = 13  # of 20 so far; benchmarks/sweeps/README.md says what is left to run
+THERE = list(FILES)
+STORED = "stored"  # the sweep behind the stored prior
+LEARNED = 5.0  # deviations of a run by which full precision is better than a blind guess
 
 
 def tables(name: str) -> dict[str, Any]:
@@ -59,15 +60,19 @@ def stored() -> Earlier:
     return load("stored")
 
 
+def distinct(found: Earlier) -> int:
+    """How many plans differ in any run of the first seed on the complete rows."""
+    return len({found.runs[:COMPLETE, j, 0].tobytes() for j in range(len(found.plans))})
+
+
 # --- what they are of -------------------------------------------------------------------------------------------------
 
 
-@needs_simulated
 def test_the_simulated_prior_is_that_of_its_sweeps(simulated: Earlier, tmp_path: Path) -> None:
     names = ("simulated", "superclasses_uniform", "superclasses_cheap_first")
     assert [task.text for task in simulated.tasks[:COMPLETE]] == tables("simulated")["tasks"]
-    assert {task.text for task in simulated.tasks} == {text for name in names for text in tables(name)["tasks"]}
-    assert len(simulated.tasks) == 31
+    assert {task.text for task in simulated.tasks} <= {text for name in names for text in tables(name)["tasks"]}
+    assert len(simulated.tasks) == COMPLETE + SUPERCLASSES
     assert [plan.key for plan in simulated.plans] == [row_of(plan).key for plan in fixed_plans("simulated", tmp_path)]
     assert [plan.label for plan in simulated.plans] == ["as written", *(f"{a} {b}" for a, b in product(LOW_FORMATS, HIGH_FORMATS))]
 
@@ -77,7 +82,18 @@ def test_the_stored_prior_is_that_of_its_sweep(stored: Earlier, tmp_path: Path) 
     fixed = {row_of(plan).key for plan in fixed_plans(STORED, tmp_path)}
     assert {plan.key for plan in stored.plans if plan.plan is not None} == fixed
     assert {plan.recipe for plan in stored.plans if plan.plan is None} == recipes(STORED)
-    assert {task.family for task in stored.tasks} == {"cnn", "vit", "mlp", "gpt"}
+    assert [task.family for task in stored.tasks] == ["vit", "vit", *["cnn"] * 9, "gpt", "gpt"]
+    assert [task.metric for task in stored.tasks] == [*["error"] * COMPLETE, "loss", "loss"]
+    assert len(stored.tasks) == 13 and len(stored.plans) >= 24
+
+
+def test_exponents_of_high_formats_change_no_bit(simulated: Earlier) -> None:
+    """Values of 6 exponent bits are all that accumulators need: 33 of the 99 configurations differ, and full precision."""
+    assert distinct(simulated) == 34
+    at = [plan.label for plan in simulated.plans].index
+    for low, mantissa in product(LOW_FORMATS, ("m7", "m9", "m11")):
+        first, *others = (simulated.runs[:COMPLETE, at(f"{low} e{bits}{mantissa}"), 0] for bits in (6, 7, 8))
+        assert all(np.array_equal(first, other) for other in others)
 
 
 def test_a_prior_that_is_not_there_yet_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -89,12 +105,12 @@ def test_a_prior_that_is_not_there_yet_says_so(monkeypatch: pytest.MonkeyPatch, 
 def test_rates_are_the_chosen_ones() -> None:
     chosen = json.loads((SWEEPS / "rates.json").read_text())
     names = [name for name in SAME_RATES if (SWEEPS / f"{name}.toml").is_file()]
-    assert STORED in names
+    assert set(THERE) <= set(names)
     for name in names:
         for text in tables(name)["tasks"]:
             options = text.partition("#")[2].split(",")
             (rate,) = [option[3:] for option in options if option.startswith("lr=")]
-            assert chosen[text.replace(f"lr={rate},", "")] == float(rate)
+            assert chosen[re.sub(r",(lr|steps)=[^,]+", "", text)] == float(rate)
 
 
 # --- what is in them --------------------------------------------------------------------------------------------------
@@ -113,43 +129,68 @@ def test_numbers_are_possible(name: str) -> None:
         assert task.blind == pytest.approx(blind)
 
 
-def check_rows(found: Earlier, num_rows: int, num_repeated: int) -> None:
-    """Complete, repeated, noisy, and well above chance at full precision: a tenth of the way from a blind guess to no error."""
+def check_rows(found: Earlier, num_rows: int) -> np.ndarray:
+    """Complete, three seeds of eight plans, noise known; by how much full precision is better than a blind guess."""
     assert np.isfinite(found.errors[:num_rows]).all()
-    assert ((found.counts[:num_rows] >= 3).sum(axis=1) >= num_repeated).all(), "three seeds"
+    assert ((found.counts[:num_rows] >= 3).sum(axis=1) >= 8).all(), "three seeds"
     assert (found.noise[:num_rows] > 0).all()
     full = found.errors[:num_rows, [plan.label for plan in found.plans].index("as written")]
-    assert (full < 0.9 * np.array([task.blind for task in found.tasks[:num_rows]], dtype=np.float64)).all()
+    blind = np.array([task.blind for task in found.tasks[:num_rows]], dtype=np.float64)
+    return blind - full
 
 
 def test_rows_of_the_stored_prior(stored: Earlier) -> None:
-    check_rows(stored, len(stored.tasks), 4 if STORED == "provisional" else 8)
+    assert (check_rows(stored, len(stored.tasks)) > LEARNED * stored.noise).all()
+    assert not stored.diverged.any()
 
 
-@needs_simulated
 def test_rows_of_the_simulated_prior(simulated: Earlier) -> None:
-    check_rows(simulated, COMPLETE, 8)
+    """At full precision a tenth of the way from a blind guess to no error, at least; most noise is that of formats that do not learn."""
+    assert (check_rows(simulated, COMPLETE) > [0.1 * (task.blind or np.nan) for task in simulated.tasks[:COMPLETE]]).all()
 
 
-@needs_simulated
 def test_superclasses_are_sampled_with_known_odds(simulated: Earlier) -> None:
     configurations = [j for j, plan in enumerate(simulated.plans) if plan.level]
     sampled = np.isfinite(simulated.errors[COMPLETE:][:, configurations])
-    assert len(sampled) == 20 and sampled.mean() >= 0.3
+    assert len(sampled) == SUPERCLASSES and sampled.mean() >= 0.3 and sampled.mean(axis=1).min() >= 0.25
     odds = simulated.propensity[COMPLETE:][:, configurations][sampled]
     assert (odds < 1).all() and len(np.unique(odds)) > 20, "uniform on some, cheap first on some"
 
 
 def test_measured_bytes_stand_beside_predicted_ones(stored: Earlier) -> None:
-    """On a CPU small steps take scratch that no footprint counts: what is predicted is a lower bound there, but for a tenth."""
+    """docs/priors.md says where they are apart: one copy of the logits of a text, and scratch where tensors are packed."""
     assert np.isfinite(stored.measured).all()
     ratio = stored.measured / stored.memory
-    assert (ratio > 0.85).all()
-    if STORED != "provisional":
-        assert np.median(abs(ratio - 1)) < 0.1
+    assert ((ratio > 0.85) & (ratio < 1.25)).all()
+    assert np.median(abs(ratio - 1)) < 0.1
+    plain = stored.row("cifar10 resnet18"), [plan.label for plan in stored.plans].index("as written")
+    assert abs(ratio[plain] - 1) < 0.02
 
 
-@needs_simulated
+def test_simulated_memory_is_counted_not_measured(simulated: Earlier) -> None:
+    assert np.isnan(simulated.measured).all() and np.isfinite(simulated.memory[np.isfinite(simulated.errors)]).all()
+
+
+def test_where_the_simulated_prior_comes_from(simulated: Earlier) -> None:
+    assert {one["device"] for one in simulated.provenance} == {"NVIDIA H200"}
+    assert sum(one["trials"] for one in simulated.provenance) == simulated.counts.sum()
+
+
+def test_where_the_stored_prior_comes_from(stored: Earlier) -> None:
+    (one,) = stored.provenance
+    assert (
+        one["device"] == "NVIDIA H200"
+        and one["versions"]["torch"].startswith("2.11")
+        and one["sweeps"] == ["stored", "stored_again"]
+    )
+    assert one["trials"] <= stored.counts.sum(), "plans that were equal are one trial and two entries"
+
+
+def test_a_place_of_a_run_is_its_seed(stored: Earlier) -> None:
+    """Plans that ran once ran with the first seed: those of one seed can be compared."""
+    assert set(np.unique(stored.counts)) == {1, 3} and np.isfinite(stored.runs[..., 0]).all()
+
+
 def test_levels_are_the_low_formats(simulated: Earlier) -> None:
     assert [plan.level for plan in simulated.plans] == ["", *np.repeat(LOW_FORMATS, 9)]
 

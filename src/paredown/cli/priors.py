@@ -22,6 +22,7 @@ SourceArgument = Annotated[str, typer.Argument(help="A store (file or URL) or an
 SweepsOption = Annotated[
     list[str] | None, typer.Option("--sweep", help="Only tasks of this sweep; may be said again.", show_default=False)
 ]
+FinishedOption = Annotated[bool, typer.Option("--finished", help="Only tasks of which no trial is left to run.")]
 
 
 @verb(prior_app, "list", "paredown prior list")
@@ -80,13 +81,14 @@ def prior_make(
     name: Annotated[str | None, typer.Option("--name", help="Its name; the file's unless given.", show_default=False)] = None,
     sweep: SweepsOption = None,
     tasks: TasksOption = None,
+    is_finished: FinishedOption = False,
     is_json: JsonOption = False,
 ) -> None:
     """Write the prior of a store to a file, as the package carries them."""
     from paredown.runs.collected import collect, read_rows
     from paredown.search.earlier_json import write
 
-    prior = collect(read_rows(source), name or to.stem, sweeps=sweep or (), folder=tasks)
+    prior = collect(read_rows(source), name or to.stem, sweeps=sweep or (), folder=tasks, is_finished=is_finished)
     write(prior, to)
     if is_json:
         emit({**summary(prior), "file": str(to)})

@@ -76,9 +76,14 @@ def _exported(path: Path) -> Rows:
     return found
 
 
-def collect(rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None) -> Earlier:
-    """The prior of all trials, or of all on the tasks of some sweeps; tasks are looked for in `folder`, without one none that are code."""
-    sweeps, finished = set(sweeps), [row for row in rows if row["trial"] is not None]
+def collect(rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None, is_finished: bool = False) -> Earlier:
+    """The prior of all trials, or of all on the tasks of some sweeps; tasks are looked for in `folder`, without one none that are code.
+
+    `is_finished`: only tasks of which these sweeps have nothing left to run; of others a sample would be what happened to run first.
+    """
+    sweeps = set(sweeps)
+    waiting = {row["task"] for row in rows if row["trial"] is None and (not sweeps or row["sweep"] in sweeps)}
+    finished = [row for row in rows if row["trial"] is not None and not (is_finished and row["task"] in waiting)]
     unknown = sorted(sweeps - {str(row["sweep"]) for row in finished})
     if unknown:
         raise PriorError(f"sweep {unknown[0]!r} has no finished trial here. There are: {', '.join(_names(finished)) or 'none'}.")

@@ -20,6 +20,7 @@ from paredown.search.frontier import undominated
 from paredown.search.learned import WORST, Learned
 from paredown.search.picked import Frontier, Picked, Point
 from paredown.search.pooled import Prior
+from paredown.search.seeds import Run
 from paredown.search.telling import UNFINISHED, Telling, why_none_trains, why_nothing_is_small_enough
 
 Array = NDArray[np.float64]
@@ -86,10 +87,11 @@ class Picking:
     def _placed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
         return [(self._place[_key(trial.plan)], trial) for trial in trials if _key(trial.plan) in self._place]
 
-    def runs(self) -> list[tuple[int, float]]:
-        """(plan, error in parts of a blind guess) of the trials that came to an end."""
+    def runs(self) -> list[Run]:
+        """Trials that came to an end, their errors in parts of a blind guess."""
         found = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
-        return [(plan, min(WORST, trial.error / self._unit) if trial.error is not None else WORST) for plan, trial in found]
+        errors = [min(WORST, trial.error / self._unit) if trial.error is not None else WORST for _, trial in found]
+        return [Run(plan, error, trial.seed) for (plan, trial), error in zip(found, errors, strict=True)]
 
     @property
     def _unit(self) -> float:
@@ -152,13 +154,21 @@ class Picking:
         if not len(fits):
             return None
         belief, memory = self.prior.after(runs), self.candidates.memory
-        best, tried = self.choice().plan, {plan for plan, _ in runs}
-        if best in tried and is_settled(self.prior, belief, fits):
+        best, tried = self.choice().plan, {run.plan for run in runs}
+        known = {self._twin(plan) for plan in tried}
+        if self._twin(best) in known and is_settled(self.prior, belief, fits):
             self.is_settled = True
             return None
-        if best not in tried and num_left == 1:
+        if self._twin(best) not in known and num_left == 1:
             return best
-        return propose(TURNS[min(len(self.known), len(TURNS) - 1)], self.prior, belief, fits, memory)
+        telling = np.array([plan for plan in fits if plan in tried or self._twin(plan) not in known], dtype=np.intp)
+        turn = TURNS[min(len(self.known), len(TURNS) - 1)]
+        return propose(turn, self.prior, belief, telling, memory, tried=tried) if len(telling) else None
+
+    def _twin(self, plan: int) -> int:
+        """The same number for plans that come to the same runs: trying a second one tells nothing."""
+        column = self.candidates.rows[plan].column
+        return int(self.learned.twins[column]) if column >= 0 else -1 - plan
 
     # --- what is answered ---------------------------------------------------------------------------------------------
 
@@ -166,10 +176,7 @@ class Picking:
         """What is believed of all plans, in parts of a blind guess; plans that cannot be trained need endless memory."""
         memory = self.candidates.memory.copy()
         memory[list(self.blocked())] = np.inf
-        measured: dict[int, list[float]] = {}
-        for plan, error in self.runs():
-            measured.setdefault(plan, []).append(error)
-        return Estimate.of(self.prior, memory, measured)
+        return Estimate.after(self.prior, memory, self.runs())
 
     def choice(self) -> Choice:
         """The plan to take; BudgetError where nothing fits."""

@@ -19,6 +19,7 @@ When that is small beside the noise of a run, nothing more can change the choice
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -49,11 +50,12 @@ class Kinds(NamedTuple):
         return self.weights @ self.means
 
 
-def kinds_of(prior: Prior, belief: Belief, plans: Indices) -> Kinds:
-    """What is believed of these plans."""
+def kinds_of(prior: Prior, belief: Belief, plans: Indices, tried: Collection[int] = ()) -> Kinds:
+    """What is believed of these plans. Those that were tried would run with another seed, and what that does to all plans is not known."""
     levels = prior.levels[plans]
     spreads = belief.spreads[0][:, levels][:, :, levels] + np.diag(prior.doubt[plans])
-    return Kinds(belief.weights[0], belief.means[0][:, levels] + prior.offsets[plans], spreads, belief.noise[:, levels])
+    apart = np.array([1 + 2 * prior.shared * (plan in tried) for plan in plans])
+    return Kinds(belief.weights[0], belief.means[0][:, levels] + prior.offsets[plans], spreads, apart * belief.noise[:, levels])
 
 
 def values(kinds: Kinds) -> Array:
@@ -95,9 +97,9 @@ DESIGNS = {"knowledge": knowledge, "choice": values}
 TURNS = ("knowledge", "choice")  # the first one chooses the first plan to measure, the second all others
 
 
-def propose(design: str, prior: Prior, belief: Belief, plans: Indices, memory: Array) -> int:
+def propose(design: str, prior: Prior, belief: Belief, plans: Indices, memory: Array, *, tried: Collection[int] = ()) -> int:
     """The one of `plans` to measure next: that of the largest gain; of equals, the one of the least memory."""
-    gains = DESIGNS[design](kinds_of(prior, belief, plans))
+    gains = DESIGNS[design](kinds_of(prior, belief, plans, tried))
     best = plans[gains >= gains.max() - 1e-9 * abs(gains.max())]
     return int(best[np.argmin(memory[best])])
 
@@ -105,5 +107,5 @@ def propose(design: str, prior: Prior, belief: Belief, plans: Indices, memory: A
 def is_settled(prior: Prior, belief: Belief, plans: Indices) -> bool:
     """Whether measuring more of `plans`, however much, could not lower the error by what would be noticed."""
     kinds = kinds_of(prior, belief, plans)
-    noise = (kinds.weights @ kinds.noise)[int(kinds.mean.argmin())]
+    noise = (1 + prior.shared) * (kinds.weights @ kinds.noise)[int(kinds.mean.argmin())]
     return value_of_all(kinds) <= ENOUGH * float(np.sqrt(noise))

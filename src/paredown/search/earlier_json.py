@@ -38,7 +38,8 @@ ABOUT = {
     "source: the prior it came with, text: the task as sweeps call it",
     "plans": "label; plan: JSON of a Plan, or recipe: how it is made for each task; level: plans of one level differ by noise alone, as "
     "far as is known; features: bits a value by role, and other numbers that tell plans apart",
-    "runs": "for each task, for each plan, the errors of its runs in the order of their seeds; [] where nobody looked",
+    "runs": "for each task, for each plan, the errors of its runs, each in the place of its seed; null where that seed did not run, [] "
+    "where nobody looked",
     "diverged": "how many of these diverged, and have the error of a blind guess",
     "memory, measured": "peak bytes, predicted and measured; null where they are not known",
     "propensity": "how likely the draw was to take the pair; null: certain, for all",
@@ -105,8 +106,8 @@ def _told(row: TaskRow | PlanRow) -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if value is not None and value != "" and value != {}}
 
 
-def _runs(runs: Array) -> list[float]:
-    return [round(float(x), DIGITS) for x in runs if np.isfinite(x)]
+def _runs(runs: Array) -> list[float | None]:
+    return [_number(x) for x in runs[: np.flatnonzero(np.isfinite(runs)).max(initial=-1) + 1]]
 
 
 def _whole(matrix: Array) -> list[list[int | None]]:
@@ -182,7 +183,7 @@ def _matrix(value: Any, shape: tuple[int, int], name: str) -> Array | None:
 
 def _all_runs(value: Any, shape: tuple[int, int]) -> Array:
     """(tasks, plans, most runs of a pair)."""
-    told = f"runs is {shape[0]} rows of {shape[1]} lists of finite errors"
+    told = f"runs is {shape[0]} rows of {shape[1]} lists of finite errors or null"
     if not _is_table(value, shape) or not all(isinstance(cell, list) for row in value for cell in row):
         raise PriorError(f"{told}; it is {_brief(value)}.")
     depth = max((len(cell) for row in value for cell in row), default=0)
@@ -191,9 +192,9 @@ def _all_runs(value: Any, shape: tuple[int, int]) -> Array:
     found = np.full((*shape, max(depth, 1)), np.nan)
     for i, row in enumerate(value):
         for j, cell in enumerate(row):
-            if not all(map(_is_number, cell)):
+            if not all(part is None or _is_number(part) for part in cell):
                 raise PriorError(f"{told}; of task {i + 1} and plan {j + 1} they are {_brief(cell)}.")
-            found[i, j, : len(cell)] = cell
+            found[i, j, : len(cell)] = [np.nan if part is None else part for part in cell]
     return found
 
 

@@ -25,6 +25,7 @@ from paredown.errors import BudgetError
 from paredown.search.frontier import undominated
 from paredown.search.mixture import Belief
 from paredown.search.pooled import Prior
+from paredown.search.seeds import Run
 
 Array = NDArray[np.float64]
 DOUBT = 0.05  # a plan that is better than the one taken with at least this probability ties with it
@@ -56,16 +57,24 @@ class Estimate:
     @staticmethod
     def of(prior: Prior, memory: Array, measured: Mapping[int, float | Sequence[float]] | None = None) -> Estimate:
         """After measurements, or before any; a plan may have been measured several times."""
-        runs = {plan: [prior.finite(float(error)) for error in np.atleast_1d(errors)] for plan, errors in (measured or {}).items()}
-        belief = prior.after([(plan, error) for plan, errors in runs.items() for error in errors])
+        errors = {plan: np.atleast_1d(errors) for plan, errors in (measured or {}).items()}
+        return Estimate.after(prior, memory, [Run(plan, float(error)) for plan, found in errors.items() for error in found])
+
+    @staticmethod
+    def after(prior: Prior, memory: Array, runs: Sequence[Run]) -> Estimate:
+        """After runs, with their seeds: what these do to all plans alike makes bands wider, and no plan better than another."""
+        belief, levels = prior.after(runs), prior.levels
         mean, deviation = belief.levels()
-        levels = prior.levels
+        noise = belief.run_noise()[levels]
+        measured: dict[int, list[float]] = {}
+        for run in runs:
+            measured.setdefault(run.plan, []).append(prior.finite(run.error))
         return Estimate(
             memory,
             mean[levels] + prior.offsets,
-            np.sqrt(deviation[levels] ** 2 + prior.doubt),
-            belief.run_noise()[levels],
-            {plan: float(np.mean(errors)) for plan, errors in runs.items()},
+            np.sqrt(deviation[levels] ** 2 + prior.doubt + prior.level(runs).common * noise**2),
+            noise * np.sqrt(1 + prior.shared),
+            {plan: float(np.mean(errors)) for plan, errors in measured.items()},
             prior,
             belief,
         )

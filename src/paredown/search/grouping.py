@@ -1,4 +1,4 @@
-"""Which plans may be taken for one: levels, found from earlier tasks, and what is left of plans within a level.
+"""Which plans may be taken for one: levels, found from earlier tasks, what is left of plans within a level, and twins.
 
 Plans with like columns are joined (Ward's tree over the first singular vectors of the errors), and the tree is cut where a mixture
 fitted to one half of the tasks makes the other half most likely.
@@ -8,6 +8,13 @@ fitted to one half of the tasks makes the other half most likely.
 >>> tasks = np.hstack([sharp, sharp, sharp, blunt, blunt, blunt]) + 0.05 * rng.standard_normal((60, 6))
 >>> find_levels(tasks).tolist()
 [0, 0, 0, 1, 1, 1]
+
+Twins are plans of a level whose runs of one seed are the same to the last bit, as where a format has more exponents than any value needs.
+They are one run, however often it is made.
+
+>>> runs = np.array([[[0.1], [0.1], [0.2]], [[0.3], [0.3], [0.3]], [[0.5], [0.5], [0.4]]])
+>>> find_twins(runs, np.zeros(3, dtype=int)).tolist()
+[0, 0, 2]
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ CUTS = (2, 4, 8, 16)  # numbers of levels that are tried
 MOST_LEVELS = 48  # up to so many plans, each may be a level of its own
 MOST_TASKS, FEWEST_TASKS, FEW_STEPS = 200, 8, 10  # when cuts are compared: of a half, of all, and of EM
 NUM_VECTORS = 5
+TASKS_OF_TWINS = 3  # at least, under every plan
 
 
 def find_levels(errors: Array) -> Levels:
@@ -88,3 +96,22 @@ def offsets(errors: Array, levels: Levels) -> tuple[Array, Array]:
     real = max(0.0, float(np.mean(means**2 - noise / runs)))  # the variance between plans of a level
     share = real / np.maximum(real + noise / runs, 1e-300)
     return means * share, share * noise / runs
+
+
+def find_twins(runs: Array, levels: Levels) -> Levels:
+    """For each plan the first of its level with the same runs (tasks, plans, seeds) on all tasks that ran under every plan."""
+    complete = np.isfinite(runs[..., 0]).all(axis=1)
+    if complete.sum() < TASKS_OF_TWINS:
+        return np.arange(runs.shape[1])
+    first: dict[tuple[int, bytes], int] = {}
+    return np.array([first.setdefault((int(levels[j]), runs[complete, j, 0].tobytes()), j) for j in range(runs.shape[1])])
+
+
+def once(runs: Array, twins: Levels) -> Array:
+    """Runs (tasks, plans, seeds), those of twins once: NaN where an earlier twin has the same."""
+    kept = runs.copy()
+    for twin in np.unique(twins):
+        same = np.flatnonzero(twins == twin)
+        before = np.cumsum(np.isfinite(runs[:, same]), axis=1) - np.isfinite(runs[:, same])  # (tasks, twins, seeds)
+        kept[:, same] = np.where(before > 0, np.nan, runs[:, same])
+    return kept

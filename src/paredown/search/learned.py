@@ -3,6 +3,8 @@
 Units: an error is in parts of what a blind guess has, and at most 1 (docs/decisions/019). So the share of wrong answers among 10, among
 100, and the loss of a text are numbers of one kind, and a run that diverged is 1.
 
+Seeds: what a seed does to all plans of a task is taken off (search/seeds.py), and plans that ran with other seeds can be compared.
+
 Levels: those that a prior names; where it names none, every plan is its own, or levels are found where plans are many.
 
 >>> from paredown.search.earlier_made import made_up
@@ -22,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import PriorError
-from paredown.search.earlier import Earlier
+from paredown.search.earlier import Earlier, pooled_noise
 from paredown.search.families import nearest, with_family, with_noises, with_strangers
-from paredown.search.grouping import MOST_LEVELS, as_levels, find_levels, offsets
+from paredown.search.grouping import MOST_LEVELS, as_levels, find_levels, find_twins, offsets, once
 from paredown.search.mixture import Belief, Mixture, Sums
 from paredown.search.pooled import Prior
+from paredown.search.seeds import levelled, shared_of
 from paredown.search.unseen import MOST_POINTS, Likeness, extended
 
 Array = NDArray[np.float64]
@@ -46,7 +49,7 @@ class Learned:
     """What earlier tasks teach about a task of some family.
 
     `wanted`: the new task's family; `family`: the one whose tasks are a kind of their own, "" where none is. `shares`: how much each
-    earlier task weighs in each kind, (tasks, kinds).
+    earlier task weighs in each kind, (tasks, kinds). `twins`: for each plan the first that came to the same runs, (plans,).
     """
 
     earlier: Earlier
@@ -55,11 +58,12 @@ class Learned:
     family: str
     sums: Sums
     shares: Array
+    twins: NDArray[np.intp]
 
     @staticmethod
     def of(earlier: Earlier, family: str = "", *, num_kinds: int = 2) -> Learned:
         """From all of its tasks; `family`: that of the new one."""
-        runs = scaled(earlier)  # (tasks, plans, seeds)
+        runs = np.minimum(levelled(scaled(earlier)), WORST)  # (tasks, plans, seeds)
         seen = np.isfinite(runs)
         errors = np.where(seen.any(axis=2), np.nansum(runs, axis=2) / np.maximum(seen.sum(axis=2), 1), np.nan)
         if not np.isfinite(errors).any():
@@ -68,7 +72,8 @@ class Learned:
             )
         levels = levels_of(earlier, errors)
         apart, doubt = offsets(errors, levels)
-        flat = (runs - apart[:, None]).reshape(len(runs), -1)
+        twins = find_twins(earlier.runs, levels)
+        flat = (once(runs, twins) - apart[:, None]).reshape(len(runs), -1)
         sums = Sums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
         fitted = _widened(Mixture.fitted(sums, num_kinds), len(runs))
         near = nearest(family, [task.family for task in earlier.tasks])
@@ -80,8 +85,10 @@ class Learned:
         ratios = noise_ratios(earlier)
         mixture = with_strangers(with_noises(with_own, ratios))
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])  # to a stranger all tell alike
-        prior = Prior(levels, apart, doubt, mixture, len(runs), WORST)
-        return Learned(earlier, prior, family, near if has_own else "", sums, weights / np.maximum(weights.sum(axis=0), 1e-12))
+        prior = Prior(levels, apart, doubt, mixture, len(runs), WORST, shared_of(_calm(earlier)))
+        return Learned(
+            earlier, prior, family, near if has_own else "", sums, weights / np.maximum(weights.sum(axis=0), 1e-12), twins
+        )
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
         """The prior of plans to choose from: `columns` are those of the earlier tasks' plans, -1 for plans that are none of them.
@@ -135,11 +142,17 @@ def scales_of(earlier: Earlier) -> Array:
 
 def noise_ratios(earlier: Earlier) -> Array:
     """How the noise of a task may differ from that of all, as variances: by the tasks of which plans ran more than once."""
-    noise = (earlier.noise / scales_of(earlier)) ** 2
+    found = pooled_noise(levelled(_calm(earlier)))
+    noise = np.where(np.isfinite(found), found, earlier.noise / scales_of(earlier)) ** 2
     known = noise[np.isfinite(noise) & (noise > 0)]
     if len(known) < FEWEST_NOISES:
         return np.ones(1)
     return np.quantile(known, NOISE_QUANTILES) / known.mean()
+
+
+def _calm(earlier: Earlier) -> Array:
+    """All runs as `scaled` has them, but for those of plans of which one diverged: they tell nothing of the noise of others."""
+    return np.where((earlier.diverged > 0)[..., None], np.nan, scaled(earlier))
 
 
 def levels_of(earlier: Earlier, errors: Array) -> NDArray[np.intp]:

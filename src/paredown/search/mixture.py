@@ -42,9 +42,10 @@ class Sums:
     square: Array
 
     @staticmethod
-    def of(errors: Array, levels: NDArray[np.intp], num_levels: int | None = None) -> Sums:
-        """Of a matrix (tasks, plans), NaN where nothing was observed."""
+    def of(errors: Array, levels: NDArray[np.intp], num_levels: int | None = None, weights: Array | None = None) -> Sums:
+        """Of a matrix (tasks, plans), NaN where nothing was observed; `weights` (plans,): as parts of a run, 1 unless given."""
         is_of = (levels[:, None] == np.arange(num_levels or int(levels.max()) + 1)[None]).astype(float)
+        is_of = is_of if weights is None else is_of * weights[:, None]
         seen = np.where(np.isfinite(errors), errors, 0.0)
         return Sums(np.isfinite(errors) @ is_of, seen @ is_of, seen**2 @ is_of)
 

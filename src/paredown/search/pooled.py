@@ -23,6 +23,7 @@ from paredown.errors import PlanError
 from paredown.search.grouping import as_levels, find_levels, offsets
 from paredown.search.mixture import NUM_STEPS, Belief, Mixture, Sums
 from paredown.search.pickers import Known, Measure, Prediction, with_measured
+from paredown.search.seeds import Level, Run, on_one_level
 
 Array = NDArray[np.float64]
 FOUND_STEPS = 20  # of EM with levels that were found: what more of them change is less than what the levels leave open
@@ -52,7 +53,10 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Prior:
-    """What earlier tasks teach: levels, how far plans lie from theirs (and its variance), the mixture, their number and worst error."""
+    """What earlier tasks teach: levels, how far plans lie from theirs (and its variance), the mixture, their number and worst error.
+
+    `shared`: the variance of what a seed does to all plans of a task, in variances of the noise beside it.
+    """
 
     levels: NDArray[np.intp]
     offsets: Array
@@ -60,6 +64,7 @@ class Prior:
     mixture: Mixture
     num_tasks: int
     worst: float
+    shared: float = 0.0
 
     @staticmethod
     def of(earlier: Array, levels: NDArray[np.intp] | None = None, num_kinds: int = 2) -> Prior:
@@ -77,11 +82,16 @@ class Prior:
         """A new task by what was measured (NaN where not)."""
         return self.mixture.given(Sums.of((seen - self.offsets)[None], self.levels, self.mixture.means.shape[1]))
 
-    def after(self, runs: Sequence[tuple[int, float]]) -> Belief:
-        """A new task by runs, (plan, error) each; a plan may have several."""
-        plans = np.array([plan for plan, _ in runs], dtype=np.intp)
-        errors = np.array([self.finite(error) for _, error in runs], dtype=float) - self.offsets[plans]
-        return self.mixture.given(Sums.of(errors[None], self.levels[plans], self.mixture.means.shape[1]))
+    def after(self, runs: Sequence[Run | tuple[int, float]]) -> Belief:
+        """A new task by runs, (plan, error) or a Run each; a plan may have several."""
+        plans = np.array([run[0] for run in runs], dtype=np.intp)
+        level = self.level(runs)
+        errors = level.errors - self.offsets[plans]
+        return self.mixture.given(Sums.of(errors[None], self.levels[plans], self.mixture.means.shape[1], level.weights))
+
+    def level(self, runs: Sequence[Run | tuple[int, float]]) -> Level:
+        """A new task's runs without what their seeds do to all plans."""
+        return on_one_level([Run(run[0], self.finite(run[1]), *run[2:]) for run in runs], self.shared)
 
     def finite(self, measured: float) -> float:
         """A run that diverged counts as the worst of all errors."""

@@ -1,7 +1,7 @@
 """Priors: what earlier tasks came to under which plans, as files that the package carries and files of the user's own.
 
     load("stored")       what users really run: formats in which tensors wait, on pictures and text
-    load("simulated")    PEPPP's 99 configurations, arithmetic rounded, on pictures; not collected yet
+    load("simulated")    PEPPP's 99 configurations, arithmetic rounded, on pictures
     load("mine")         one of the user's own, made by `paredown prior add`
     load("file.json")    any file of this kind
     known("store")       the shipped one of this mode and all of the user's own, joined

@@ -1,0 +1,120 @@
+"""Trials of a new task that are looked up among the runs that it has: in each draw other ones, and noise where there are none left.
+
+    plans of a named level    differ by noise alone: the level's runs are dealt out to them anew, each once; then its mean and noise
+    other plans               their own runs where they have several, with seeds in another order; else their mean, what the seed
+                              does to all plans of the task, and noise
+
+Twins, which are the same to the last bit, get the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+
+from paredown.plan.plan import Plan
+from paredown.plan.trial import Status, Trial
+from paredown.runs.measuring import Measurer
+from paredown.search.grouping import once
+from paredown.search.seeds import levelled, parts_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task's runs (plans, seeds), NaN where there is none, the names of its plans' levels ("" none) and twins; `noise`: of one run."""
+
+    runs: np.ndarray
+    levels: np.ndarray
+    twins: np.ndarray
+    noise: float
+
+    @cached_property
+    def named(self) -> list[str]:
+        """Levels that have names."""
+        return [str(name) for name in dict.fromkeys(self.levels) if name]
+
+    def of_level(self, name: str) -> np.ndarray:
+        """The runs of a level, those of twins once."""
+        found = once(self.runs[None], self.twins)[0][self.levels == name]
+        return found[np.isfinite(found)]
+
+    @cached_property
+    def means(self) -> np.ndarray:
+        """Of each plan, (plans,), without what seeds do to all; of its level where that has a name."""
+        level = levelled(self.runs[None])[0]
+        seen = np.isfinite(level)
+        found = np.where(seen.any(axis=1), np.where(seen, level, 0.0).sum(axis=1) / np.maximum(seen.sum(axis=1), 1), np.nan)
+        for name in self.named:
+            found[self.levels == name] = self.of_level(name).mean() if len(self.of_level(name)) else np.nan
+        return found
+
+    @cached_property
+    def noises(self) -> np.ndarray:
+        """Of one run of each plan beside what its seed does, (plans,); of all runs of its level where that has a name."""
+        rest = parts_of(self.runs).rest
+        found = np.full(len(self.runs), self.noise if np.isnan(rest) else np.sqrt(rest))
+        for name in self.named:
+            if len(self.of_level(name)) > 2:
+                found[self.levels == name] = self.of_level(name).std(ddof=1)
+        return found
+
+    def dealt(self, draw: int) -> np.ndarray:
+        """Runs of a draw, (plans, seeds)."""
+        dice = np.random.default_rng(draw)
+        found = self.runs[:, dice.permutation(self.runs.shape[1])]
+        for name in self.named:
+            pool, is_of = list(dice.permutation(self.of_level(name))), self.levels == name
+            found[is_of] = np.nan
+            for seed in range(found.shape[1]):
+                for twin in np.unique(self.twins[is_of]):
+                    found[is_of & (self.twins == twin), seed] = pool.pop() if pool else np.nan
+        return found
+
+
+@final
+@dataclass
+class Looked(Measurer):
+    """Trials of a task that are looked up in its row."""
+
+    task: str
+    row: Row
+    place: dict[object, int]
+    draw: int
+
+    def known(self) -> tuple[list[Trial], list[Trial]]:
+        return [], []
+
+    def measure(self, plan: Plan, seed: int, progress: Any = None) -> list[Trial]:
+        return [Trial(self.task, plan, seed, Status.DONE, error=self.error(self.place[plan.rules, plan.recompute], seed))]
+
+    @cached_property
+    def runs(self) -> np.ndarray:
+        """Of this draw."""
+        return self.row.dealt(self.draw)
+
+    @cached_property
+    def lifts(self) -> np.ndarray:
+        """What each seed of this draw adds to all plans."""
+        order = np.random.default_rng(self.draw).permutation(self.row.runs.shape[1])
+        apart = (self.row.runs - levelled(self.row.runs[None])[0])[:, order]
+        return np.array([part[np.isfinite(part)][0] if np.isfinite(part).any() else 0.0 for part in apart.T])
+
+    def error(self, column: int, seed: int) -> float:
+        """Of the plan with that seed."""
+        runs, is_named = self.runs[column], bool(self.row.levels[column])
+        if seed < len(runs) and np.isfinite(runs[seed]) and (is_named or np.isfinite(runs).sum() > 1):
+            return float(runs[seed])
+        shared = 0.0 if is_named else np.nan_to_num(parts_of(self.row.runs).shared)
+        lift = self.lifts[seed] if seed < len(runs) and not is_named else np.sqrt(shared) * _dice(self.draw, seed)
+        noise = self.row.noises[column] * _dice(self.draw, int(self.row.twins[column]), seed)
+        return max(0.0, float(self.row.means[column] + lift + noise))
+
+    def close(self) -> None:
+        pass
+
+
+def _dice(*seeds: int) -> float:
+    return float(np.random.default_rng(seeds).standard_normal())

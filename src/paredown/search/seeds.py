@@ -1,0 +1,124 @@
+"""What a seed does to all plans of a task: runs of one seed share their first weights and the order of their examples.
+
+    run of plan j with seed s = mean of plan j + lift of seed s + rest,        lifts ~ N(0, t^2),  rest ~ N(0, r^2)
+
+Plans that ran with different seeds differ by luck that has nothing to do with them. t^2 and r^2 follow from the plans that ran with every
+seed, by analysis of variance; then lifts are what they are expected to be, whatever the plans' means (best linear prediction), with
+ratio = t^2 / r^2, Z the seeds of the runs, and M what takes off the mean of each plan's runs:
+
+    lifts = C Z' M runs,    C = (Z' M Z + 1 / ratio)^-1,    variance of what is left of them = r^2 C
+
+The place of a run among its plan's is its seed; NaN where there is none.
+
+>>> runs = np.array([[[0.30, 0.40], [0.33, 0.42], [0.31, np.nan]]])
+>>> levelled(runs).round(2).tolist()
+[[[0.35, 0.35], [0.38, 0.37], [0.36, nan]]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+SMALLEST = 1e-12  # variance
+MOST = 1e4  # that the ratio may be
+
+
+class Parts(NamedTuple):
+    """Variances of lifts and of the rest; NaN where fewer than two plans ran with the same two seeds."""
+
+    shared: float
+    rest: float
+
+    @property
+    def ratio(self) -> float:
+        """Of the two; 0 where they are not known."""
+        return min(self.shared / max(self.rest, SMALLEST), MOST) if self.shared > 0 else 0.0
+
+
+class Run(NamedTuple):
+    """An error of a plan, with a seed."""
+
+    plan: int
+    error: float
+    seed: int = 0
+
+
+class Lifts(NamedTuple):
+    """Of each seed: what it adds to all runs, and what is left open of that (seeds, seeds), in variances of the rest."""
+
+    size: Array
+    doubt: Array
+
+
+class Level(NamedTuple):
+    """Runs without the lifts of their seeds. `weights`: how much each tells, 1 where its seed is that of all. `common`: what is open of the
+    lifts that all share, in variances of the rest."""
+
+    errors: Array
+    weights: Array
+    common: float
+
+
+def parts_of(runs: Array) -> Parts:
+    """Of one task's runs (plans, seeds), by the plans that ran with every seed that any plan ran with twice."""
+    seen = np.isfinite(runs)
+    seeds = seen[seen.sum(axis=1) > 1].any(axis=0)
+    whole = runs[:, seeds][seen[:, seeds].all(axis=1)]
+    num_plans, num_seeds = whole.shape
+    if num_plans < 2 or num_seeds < 2:
+        return Parts(np.nan, np.nan)
+    apart = whole - whole.mean(axis=1, keepdims=True)
+    lifts = apart.mean(axis=0)
+    rest = float(((apart - lifts) ** 2).sum() / ((num_plans - 1) * (num_seeds - 1)))
+    return Parts(max(0.0, float((lifts**2).sum() / (num_seeds - 1)) - rest / num_plans), rest)
+
+
+def lifts_of(runs: Sequence[Run], ratio: float, num_seeds: int) -> Lifts:
+    """Of the seeds 0, 1, .. of one task."""
+    if ratio <= 0 or not runs:
+        return Lifts(np.zeros(num_seeds), np.zeros((num_seeds, num_seeds)))
+    plans, errors, seeds = (np.array(part) for part in zip(*runs, strict=True))
+    names, places = np.unique(plans, return_inverse=True)
+    counts = np.zeros((len(names), num_seeds))
+    np.add.at(counts, (places, seeds), 1.0)
+    sizes = counts.sum(axis=1)
+    apart = errors - (np.bincount(places, errors) / sizes)[places]
+    inner = np.diag(counts.sum(axis=0)) - (counts / sizes[:, None]).T @ counts  # Z' M Z
+    doubt: Array = np.linalg.inv(inner + np.eye(num_seeds) / ratio)
+    return Lifts(doubt @ np.bincount(seeds, apart, num_seeds), doubt)
+
+
+def on_one_level(runs: Sequence[Run], ratio: float) -> Level:
+    """A new task's runs, whatever their seeds are called. What is not known of a seed makes its runs tell less, beside the others."""
+    names, seeds = np.unique([run.seed for run in runs], return_inverse=True)
+    shares = np.bincount(seeds) / max(len(runs), 1)
+    size, doubt = lifts_of([run._replace(seed=int(seed)) for run, seed in zip(runs, seeds, strict=True)], ratio, len(names))
+    across = doubt @ shares
+    common = float(shares @ across)
+    beside = np.maximum(np.diagonal(doubt) + common - 2 * across, 0.0)
+    errors = np.array([run.error for run in runs], dtype=float)
+    return Level(errors - size[seeds], 1 / (1 + beside[seeds]), common)
+
+
+def levelled(runs: Array) -> Array:
+    """Runs (tasks, plans, seeds) without the lifts of their seeds; those of a task that tells nothing of them stay as they are."""
+    lifts, ratios = np.zeros((len(runs), 1, runs.shape[2])), [parts_of(task).ratio for task in runs]
+    for place in np.flatnonzero(ratios):
+        lifts[place, 0] = lifts_of(listed(runs[place]), ratios[place], runs.shape[2]).size
+    return runs - lifts
+
+
+def listed(runs: Array) -> list[Run]:
+    """Those of one task (plans, seeds)."""
+    return [Run(int(plan), float(runs[plan, seed]), int(seed)) for plan, seed in zip(*np.nonzero(np.isfinite(runs)), strict=True)]
+
+
+def shared_of(runs: Array) -> float:
+    """The ratio of all tasks (tasks, plans, seeds) together; 0 where none tells it."""
+    parts = [part for part in map(parts_of, runs) if np.isfinite(part.rest)]
+    return Parts(sum(part.shared for part in parts), sum(part.rest for part in parts)).ratio

@@ -1,0 +1,97 @@
+"""Seeds that lift all plans of a task: found by the definition of a mixed model, taken off, and left alone where nothing tells of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paredown.search.seeds import Run, levelled, lifts_of, listed, on_one_level, parts_of, shared_of
+
+NAN = np.nan
+
+
+def made(num_plans: int, lifts: list[float], rest: float, seed: int = 0) -> np.ndarray:
+    """(plans, seeds): means of plans, lifts of seeds, noise."""
+    source = np.random.default_rng(seed)
+    return (
+        0.3
+        + 0.1 * source.standard_normal((num_plans, 1))
+        + np.array(lifts)
+        + rest * source.standard_normal((num_plans, len(lifts)))
+    )
+
+
+def test_variances_are_found() -> None:
+    """2,000 plans tell the rest to 2 %; of the lifts it is their own variance."""
+    lifts = [0.05, -0.02, -0.03]
+    found = parts_of(made(2000, lifts, 0.01))
+    assert np.sqrt(found.rest) == pytest.approx(0.01, rel=0.05)
+    assert np.sqrt(found.shared) == pytest.approx(np.std(lifts, ddof=1), rel=0.02)
+
+
+def test_lifts_are_those_of_the_whole_mixed_model() -> None:
+    """Henderson's equations, plans fixed and seeds random, solved as one system; runs missing here and there."""
+    runs, ratio = made(7, [0.04, 0.0, -0.05], 0.02), 3.0
+    runs[[0, 3, 5, 5], [1, 2, 0, 1]] = NAN
+    plans, seeds = np.nonzero(np.isfinite(runs))
+    x, z = np.eye(7)[plans], np.eye(3)[seeds]
+    system = np.block([[x.T @ x, x.T @ z], [z.T @ x, z.T @ z + np.eye(3) / ratio]])
+    inverse = np.linalg.inv(system)
+    solved = inverse @ np.concatenate([x.T @ runs[plans, seeds], z.T @ runs[plans, seeds]])
+    found = lifts_of(listed(runs), ratio, 3)
+    np.testing.assert_allclose(found.size, solved[7:], atol=1e-12)
+    np.testing.assert_allclose(found.doubt, inverse[7:, 7:], atol=1e-12)
+
+
+def test_plans_of_other_seeds_become_comparable() -> None:
+    """Ten plans with three seeds, ten with the first one alone: their means are as near to the truth as one run's rest is."""
+    runs = made(20, [-0.10, 0.05, 0.05], 0.004)
+    means = 0.3 + 0.1 * np.random.default_rng(0).standard_normal(20)
+    runs[10:, 1:] = NAN
+    off = np.nanmean(runs, axis=1) - means
+    level = np.nanmean(levelled(runs[None])[0], axis=1) - means
+    assert abs(off[10:].mean() - off[:10].mean()) > 0.08, "as they are, luck of the seed"
+    assert abs(level[10:].mean() - level[:10].mean()) < 0.005, "five deviations of the difference"
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [[0.1, NAN], [0.2, NAN]],  # one seed
+        [[0.1, 0.3], [0.2, NAN]],  # one plan twice
+        [[0.1, NAN], [NAN, 0.2]],  # none twice
+        [[NAN, NAN], [NAN, NAN]],
+        [[0.1, 0.2], [0.2, 0.1]],  # seeds explain nothing
+    ],
+)
+def test_nothing_is_taken_off_where_nothing_is_told(runs: list[list[float]]) -> None:
+    given = np.array([runs])
+    np.testing.assert_array_equal(levelled(given), given)
+
+
+def test_runs_that_do_not_vary() -> None:
+    assert np.isfinite(levelled(np.full((1, 3, 2), 0.5))).all()
+    flat = levelled(np.array([[[0.2, 0.4], [0.3, 0.5], [0.1, 0.3]]]))[0]
+    np.testing.assert_allclose(flat[:, 0], flat[:, 1], atol=1e-4)
+
+
+def test_one_seed_leaves_runs_alone_and_their_common_level_open() -> None:
+    found = on_one_level([Run(0, 0.3, 5), Run(4, 0.5, 5)], 2.0)
+    assert found.errors.tolist() == [0.3, 0.5] and found.weights.tolist() == [1.0, 1.0] and found.common == pytest.approx(2.0)
+    assert on_one_level([], 2.0).common == 0
+
+
+def test_a_second_seed_tells_less_until_several_plans_ran_with_it() -> None:
+    once = [Run(plan, 0.1 * plan, 0) for plan in range(6)]
+    found = [on_one_level([*once, *(Run(plan, 0.1 * plan + 0.5, 1) for plan in range(num))], 9.0) for num in (1, 5)]
+    assert found[0].weights[-1] < found[1].weights[-1] < 1
+    np.testing.assert_allclose(found[1].errors[6:] - found[1].errors[:5], 0.0, atol=0.02)
+    assert found[1].common < 9.0, "the mean of two seeds is nearer to that of all"
+
+
+def test_the_ratio_of_all_tasks() -> None:
+    """60 tasks of 30 plans: deviations of 0.02 and 0.01 have the ratio 4 as variances; 180 lifts tell it to a tenth."""
+    source = np.random.default_rng(3)
+    tasks = np.array([made(30, list(0.02 * source.standard_normal(4)), 0.01, seed) for seed in range(60)])
+    assert shared_of(tasks) == pytest.approx(4.0, rel=0.35)
+    assert shared_of(tasks[:, :, :1]) == 0
