@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+import paredown.runs.pick as pick_module
 from paredown import Plan, TaskError, Trial, pick
+from paredown.plan.sizes import say_bytes
 from paredown.plan.trial import Status
 from paredown.report.studies import study_of_pick
 from paredown.runs.evaluate import formats_state
+from paredown.runs.picking import Picking
 from paredown.runs.sweep import Drawn, TrialSpec
 from paredown.runs.where import device_name
 from tests.runs.test_pick import PRIOR, as_earlier, bytes_of, make_task, tried
@@ -76,6 +79,30 @@ def test_no_memory_for_any_plan(tried: Any) -> None:
     tried(lambda plan, seed: {"status": Status.OUT_OF_MEMORY, "error": None, "reason": "out of memory after 0 of 12 steps"})
     found = pick(make_task(), "55%", 40, prior=PRIOR, device="cpu")
     assert found.plan is None and "none could be trained within the budget. The last trial: out_of_memory" in found.reason
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_what_trials_take_beyond_their_prediction_counts_for_all_plans(
+    tried: Any, monkeypatch: pytest.MonkeyPatch, is_small: bool
+) -> None:
+    """As on a GPU, whose measured peaks have to fit: a small excess leaves some plans, a large one none, which one trial shows."""
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    budget = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").budget_bytes
+    smallest = min(predicted.values())
+    excess = (budget - smallest) // 2 if is_small else budget
+    ran = tried(lambda plan, seed: {"error": as_earlier(plan, seed), "measured_peak_bytes": predicted[plan] + excess})
+    monkeypatch.setattr(pick_module, "Picking", lambda **given: Picking(**{**given, "is_strict": True}))
+    found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
+    if is_small:
+        assert found.point is not None and found.point.predicted_bytes + excess <= budget
+        assert {point.label for point in found.frontier.points if point.fits} == {
+            point.label for point in points if point.predicted_bytes + excess <= budget
+        }
+    else:
+        assert found.plan is None and len(ran) == 1
+        assert f"at least {say_bytes(excess)} more than predicted" in found.reason and "channels_last" in found.reason
 
 
 def test_code_that_always_raises_is_a_sentence() -> None:

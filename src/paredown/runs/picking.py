@@ -115,11 +115,23 @@ class Picking:
             plan for plan, trial in self._here if trial.status is Status.OUT_OF_MEMORY or (trial.measured_peak_bytes or 0) > over
         }
 
+    @property
+    def excess_bytes(self) -> int:
+        """By how much every trial here was above its predicted peak, where measured peaks count: what plans have in common."""
+        over = [t.measured_peak_bytes - self.candidates.memory[plan] for plan, t in self._here if t.measured_peak_bytes is not None]
+        return max(0, int(min(over))) if over and self.is_strict else 0
+
+    def needed(self) -> Array:
+        """Bytes that plans need: predicted, and the excess of the trials; measured where they were; endless where they do not train."""
+        memory = self.candidates.memory + self.excess_bytes
+        for plan, trial in self._here if self.is_strict else ():
+            memory[plan] = max(trial.measured_peak_bytes or 0, self.candidates.memory[plan])
+        memory[list(self.blocked())] = np.inf
+        return memory
+
     def fits(self) -> Indices:
         """Plans that may be taken."""
-        blocked = self.blocked()
-        within = np.flatnonzero(self.candidates.memory <= self.budget_bytes)
-        return np.array([plan for plan in within if plan not in blocked], dtype=np.intp)
+        return np.flatnonzero(self.needed() <= self.budget_bytes)
 
     # --- what is tried ------------------------------------------------------------------------------------------------
 
@@ -173,10 +185,8 @@ class Picking:
     # --- what is answered ---------------------------------------------------------------------------------------------
 
     def estimate(self) -> Estimate:
-        """What is believed of all plans, in parts of a blind guess; plans that cannot be trained need endless memory."""
-        memory = self.candidates.memory.copy()
-        memory[list(self.blocked())] = np.inf
-        return Estimate.after(self.prior, memory, self.runs())
+        """What is believed of all plans, in parts of a blind guess."""
+        return Estimate.after(self.prior, self.needed(), self.runs())
 
     def choice(self) -> Choice:
         """The plan to take; BudgetError where nothing fits."""
@@ -240,7 +250,7 @@ class Picking:
         """The smallest plan there is, where it is none of the points, and the sentences that say why nothing fits."""
         within = [point for point in points if point.predicted_bytes <= self.budget_bytes]
         if within:
-            return [], why_none_trains(within, self.trials)
+            return [], why_none_trains(within, self.trials, self.excess_bytes)
         least = min(points, key=lambda point: point.predicted_bytes)
         if self.step.trace_of is None:
             return [], why_nothing_is_small_enough(least, self.budget_bytes)

@@ -12,6 +12,7 @@ from paredown.search.learned import Learned
 from paredown.search.picked import Point
 
 NAMED = 3  # ties that a reason names
+TURNED = "With convolutions, Task(..., channels_last=True) spares a GPU the room to turn tensors round."
 UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)  # trials that say nothing of an error
 
 
@@ -78,12 +79,21 @@ class Telling:
         return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)} took {seconds:.1f} s and at most {say_bytes(peak)}"
 
 
-def why_none_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
+def why_none_trains(within: Sequence[Point], trials: Sequence[Trial], excess_bytes: int = 0) -> str:
     """Plans fit by what was predicted, and none of them could be trained."""
     last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
     said = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
+    if excess_bytes:
+        said += f" Trials took at least {say_bytes(excess_bytes)} more than predicted; {_least(within, excess_bytes)} {TURNED}"
     head = f"{len(within)} plans fit by their predicted peaks and none could be trained within the budget."
     return f"{head}{said} Raise the budget, or lower the batch."
+
+
+def _least(points: Sequence[Point], excess_bytes: int) -> str:
+    least = min(points, key=lambda point: point.measured_bytes or point.predicted_bytes + excess_bytes)
+    if least.measured_bytes is not None:
+        return f"the smallest, {least.label}, took {say_bytes(least.measured_bytes)}."
+    return f"with that the smallest, {least.label}, needs {say_bytes(least.predicted_bytes + excess_bytes)}."
 
 
 def why_nothing_is_small_enough(least: Point, budget_bytes: int) -> str:
