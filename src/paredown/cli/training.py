@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paredown.search.picked import Frontier
 
 AS_WRITTEN = "as written"
+MUCH_MORE = 1.15  # measured over predicted
 OnePlanOption = Annotated[
     str | None, typer.Option("--plan", metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)
 ]
@@ -153,7 +154,18 @@ def told(task: str, runs: list[Run]) -> list[str]:
     rows = [(run.name, *cells(run.trial)) for run in runs]
     names = ("plan", "ended", "error", "loss", "peak, measured", "peak, predicted", "seconds")
     first = runs[0].trial
-    return [head(f"{task}, seed {first.seed}, {first.device}"), *table(names, rows, left=2)]
+    return [head(f"{task}, seed {first.seed}, {first.device}"), *table(names, rows, left=2), *filter(None, map(_excess, runs))]
+
+
+def _excess(run: Run) -> str:
+    """A sentence where much more was measured than predicted, else nothing."""
+    from paredown.plan.sizes import say_bytes
+
+    measured, predicted = run.trial.measured_peak_bytes or 0, run.trial.predicted_peak_bytes or 0
+    if measured <= MUCH_MORE * predicted:
+        return ""
+    more = f"{run.name} took {say_bytes(measured - predicted)} more than predicted: scratch inside of operators is not."
+    return f"{more} With convolutions on a GPU, Task(..., channels_last=True) spares most of it (docs/limits.md)."
 
 
 def planned(task: Task, budget: str, device: str | None) -> Plan:
