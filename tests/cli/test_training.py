@@ -14,6 +14,7 @@ import paredown as pare
 from paredown.cli.training import Run, told
 from paredown.plan.trial import Status, Trial
 from paredown.runs.tasks import find_task
+from paredown.runs.where import device_name
 from paredown.search.earlier_json import write
 from paredown.search.earlier_made import made_up
 from paredown.search.picked import Picked
@@ -220,9 +221,13 @@ def test_sources_name_nothing_that_is_run(folder: Path, prior: str) -> None:
     assert not Path("mark").exists()
 
 
-@pytest.mark.parametrize(("measured", "is_said"), [(1150, False), (1151, True), (None, False)])
-def test_much_more_than_predicted_is_said(measured: int | None, is_said: bool) -> None:
-    trial = Trial("t", pare.Plan(), 0, Status.DONE, error=0.1, predicted_peak_bytes=1000, measured_peak_bytes=measured)
+@pytest.mark.parametrize(
+    ("measured", "device", "is_said"),
+    [(1150, "a GPU", False), (1151, "a GPU", True), (None, "a GPU", False), (1151, device_name(torch.device("cpu")), False)],
+)
+def test_much_more_than_predicted_is_said(measured: int | None, device: str, is_said: bool) -> None:
+    sizes = {"predicted_peak_bytes": 1000, "measured_peak_bytes": measured}
+    trial = Trial("t", pare.Plan(), 0, Status.DONE, error=0.1, device=device, **sizes)
     lines = told("t", [Run("mine", pare.Plan(), trial)])
     assert ("mine took 151 B more than predicted" in lines[-1] and "channels_last" in lines[-1]) is is_said
     assert len(lines) == 3 + is_said
