@@ -81,6 +81,25 @@ def test_no_memory_for_any_plan(tried: Any) -> None:
     assert found.plan is None and "none could be trained within the budget. The last trial: out_of_memory" in found.reason
 
 
+def test_a_trial_that_was_broken_off_says_nothing_of_the_excess(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had reached is below its prediction: plans still need what the others took beyond theirs."""
+    tried()
+    before = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
+    predicted = {point.plan: point.predicted_bytes for point in before.frontier.points}
+    excess = (before.budget_bytes - min(predicted.values())) // 2
+
+    def rule(plan: Plan, seed: int) -> Any:
+        if len(ran) == 2:
+            return {"status": Status.OUT_OF_MEMORY, "error": None, "measured_peak_bytes": 10, "reason": "out of memory"}
+        return {"error": as_earlier(plan, seed), "measured_peak_bytes": predicted[plan] + excess}
+
+    ran = tried(rule)
+    monkeypatch.setattr(pick_module, "Picking", lambda **given: Picking(**{**given, "is_strict": True}))
+    found = pick(make_task(), "75%", 3, prior=PRIOR, device="cpu")
+    assert len(ran) >= 2 and found.trials[1].status is Status.OUT_OF_MEMORY
+    assert all(point.predicted_bytes + excess <= before.budget_bytes for point in found.frontier.points if point.fits)
+
+
 @pytest.mark.parametrize("is_small", [True, False])
 def test_what_trials_take_beyond_their_prediction_counts_for_all_plans(
     tried: Any, monkeypatch: pytest.MonkeyPatch, is_small: bool
@@ -239,7 +258,7 @@ def test_other_sweeps_and_other_devices_block_only_what_has_no_memory_here(
     found = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu", store=tmp_path / "trials.db")
     point = next(point for point in found.frontier.points if point.plan == first)
     assert point.trains is not (is_here and status is Status.OUT_OF_MEMORY)
-    assert point.measured_bytes == (10**9 if is_here else None)
+    assert point.measured_bytes == (10**9 if is_here and status is Status.DONE else None), "others had not got so far"
     assert point.measured == (0.001 if status is Status.DONE else None), "errors are known wherever they were measured"
 
 

@@ -118,14 +118,20 @@ class Picking:
     @property
     def excess_bytes(self) -> int:
         """By how much every trial here was above its predicted peak, where measured peaks count: what plans have in common."""
-        over = [t.measured_peak_bytes - self.candidates.memory[plan] for plan, t in self._here if t.measured_peak_bytes is not None]
+        over = [nbytes - self.candidates.memory[plan] for plan, nbytes in self._peaks]
         return max(0, int(min(over))) if over and self.is_strict else 0
+
+    @property
+    def _peaks(self) -> list[tuple[int, int]]:
+        """Measured peaks of trials here that were not broken off: what those had reached is not what they need."""
+        ended = [(plan, trial) for plan, trial in self._here if trial.status not in UNFINISHED]
+        return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
 
     def needed(self) -> Array:
         """Bytes that plans need: predicted, and the excess of the trials; measured where they were; endless where they do not train."""
         memory = self.candidates.memory + self.excess_bytes
-        for plan, trial in self._here if self.is_strict else ():
-            memory[plan] = max(trial.measured_peak_bytes or 0, self.candidates.memory[plan])
+        for plan, nbytes in self._peaks if self.is_strict else ():
+            memory[plan] = max(nbytes, self.candidates.memory[plan])
         memory[list(self.blocked())] = np.inf
         return memory
 
@@ -233,7 +239,7 @@ class Picking:
                 mean=max(float(estimate.means[i]), 0.0 if self.unit is not None else -np.inf) * self._unit,
                 deviation=float(estimate.deviations[i]) * self._unit,
                 measured=_mean([trial.error for plan, trial in self.known if plan == i]),
-                measured_bytes=max((trial.measured_peak_bytes or 0 for plan, trial in self._here if plan == i), default=0) or None,
+                measured_bytes=max((nbytes for plan, nbytes in self._peaks if plan == i), default=None),
                 on_front=bool(front[i]),
                 fits=i in fits,
                 source="measured" if i in estimate.measured else "prior" if row.column >= 0 else "features",
