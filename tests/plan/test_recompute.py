@@ -92,6 +92,38 @@ def test_what_a_module_returns_is_asked_for_first() -> None:
     assert result.death < trace.slot("layer2.0.conv1:input").death  # the ReLU has a second one
 
 
+def test_what_the_caller_holds_stays() -> None:
+    """Hidden states that a model returns are there until the step ends, whoever computes them again."""
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            hidden = [x]
+            for layer in self.layers:
+                hidden.append(layer(hidden[-1]))
+            return hidden[-1], hidden
+
+    trace = trace_step(Returns(), (torch.empty(64, 64), torch.empty(1)), loss=lambda out, _: out[0].mean(), device="cpu")
+    again = recomputed(trace, ("layers.*",))
+    for slot in (slot for slot in again.activations if slot.name.endswith(".0:input")):
+        assert slot.death >= trace.slot(slot.name).dropped
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan.uniform(weight="int8/64@bf16")])
+def test_casts_of_frozen_weights(plan: Plan) -> None:
+    """Autocast's cache has none of them: they wait for backward, packed or not, and in a layer that is computed again they do not."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3)))
+    model.requires_grad_(False)
+    x = torch.empty(64, 128, requires_grad=True)
+    trace = trace_step(model, (x, torch.empty(1)), loss=lambda out, _: out.mean(), device="cuda", autocast=torch.bfloat16)
+    kept = [footprint(trace, one).by_role[Role.TEMPORARY] for one in (plan, plan.recomputing("*"))]
+    casts, inputs = 3 * 2 * 128 * 128, 2 * 2 * 64 * 128  # the inputs of the second and third layer wait instead
+    assert kept[0] - kept[1] == casts - inputs
+
+
 def test_a_pattern_without_a_module() -> None:
     with pytest.raises(PlanError, match=r"recompute 'layer\.0' is no module\. Closest of \d+: 'layers\.0"):
         footprint(traced("gpt"), Plan().recomputing("layer.0"))

@@ -264,3 +264,65 @@ def test_an_input_that_is_changed_in_place_is_no_silent_error() -> None:
 def test_a_module_that_is_not_there() -> None:
     with pytest.raises(ApplyError, match=r"recompute 'layer\.\*' is no module\. Closest of \d+: 'layers"):
         apply(Plan().recomputing("layer.*"), Deep())
+
+
+class Listed(nn.Module):
+    """Layers in a list; with `is_direct` a part of one of them is called from outside too."""
+
+    def __init__(self, *, is_direct: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
+        self.layers, self.head, self.is_direct = nn.ModuleList(parts), nn.Linear(64, 64), is_direct
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.layers[1][0](x) if self.is_direct else x)
+
+
+def test_a_list_of_layers_is_not_called_and_its_parts_are() -> None:
+    x = torch.randn(64, 64)
+    with apply(Plan().recomputing("layers"), Listed()) as session:
+        assert session._recomputed.paths == ("layers.0", "layers.1")
+    model, plan = Listed(), Plan.uniform(activation=INT8).recomputing("layers")
+    wanted = Plan.uniform(activation=INT8).recomputing("layers.*")
+    found: list[list[int]] = []
+    for one in (plan, wanted):
+        with apply(one, model) as session:
+            found.append([_waiting(session, model, x) for _ in range(3)])
+    assert found[0] == found[1] and len(set(found[0])) == 1
+
+
+def test_a_part_that_is_called_outside_too_keeps_its_name() -> None:
+    model, x = Listed(is_direct=True), torch.randn(64, 64)
+    plan = Plan.uniform(activation=INT8).recomputing("layers.*")
+    with apply(plan, model) as session:
+        sizes = [_waiting(session, model, x) for _ in range(3)]
+        assert len(set(sizes)) == 1
+        assert not [name for name in session._activations.decisions if name.startswith(":")]
+
+
+def _waiting(session: Any, model: nn.Module, x: Tensor) -> int:
+    """Bytes that wait between forward and backward."""
+    loss = model(x).square().mean()
+    nbytes = session.stored_bytes
+    loss.backward()
+    return nbytes
+
+
+def test_modules_that_refer_back() -> None:
+    model = Listed()
+    model.layers[0][1].owner = model  # a circle
+    with apply(Plan.uniform(activation=INT8).recomputing("layers.0"), model):
+        model(torch.randn(64, 64)).square().mean().backward()
+
+
+def test_frozen_weights_are_packed_again_when_backward_has_ended() -> None:
+    model = Listed()
+    model.layers.requires_grad_(False)
+    with apply(Plan.uniform(weight=INT8).recomputing("layers.*"), model):
+        for _ in range(2):
+            model(torch.randn(64, 64, requires_grad=True)).square().mean().backward()
+            plain = [name for name, p in model.layers.named_parameters() if p.numel() >= 4096 and p.untyped_storage().nbytes()]
+            assert not plain

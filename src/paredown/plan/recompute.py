@@ -134,7 +134,7 @@ def _without(trace: Trace, span: Span) -> Trace:
         if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
             slots.append(_run_again(trace, slot, span))
         elif slot.role is Role.TEMPORARY and slot.recomputed_from and is_inside(slot.module, span.module):
-            slots.append(replace(slot, running=((slot.birth, trace.backward_at - 1), (span.asks, max(slot.death, span.asks)))))
+            slots.append(_cast_again(trace, slot, span))
         elif slot.role is not Role.ACTIVATION or not any(span.has(saver.name) for saver in slot.savers):
             slots.append(slot)
         elif _is_inner(slot, span):
@@ -164,7 +164,7 @@ def _returned(slot: Slot, span: Span) -> tuple[Slot, list[Output]]:
     again = Output("recomputed", slot.module, "backward", slot.shape, slot.dtype, slot.nbytes, span.asks, max(ends, span.asks))
     parts = tuple(part for part in slot.parts if part not in own)
     ends = max((part.released for part in parts), default=slot.death)
-    kept = replace(slot, savers=savers, parts=parts, recomputed_from="", death=min(slot.death, max(ends, span.end)))
+    kept = replace(slot, savers=savers, parts=parts, recomputed_from="", death=min(slot.death, max(ends, slot.dropped, span.end)))
     return kept, [again]
 
 
@@ -178,6 +178,13 @@ def _run_again(trace: Trace, weight: Slot, span: Span) -> Slot:
     """A weight of the module is plain from when it is computed again until its gradient is there."""
     complete = max((s.dropped for s in trace.of(Role.GRADIENT) if s.name == weight.name), default=span.done)
     return replace(weight, running=(*weight.running, (span.asks, max(span.asks, complete))))
+
+
+def _cast_again(trace: Trace, cast: Slot, span: Span) -> Slot:
+    """The cast of a weight is made twice. Autocast keeps those of weights that are trained until its context ends, and no others."""
+    is_trained = any(slot.name == cast.recomputed_from for slot in trace.of(Role.GRADIENT))
+    ends = trace.backward_at - 1 if is_trained else cast.parts[0].packed
+    return replace(cast, running=((cast.birth, max(ends, cast.birth)), (span.asks, max(cast.death, span.asks))))
 
 
 def _rerun(trace: Trace, span: Span) -> Output:

@@ -148,6 +148,7 @@ def fixed(trace: Trace) -> list[Interval]:
 def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
     """Weights, gradients and optimizer state, and the plain copies of them that come and go."""
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
+    trained = {slot.name for slot in trace.of(Role.GRADIENT)}
     gets = {name: given_to(slot, plan) for name, slot in weights.items()}
     for slot in trace.slots:
         if slot.role is Role.WEIGHT:
@@ -160,7 +161,8 @@ def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
             yield Interval(slot.role, slot.module, slot.birth, slot.death, nbytes)
         elif slot.role is Role.TEMPORARY and slot.recomputed_from:
             of = weights[slot.recomputed_from]
-            yield from _cast(slot, of, gets[of.name], trace.backward_at)
+            is_made_again = gets[of.name].weight is not None and of.name in trained
+            yield from _cast(slot, of, trace.backward_at, is_made_again=is_made_again)
     full_bytes = sum(slot.nbytes for name, slot in weights.items() if gets[name].is_full)
     for made in (
         made for made in trace.outputs if made.phase == "step"
@@ -177,10 +179,10 @@ def _weight(slot: Slot, given: Given) -> Iterator[Interval]:
             yield Interval(Role.TEMPORARY, slot.module, start, end, slot.nbytes)
 
 
-def _cast(slot: Slot, weight: Slot, given: Given, backward_at: int) -> Iterator[Interval]:
-    """The cast of a weight waits for backward; of a packed one it is made again, in each call of its module and in backward."""
+def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_made_again: bool) -> Iterator[Interval]:
+    """The cast of a weight waits for backward; of one that is packed and trained it is made again, in each call and in backward."""
     spans = list(slot.running) or [(slot.birth, slot.death)]
-    if given.weight is not None:
+    if is_made_again:
         calls = [(max(start, slot.birth), end) for start, end in weight.running if start <= backward_at and end >= slot.birth]
         spans = [*(calls or [(slot.birth, slot.parts[0].packed)]), *(spans[1:] or _decoded(slot))]
     for start, end in spans:

@@ -20,7 +20,7 @@ It leaves out: nodes that no output of a module reaches, until one does; tensors
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +91,7 @@ class Watch:
         self.small: set[str] = set()  # names of activations that were left out for being small, as long as they are collected
         self.collects_small = True
         self.passed_over: frozenset[nn.Module] = frozenset()  # others hold what is inside: looked at in the first pass alone
+        self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}  # in that pass: inside of these, and outside
 
     @property
     def was_compiled(self) -> bool:
@@ -117,9 +118,7 @@ class Watch:
     def end_first_pass(self) -> None:
         """All names are known: small ones are not collected any more, and what is passed over needs no hooks inside."""
         self.collects_small = False
-        if self.passed_over:
-            outside = set(_outside(self.model, self.passed_over))
-            self._remove([module for module in self._handles if module not in outside])
+        self._remove([module for module in self._handles if module in self._called[True] - self._called[False]])
 
     def _remove(self, modules: list[nn.Module]) -> None:
         for module in modules:
@@ -159,6 +158,8 @@ class Watch:
         now = self._current()
         if now is None or now.over is not None:
             return
+        if self.passed_over and self.collects_small:
+            self._called[any(call.module in self.passed_over for call in now.calls)].add(module)
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         now.times[path] = times = now.times.get(path, 0) + 1
         now.calls.append(Call(module, path if times == 1 else f"{path}@{times}", is_plain_leaf, next_number()))
@@ -323,13 +324,6 @@ def _found(last: Any, trails: list[Trail]) -> list[tuple[Saved, Any, Any, Tensor
             return None
         found.append((trail.saved, node, raw, tensor))
     return found
-
-
-def _outside(module: nn.Module, closed: Container[nn.Module]) -> Iterator[nn.Module]:
-    """A module and all parts of it that are reached other than through the inside of a closed one."""
-    yield module
-    for part in () if module in closed else module.children():
-        yield from _outside(part, closed)
 
 
 class Hook:

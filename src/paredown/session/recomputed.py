@@ -13,7 +13,7 @@ Batch norms count a batch once: in the second pass their running statistics are 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -35,7 +35,7 @@ class Recomputed:
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         paths = dict(model.named_modules())
         try:
-            self.paths = tuple(outermost(paths, plan.recompute))
+            self.paths = tuple(path for found in outermost(paths, plan.recompute) for path in _called(found, paths[found]))
         except PlanError as error:
             raise ApplyError(f"{error} Correct it, or take a plan of this model.") from None
         self.modules = [paths[path] for path in self.paths]
@@ -96,6 +96,15 @@ class Recomputed:
                 yield
         finally:
             self._local.is_again = before
+
+
+def _called(path: str, module: nn.Module) -> Iterator[str]:
+    """The path of a module, or of its parts where it is a mere list of them, which nobody calls."""
+    if type(module).forward is not nn.Module.forward:
+        yield path
+        return
+    for name, part in module.named_children():
+        yield from _called(f"{path}.{name}", part)
 
 
 class _Afresh:

@@ -45,6 +45,7 @@ SMALL = "packing them would save little, and norms and biases are sensitive"
 HELD = "somebody holds it after the forward pass: it waits plain until backward used it"
 REPLACED = "this parameter was put there after apply"
 GIVEN_BACK = "its dtype or device became one that is not packed: it is plain from then on"
+NO_BACKWARD = -1  # the number of the backward pass that runs, where none does
 
 
 class Weights:
@@ -246,12 +247,17 @@ class Weights:
         entry.weight.hide()
 
     def _hold(self, entry: Entry, is_hooked: bool) -> None:
-        """Try again when the gradient is there."""
+        """Try again when the gradient is there; of frozen ones in a layer that is computed again, with the next such one and at the end."""
         if entry.weight not in self._holding:
             entry.is_hooked = is_hooked
+            held = [weight for weight, other in self._holding.items() if not other.parameter.requires_grad]
             self._holding[entry.weight] = entry
             if entry.parameter.requires_grad:
                 entry.handle = entry.parameter.register_post_accumulate_grad_hook(Retry(self, entry.weight))
+            elif torch._C._current_graph_task_id() != NO_BACKWARD:
+                for weight in held:
+                    self.retry(weight)
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self.retry(entry.weight))
 
     def retry(self, weight: Weight, *, in_backward: bool = False) -> None:
         """Make a parameter wait that somebody held."""
