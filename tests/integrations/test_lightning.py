@@ -210,6 +210,20 @@ def test_the_plugin_of_fabric_goes_on_where_it_was(tmp_path: Path) -> None:
     assert_equal(run(resumes=True), whole)
 
 
+def test_the_plugin_of_fabric_works_where_the_module_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU, a Fabric for the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    plugin = PlanPrecision(PLAN, "bf16-mixed")
+    monkeypatch.undo()
+    fabric = Fabric(accelerator="cpu", plugins=plugin)
+    wrapped = fabric.setup_module(network())
+    assert wrapped(torch.randn(4, 64)).dtype is torch.float32
+    plugin.inner.device = "meta"
+    wrapped(torch.randn(4, 64))
+    assert plugin.inner.device == "cpu"
+    plugin.close()
+
+
 def test_what_the_plugin_of_fabric_refuses() -> None:
     with pytest.raises(ApplyError, match="'32-true', 'bf16-mixed', not '64-true'"):
         PlanPrecision(PLAN, "64-true")

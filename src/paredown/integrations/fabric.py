@@ -13,6 +13,7 @@ does where the plan is for activations alone; other plans have to be on the mode
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
@@ -29,7 +30,7 @@ ORDER = "With Fabric: model = fabric.setup_module(model), then fabric.setup_opti
 
 
 def _mixed() -> Precision:
-    return MixedPrecision("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")
+    return MixedPrecision("bf16-mixed", "cpu")  # the device is that of the module, once it is there
 
 
 BY_NAME: Mapping[str, Callable[[], Precision]] = {"32-true": Precision, "bf16-mixed": _mixed}
@@ -46,8 +47,10 @@ class PlanPrecision(Applied, Precision):
                 f"PlanPrecision knows {', '.join(map(repr, BY_NAME))}, not {precision!r}. Give the plugin itself: "
                 "PlanPrecision(plan, MixedPrecision('16-mixed', 'cuda', GradScaler()))."
             )
+        self._is_named = not isinstance(precision, Precision)
         self.inner: Any = precision if isinstance(precision, Precision) else BY_NAME[precision]()
         self.precision = self.inner.precision
+        self._module: Callable[[], nn.Module | None] = lambda: None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Where Fabric sets a module up, the plan goes onto it."""
@@ -58,6 +61,7 @@ class PlanPrecision(Applied, Precision):
             self.put_on(module)
         except ApplyError as error:
             raise ApplyError(f"{error} {ORDER}") from None
+        self._module = weakref.ref(module)
         return module
 
     def numbers(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
@@ -78,6 +82,10 @@ class PlanPrecision(Applied, Precision):
         return self.inner.module_init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
+        module = self._module() if self._is_named else None
+        place = next(module.parameters(), None) if module is not None else None
+        if place is not None and isinstance(self.inner, MixedPrecision):
+            self.inner.device = place.device.type
         return self.inner.forward_context()
 
     def convert_input(self, data: Any) -> Any:
