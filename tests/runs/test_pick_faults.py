@@ -19,6 +19,7 @@ from paredown.runs.evaluate import formats_state
 from paredown.runs.picking import Picking
 from paredown.runs.sweep import Drawn, TrialSpec
 from paredown.runs.where import device_name
+from paredown.search.picked import Frontier
 from tests.runs.test_pick import PRIOR, as_earlier, bytes_of, make_task, tried
 
 __all__ = ["tried"]
@@ -116,6 +117,7 @@ def test_what_trials_take_beyond_their_prediction_counts_for_all_plans(
     found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
     if is_small:
         assert found.point is not None and found.point.predicted_bytes + excess <= budget
+        assert found.frontier.best("75%") == found.point and Frontier.from_json(found.frontier.to_json()) == found.frontier
         assert {point.label for point in found.frontier.points if point.fits} == {
             point.label for point in points if point.predicted_bytes + excess <= budget
         }

@@ -161,8 +161,8 @@ def _excess(run: Run) -> str:
     """A sentence where much more was measured on a GPU than predicted, else nothing; a CPU's operators always have scratch."""
     from paredown.plan.sizes import say_bytes
 
-    measured, predicted = run.trial.measured_peak_bytes or 0, run.trial.predicted_peak_bytes or 0
-    if measured <= MUCH_MORE * predicted or run.trial.device.endswith("CPU"):
+    measured, predicted = run.trial.measured_peak_bytes, run.trial.predicted_peak_bytes
+    if measured is None or predicted is None or measured <= MUCH_MORE * predicted or run.trial.device.endswith("CPU"):
         return ""
     more = f"{run.name} took {say_bytes(measured - predicted)} more than predicted: room that operators take for themselves."
     return f"{more} Where these are convolutions, Task(..., channels_last=True) spares most of it (docs/limits.md)."

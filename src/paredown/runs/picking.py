@@ -130,8 +130,8 @@ class Picking:
     def needed(self) -> Array:
         """Bytes that plans need: predicted, and the excess of the trials; measured where they were; endless where they do not train."""
         memory = self.candidates.memory + self.excess_bytes
-        for plan, nbytes in self._peaks if self.is_strict else ():
-            memory[plan] = max(nbytes, self.candidates.memory[plan])
+        for plan, _ in self._peaks if self.is_strict else ():
+            memory[plan] = max([self.candidates.memory[plan], *(most for one, most in self._peaks if one == plan)])
         memory[list(self.blocked())] = np.inf
         return memory
 
@@ -250,7 +250,7 @@ class Picking:
         ]
 
     def _frontier(self, points: Sequence[Point]) -> Frontier:
-        return Frontier(tuple(points), self.metric, self.step.full_bytes)
+        return Frontier(tuple(points), self.metric, self.step.full_bytes, self.excess_bytes)
 
     def _nothing(self, points: Sequence[Point]) -> tuple[list[Point], str]:
         """The smallest plan there is, where it is none of the points, and the sentences that say why nothing fits."""

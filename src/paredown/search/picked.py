@@ -76,6 +76,7 @@ class Frontier:
     points: tuple[Point, ...]
     metric: str = "error"
     full_bytes: int | None = None
+    excess_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple(sorted(self.points, key=lambda point: (point.predicted_bytes, point.mean))))
@@ -88,10 +89,16 @@ class Frontier:
     def best(self, budget: int | str) -> Point:
         """The point of least mean error within the budget, of equals the one of fewest bytes."""
         budget_bytes = parse_bytes(budget, whole=self.full_bytes)
-        within = [point for point in self.points if point.trains and point.predicted_bytes <= budget_bytes]
+        within = [point for point in self.points if point.trains and self.needed(point) <= budget_bytes]
         if not within:
             raise BudgetError(self._why(budget_bytes))
         return min(within, key=lambda point: (point.mean, point.predicted_bytes))
+
+    def needed(self, point: Point) -> int:
+        """The bytes that a plan needs: with an excess those that were measured, or the prediction and that."""
+        if not self.excess_bytes:
+            return point.predicted_bytes
+        return max(point.measured_bytes or point.predicted_bytes + self.excess_bytes, point.predicted_bytes)
 
     def find(self, label: str) -> Point:
         """The point of that label."""
@@ -104,13 +111,14 @@ class Frontier:
         if not self.points:
             return f"no plan fits {say_bytes(budget_bytes)}: the frontier is empty."
         least = next((point for point in self.points if point.trains), self.points[0])
-        smallest = f"the smallest, {least.label}, needs {say_bytes(least.predicted_bytes)}"
+        smallest = f"the smallest, {least.label}, needs {say_bytes(self.needed(least))}"
         return f"no plan fits {say_bytes(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""
         points = [point.to_json() for point in self.points]
-        return {"version": VERSION, "metric": self.metric, "full_bytes": self.full_bytes, "points": points}
+        own = {"metric": self.metric, "full_bytes": self.full_bytes, "excess_bytes": self.excess_bytes}
+        return {"version": VERSION, **own, "points": points}
 
     @staticmethod
     def from_json(value: Any) -> Frontier:
@@ -223,6 +231,7 @@ FRONTIER_CHECKS: Checks = {
     "points": (lambda value: _are(Point, value), "points"),
     "metric": TEXT,
     "full_bytes": _or_none(BYTES),
+    "excess_bytes": BYTES,
 }
 PICKED_CHECKS: Checks = {
     **dict.fromkeys(("task", "reason", "prior", "label"), TEXT),
