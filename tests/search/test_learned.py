@@ -294,3 +294,26 @@ def test_a_lucky_seed_makes_no_plan_better() -> None:
     apart = [float(np.subtract(*Estimate.after(prior, np.ones(8), runs).means[:2])) for runs in (first, [*first, Run(1, 0.3, 1)])]
     blunt = Estimate.after(replace(prior, shared=0.0), np.ones(8), [*first, Run(1, 0.3, 1)])
     assert abs(apart[1] - apart[0]) < 0.2 * float(np.subtract(*blunt.means[:2]))
+
+
+def test_a_run_that_diverged_moves_its_own_plan_alone() -> None:
+    """Three plans as good; one diverges with a second seed: the others stay, and it becomes worse."""
+    prior = Learned.of(of_seeds(40, np.random.default_rng(4))[0]).prior
+    first = [Run(plan, 0.3, 0) for plan in range(3)]
+    before, after = (Estimate.after(prior, np.ones(8), runs).means for runs in (first, [*first, Run(0, 1.0, 1)]))
+    assert abs(after[1] - before[1]) < 0.05 < after[0] - before[0]
+
+
+@pytest.mark.parametrize("how", ["counted", "no better than a blind guess"])
+def test_earlier_runs_that_diverged_are_no_lifts(how: str) -> None:
+    """Plan 3 diverged with seed 1 on every task: plans that ran with seed 0 alone are where they would be without it."""
+    whole = of_seeds(12, np.random.default_rng(5))[0]
+    runs, diverged = whole.runs.copy(), np.zeros((12, 8))
+    runs[:, 3, 1], diverged[:, 3] = 0.9, how == "counted"
+    with_lost = Earlier.of_runs("lost", "store", whole.tasks, whole.plans, runs.copy(), diverged=diverged)
+    runs[:, 3] = np.nan
+    without = Earlier.of_runs("without", "store", whole.tasks, whole.plans, runs)
+    found, wanted = Learned.of(with_lost), Learned.of(without)
+    others = [0, 1, 2, 4, 5, 6, 7]
+    np.testing.assert_allclose(found.sums.total[:, others], wanted.sums.total[:, others], atol=1e-9)
+    assert found.prior.shared == pytest.approx(wanted.prior.shared)

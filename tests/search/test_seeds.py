@@ -95,3 +95,34 @@ def test_the_ratio_of_all_tasks() -> None:
     tasks = np.array([made(30, list(0.02 * source.standard_normal(4)), 0.01, seed) for seed in range(60)])
     assert shared_of(tasks) == pytest.approx(4.0, rel=0.35)
     assert shared_of(tasks[:, :, :1]) == 0
+
+
+# --- runs that diverge --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_diverged_is_no_lift_of_its_seed() -> None:
+    """Plan 0 diverged with seed 1, with which nothing else ran: the others stay where they are, and it is believed."""
+    once = [Run(plan, 0.2, 0) for plan in range(3)]
+    found = on_one_level([*once, Run(0, 1.0, 1)], 3.0, worst=1.0)
+    assert found.errors.tolist() == [0.2, 0.2, 0.2, 1.0]
+    blind = on_one_level([*once, Run(0, 1.0, 1)], 3.0)
+    assert blind.errors[3] < 0.9 and blind.errors[0] > 0.25, "what a lift of 0.8 would come to"
+
+
+def test_lifts_are_those_of_the_plans_that_did_not_diverge() -> None:
+    calm = [Run(plan, 0.2 + 0.01 * plan + 0.1 * seed, seed) for plan in range(1, 5) for seed in (0, 1)]
+    lost = [Run(0, 0.2, 0), Run(0, 1.0, 1)]
+    found, alone = on_one_level([*calm, *lost], 9.0, worst=1.0), on_one_level(calm, 9.0)
+    np.testing.assert_allclose(found.errors[:8], alone.errors, atol=1e-12)
+    assert found.errors[8] == pytest.approx(0.2 + alone.errors[0] - calm[0].error), "its other run has the lift of its seed"
+    assert found.errors[9] == 1.0
+
+
+def test_plans_that_are_not_calm_tell_nothing_of_lifts() -> None:
+    runs = made(10, [0.0, 0.04, -0.04], 0.01)[None]
+    wild = runs.copy()
+    wild[0, 3, 1] = 1.0
+    calm = np.arange(10)[None] != 3
+    others = np.delete(runs, 3, axis=1)
+    np.testing.assert_allclose((wild - levelled(wild, calm))[0, 0], (others - levelled(others))[0, 0], atol=1e-12)
+    assert abs((levelled(wild) - levelled(wild, calm))[0, 0]).max() > 0.01, "taken for a lift, it moves all plans"

@@ -8,7 +8,8 @@ ratio = t^2 / r^2, Z the seeds of the runs, and M what takes off the mean of eac
 
     lifts = C Z' M runs,    C = (Z' M Z + 1 / ratio)^-1,    variance of what is left of them = r^2 C
 
-The place of a run among its plan's is its seed; NaN where there is none.
+The place of a run among its plan's is its seed; NaN where there is none. Plans of which a run diverged tell nothing of lifts: to diverge is
+no lift of a seed. Such runs stay where they are, and other runs of their seeds are as the other plans have them.
 
 >>> runs = np.array([[[0.30, 0.40], [0.33, 0.42], [0.31, np.nan]]])
 >>> levelled(runs).round(2).tolist()
@@ -93,23 +94,32 @@ def lifts_of(runs: Sequence[Run], ratio: float, num_seeds: int) -> Lifts:
     return Lifts(doubt @ np.bincount(seeds, apart, num_seeds), doubt)
 
 
-def on_one_level(runs: Sequence[Run], ratio: float) -> Level:
-    """A new task's runs, whatever their seeds are called. What is not known of a seed makes its runs tell less, beside the others."""
+def on_one_level(runs: Sequence[Run], ratio: float, worst: float = np.inf) -> Level:
+    """A new task's runs, whatever their seeds are called. What is not known of a seed makes its runs tell less, beside the others.
+
+    `worst`: the error of a run that diverged.
+    """
     names, seeds = np.unique([run.seed for run in runs], return_inverse=True)
     shares = np.bincount(seeds) / max(len(runs), 1)
-    size, doubt = lifts_of([run._replace(seed=int(seed)) for run, seed in zip(runs, seeds, strict=True)], ratio, len(names))
+    lost = {run.plan for run in runs if run.error >= worst}
+    calm = [run._replace(seed=int(seed)) for run, seed in zip(runs, seeds, strict=True) if run.plan not in lost]
+    size, doubt = lifts_of(calm, ratio, len(names))
     across = doubt @ shares
     common = float(shares @ across)
     beside = np.maximum(np.diagonal(doubt) + common - 2 * across, 0.0)
     errors = np.array([run.error for run in runs], dtype=float)
-    return Level(errors - size[seeds], 1 / (1 + beside[seeds]), common)
+    return Level(errors - np.where(errors < worst, size[seeds], 0.0), 1 / (1 + beside[seeds]), common)
 
 
-def levelled(runs: Array) -> Array:
-    """Runs (tasks, plans, seeds) without the lifts of their seeds; those of a task that tells nothing of them stay as they are."""
-    lifts, ratios = np.zeros((len(runs), 1, runs.shape[2])), [parts_of(task).ratio for task in runs]
+def levelled(runs: Array, calm: NDArray[np.bool_] | None = None) -> Array:
+    """Runs (tasks, plans, seeds) without the lifts of their seeds; those of a task that tells nothing of them stay as they are.
+
+    `calm`: which (tasks, plans) tell of lifts; all unless given.
+    """
+    telling = runs if calm is None else np.where(calm[..., None], runs, np.nan)
+    lifts, ratios = np.zeros((len(runs), 1, runs.shape[2])), [parts_of(task).ratio for task in telling]
     for place in np.flatnonzero(ratios):
-        lifts[place, 0] = lifts_of(listed(runs[place]), ratios[place], runs.shape[2]).size
+        lifts[place, 0] = lifts_of(listed(telling[place]), ratios[place], runs.shape[2]).size
     return runs - lifts
 
 
