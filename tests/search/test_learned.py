@@ -16,7 +16,7 @@ from paredown.search.estimate import Estimate
 from paredown.search.families import nearest
 from paredown.search.features import features_of
 from paredown.search.grouping import once
-from paredown.search.learned import Learned, blind_error, scaled
+from paredown.search.learned import Learned, blind_error, noise_ratios, scaled
 from paredown.search.seeds import Run
 
 MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "runs")
@@ -317,3 +317,13 @@ def test_earlier_runs_that_diverged_are_no_lifts(how: str) -> None:
     others = [0, 1, 2, 4, 5, 6, 7]
     np.testing.assert_allclose(found.sums.total[:, others], wanted.sums.total[:, others], atol=1e-9)
     assert found.prior.shared == pytest.approx(wanted.prior.shared)
+
+
+def test_noise_beside_lifts_is_not_made_smaller_by_finding_them() -> None:
+    """Tasks of one noise, 2 plans of 200 seeds or 30 plans of 8: of 2 plans a lift takes half of what is free."""
+    source = np.random.default_rng(6)
+    runs = 0.4 + 0.05 * source.standard_normal((20, 1, 200)) + 0.01 * source.standard_normal((20, 30, 200))
+    runs[:10, 2:], runs[10:, :, 8:] = np.nan, np.nan
+    tasks = [TaskRow(f"task {i}", "cnn", "x", "error", 10, 0.9) for i in range(20)]
+    ratios = noise_ratios(Earlier.of_runs("noise", "store", tasks, [PlanRow(f"plan {j}") for j in range(30)], runs))
+    assert ratios.max() / ratios.min() < 1.5

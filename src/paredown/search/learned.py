@@ -29,7 +29,7 @@ from paredown.search.families import nearest, with_family, with_noises, with_str
 from paredown.search.grouping import MOST_LEVELS, as_levels, find_levels, find_twins, offsets, once
 from paredown.search.mixture import Belief, Mixture, Sums
 from paredown.search.pooled import Prior
-from paredown.search.seeds import levelled, shared_of
+from paredown.search.seeds import levelled, parts_of, shared_of
 from paredown.search.unseen import MOST_POINTS, Likeness, extended
 
 Array = NDArray[np.float64]
@@ -142,7 +142,9 @@ def scales_of(earlier: Earlier) -> Array:
 
 def noise_ratios(earlier: Earlier) -> Array:
     """How the noise of a task may differ from that of all, as variances: by the tasks of which plans ran more than once."""
-    found = pooled_noise(levelled(calm_runs(earlier)))
+    calm = calm_runs(earlier)
+    rests = np.array([part.rest if part.shared > 0 else np.nan for part in map(parts_of, calm)])  # lifts have taken some freedom
+    found = np.where(np.isfinite(rests), np.sqrt(rests), pooled_noise(calm))
     noise = np.where(np.isfinite(found), found, earlier.noise / scales_of(earlier)) ** 2
     known = noise[np.isfinite(noise) & (noise > 0)]
     if len(known) < FEWEST_NOISES:
