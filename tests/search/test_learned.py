@@ -10,12 +10,12 @@ import pytest
 
 from paredown import Plan
 from paredown.errors import PriorError
-from paredown.search.earlier import Earlier, PlanRow, TaskRow
+from paredown.search.earlier import Earlier, PlanRow, TaskRow, joined
 from paredown.search.earlier_made import made_up
 from paredown.search.estimate import Estimate
 from paredown.search.families import nearest
 from paredown.search.features import features_of
-from paredown.search.grouping import once
+from paredown.search.grouping import find_twins, once
 from paredown.search.learned import Learned, blind_error, noise_ratios, scaled
 from paredown.search.seeds import Run
 
@@ -250,6 +250,29 @@ def test_plans_that_are_the_same_to_the_last_bit_count_once() -> None:
     learned = Learned.of(earlier)
     assert learned.twins.tolist() == [0, 1, 2, 0, 1, 2, 6, 7, 8, 6, 10, 8, 12, 13, 14, 12, 13, 14]
     assert learned.sums.count.tolist() == [[3, 4, 3]] * 8
+
+
+def test_an_own_column_leaves_twins_as_they_were() -> None:
+    """A plan that one own task alone was tried on, joined to the others; and twins are pairs, whatever else ran on their tasks."""
+    earlier = with_twins()
+    own = Earlier.of_runs(
+        "own",
+        "simulate",
+        [TaskRow("own", "cnn", "own", "error", 10, 0.9)],
+        [PlanRow("mine", level="level 0", recipe="mine")],
+        np.full((1, 1, 1), 0.3),
+    )
+    plans = tuple(replace(plan, recipe=plan.label) for plan in earlier.plans)
+    found = Learned.of(joined([replace(earlier, plans=plans), own]))
+    assert found.twins.tolist() == [*Learned.of(earlier).twins.tolist(), 18]
+
+
+def test_twins_are_those_of_every_seed_and_of_all_their_twins() -> None:
+    runs = np.full((4, 4, 2), 0.5)
+    runs[3, 1, 1] = 0.4  # with another seed, on one task
+    assert find_twins(runs, np.zeros(4, dtype=int)).tolist() == [0, 1, 0, 0]
+    runs[:2, 3] = np.nan  # two tasks are too few to tell
+    assert find_twins(runs, np.zeros(4, dtype=int)).tolist() == [0, 1, 0, 3]
 
 
 def test_few_tasks_make_no_twins_and_gaps_are_filled_by_either() -> None:
