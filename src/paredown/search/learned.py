@@ -163,10 +163,10 @@ def _level(earlier: Earlier) -> Array:
 
 
 def is_calm(earlier: Earlier) -> NDArray[np.bool_]:
-    """Plans of which no run diverged or was no better than a blind guess, (tasks, plans): the others tell nothing of noise and lifts."""
+    """Which (tasks, plans) tell of noise and lifts: no run diverged or was no better than a blind guess, and their seeds are known."""
     has_unit = np.array([bool(one) for one in _blind(earlier)])  # of a metric of one's own the worst run is no blind guess
     lost = (scaled(earlier) >= WORST).any(axis=2) & has_unit[:, None]
-    return ~lost & (earlier.diverged == 0)
+    return ~lost & (earlier.diverged == 0) & earlier.has_seeds[:, None]
 
 
 def calm_runs(earlier: Earlier) -> Array:
