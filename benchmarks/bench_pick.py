@@ -39,7 +39,7 @@ from paredown.search.candidates import Candidate, Candidates, Step
 from paredown.search.earlier import Earlier, PlanRow, TaskRow
 from paredown.search.features import NAMES, features_of
 from paredown.search.grouping import find_twins
-from paredown.search.learned import Learned, blind_error, scaled
+from paredown.search.learned import Learned, blind_error, is_calm, scaled
 from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
 from paredown.search.seeds import levelled, listed
 
@@ -72,7 +72,7 @@ class Case:
         """What is looked up."""
         levels = np.array([plan.level for plan in self.earlier.plans])
         twins = find_twins(self.earlier.runs, np.unique(levels, return_inverse=True)[1])
-        return Row(self.earlier.runs[self.row], levels, twins, self.noise)
+        return Row(self.earlier.runs[self.row], levels, twins, self.noise, is_calm(self.earlier)[self.row])
 
     @property
     def columns(self) -> np.ndarray:
@@ -157,8 +157,9 @@ def cases(earlier: Earlier, budget: str) -> Iterator[Case]:
         kin = [other.name for other in earlier.tasks if other.data.partition("/")[0] == task.data]
         full = task.full_bytes or float(np.nanmax(earlier.memory[row]))
         unit = task.blind or blind_error(task.metric, task.answers) or 1.0
-        smooth = level_means(earlier, row) if any(plan.level for plan in earlier.plans) else unit * smoothed(whole, runs[row])
-        truths = {"matrix": earlier.errors[row], "seeds": seed_means(earlier.runs[row]), "smoothed": smooth}
+        means = seed_means(earlier.runs[row], is_calm(earlier)[row])
+        smooth = level_means(earlier, means) if any(plan.level for plan in earlier.plans) else unit * smoothed(whole, runs[row])
+        truths = {"matrix": earlier.errors[row], "seeds": means, "smoothed": smooth}
         yield Case(earlier, row, parse_bytes(budget, whole=int(full)), earlier.without(kin), truths)
 
 
@@ -172,16 +173,16 @@ def with_twins(runs: np.ndarray, twins: np.ndarray) -> np.ndarray:
     return found
 
 
-def seed_means(runs: np.ndarray) -> np.ndarray:
+def seed_means(runs: np.ndarray, calm: np.ndarray) -> np.ndarray:
     """Means of one task's plans (plans, seeds) without what seeds do to all of them; NaN where nobody looked."""
-    level = levelled(runs[None])[0]
+    level = levelled(runs[None], calm[None])[0]
     seen = np.isfinite(level)
     return np.where(seen.any(axis=1), np.where(seen, level, 0.0).sum(axis=1) / np.maximum(seen.sum(axis=1), 1), np.nan)
 
 
-def level_means(earlier: Earlier, row: int) -> np.ndarray:
+def level_means(earlier: Earlier, means: np.ndarray) -> np.ndarray:
     """Of each plan, the mean error of the plans of its level."""
-    names, means = np.array([plan.level or f"plan {i}" for i, plan in enumerate(earlier.plans)]), seed_means(earlier.runs[row])
+    names = np.array([plan.level or f"plan {i}" for i, plan in enumerate(earlier.plans)])
     return np.array([np.nanmean(means[names == name]) for name in names])
 
 

@@ -18,8 +18,9 @@ from paredown.search.earlier import Earlier
 from paredown.search.effects import Effects, lost_share, split_variance
 from paredown.search.frontier import undominated
 from paredown.search.grouping import find_twins
+from paredown.search.learned import is_calm
 from paredown.search.prior import available, load
-from paredown.search.seeds import levelled, parts_of
+from paredown.search.seeds import Parts, levelled, parts_of
 
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent
@@ -46,14 +47,19 @@ def full_errors(prior: Earlier) -> Array:
 
 def means(prior: Earlier) -> Array:
     """Over seeds, (tasks, plans), without what seeds do to all plans of a task; NaN where nobody looked."""
-    runs = levelled(prior.runs)
+    runs = levelled(prior.runs, is_calm(prior))
     counts = np.isfinite(runs).sum(axis=2)
     return np.where(counts > 0, np.nansum(runs, axis=2) / np.maximum(counts, 1), np.nan)
 
 
 def rests(prior: Earlier) -> Array:
     """Of each task the deviation of a run that neither its plan nor its seed explains; NaN where no plan ran twice."""
-    return np.sqrt([parts_of(runs).rest for runs in prior.runs])
+    return np.sqrt([part.rest for part in parts(prior)])
+
+
+def parts(prior: Earlier) -> list[Parts]:
+    """Variances of seeds and of the rest, of each task; by plans of which every run learned."""
+    return [parts_of(runs) for runs in np.where(is_calm(prior)[..., None], prior.runs, np.nan)]
 
 
 def labels(prior: Earlier) -> list[str]:
@@ -87,10 +93,10 @@ def heads(prior: Earlier) -> dict[str, Any]:
     noise = {
         task.name: {
             "run": _rounded(n),
-            "seed": _rounded(np.sqrt(parts_of(runs).shared)),
-            "rest": _rounded(np.sqrt(parts_of(runs).rest)),
+            "seed": _rounded(np.sqrt(part.shared)),
+            "rest": _rounded(np.sqrt(part.rest)),
         }
-        for task, n, runs in zip(prior.tasks, prior.noise, prior.runs, strict=True)
+        for task, n, part in zip(prior.tasks, prior.noise, parts(prior), strict=True)
         if np.isfinite(n)
     }
     full = prior.errors[:, labels(prior).index(FULL)]

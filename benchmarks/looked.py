@@ -19,17 +19,31 @@ from paredown.plan.plan import Plan
 from paredown.plan.trial import Status, Trial
 from paredown.runs.measuring import Measurer
 from paredown.search.grouping import once
-from paredown.search.seeds import levelled, parts_of
+from paredown.search.seeds import Parts, levelled, parts_of
 
 
 @dataclass(frozen=True)
 class Row:
-    """A task's runs (plans, seeds), NaN where there is none, the names of its plans' levels ("" none) and twins; `noise`: of one run."""
+    """A task's runs (plans, seeds), NaN where there is none, the names of its plans' levels ("" none) and twins; `noise`: of one run.
+
+    `calm`: plans that tell of seeds.
+    """
 
     runs: np.ndarray
     levels: np.ndarray
     twins: np.ndarray
     noise: float
+    calm: np.ndarray
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What seeds do to all plans, and the rest, as variances."""
+        return parts_of(np.where(self.calm[:, None], self.runs, np.nan))
+
+    @cached_property
+    def level(self) -> np.ndarray:
+        """The runs without what seeds do to all."""
+        return levelled(self.runs[None], self.calm[None])[0]
 
     @cached_property
     def named(self) -> list[str]:
@@ -44,9 +58,8 @@ class Row:
     @cached_property
     def means(self) -> np.ndarray:
         """Of each plan, (plans,), without what seeds do to all; of its level where that has a name."""
-        level = levelled(self.runs[None])[0]
-        seen = np.isfinite(level)
-        found = np.where(seen.any(axis=1), np.where(seen, level, 0.0).sum(axis=1) / np.maximum(seen.sum(axis=1), 1), np.nan)
+        seen = np.isfinite(self.level)
+        found = np.where(seen.any(axis=1), np.where(seen, self.level, 0.0).sum(axis=1) / np.maximum(seen.sum(axis=1), 1), np.nan)
         for name in self.named:
             found[self.levels == name] = self.of_level(name).mean() if len(self.of_level(name)) else np.nan
         return found
@@ -54,7 +67,7 @@ class Row:
     @cached_property
     def noises(self) -> np.ndarray:
         """Of one run of each plan beside what its seed does, (plans,); of all runs of its level where that has a name."""
-        rest = parts_of(self.runs).rest
+        rest = self.parts.rest
         found = np.full(len(self.runs), self.noise if np.isnan(rest) else np.sqrt(rest))
         for name in self.named:
             if len(self.of_level(name)) > 2:
@@ -99,7 +112,7 @@ class Looked(Measurer):
     def lifts(self) -> np.ndarray:
         """What each seed of this draw adds to all plans."""
         order = np.random.default_rng(self.draw).permutation(self.row.runs.shape[1])
-        apart = (self.row.runs - levelled(self.row.runs[None])[0])[:, order]
+        apart = (self.row.runs - self.row.level)[:, order]
         return np.array([part[np.isfinite(part)][0] if np.isfinite(part).any() else 0.0 for part in apart.T])
 
     def error(self, column: int, seed: int) -> float:
@@ -107,7 +120,7 @@ class Looked(Measurer):
         runs, is_named = self.runs[column], bool(self.row.levels[column])
         if seed < len(runs) and np.isfinite(runs[seed]) and (is_named or np.isfinite(runs).sum() > 1):
             return float(runs[seed])
-        shared = 0.0 if is_named else np.nan_to_num(parts_of(self.row.runs).shared)
+        shared = 0.0 if is_named else np.nan_to_num(self.row.parts.shared)
         lift = self.lifts[seed] if seed < len(runs) and not is_named else np.sqrt(shared) * _dice(self.draw, seed)
         noise = self.row.noises[column] * _dice(self.draw, int(self.row.twins[column]), seed)
         return max(0.0, float(self.row.means[column] + lift + noise))

@@ -30,6 +30,7 @@ def test_results_and_pictures_are_made_of_the_shipped_priors(
 
 FACTS = json.loads((ROOT / "benchmarks/results/priors.json").read_text())
 STORED, SIMULATED = FACTS["stored"], FACTS["simulated"]
+MIB = STORED["measured_minus_predicted_mib"]
 
 
 def _f(name: str, kind: str) -> str:
@@ -37,7 +38,10 @@ def _f(name: str, kind: str) -> str:
 
 
 def _share(plan: str) -> str:
-    part = STORED["lost_by_plan"][plan]
+    return _loss(STORED["lost_by_plan"][plan])
+
+
+def _loss(part: dict[str, float]) -> str:
     return f"{100 * part['mean']:.1f} +- {100 * part['standard_error']:.1f} %"
 
 
@@ -51,6 +55,10 @@ def _share(plan: str) -> str:
         _f("effects_of_activation_formats", "stored"),
         f"from {STORED['measured_over_predicted']['p0']:.2f} to {STORED['measured_over_predicted']['p100']:.2f}",
         f"{sum(13 - number for number in STORED['plans_within_noise_of_full'].values())} of {13 * 25} are more than two deviations",
+        f"from {-MIB['vit'][0]} less to {MIB['vit'][2]:.0f} more",
+        f"{-MIB['gpt'][2]:.0f} to {-MIB['gpt'][0]:.0f} MiB less",
+        f"to {MIB['cnn'][2]:.0f} MiB more",
+        *(f"{_loss(SIMULATED['lost_by_low_format'][name])} for {name}" for name in ("e4m3", "e5m3")),
         _f("effects", "simulated"),
         _f("effects_from_4_exponent_bits", "simulated"),
         f"Low formats have {100 * SIMULATED['effects']['levels']:.0f} % of the variance",

@@ -71,6 +71,18 @@ def test_each_number_is_in_its_place() -> None:
     assert found.tasks[0].blind == pytest.approx(0.9) and found.tasks[0].family == "mlp"
 
 
+def test_places_are_those_of_seeds_within_a_task() -> None:
+    """Seeds of another task take no place: 5 and 9 are the first two of one, 0, 5 and 7 those of the other."""
+    rows = [
+        row(SMALL, PLANS[0], 9, 0.9),
+        row(SMALL, PLANS[1], 5, 0.5),
+        *(row(OTHER, PLANS[1], seed, 0.1 * seed) for seed in (7, 0, 5)),
+    ]
+    found = collect(rows, "mine").runs
+    np.testing.assert_allclose(found[0], [[np.nan, 0.9, np.nan], [0.5, np.nan, np.nan]])
+    np.testing.assert_allclose(found[1], [[np.nan] * 3, [0.0, 0.5, 0.7]])
+
+
 def test_trials_that_went_wrong() -> None:
     rows = [
         row(SMALL, PLANS[0], 0, 0.2),

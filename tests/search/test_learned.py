@@ -10,13 +10,13 @@ import pytest
 
 from paredown import Plan
 from paredown.errors import PriorError
-from paredown.search.earlier import Earlier, PlanRow, TaskRow
+from paredown.search.earlier import Earlier, PlanRow, TaskRow, joined
 from paredown.search.earlier_made import made_up
 from paredown.search.estimate import Estimate
 from paredown.search.families import nearest
 from paredown.search.features import features_of
-from paredown.search.grouping import once
-from paredown.search.learned import Learned, blind_error, scaled
+from paredown.search.grouping import find_twins, once
+from paredown.search.learned import Learned, blind_error, noise_ratios, scaled
 from paredown.search.seeds import Run
 
 MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "runs")
@@ -252,6 +252,29 @@ def test_plans_that_are_the_same_to_the_last_bit_count_once() -> None:
     assert learned.sums.count.tolist() == [[3, 4, 3]] * 8
 
 
+def test_an_own_column_leaves_twins_as_they_were() -> None:
+    """A plan that one own task alone was tried on, joined to the others; and twins are pairs, whatever else ran on their tasks."""
+    earlier = with_twins()
+    own = Earlier.of_runs(
+        "own",
+        "simulate",
+        [TaskRow("own", "cnn", "own", "error", 10, 0.9)],
+        [PlanRow("mine", level="level 0", recipe="mine")],
+        np.full((1, 1, 1), 0.3),
+    )
+    plans = tuple(replace(plan, recipe=plan.label) for plan in earlier.plans)
+    found = Learned.of(joined([replace(earlier, plans=plans), own]))
+    assert found.twins.tolist() == [*Learned.of(earlier).twins.tolist(), 18]
+
+
+def test_twins_are_those_of_every_seed_and_of_all_their_twins() -> None:
+    runs = np.full((4, 4, 2), 0.5)
+    runs[3, 1, 1] = 0.4  # with another seed, on one task
+    assert find_twins(runs, np.zeros(4, dtype=int)).tolist() == [0, 1, 0, 0]
+    runs[:2, 3] = np.nan  # two tasks are too few to tell
+    assert find_twins(runs, np.zeros(4, dtype=int)).tolist() == [0, 1, 0, 3]
+
+
 def test_few_tasks_make_no_twins_and_gaps_are_filled_by_either() -> None:
     assert Learned.of(with_twins().rows(["task 1", "task 2"])).twins.tolist() == list(range(18))
     runs = np.full((1, 2, 2), np.nan)
@@ -294,3 +317,36 @@ def test_a_lucky_seed_makes_no_plan_better() -> None:
     apart = [float(np.subtract(*Estimate.after(prior, np.ones(8), runs).means[:2])) for runs in (first, [*first, Run(1, 0.3, 1)])]
     blunt = Estimate.after(replace(prior, shared=0.0), np.ones(8), [*first, Run(1, 0.3, 1)])
     assert abs(apart[1] - apart[0]) < 0.2 * float(np.subtract(*blunt.means[:2]))
+
+
+def test_a_run_that_diverged_moves_its_own_plan_alone() -> None:
+    """Three plans as good; one diverges with a second seed: the others stay, and it becomes worse."""
+    prior = Learned.of(of_seeds(40, np.random.default_rng(4))[0]).prior
+    first = [Run(plan, 0.3, 0) for plan in range(3)]
+    before, after = (Estimate.after(prior, np.ones(8), runs).means for runs in (first, [*first, Run(0, 1.0, 1)]))
+    assert abs(after[1] - before[1]) < 0.05 < after[0] - before[0]
+
+
+@pytest.mark.parametrize("how", ["counted", "no better than a blind guess"])
+def test_earlier_runs_that_diverged_are_no_lifts(how: str) -> None:
+    """Plan 3 diverged with seed 1 on every task: plans that ran with seed 0 alone are where they would be without it."""
+    whole = of_seeds(12, np.random.default_rng(5))[0]
+    runs, diverged = whole.runs.copy(), np.zeros((12, 8))
+    runs[:, 3, 1], diverged[:, 3] = 0.9, how == "counted"
+    with_lost = Earlier.of_runs("lost", "store", whole.tasks, whole.plans, runs.copy(), diverged=diverged)
+    runs[:, 3] = np.nan
+    without = Earlier.of_runs("without", "store", whole.tasks, whole.plans, runs)
+    found, wanted = Learned.of(with_lost), Learned.of(without)
+    others = [0, 1, 2, 4, 5, 6, 7]
+    np.testing.assert_allclose(found.sums.total[:, others], wanted.sums.total[:, others], atol=1e-9)
+    assert found.prior.shared == pytest.approx(wanted.prior.shared)
+
+
+def test_noise_beside_lifts_is_not_made_smaller_by_finding_them() -> None:
+    """Tasks of one noise, 2 plans of 200 seeds or 30 plans of 8: of 2 plans a lift takes half of what is free."""
+    source = np.random.default_rng(6)
+    runs = 0.4 + 0.05 * source.standard_normal((20, 1, 200)) + 0.01 * source.standard_normal((20, 30, 200))
+    runs[:10, 2:], runs[10:, :, 8:] = np.nan, np.nan
+    tasks = [TaskRow(f"task {i}", "cnn", "x", "error", 10, 0.9) for i in range(20)]
+    ratios = noise_ratios(Earlier.of_runs("noise", "store", tasks, [PlanRow(f"plan {j}") for j in range(30)], runs))
+    assert ratios.max() / ratios.min() < 1.5

@@ -20,6 +20,7 @@ from paredown.search import earlier_json
 from paredown.search.earlier import Earlier, PlanRow, TaskRow, joined, pooled_noise
 from paredown.search.earlier_json import from_text, to_text
 from paredown.search.labels import recipe_row, row_of
+from paredown.search.learned import calm_runs
 from paredown.search.prior import add, available, known, load, made_up, own, remove
 
 MATRICES = ("errors", "counts", "memory", "measured", "noise", "diverged", "propensity", "runs")
@@ -94,6 +95,44 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     assert to_text(after) == to_text(before)
 
 
+def of_version_1() -> tuple[str, Earlier]:
+    """A file whose runs stand one after the other, and what it is of: on the first task half of the plans had no memory for seed 0."""
+    lifts, source = np.array([0.0, 0.05, -0.05]), np.random.default_rng(0)
+    runs = 0.3 + lifts + 0.002 * source.standard_normal((2, 6, 3))
+    runs[0, 3:, 0] = np.nan
+    tasks = [TaskRow(name, "cnn", name, "error", 10, 0.9) for name in ("some", "all")]
+    whole = Earlier.of_runs("old", "store", tasks, [PlanRow(f"plan {j}") for j in range(6)], runs)
+    value = json.loads(to_text(whole)) | {"version": 1}
+    value["runs"] = [[[run for run in cell if run is not None] for cell in row] for row in value["runs"]]
+    del value["seeds"]
+    return json.dumps(value), whole
+
+
+def test_files_of_version_1_are_read_without_lifts_where_seeds_may_be_wrong(tmp_path: Path) -> None:
+    text, whole = of_version_1()
+    old = from_text(text)
+    assert old.has_seeds.tolist() == [False, True] and whole.has_seeds.all()
+    np.testing.assert_allclose(old.errors, whole.errors, atol=1e-6)
+    np.testing.assert_allclose(old.noise, whole.noise, atol=1e-5)
+    alone, plain = calm_runs(old), old.runs / 0.9
+    assert np.isnan(alone[0]).all(), "nothing is told of lifts"
+    np.testing.assert_array_equal(alone[1], plain[1])
+    earlier_json.write(old, tmp_path / "again.json")
+    assert load(tmp_path / "again.json").has_seeds.tolist() == [False, True], "as version 2 it says so"
+    assert joined([whole, old]).rows(["some (old)", "all"]).has_seeds.tolist() == [False, True]
+
+
+def test_what_could_not_be_read_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = np.full((1, 1, 1001), 0.3)
+    many = Earlier.of_runs("many", "store", [TaskRow("t", "cnn", "d")], [PlanRow("p")], runs)
+    with pytest.raises(PriorError, match=r"many\.json is not written, since it could not be read again: runs .* one has 1001"):
+        add(many, "many")
+    monkeypatch.setattr(earlier_json, "MOST_BYTES", 100)
+    with pytest.raises(PriorError, match=r"large\.json is not written, .* it has \d+ bytes; priors of up to 100 are read"):
+        add(made_up(2, 3), "large")
+    assert own() == [] and not list(folder.glob("*"))
+
+
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     earlier_json.write(made_up(60, 39, seeds=3), tmp_path / "large.json")
     code = f"""
@@ -116,7 +155,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "a list": (b"[]", "a prior is a JSON object"),
     "no text": (b"\xff\xfe\x00", "no text"),
     "deep": (b"[" * 100_000, "no JSON"),
-    "another version": (change(version=2), "of version 2; this paredown reads 1"),
+    "another version": (change(version=3), "of version 3; this paredown reads 1 to 2"),
+    "seeds that are no facts": (change(seeds=[1, 0]), "seeds is 2 times true or false, or null"),
     "a version of text": (change(version="1"), "of version '1'"),
     "an unknown field": (change(code="import os"), "field 'code' is unknown"),
     "no runs": (lambda value: value.pop("runs"), "field 'runs' is missing"),

@@ -138,13 +138,13 @@ def _trial(row: Mapping[str, Any]) -> Trial:
 def _earlier(name: str, table: Table, folder: Path | None) -> Earlier:
     """The matrices."""
     at_task, at_plan = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
-    seeds = {seed: i for i, seed in enumerate(sorted({entry.trial.seed for entry in table.entries}))}
-    shape = len(at_task), len(at_plan)
-    sheets = {word: np.full((*shape, len(seeds)), np.nan) for word in ("runs", "memory", "measured")}
+    shape, seeds = (len(at_task), len(at_plan)), _places(table.entries)
+    depth = 1 + max(seeds.values())
+    sheets = {word: np.full((*shape, depth), np.nan) for word in ("runs", "memory", "measured")}
     diverged, propensity = np.zeros(shape), np.zeros(shape)
     for entry in table.entries:
         place, trial = (at_task[entry.task], at_plan[entry.column]), entry.trial
-        at = (*place, seeds[trial.seed])
+        at = (*place, seeds[entry.task, trial.seed])
         sheets["runs"][at] = np.inf if trial.status is Status.DIVERGED else trial.error
         sheets["memory"][at] = _bytes(entry, table.mode, folder)
         sheets["measured"][at] = trial.measured_peak_bytes if trial.measured_peak_bytes is not None else np.nan
@@ -158,6 +158,13 @@ def _earlier(name: str, table: Table, folder: Path | None) -> Earlier:
     told = {"diverged": diverged, "propensity": propensity, "provenance": provenance_of(table.entries)}
     runs = _guessed(sheets["runs"], [row.blind for row in tasks])
     return Earlier.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **told)
+
+
+def _places(entries: Iterable[Entry]) -> dict[tuple[str, int], int]:
+    """Of each task and seed, which of the task's seeds it is."""
+    pairs = sorted({(entry.task, entry.trial.seed) for entry in entries})
+    first = {task: i for i, (task, _) in reversed(list(enumerate(pairs)))}
+    return {pair: i - first[pair[0]] for i, pair in enumerate(pairs)}
 
 
 def _bytes(entry: Entry, mode: str, folder: Path | None) -> float:

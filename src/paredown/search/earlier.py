@@ -32,7 +32,9 @@ from paredown.plan.keys import closest
 from paredown.plan.plan import Plan
 
 Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity")
+OF_TASKS = ("noise", "has_seeds")
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,17 @@ class Earlier:
     diverged: Array = field(default=None)  # type: ignore[assignment]  # (tasks, plans) runs; none unless given
     propensity: Array = field(default=None)  # type: ignore[assignment]  # how likely the draw was to take the pair; 1 unless given
     runs: Array = field(default=None)  # type: ignore[assignment]  # the means unless given
+    has_seeds: Mask = field(default=None)  # type: ignore[assignment]  # (tasks,) runs stand in the places of their seeds; all unless given
 
     def __post_init__(self) -> None:
         shape = len(self.tasks), len(self.plans)
         defaults = {"diverged": np.zeros(shape), "propensity": np.ones(shape), "runs": np.asarray(self.errors)[..., None]}
+        defaults["has_seeds"] = np.ones(shape[0], dtype=bool)
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        for name in (*MATRICES, "runs", "noise"):
-            array = np.asarray(getattr(self, name), dtype=np.float64)
+        for name in (*MATRICES, "runs", *OF_TASKS):
+            array = np.asarray(getattr(self, name), dtype=bool if name == "has_seeds" else np.float64)
             wanted = shape if name in MATRICES else (*shape, *array.shape[2:]) if name == "runs" else shape[:1]
             if array.shape != wanted:
                 raise PriorError(
@@ -152,7 +156,7 @@ class Earlier:
         return self._taken([i for i in range(len(self.tasks)) if i not in out])
 
     def _taken(self, which: Sequence[int]) -> Earlier:
-        arrays = {name: getattr(self, name)[list(which)] for name in (*MATRICES, "runs", "noise")}
+        arrays = {name: getattr(self, name)[list(which)] for name in (*MATRICES, "runs", *OF_TASKS)}
         return replace(self, tasks=tuple(self.tasks[i] for i in which), **arrays)
 
     def __repr__(self) -> str:
@@ -188,8 +192,9 @@ def joined(parts: Sequence[Earlier], name: str = "joined") -> Earlier:
     wide = {word: [_spread(part, word, at, len(keys)) for part, at in zip(parts, wheres, strict=True)] for word in MATRICES}
     runs = [_spread(part, "runs", at, len(keys), depth) for part, at in zip(parts, wheres, strict=True)]
     arrays = {word: np.concatenate(found) for word, found in wide.items()} | {"runs": np.concatenate(runs)}
-    noise, provenance = np.concatenate([part.noise for part in parts]), tuple(one for part in parts for one in part.provenance)
-    return Earlier(name, modes[0], tuple(tasks), tuple(plans), noise=noise, provenance=provenance, **arrays)
+    of_tasks: dict[str, Any] = {word: np.concatenate([getattr(part, word) for part in parts]) for word in OF_TASKS}
+    provenance = tuple(one for part in parts for one in part.provenance)
+    return Earlier(name, modes[0], tuple(tasks), tuple(plans), provenance=provenance, **arrays, **of_tasks)
 
 
 def _spread(part: Earlier, word: str, at: NDArray[np.intp], num: int, depth: int = 0) -> Array:

@@ -16,14 +16,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paredown.errors import PriorError
-from paredown.search.earlier import Array, Earlier, PlanRow, TaskRow
+from paredown.search.earlier import Array, Earlier, Mask, PlanRow, TaskRow
 
-VERSION = 1
+VERSION = 2
+FIRST = 1  # runs of a pair stood one after the other, whatever their seeds
 MOST_BYTES = 64 * 2**20
-MOST_RUNS = 1000  # of one pair
+MOST_RUNS = 1000  # of one pair: seeds of its task
 MODES = ("store", "simulate")
 FIELDS = (
-    "about", "version", "name", "mode", "tasks", "plans", "runs", "diverged", "memory", "measured", "propensity", "noise", "provenance",
+    "about", "version", "name", "mode", "tasks", "plans", "runs", "seeds", "diverged", "memory", "measured", "propensity", "noise",
+    "provenance",
 )  # fmt: skip
 NEEDED = ("version", "name", "mode", "tasks", "plans", "runs")
 DIGITS = 6  # of an error
@@ -40,6 +42,7 @@ ABOUT = {
     "far as is known; features: bits a value by role, and other numbers that tell plans apart",
     "runs": "for each task, for each plan, the errors of its runs, each in the place of its seed; null where that seed did not run, [] "
     "where nobody looked",
+    "seeds": "of each task whether these places are known to be seeds; null: of all",
     "diverged": "how many of these diverged, and have the error of a blind guess",
     "memory, measured": "peak bytes, predicted and measured; null where they are not known",
     "propensity": "how likely the draw was to take the pair; null: certain, for all",
@@ -51,6 +54,7 @@ ABOUT = {
 def write(earlier: Earlier, path: Path, *, name: str | None = None) -> None:
     """Write a prior, a line for each task and plan; it appears whole or not at all."""
     text = to_text(earlier if name is None else replace(earlier, name=name))
+    _check_readable(text, path.name)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8", newline="\n")
@@ -61,12 +65,24 @@ def write(earlier: Earlier, path: Path, *, name: str | None = None) -> None:
         part.unlink(missing_ok=True)
 
 
+def _check_readable(text: str, name: str) -> None:
+    """What would not be read is not written."""
+    try:
+        _check_size(len(text.encode()), "it")
+        from_text(text)
+    except PriorError as error:
+        raise PriorError(f"{name} is not written, since it could not be read again: {error}") from None
+
+
+def _check_size(size: int, what: str) -> None:
+    if size > MOST_BYTES:
+        raise PriorError(f"{what} has {size} bytes; priors of up to {MOST_BYTES} are read.")
+
+
 def read(path: Path) -> Earlier:
     """The prior of a file; PriorError says why it is none."""
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise PriorError(f"{path.name} has {size} bytes; priors of up to {MOST_BYTES} are read.")
+        _check_size(path.stat().st_size, path.name)
         return from_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PriorError(f"there is no file {path.name}.") from None
@@ -83,7 +99,8 @@ def to_text(earlier: Earlier) -> str:
     """The JSON, a line for each row of a table or matrix."""
     parts: list[tuple[str, Any]] = [("about", ABOUT), ("version", VERSION), ("name", earlier.name), ("mode", earlier.mode)]
     parts += [("tasks", [_told(task) for task in earlier.tasks]), ("plans", [_told(plan) for plan in earlier.plans])]
-    parts += [("runs", [[_runs(runs) for runs in row] for row in earlier.runs]), ("diverged", _whole(earlier.diverged))]
+    parts += [("runs", [[_runs(runs) for runs in row] for row in earlier.runs])]
+    parts += [("seeds", None if earlier.has_seeds.all() else earlier.has_seeds.tolist()), ("diverged", _whole(earlier.diverged))]
     parts += [("memory", _whole(earlier.memory)), ("measured", _whole(earlier.measured))]
     is_sure = bool((earlier.propensity == 1).all())
     parts += [("propensity", None if is_sure else [[float(f"{x:.5g}") for x in row] for row in earlier.propensity])]
@@ -129,8 +146,9 @@ def from_text(text: str) -> Earlier:
         raise PriorError(f"this is no JSON: {str(error)[:100]}.") from None
     if not isinstance(value, dict) or not {"version", "name"} <= value.keys():
         raise PriorError(f"a prior is a JSON object with {', '.join(NEEDED)}; this is {_brief(value)}.")
-    if type(value["version"]) is not int or value["version"] != VERSION:
-        raise PriorError(f"it is of version {_brief(value['version'])}; this paredown reads {VERSION}. Update paredown to read it.")
+    if type(value["version"]) is not int or not FIRST <= value["version"] <= VERSION:
+        told = f"it is of version {_brief(value['version'])}; this paredown reads {FIRST} to {VERSION}"
+        raise PriorError(f"{told}. Update paredown to read it.")
     unknown, missing = sorted(set(value) - set(FIELDS)), [name for name in NEEDED if name not in value]
     if unknown or missing:
         raise PriorError(f"field {unknown[0]!r} is unknown." if unknown else f"field {missing[0]!r} is missing.")
@@ -150,7 +168,9 @@ def _earlier(value: Mapping[str, Any]) -> Earlier:
     if not isinstance(provenance, list) or not all(isinstance(one, dict) for one in provenance):
         raise PriorError(f"provenance is a list of objects, not {_brief(provenance)}.")
     runs = _all_runs(value["runs"], shape)
-    return Earlier.of_runs(value["name"], value["mode"], tasks, plans, runs, provenance=tuple(provenance), **rest)
+    seeds = _has_seeds(value.get("seeds"), shape[0]) & (_may_have_seeds(runs) if value["version"] == FIRST else True)
+    told = {"provenance": tuple(provenance), "has_seeds": seeds, **rest}
+    return Earlier.of_runs(value["name"], value["mode"], tasks, plans, runs, **told)
 
 
 def _rows(value: Any, kind: type[Row], what: str) -> list[Row]:
@@ -188,7 +208,7 @@ def _all_runs(value: Any, shape: tuple[int, int]) -> Array:
         raise PriorError(f"{told}; it is {_brief(value)}.")
     depth = max((len(cell) for row in value for cell in row), default=0)
     if depth > MOST_RUNS:
-        raise PriorError(f"{told}, up to {MOST_RUNS}; one has {depth}.")
+        raise PriorError(f"{told}, a place for each seed of the task and up to {MOST_RUNS}; one has {depth}.")
     found = np.full((*shape, max(depth, 1)), np.nan)
     for i, row in enumerate(value):
         for j, cell in enumerate(row):
@@ -196,6 +216,18 @@ def _all_runs(value: Any, shape: tuple[int, int]) -> Array:
                 raise PriorError(f"{told}; of task {i + 1} and plan {j + 1} they are {_brief(cell)}.")
             found[i, j, : len(cell)] = [np.nan if part is None else part for part in cell]
     return found
+
+
+def _has_seeds(value: Any, num_tasks: int) -> Mask:
+    if value is not None and not (isinstance(value, list) and len(value) == num_tasks and all(type(one) is bool for one in value)):
+        raise PriorError(f"seeds is {num_tasks} times true or false, or null; it is {_brief(value)}.")
+    return np.ones(num_tasks, dtype=bool) if value is None else np.array(value, dtype=bool)
+
+
+def _may_have_seeds(runs: Array) -> Mask:
+    """Of a file that does not say: all plans of a task ran equally often. Else runs of two seeds may stand in one place."""
+    counts = np.isfinite(runs).sum(axis=2)
+    return np.array([len(set(row[row > 0])) < 2 for row in counts])
 
 
 def _is_table(value: Any, shape: tuple[int, int]) -> bool:

@@ -30,7 +30,7 @@ CUTS = (2, 4, 8, 16)  # numbers of levels that are tried
 MOST_LEVELS = 48  # up to so many plans, each may be a level of its own
 MOST_TASKS, FEWEST_TASKS, FEW_STEPS = 200, 8, 10  # when cuts are compared: of a half, of all, and of EM
 NUM_VECTORS = 5
-TASKS_OF_TWINS = 3  # at least, under every plan
+TASKS_OF_TWINS = 3  # at least, that both ran on with one seed
 
 
 def find_levels(errors: Array) -> Levels:
@@ -99,12 +99,24 @@ def offsets(errors: Array, levels: Levels) -> tuple[Array, Array]:
 
 
 def find_twins(runs: Array, levels: Levels) -> Levels:
-    """For each plan the first of its level with the same runs (tasks, plans, seeds) on all tasks that ran under every plan."""
-    complete = np.isfinite(runs[..., 0]).all(axis=1)
-    if complete.sum() < TASKS_OF_TWINS:
-        return np.arange(runs.shape[1])
-    first: dict[tuple[int, bytes], int] = {}
-    return np.array([first.setdefault((int(levels[j]), runs[complete, j, 0].tobytes()), j) for j in range(runs.shape[1])])
+    """For each plan the first of its level of which all twins are its own: where both ran (tasks, plans, seeds), nothing differs."""
+    groups: dict[int, list[list[int]]] = {}  # of each level
+    found = np.arange(runs.shape[1])
+    for plan in range(runs.shape[1]):
+        of_level = groups.setdefault(int(levels[plan]), [])
+        own = next((group for group in of_level if _are_twins(runs[:, group], runs[:, [plan]])), None)
+        if own is None:
+            of_level.append(own := [])
+        own.append(plan)
+        found[plan] = own[0]
+    return found
+
+
+def _are_twins(runs: Array, others: Array) -> bool:
+    """Whether a plan is the twin of every plan of a group, (tasks, plans, seeds) each."""
+    both = np.isfinite(runs) & np.isfinite(others)
+    num_tasks = both.any(axis=2).sum(axis=0)
+    return bool((num_tasks >= TASKS_OF_TWINS).all()) and bool((runs == others)[both].all())
 
 
 def once(runs: Array, twins: Levels) -> Array:

@@ -29,7 +29,7 @@ from paredown.search.families import nearest, with_family, with_noises, with_str
 from paredown.search.grouping import MOST_LEVELS, as_levels, find_levels, find_twins, offsets, once
 from paredown.search.mixture import Belief, Mixture, Sums
 from paredown.search.pooled import Prior
-from paredown.search.seeds import levelled, shared_of
+from paredown.search.seeds import levelled, parts_of, shared_of
 from paredown.search.unseen import MOST_POINTS, Likeness, extended
 
 Array = NDArray[np.float64]
@@ -63,7 +63,7 @@ class Learned:
     @staticmethod
     def of(earlier: Earlier, family: str = "", *, num_kinds: int = 2) -> Learned:
         """From all of its tasks; `family`: that of the new one."""
-        runs = np.minimum(levelled(scaled(earlier)), WORST)  # (tasks, plans, seeds)
+        runs = _level(earlier)  # (tasks, plans, seeds)
         seen = np.isfinite(runs)
         errors = np.where(seen.any(axis=2), np.nansum(runs, axis=2) / np.maximum(seen.sum(axis=2), 1), np.nan)
         if not np.isfinite(errors).any():
@@ -85,7 +85,7 @@ class Learned:
         ratios = noise_ratios(earlier)
         mixture = with_strangers(with_noises(with_own, ratios))
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])  # to a stranger all tell alike
-        prior = Prior(levels, apart, doubt, mixture, len(runs), WORST, shared_of(_calm(earlier)))
+        prior = Prior(levels, apart, doubt, mixture, len(runs), WORST, shared_of(calm_runs(earlier)))
         return Learned(
             earlier, prior, family, near if has_own else "", sums, weights / np.maximum(weights.sum(axis=0), 1e-12), twins
         )
@@ -133,7 +133,7 @@ def scaled(earlier: Earlier) -> Array:
 def scales_of(earlier: Earlier) -> Array:
     """The error of a blind guess, (tasks,); of a metric of one's own the worst that was seen."""
     runs = np.where(np.isfinite(earlier.runs), earlier.runs, np.nan)
-    blind = [task.blind or blind_error(task.metric, task.answers) for task in earlier.tasks]
+    blind = _blind(earlier)
     tops = np.where(np.isnan(runs), -np.inf, runs).max(
         axis=(1, 2), initial=-np.inf
     )  # a metric of one's own: the worst that was seen
@@ -142,7 +142,9 @@ def scales_of(earlier: Earlier) -> Array:
 
 def noise_ratios(earlier: Earlier) -> Array:
     """How the noise of a task may differ from that of all, as variances: by the tasks of which plans ran more than once."""
-    found = pooled_noise(levelled(_calm(earlier)))
+    calm = calm_runs(earlier)
+    rests = np.array([part.rest if part.shared > 0 else np.nan for part in map(parts_of, calm)])  # lifts have taken some freedom
+    found = np.where(np.isfinite(rests), np.sqrt(rests), pooled_noise(calm))
     noise = np.where(np.isfinite(found), found, earlier.noise / scales_of(earlier)) ** 2
     known = noise[np.isfinite(noise) & (noise > 0)]
     if len(known) < FEWEST_NOISES:
@@ -150,9 +152,26 @@ def noise_ratios(earlier: Earlier) -> Array:
     return np.quantile(known, NOISE_QUANTILES) / known.mean()
 
 
-def _calm(earlier: Earlier) -> Array:
-    """All runs as `scaled` has them, but for those of plans of which one diverged: they tell nothing of the noise of others."""
-    return np.where((earlier.diverged > 0)[..., None], np.nan, scaled(earlier))
+def _blind(earlier: Earlier) -> list[float | None]:
+    return [task.blind or blind_error(task.metric, task.answers) for task in earlier.tasks]
+
+
+def _level(earlier: Earlier) -> Array:
+    """All runs as `scaled` has them, without the lifts of their seeds; one that is no better than a blind guess stays that."""
+    runs = scaled(earlier)
+    return np.where(runs >= WORST, runs, np.minimum(levelled(runs, is_calm(earlier)), WORST))
+
+
+def is_calm(earlier: Earlier) -> NDArray[np.bool_]:
+    """Which (tasks, plans) tell of noise and lifts: no run diverged or was no better than a blind guess, and their seeds are known."""
+    has_unit = np.array([bool(one) for one in _blind(earlier)])  # of a metric of one's own the worst run is no blind guess
+    lost = (scaled(earlier) >= WORST).any(axis=2) & has_unit[:, None]
+    return ~lost & (earlier.diverged == 0) & earlier.has_seeds[:, None]
+
+
+def calm_runs(earlier: Earlier) -> Array:
+    """Those of calm plans, as `scaled` has them."""
+    return np.where(is_calm(earlier)[..., None], scaled(earlier), np.nan)
 
 
 def levels_of(earlier: Earlier, errors: Array) -> NDArray[np.intp]:

@@ -91,7 +91,7 @@ class Prior:
 
     def level(self, runs: Sequence[Run | tuple[int, float]]) -> Level:
         """A new task's runs without what their seeds do to all plans."""
-        return on_one_level([Run(run[0], self.finite(run[1]), *run[2:]) for run in runs], self.shared)
+        return on_one_level([Run(run[0], self.finite(run[1]), *run[2:]) for run in runs], self.shared, self.worst)
 
     def finite(self, measured: float) -> float:
         """A run that diverged counts as the worst of all errors."""

@@ -2,13 +2,18 @@
 
     run of plan j with seed s = mean of plan j + lift of seed s + rest,        lifts ~ N(0, t^2),  rest ~ N(0, r^2)
 
-Plans that ran with different seeds differ by luck that has nothing to do with them. t^2 and r^2 follow from the plans that ran with every
-seed, by analysis of variance; then lifts are what they are expected to be, whatever the plans' means (best linear prediction), with
-ratio = t^2 / r^2, Z the seeds of the runs, and M what takes off the mean of each plan's runs:
+Plans that ran with different seeds differ by luck that has nothing to do with them. With Z the seeds of the runs, M what takes off the mean
+of each plan's runs, and A = Z' M Z, t^2 and r^2 follow from the squares that seeds explain and leave (Henderson's method 3; a plan may
+have any of the seeds, and where all have all it is the analysis of variance of a table):
 
-    lifts = C Z' M runs,    C = (Z' M Z + 1 / ratio)^-1,    variance of what is left of them = r^2 C
+    q = runs' M Z A^+ Z' M runs,    E q = trace(A) t^2 + rank(A) r^2,    E (runs' M runs - q) = (runs - plans - rank(A)) r^2
 
-The place of a run among its plan's is its seed; NaN where there is none.
+Then lifts are what they are expected to be, whatever the plans' means (best linear prediction), with ratio = t^2 / r^2:
+
+    lifts = C Z' M runs,    C = (A + 1 / ratio)^-1,    variance of what is left of them = r^2 C
+
+The place of a run among its plan's is its seed; NaN where there is none. Plans of which a run diverged tell nothing of lifts: to diverge is
+no lift of a seed. Such runs stay where they are, and other runs of their seeds are as the other plans have them.
 
 >>> runs = np.array([[[0.30, 0.40], [0.33, 0.42], [0.31, np.nan]]])
 >>> levelled(runs).round(2).tolist()
@@ -17,6 +22,7 @@ The place of a run among its plan's is its seed; NaN where there is none.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,6 +32,23 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 SMALLEST = 1e-12  # variance
 MOST = 1e4  # that the ratio may be
+RATIOS = np.concatenate([[0.0], np.geomspace(1e-3, MOST, 701)])  # steps of 2 %
+NUM_DRAWS = 1000  # of what the squares of a task may be
+
+
+class Squares(NamedTuple):
+    """That seeds explain beside plans, and that are left; how many each could be; and how often, in runs, the first have a lift in them."""
+
+    seeds: float
+    rest: float
+    free_seeds: int
+    free_rest: int
+    lifts: float
+
+    @property
+    def runs(self) -> float:
+        """Of each lift."""
+        return self.lifts / max(self.free_seeds, 1)
 
 
 class Parts(NamedTuple):
@@ -65,17 +88,26 @@ class Level(NamedTuple):
 
 
 def parts_of(runs: Array) -> Parts:
-    """Of one task's runs (plans, seeds), by the plans that ran with every seed that any plan ran with twice."""
-    seen = np.isfinite(runs)
-    seeds = seen[seen.sum(axis=1) > 1].any(axis=0)
-    whole = runs[:, seeds][seen[:, seeds].all(axis=1)]
-    num_plans, num_seeds = whole.shape
-    if num_plans < 2 or num_seeds < 2:
+    """Of one task's runs (plans, seeds), by all plans that ran more than once."""
+    found = squares_of(runs)
+    if not found.free_seeds or not found.free_rest:
         return Parts(np.nan, np.nan)
-    apart = whole - whole.mean(axis=1, keepdims=True)
-    lifts = apart.mean(axis=0)
-    rest = float(((apart - lifts) ** 2).sum() / ((num_plans - 1) * (num_seeds - 1)))
-    return Parts(max(0.0, float((lifts**2).sum() / (num_seeds - 1)) - rest / num_plans), rest)
+    rest = found.rest / found.free_rest
+    return Parts(max(0.0, (found.seeds - found.free_seeds * rest) / found.lifts), rest)
+
+
+def squares_of(runs: Array) -> Squares:
+    """Of one task's runs (plans, seeds)."""
+    again = runs[np.isfinite(runs).sum(axis=1) > 1]
+    seen = np.isfinite(again)
+    sizes = seen.sum(axis=1, keepdims=True)
+    apart = np.where(seen, again - np.where(seen, again, 0.0).sum(axis=1, keepdims=True) / np.maximum(sizes, 1), 0.0)
+    inner = np.diag(seen.sum(axis=0)) - (seen / sizes).T @ seen  # A
+    rank, sums = int(np.linalg.matrix_rank(inner)), apart.sum(axis=0)
+    explained = float(sums @ np.linalg.pinv(inner, hermitian=True) @ sums)
+    return Squares(
+        explained, max(0.0, float((apart**2).sum()) - explained), rank, int(seen.sum()) - len(again) - rank, float(np.trace(inner))
+    )
 
 
 def lifts_of(runs: Sequence[Run], ratio: float, num_seeds: int) -> Lifts:
@@ -93,23 +125,33 @@ def lifts_of(runs: Sequence[Run], ratio: float, num_seeds: int) -> Lifts:
     return Lifts(doubt @ np.bincount(seeds, apart, num_seeds), doubt)
 
 
-def on_one_level(runs: Sequence[Run], ratio: float) -> Level:
-    """A new task's runs, whatever their seeds are called. What is not known of a seed makes its runs tell less, beside the others."""
+def on_one_level(runs: Sequence[Run], ratio: float, worst: float = np.inf) -> Level:
+    """A new task's runs, whatever their seeds are called. What is not known of a seed makes its runs tell less, beside the others.
+
+    `worst`: the error of a run that diverged.
+    """
     names, seeds = np.unique([run.seed for run in runs], return_inverse=True)
-    shares = np.bincount(seeds) / max(len(runs), 1)
-    size, doubt = lifts_of([run._replace(seed=int(seed)) for run, seed in zip(runs, seeds, strict=True)], ratio, len(names))
+    errors = np.array([run.error for run in runs], dtype=float)
+    moves = errors < worst
+    shares = np.bincount(seeds[moves], minlength=len(names)) / max(int(moves.sum()), 1)
+    lost = {run.plan for run in runs if run.error >= worst}
+    calm = [run._replace(seed=int(seed)) for run, seed in zip(runs, seeds, strict=True) if run.plan not in lost]
+    size, doubt = lifts_of(calm, ratio, len(names))
     across = doubt @ shares
     common = float(shares @ across)
     beside = np.maximum(np.diagonal(doubt) + common - 2 * across, 0.0)
-    errors = np.array([run.error for run in runs], dtype=float)
-    return Level(errors - size[seeds], 1 / (1 + beside[seeds]), common)
+    return Level(errors - np.where(moves, size[seeds], 0.0), np.where(moves, 1 / (1 + beside[seeds]), 1.0), common)
 
 
-def levelled(runs: Array) -> Array:
-    """Runs (tasks, plans, seeds) without the lifts of their seeds; those of a task that tells nothing of them stay as they are."""
-    lifts, ratios = np.zeros((len(runs), 1, runs.shape[2])), [parts_of(task).ratio for task in runs]
+def levelled(runs: Array, calm: NDArray[np.bool_] | None = None) -> Array:
+    """Runs (tasks, plans, seeds) without the lifts of their seeds; those of a task that tells nothing of them stay as they are.
+
+    `calm`: which (tasks, plans) tell of lifts; all unless given.
+    """
+    telling = runs if calm is None else np.where(calm[..., None], runs, np.nan)
+    lifts, ratios = np.zeros((len(runs), 1, runs.shape[2])), [parts_of(task).ratio for task in telling]
     for place in np.flatnonzero(ratios):
-        lifts[place, 0] = lifts_of(listed(runs[place]), ratios[place], runs.shape[2]).size
+        lifts[place, 0] = lifts_of(listed(telling[place]), ratios[place], runs.shape[2]).size
     return runs - lifts
 
 
@@ -119,6 +161,23 @@ def listed(runs: Array) -> list[Run]:
 
 
 def shared_of(runs: Array) -> float:
-    """The ratio of all tasks (tasks, plans, seeds) together; 0 where none tells it."""
-    parts = [part for part in map(parts_of, runs) if np.isfinite(part.rest)]
-    return Parts(sum(part.shared for part in parts), sum(part.rest for part in parts)).ratio
+    """The ratio of all tasks (tasks, plans, seeds), each of which counts as much as any other; 0 where none tells it.
+
+    A task's squares of seeds, over those of the rest and for each that is free, are F; with n runs of each lift, F / n is about the ratio,
+    and F / (F + n) the share of seeds. The ratio is the one under which the mean share is what it is.
+    """
+    found = [one for one in map(squares_of, runs) if one.free_seeds and one.free_rest]
+    if not found:
+        return 0.0
+    free, left, n = (
+        np.array(part)[:, None] for part in zip(*((one.free_seeds, one.free_rest, one.runs) for one in found), strict=True)
+    )
+    dice = np.random.default_rng(0)
+    drawn = dice.chisquare(free, (len(found), NUM_DRAWS)) / free / (dice.chisquare(left, (len(found), NUM_DRAWS)) / left)
+    seen = np.array([[one.seeds] for one in found]) / free / np.maximum(np.array([[one.rest] for one in found]) / left, SMALLEST)
+    place = bisect_left(RATIOS, _share(seen, n), key=lambda ratio: _share((1 + ratio * n) * drawn, n))
+    return float(RATIOS[min(place, len(RATIOS) - 1)])
+
+
+def _share(ratios: Array, n: Array) -> float:
+    return float((ratios / (ratios + n)).mean())
