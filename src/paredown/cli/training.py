@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from paredown.plan.plan import Plan
     from paredown.plan.trial import Trial
     from paredown.runs.task import Task
-    from paredown.search.below import Shortage
     from paredown.search.picked import Frontier
 
 AS_WRITTEN = "as written"
@@ -69,23 +68,31 @@ def train(
         found = find_any_task(task)
         known = None if frontier is None else _frontier(frontier)
         chosen = read_plan(plan or NONE) if budget is None else planned(found, budget, device)
-    runs = [Run(AS_WRITTEN, replace(chosen, rules=(), recompute=(), reason=""))] if compare and not chosen.changes_nothing else []
-    runs += [Run(name_of(plan) if plan else f"within {budget}" if budget else AS_WRITTEN, chosen)]
+    name = name_of(plan) if plan else f"within {budget}" if budget else AS_WRITTEN
+    runs = [*_beside(chosen, compares=compare), Run(name, chosen)]
     for run in runs:
         run.train(found, seed=seed, device=device, mode=mode)
     last = runs[-1]
-    shortage = last.shortage(found, known)
     if save is not None and last.is_done:
         write_weights(last.model, save)
-    value = {"task": found.name, "runs": [run.to_json() for run in runs], "advice": None if shortage is None else str(shortage)}
+    advice = last.advice(found, known)
+    value = {"task": found.name, "runs": [run.to_json() for run in runs], "advice": advice}
     if out is not None:
         write_json(out, value)
-    if is_json:
-        emit(value)
-    else:
-        tell(*told(found.name, runs), *([f"The weights are in {save}."] if save and last.is_done else []))
+    saved = [f"The weights are in {save}."] if save and last.is_done else []
+    emit(value) if is_json else tell(*told(found.name, runs), *saved)
+    _end_badly(last, advice)
+
+
+def _beside(plan: Plan, *, compares: bool) -> list[Run]:
+    """The step as it is written, where a plan is compared with it and is another."""
+    return [Run(AS_WRITTEN, replace(plan, rules=(), recompute=(), reason=""))] if compares and not plan.changes_nothing else []
+
+
+def _end_badly(last: Run, advice: str | None) -> None:
+    """The exit status of a run that did not come to its end, and why."""
     if not last.is_done:
-        say(f"{last.name}: {last.trial.status.value}: {last.trial.reason}." + (f" {shortage}" if shortage else ""))
+        say(f"{last.name}: {last.trial.status.value}: {last.trial.reason}." + (f" {advice}" if advice else ""))
         raise typer.Exit(Exit.ENDED_BADLY)
 
 
@@ -127,14 +134,14 @@ class Run:
             kept = replace(task, make_model=make)
             self._trial = evaluate(kept, self.plan, seed=seed, device=device, mode=mode, progress=told)
 
-    def shortage(self, task: Task, frontier: Frontier | None) -> Shortage | None:
+    def advice(self, task: Task, frontier: Frontier | None) -> str | None:
         """Which role grew, and the next plan down, where there was no memory."""
         if self.trial.status.value != "out_of_memory":
             return None
         from paredown.cli.subject import of_task
         from paredown.search.below import explain_shortage
 
-        return explain_shortage(of_task(task).trace(self.plan), self.plan, frontier=frontier, available_bytes=_available())
+        return str(explain_shortage(of_task(task).trace(self.plan), self.plan, frontier=frontier, available_bytes=_available()))
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: the trial and its name."""

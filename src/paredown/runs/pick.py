@@ -36,7 +36,7 @@ from paredown.runs.tasks import Task, find_task
 from paredown.runs.train import Setting
 from paredown.runs.where import device_name
 from paredown.search import prior as priors
-from paredown.search.candidates import Step, candidates
+from paredown.search.candidates import Candidates, Step, candidates
 from paredown.search.earlier import Earlier
 from paredown.search.learned import Learned, blind_error
 from paredown.search.peppp import plan_bytes
@@ -65,7 +65,7 @@ def pick(
     """
     begun = time.perf_counter()
     found = _checked(task, evaluations, mode)
-    earlier = prior if isinstance(prior, Earlier) else priors.known(MODES[mode]) if prior is None else priors.load(prior)
+    earlier = _earlier(prior, mode)
     place = find_device(device)
     step = step_of(found, place.type, mode, earlier)
     budget_bytes = parse_bytes(budget, whole=step.full_bytes)
@@ -73,22 +73,25 @@ def pick(
     try:
         own, others = runs.known()
         rows = candidates(step, earlier, budget, [(f"trial of {trial.task}", trial.plan) for trial in (*own, *others)])
-        picking = Picking(
-            task=found.name,
-            metric=_metric(found),
-            unit=blind_of(found),
-            budget_bytes=budget_bytes,
-            step=step,
-            candidates=rows,
-            learned=Learned.of(earlier, _family(found)),
-            is_strict=place.type == "cuda",
-            device=device_name(place),
-        )
+        picking = _begun(found, budget_bytes, step, rows, Learned.of(earlier, _family(found)), place)
         picking.learn(own, others)
         picking.search(runs, evaluations, seed=seed, told=progress)
     finally:
         runs.close()
     return picking.answer(time.perf_counter() - begun)
+
+
+def _begun(task: Task, budget_bytes: int, step: Step, rows: Candidates, learned: Learned, place: torch.device) -> Picking:
+    """What is known before any trial; on a GPU measured peaks have to fit too."""
+    about: dict[str, Any] = {"task": task.name, "metric": _metric(task), "unit": blind_of(task), "budget_bytes": budget_bytes}
+    where: dict[str, Any] = {"is_strict": place.type == "cuda", "device": device_name(place)}
+    return Picking(**about, step=step, candidates=rows, learned=learned, **where)
+
+
+def _earlier(prior: str | os.PathLike[str] | Earlier | None, mode: str) -> Earlier:
+    if isinstance(prior, Earlier):
+        return prior
+    return priors.known(MODES[mode]) if prior is None else priors.load(prior)
 
 
 def _checked(task: Any, evaluations: Any, mode: Any) -> Task:
