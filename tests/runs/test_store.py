@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from sqlalchemy import Connection, inspect, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from paredown.errors import StoreError
+from paredown.plan.plan import Plan
 from paredown.plan.trial import Status, Trial
 from paredown.runs import schema
 from paredown.runs.claims import MAX_ATTEMPTS, Claim, Ended, Fate
@@ -22,6 +24,7 @@ from paredown.runs.export import rows
 from paredown.runs.schema import META, TRIALS
 from paredown.runs.status import Counts, count, find_best
 from paredown.runs.store import Added, Store
+from paredown.runs.sweep import Method, Sweep
 from tests.support.trials import PLANS, done, draw
 
 
@@ -53,6 +56,21 @@ def test_waiting_trials_take_new_settings_and_finished_ones_do_not(address: str)
         store.finish("w", ended(store.claim("w", 1)[0]))
         store.add("s", draw("a", seeds=(0, 1), timeout=7.0))
         assert [claim.spec.settings.timeout_seconds for claim in store.claim("w", 9)] == [7.0]
+
+
+def test_a_raised_share_goes_on_with_what_ran_at_its_new_odds(address: str) -> None:
+    plans = tuple(Plan.preset(name) for name in ("safe", "half", "lpmm", "activations4"))
+    smaller = Sweep("s", ("a", "b", "c"), plans, method=Method.UNIFORM, share=0.3, draw_seed=3)
+    larger = replace(smaller, share=0.6)
+    with Store(address) as store:
+        taken = store.add("s", smaller.draw()).num_new
+        finished = store.claim("w", 1)[0]
+        store.finish("w", ended(finished))
+        assert store.add("s", larger.draw()).num_there == taken, "the larger draw has all of the smaller one"
+        assert {row["propensity"] for row in rows(store)} == {0.6}, "also of what has run"
+        store.add("s", smaller.draw())
+        assert {row["propensity"] for row in rows(store)} == {0.6}, "a smaller draw takes nothing back"
+        assert set(results(store)) == {finished.key}
 
 
 def test_claims_are_in_turn_and_no_more_than_asked(address: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
-from sqlalchemy import Connection, and_, select, update
+from sqlalchemy import Connection, and_, case, select, update
 
 from paredown.plan.trial import Status
 from paredown.runs import claims
@@ -69,7 +69,10 @@ class Store:
         self.database.close()
 
     def add(self, sweep: str, drawn: Iterable[Drawn]) -> Added:
-        """Put the trials of a sweep in, where they are not there yet; those that wait take the new turn and settings."""
+        """Put the trials of a sweep in, where they are not there yet; those that wait take the new turn and settings.
+
+        A sweep whose share was raised goes on with what ran: a trial that both draws took was as likely as in the larger one.
+        """
         rows = [_row(sweep, place, one) for place, one in enumerate(drawn)]
         keys = [row["key"] for row in rows]
 
@@ -77,10 +80,11 @@ class Store:
             there = sum(len(connection.scalars(select(TRIALS.c.key).where(TRIALS.c.key.in_(part))).all()) for part in _parts(keys))
             for part in _parts(rows):
                 statement = INSERTS[connection.dialect.name](TRIALS).values(part)
-                newer = {name: statement.excluded[name] for name in ("place", "settings")}
-                connection.execute(
-                    statement.on_conflict_do_update(index_elements=["key"], set_=newer, where=TRIALS.c.state == WAITING)
-                )
+                newer, waits = statement.excluded, TRIALS.c.state == WAITING
+                kept = {name: case((waits, newer[name]), else_=TRIALS.c[name]) for name in ("place", "settings")}
+                likelier = case((newer.propensity > TRIALS.c.propensity, newer.propensity), else_=TRIALS.c.propensity)
+                statement = statement.on_conflict_do_update(index_elements=["key"], set_={**kept, "propensity": likelier})
+                connection.execute(statement)
             return Added(len(rows) - there, there)
 
         return self.database.write(work)
