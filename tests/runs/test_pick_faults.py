@@ -105,7 +105,7 @@ def test_a_trial_that_was_broken_off_says_nothing_of_the_excess(tried: Any, monk
 def test_what_trials_take_beyond_their_prediction_counts_for_all_plans(
     tried: Any, monkeypatch: pytest.MonkeyPatch, is_small: bool
 ) -> None:
-    """As on a GPU, whose measured peaks have to fit: a small excess leaves some plans, a large one none, which one trial shows."""
+    """As on a GPU, whose measured peaks have to fit: a small excess leaves some plans, a large one none: two trials."""
     tried()
     points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
     predicted = {point.plan: point.predicted_bytes for point in points}
@@ -122,8 +122,36 @@ def test_what_trials_take_beyond_their_prediction_counts_for_all_plans(
             point.label for point in points if point.predicted_bytes + excess <= budget
         }
     else:
-        assert found.plan is None and len(ran) == 1
-        assert f"at least {say_bytes(excess)} more than predicted" in found.reason and "channels_last" in found.reason
+        assert found.plan is None and len(ran) == 2 and predicted[ran[1][0]] == smallest, (
+            "the smallest before nothing is said to fit"
+        )
+        assert f"up to {say_bytes(excess)} more than predicted" in found.reason and "channels_last" in found.reason
+
+
+def test_a_plan_takes_what_the_nearest_trial_took_beyond(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large plans take far more than predicted, small ones as much: what is small still fits, and a page of it moves with its budget."""
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    middle = sorted(predicted.values())[len(predicted) // 2]
+
+    def peak(plan: Plan) -> int:
+        return predicted[plan] * (2 if predicted[plan] > middle else 1)
+
+    tried(lambda plan, seed: {"error": as_earlier(plan, seed), "measured_peak_bytes": peak(plan)})
+    monkeypatch.setattr(pick_module, "Picking", lambda **given: Picking(**{**given, "is_strict": True}))
+    found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
+    peaks = {trial.plan: trial.measured_peak_bytes or 0 for trial in found.trials}
+    assert max(peaks[plan] - predicted[plan] for plan in peaks) > 0, "a trial that says so"
+    for point in found.frontier.points:
+        gaps = {plan: abs(predicted[plan] - point.predicted_bytes) for plan in peaks}
+        near = [point.plan] if point.plan in peaks else [plan for plan, gap in gaps.items() if gap == min(gaps.values())]
+        assert point.needs == point.predicted_bytes + max(peaks[plan] - predicted[plan] for plan in near)
+        assert point.fits == (point.needs <= found.budget_bytes) and point.trains
+    assert found.point is not None and peak(found.point.plan) <= found.budget_bytes
+    study = study_of_pick(found)
+    assert study.picks[0].nbytes == min(point.needs for point in found.frontier.points)
+    assert all(found.frontier.find(step.label).needs <= step.nbytes for step in study.picks)
 
 
 def test_code_that_always_raises_is_a_sentence() -> None:

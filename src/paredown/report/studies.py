@@ -10,6 +10,7 @@ from statistics import fmean
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
+from paredown.plan.sizes import say_bytes
 from paredown.plan.trial import Status, Trial
 from paredown.report.labels import WRITTEN, Labels, in_words, said
 from paredown.report.parts import NINE_OF_TEN, SEEDS, Kept, Mark, Pick, Place, Run, Slot, Study, choose
@@ -27,7 +28,7 @@ def study_of_pick(picked: Picked) -> Study:
     counts = Counter(said(trial.plan) for trial in picked.trials)
     marks = tuple(_mark(point, point.num_trials or counts[said(point.plan)]) for point in frontier.points)
     written = next((point.label for point in frontier.points if point.plan.changes_nothing), "")
-    steps = sorted({point.predicted_bytes for point in frontier.points if point.trains})
+    steps = sorted({point.needs for point in frontier.points if point.trains})
     picks = [Pick(nbytes, frontier.best(nbytes).label) for nbytes in steps]
     kept = tuple(pick for i, pick in enumerate(picks) if i == 0 or pick.label != picks[i - 1].label)
     return Study(
@@ -49,6 +50,9 @@ def study_of_pick(picked: Picked) -> Study:
 def _mark(point: Point, num_trials: int) -> Mark:
     half = BAND * point.deviation
     notes = {"prior": "predicted from earlier tasks", "features": "predicted from its formats alone: no earlier task had this plan"}
+    found = [notes.get(point.source, "")] if point.trains else ["it could not be trained"]
+    if point.measured_bytes is None and point.needs > point.predicted_bytes:
+        found.append(f"trials took more than predicted: {say_bytes(point.needs)} are expected")
     return Mark(
         point.label,
         point.predicted_bytes,
@@ -59,7 +63,7 @@ def _mark(point: Point, num_trials: int) -> Mark:
         measured_bytes=point.measured_bytes,
         num_trials=num_trials,
         on_front=point.on_front,
-        note=notes.get(point.source, "") if point.trains else "it could not be trained",
+        note="; ".join(filter(None, found)),
         words=in_words(point.plan),
     )
 

@@ -105,21 +105,9 @@ class Picking:
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
-        """Plans that cannot be trained here: a trial had no memory, failed, or took more than the budget where that is strict.
-
-        Failures of other sweeps may be theirs, not the plan's.
-        """
-        over = self.budget_bytes if self.is_strict else np.inf
+        """Plans that cannot be trained here: a trial had no memory, or failed. Failures of other sweeps may be theirs, not the plan's."""
         failed = {plan for plan, trial in self._placed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
-        return failed | {
-            plan for plan, trial in self._here if trial.status is Status.OUT_OF_MEMORY or (trial.measured_peak_bytes or 0) > over
-        }
-
-    @property
-    def excess_bytes(self) -> int:
-        """By how much every trial here was above its predicted peak, where measured peaks count: what plans have in common."""
-        over = [nbytes - self.candidates.memory[plan] for plan, nbytes in self._peaks]
-        return max(0, int(min(over))) if over and self.is_strict else 0
+        return failed | {plan for plan, trial in self._here if trial.status is Status.OUT_OF_MEMORY}
 
     @property
     def _peaks(self) -> list[tuple[int, int]]:
@@ -127,11 +115,21 @@ class Picking:
         ended = [(plan, trial) for plan, trial in self._here if trial.status not in UNFINISHED]
         return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
 
+    def expected(self) -> Array:
+        """The peaks of plans: predicted, and where measured ones count, what the trial of the nearest prediction took beyond its own."""
+        memory, peaks = self.candidates.memory, self._peaks
+        if not (peaks and self.is_strict):
+            return memory.copy()
+        tried, most = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
+        distance = np.abs(memory[:, None] - memory[tried])
+        distance[tried, np.arange(len(tried))] = -1.0  # its own trial is nearer than that of a plan of the same size
+        nearest = distance == distance.min(axis=1, keepdims=True)
+        excess = np.where(nearest, most - memory[tried], -np.inf).max(axis=1)
+        return memory + np.maximum(excess, 0.0)
+
     def needed(self) -> Array:
-        """Bytes that plans need: predicted, and the excess of the trials; measured where they were; endless where they do not train."""
-        memory = self.candidates.memory + self.excess_bytes
-        for plan, _ in self._peaks if self.is_strict else ():
-            memory[plan] = max([self.candidates.memory[plan], *(most for one, most in self._peaks if one == plan)])
+        """Bytes that plans need: those that are expected; endless where they do not train."""
+        memory = self.expected()
         memory[list(self.blocked())] = np.inf
         return memory
 
@@ -167,10 +165,10 @@ class Picking:
         return next(number for number in count(seed) if number not in taken)
 
     def next_plan(self, num_left: int) -> int | None:
-        """The plan to try next; None where nothing fits, or nothing more is worth a trial."""
+        """The plan to try next; None where nothing can fit, or nothing more is worth a trial."""
         fits, runs = self.fits(), self.runs()
         if not len(fits):
-            return None
+            return self._smallest_untried()
         belief, memory = self.prior.after(runs), self.candidates.memory
         best, tried = self.choice().plan, {run.plan for run in runs}
         known = {self._twin(plan) for plan in tried}
@@ -182,6 +180,16 @@ class Picking:
         telling = np.array([plan for plan in fits if plan in tried or self._twin(plan) not in known], dtype=np.intp)
         turn = TURNS[min(len(self.known), len(TURNS) - 1)]
         return propose(turn, self.prior, belief, telling, memory, tried=tried) if len(telling) else None
+
+    def _smallest_untried(self) -> int | None:
+        """The plan that is expected to take least, where that is a guess by other trials: before nothing is said to fit, it is tried."""
+        needed = self.needed()
+        within = np.flatnonzero((self.candidates.memory <= self.budget_bytes) & np.isfinite(needed))
+        if not (len(within) and self.is_strict and self._peaks):
+            return None
+        tried = {plan for plan, _ in self._peaks}
+        least = min(within.tolist(), key=lambda plan: (needed[plan], plan not in tried))
+        return None if least in tried else least
 
     def _twin(self, plan: int) -> int:
         """The same number for plans that come to the same runs: trying a second one tells nothing."""
@@ -229,7 +237,7 @@ class Picking:
 
     def _points(self, estimate: Estimate) -> list[Point]:
         """A point for each plan, in the order of the candidates."""
-        rows, blocked, fits = self.candidates.rows, self.blocked(), set(self.fits().tolist())
+        rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
         front = undominated(estimate.memory, estimate.means) & np.isfinite(estimate.memory)
         return [
             Point(
@@ -245,18 +253,19 @@ class Picking:
                 source="measured" if i in estimate.measured else "prior" if row.column >= 0 else "features",
                 trains=i not in blocked,
                 num_trials=sum(trial.error is not None for plan, trial in self.known if plan == i),
+                needed_bytes=int(needed[i]) if needed[i] > row.predicted_bytes else None,
             )
             for i, row in enumerate(rows)
         ]
 
     def _frontier(self, points: Sequence[Point]) -> Frontier:
-        return Frontier(tuple(points), self.metric, self.step.full_bytes, self.excess_bytes)
+        return Frontier(tuple(points), self.metric, self.step.full_bytes)
 
     def _nothing(self, points: Sequence[Point]) -> tuple[list[Point], str]:
         """The smallest plan there is, where it is none of the points, and the sentences that say why nothing fits."""
         within = [point for point in points if point.predicted_bytes <= self.budget_bytes]
         if within:
-            return [], why_none_trains(within, self.trials, self.excess_bytes)
+            return [], why_none_trains(within, self.trials)
         least = min(points, key=lambda point: point.predicted_bytes)
         if self.step.trace_of is None:
             return [], why_nothing_is_small_enough(least, self.budget_bytes)

@@ -38,7 +38,7 @@ class Point:
     `mean` and `deviation` are of the mean over runs, in units of the task's metric; `measured` is the mean of the finished trials, None
     where there is none. `source`: whether it was measured, is a plan of earlier tasks, or is judged by its features alone. `fits`: whether
     it is within the budget; None where no budget was given. `trains`: False where a trial had no memory, or failed. `num_trials`: behind
-    `measured`, those that a store knew included.
+    `measured`, those that a store knew included. `needed_bytes`: what it is expected to take where trials took more than predicted.
     """
 
     label: str
@@ -53,9 +53,15 @@ class Point:
     source: str = "prior"
     trains: bool = True
     num_trials: int = 0
+    needed_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check(self, POINT_CHECKS, "point")
+
+    @property
+    def needs(self) -> int:
+        """The bytes that a budget has to have for it."""
+        return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: all fields by name."""
@@ -76,7 +82,6 @@ class Frontier:
     points: tuple[Point, ...]
     metric: str = "error"
     full_bytes: int | None = None
-    excess_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple(sorted(self.points, key=lambda point: (point.predicted_bytes, point.mean))))
@@ -89,16 +94,10 @@ class Frontier:
     def best(self, budget: int | str) -> Point:
         """The point of least mean error within the budget, of equals the one of fewest bytes."""
         budget_bytes = parse_bytes(budget, whole=self.full_bytes)
-        within = [point for point in self.points if point.trains and self.needed(point) <= budget_bytes]
+        within = [point for point in self.points if point.trains and point.needs <= budget_bytes]
         if not within:
             raise BudgetError(self._why(budget_bytes))
         return min(within, key=lambda point: (point.mean, point.predicted_bytes))
-
-    def needed(self, point: Point) -> int:
-        """The bytes that a plan needs: with an excess those that were measured, or the prediction and that."""
-        if not self.excess_bytes:
-            return point.predicted_bytes
-        return max(point.measured_bytes or point.predicted_bytes + self.excess_bytes, point.predicted_bytes)
 
     def find(self, label: str) -> Point:
         """The point of that label."""
@@ -110,15 +109,14 @@ class Frontier:
     def _why(self, budget_bytes: int) -> str:
         if not self.points:
             return f"no plan fits {say_bytes(budget_bytes)}: the frontier is empty."
-        least = next((point for point in self.points if point.trains), self.points[0])
-        smallest = f"the smallest, {least.label}, needs {say_bytes(self.needed(least))}"
+        least = min(self.points, key=lambda point: (not point.trains, point.needs))
+        smallest = f"the smallest, {least.label}, needs {say_bytes(least.needs)}"
         return f"no plan fits {say_bytes(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""
         points = [point.to_json() for point in self.points]
-        own = {"metric": self.metric, "full_bytes": self.full_bytes, "excess_bytes": self.excess_bytes}
-        return {"version": VERSION, **own, "points": points}
+        return {"version": VERSION, "metric": self.metric, "full_bytes": self.full_bytes, "points": points}
 
     @staticmethod
     def from_json(value: Any) -> Frontier:
@@ -222,6 +220,7 @@ POINT_CHECKS: Checks = {
     "deviation": (lambda value: _is_number(value) and value >= 0, "a finite number from 0 up"),
     "measured": _or_none(NUMBER),
     "measured_bytes": _or_none(BYTES),
+    "needed_bytes": _or_none(BYTES),
     "num_trials": BYTES,
     **dict.fromkeys(("on_front", "trains"), (lambda value: isinstance(value, bool), "true or false")),
     "fits": (lambda value: value is None or isinstance(value, bool), "true, false or None"),
@@ -231,7 +230,6 @@ FRONTIER_CHECKS: Checks = {
     "points": (lambda value: _are(Point, value), "points"),
     "metric": TEXT,
     "full_bytes": _or_none(BYTES),
-    "excess_bytes": BYTES,
 }
 PICKED_CHECKS: Checks = {
     **dict.fromkeys(("task", "reason", "prior", "label"), TEXT),

@@ -31,7 +31,8 @@ class Telling:
         share = f"{100 * point.predicted_bytes / max(self.full_bytes, 1):.0f} % of the step as it is written"
         peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(self.budget_bytes)} ({share})"
         error = f"error {point.mean:.4f} +- {point.deviation:.4f}, {self._rests_on(point)}"
-        parts = [f"{point.label}: predicted peak {peak}; {error}.", _ties(ties, num_fits), self._family()]
+        more = f", {say_bytes(point.needs)} with what trials took beyond" if point.needs > point.predicted_bytes else ""
+        parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", _ties(ties, num_fits), self._family()]
         parts += [self._settled()] if is_settled else []
         return " ".join(part for part in parts if part)
 
@@ -79,21 +80,21 @@ class Telling:
         return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)} took {seconds:.1f} s and at most {say_bytes(peak)}"
 
 
-def why_none_trains(within: Sequence[Point], trials: Sequence[Trial], excess_bytes: int = 0) -> str:
+def why_none_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
     """Plans fit by what was predicted, and none of them could be trained."""
     last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
     said = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
-    if excess_bytes:
-        said += f" Trials took at least {say_bytes(excess_bytes)} more than predicted; {_least(within, excess_bytes)} {TURNED}"
+    if excess := max(point.needs - point.predicted_bytes for point in within):
+        said += f" Trials took up to {say_bytes(excess)} more than predicted; {_least(within)} {TURNED}"
     head = f"{len(within)} plans fit by their predicted peaks and none could be trained within the budget."
     return f"{head}{said} Raise the budget, or lower the batch."
 
 
-def _least(points: Sequence[Point], excess_bytes: int) -> str:
-    least = min(points, key=lambda point: point.measured_bytes or point.predicted_bytes + excess_bytes)
+def _least(points: Sequence[Point]) -> str:
+    least = min(points, key=lambda point: point.needs)
     if least.measured_bytes is not None:
         return f"the smallest, {least.label}, took {say_bytes(least.measured_bytes)}."
-    return f"with that the smallest, {least.label}, needs {say_bytes(least.predicted_bytes + excess_bytes)}."
+    return f"with that the smallest, {least.label}, needs {say_bytes(least.needs)}."
 
 
 def why_nothing_is_small_enough(least: Point, budget_bytes: int) -> str:
