@@ -153,7 +153,12 @@ def _twice(slot: Slot, span: Span) -> list[Output]:
     """What is saved inside: there in forward as long as somebody uses it, and again in backward."""
     ends = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(ends, slot.birth))
-    return [forward, replace(forward, op="recomputed", phase="backward", birth=span.asks, death=max(slot.death, span.asks))]
+    return [forward, replace(forward, op="recomputed", phase="backward", birth=span.asks, death=max(_given_back(slot), span.asks))]
+
+
+def _given_back(slot: Slot) -> int:
+    """When the last operation of backward that took it is over: nobody holds it beyond, while gradients are summed."""
+    return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
 def _returned(slot: Slot, span: Span) -> tuple[Slot, list[Output]]:
@@ -169,8 +174,9 @@ def _returned(slot: Slot, span: Span) -> tuple[Slot, list[Output]]:
 
 
 def _extended(made: Output, span: Span) -> Output:
-    """What dies inside of the module's forward pass and was there before is taken for an input, and waits."""
+    """What was there before the module's forward pass, is taken inside of it and dies there is an input, and waits."""
     is_input = made.phase == "forward" and not made.slot and made.birth < span.start <= made.death <= span.end + 1
+    is_input = is_input and (made.used < 0 or made.used >= span.start)
     return replace(made, death=max(made.death, span.done)) if is_input else made
 
 

@@ -17,7 +17,7 @@ from paredown.errors import TraceError
 from paredown.plan.slots import Output, Part, Saver, Slot
 
 MOST = 1 << 60  # bytes, values
-TIMES = frozenset({"birth", "death", "dropped", "packed", "released"})
+TIMES = frozenset({"birth", "death", "dropped", "packed", "released", "used"})
 SPANS = frozenset({"running", "decoded"})
 
 

@@ -86,7 +86,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Output:
-    """Memory that an operation made. `slot`: the slot that it became; "" for what nothing keeps."""
+    """Memory that an operation made. `slot`: the slot that it became; "" for what nothing keeps. `used`: when an operation took it last,
+    -1 if that is not known: a name in a program may hold it beyond."""
 
     op: str
     module: str
@@ -97,6 +98,7 @@ class Output:
     birth: int
     death: int
     slot: str = ""
+    used: int = -1
 
 
 def index_bytes(bound: int | None, itemsize: int) -> int:

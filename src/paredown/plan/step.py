@@ -99,7 +99,7 @@ class Step:
     def __init__(self, model: nn.Module, beside: nn.Module, fakes: Fakes, device: str) -> None:
         self.model, self.beside, self.fakes, self.device = model, beside, fakes, device
         self.elsewhere = Elsewhere(device, fakes)
-        self.timeline = Timeline(self._where)
+        self.timeline = Timeline(self._where, is_cuda=device == "cuda")
         self.recorder = Recorder(self.timeline)
         self.running = Running(model.modules(), lambda: self.timeline.now)
         fakes.around = lambda: self.timeline.owned_by(

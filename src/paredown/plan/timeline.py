@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paredown.plan.device_ops import UNKNOWN_SIZES
+from paredown.plan.scratch import SCRATCH
 from paredown.roles import Role
 
 DEVICE, DETACH = torch.ops.prim.device.default, torch.ops.aten.detach.default  # they take no time
@@ -48,6 +49,7 @@ class Allocation:
     shape: tuple[int, ...]
     dtype: str
     death: int | None = None
+    used: int = -1  # the last operation that took it
     merges: tuple[Allocation, ...] = ()
     cast_of: Allocation | None = None
     owner: Any = None  # what it belongs to, when it is more than the output of an operation
@@ -65,10 +67,12 @@ class Allocation:
 
 @final
 class Timeline(TorchDispatchMode):
-    """Follows all storages while it is entered. `where` names the module whose forward is running."""
+    """Follows all storages while it is entered. `where` names the module whose forward is running; `is_cuda`: what CUDA's operations
+    take for themselves counts too."""
 
-    def __init__(self, where: Callable[[], str]) -> None:
+    def __init__(self, where: Callable[[], str], *, is_cuda: bool = False) -> None:
         super().__init__()
+        self._is_cuda = is_cuda
         self.now, self.phase, self.last_op, self.last_module = 0, "forward", "", ""
         self.allocations: list[Allocation] = []
         self._where = where
@@ -85,6 +89,8 @@ class Timeline(TorchDispatchMode):
             self._note_uses(args)
         self.last_module = module = self.module()
         out = func(*args, **(kwargs or {}))
+        if self._is_cuda and func in SCRATCH:
+            self._take(SCRATCH[func](args), module)
         if func in UNKNOWN_SIZES:
             out = UNKNOWN_SIZES[func](args, out)
         for value in (out,) if isinstance(out, Tensor) else tree_leaves(out):
@@ -106,11 +112,21 @@ class Timeline(TorchDispatchMode):
         if known.owner is not None:
             known.views.append(weakref.ref(value))
 
+    def _take(self, nbytes: int, module: str) -> None:
+        """Memory of this operation alone."""
+        if nbytes:
+            self.allocations.append(
+                Allocation(nbytes, self.now, self.last_op, module, self.phase, (nbytes,), "uint8", death=self.now)
+            )
+
     def _note_uses(self, args: Any) -> None:
         for arg in args:
-            found = self.find(arg) if isinstance(arg, Tensor) else None
-            if found is not None and found.owner is Role.WEIGHT:
-                found.uses.append(self.now)
+            for value in arg if isinstance(arg, list | tuple) else (arg,):
+                found = self.find(value) if isinstance(value, Tensor) else None
+                if found is not None:
+                    found.used = self.now
+                    if found.owner is Role.WEIGHT:
+                        found.uses.append(self.now)
 
     def module(self) -> str:
         """The module that an operation belongs to now: in backward, that whose forward made the node that runs."""

@@ -156,7 +156,8 @@ class Seen:
             is_own = made.op and made.owner in (None, Role.GRADIENT)
             if made.nbytes and birth <= death and is_own:
                 slot = slot_of.get(made, "gradient" if made.owner is Role.GRADIENT else "")
-                outputs.append(Output(made.op, made.module, made.phase, made.shape, made.dtype, made.nbytes, birth, death, slot))
+                what = (made.op, made.module, made.phase, made.shape, made.dtype, made.nbytes)
+                outputs.append(Output(*what, birth, death, slot, made.used))
         return outputs
 
     def _notes(self) -> Iterator[str]:
