@@ -141,6 +141,7 @@ def simulated_facts(prior: Earlier) -> dict[str, Any]:
         **heads(prior),
         "sampled_share": _rounded(float(np.isfinite(prior.errors[~rows][:, low != ""]).mean())) if not rows.all() else 1.0,
         "different_configurations": int(single.sum()),
+        "wide_and_blind_superclasses": _wide_errors(prior, rows),
         "lost_by_low_format": {name: figures(np.nanmean(share[rows][:, low == name], axis=1)) for name in names},
         "lost_by_low_format_superclasses": {name: figures(_mean_of(share[~rows][:, low == name])) for name in names},
         "lost_beyond_low_format_by_high_mantissa": {
@@ -152,6 +153,17 @@ def simulated_facts(prior: Earlier) -> dict[str, Any]:
         "singular_shares": singular_shares(errors),
         "front_points_by_low_format": on_fronts(prior, [plan.level or FULL for plan in prior.plans]),
     }
+
+
+def _wide_errors(prior: Earlier, rows: Array) -> dict[str, list[float]]:
+    """Of sampled tasks, where full precision did not run: least, mean and largest error with WIDE formats, and that of a blind guess."""
+    wide = prior.errors[:, [plan.level in WIDE for plan in prior.plans]]
+    found: dict[str, list[float]] = {}
+    for row in np.flatnonzero(~rows):
+        seen = wide[row][np.isfinite(wide[row])]
+        numbers = (seen.min(), seen.mean(), seen.max(), prior.tasks[row].blind or np.nan)
+        found[prior.tasks[row].name] = [round(float(number), 4) for number in numbers]
+    return found
 
 
 def _by(share: Array, low: Array) -> Array:
