@@ -51,15 +51,4 @@ def _of_sum(args: Any) -> int:
     return sum_scratch(prod(x.shape[: len(dims)]), prod(x.shape[len(dims) :])) if leads and kept else 0
 
 
-def _of_convolution(args: Any) -> int:
-    """The gradient of a bias: summed like any other where channels come last; otherwise side by side, in little room."""
-    grad, has_bias = args[0], args[3] is not None and args[10][2]
-    if not has_bias or grad.dim() != 4 or not grad.is_contiguous(memory_format=torch.channels_last) or grad.is_contiguous():
-        return 0
-    return sum_scratch(grad.numel() // grad.shape[1], grad.shape[1]) if grad.numel() else 0
-
-
-SCRATCH: Mapping[Any, Callable[[Any], int]] = {
-    torch.ops.aten.sum.dim_IntList: _of_sum,
-    torch.ops.aten.convolution_backward.default: _of_convolution,
-}
+SCRATCH: Mapping[Any, Callable[[Any], int]] = {torch.ops.aten.sum.dim_IntList: _of_sum}  # bytes, by the arguments
