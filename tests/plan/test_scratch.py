@@ -82,7 +82,7 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.start = nn.Linear(64, 64)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.start(x)
