@@ -71,6 +71,7 @@ class Row:
     train_deviation: float | None = None
     difference: float | None = None  # of the means, from full
     standard_error: float | None = None
+    paired_error: float | None = None  # of the difference, by seeds that both ran with: they start alike and see the same batches
     num_diverged: int | None = None
     error: str | None = None
 
@@ -195,7 +196,8 @@ def attempt(name: str, task: Task, way: Way, seed: int, device: str, data_bytes:
 
 
 def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
-    """Means over the seeds of one way, runs that diverged left out and counted."""
+    """Means over the seeds of one way, runs that diverged left out and counted; `full` with the same seeds."""
+    full = [row for row in full if row.seed in {own.seed for own in rows}]
     values, others = ([row.value for row in of if row.status == "done" and row.value is not None] for of in (rows, full))
     losses = [row.train_loss for row in rows if row.status == "done" and row.train_loss is not None]
     bytes_of = {key: mean_of(rows, key) for key in ("predicted_peak", "peak_bytes", "kept_bytes", "saved_bytes", "budget_bytes")}
@@ -206,9 +208,18 @@ def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
         **{key: mean_of(rows, key) for key in ("train_loss", "low_share", "step_ms", "probe_ms")},
         num_runs=len(rows),
         **compared(values, others),
+        paired_error=paired_error(rows, full),
         train_deviation=statistics.stdev(losses) if len(losses) > 1 else None,
         num_diverged=sum(row.status != "done" for row in rows),
     )
+
+
+def paired_error(rows: Sequence[Row], full: Sequence[Row]) -> float | None:
+    """The standard error of the mean difference from full, seed by seed."""
+    there = {row.seed: row.value for row in full if row.status == "done" and row.value is not None}
+    both = [(row.value, there[row.seed]) for row in rows if row.status == "done" and row.value is not None and row.seed in there]
+    found = [value - other for value, other in both]
+    return statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
 
 
 def summaries(rows: Sequence[Row]) -> Iterator[Row]:
@@ -228,7 +239,9 @@ def line(row: Row) -> str:
     if row.seed is None:
         lost = f"  {row.num_diverged} LOST" if row.num_diverged else ""
         spread = f"{number(row.mean)} +- {number(row.deviation)}"
-        against = f"{number(row.difference, '+.4f')} +- {number(row.standard_error)} against full"
+        against = (
+            f"{number(row.difference, '+.4f')} +- {number(row.standard_error)} (paired {number(row.paired_error)}) against full"
+        )
         trained = f"train loss {number(row.train_loss)} +- {number(row.train_deviation)}"
         return f"{head}  {row.metric} {spread} ({row.num_runs} runs)  {against}  {trained}{lost}"
     acted = f"  left out {row.num_left_out}, moved {row.num_moves}" if row.num_left_out or row.num_moves else ""

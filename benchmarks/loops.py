@@ -194,7 +194,9 @@ class Table:
         file = folder / self.file
         before = json.loads(file.read_text()) if file.exists() else []
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps([*before, {**runs[0], "rows": [asdict(row) for row in (*rows, *joined)]}], indent=1) + "\n")
+        commits = ", ".join(dict.fromkeys(str(run["commit"]) for run in runs))
+        run = {**runs[0], "commit": commits, "rows": [asdict(row) for row in (*rows, *joined)]}
+        file.write_text(json.dumps([*before, run], indent=1) + "\n")
 
 
 def compared(values: Sequence[float], others: Sequence[float]) -> dict[str, float | None]:

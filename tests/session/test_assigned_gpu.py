@@ -60,7 +60,7 @@ def test_checkpointing_peaks_as_foreseen() -> None:
     assert pare.footprint(trace, plan).peak_bytes == pytest.approx(measured, rel=0.04)
 
 
-@pytest.mark.parametrize(("budget", "recompute"), [("60%", None), ("40%", None), ("30%", True)])
+@pytest.mark.parametrize(("budget", "recompute"), [("60%", None), ("40%", None), ("36%", True)])
 def test_measured_peaks_are_within_the_budget(budget: str, recompute: bool | None) -> None:
     model, batch = gpt_step()
     plain = copy.deepcopy(model)
