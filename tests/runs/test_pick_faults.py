@@ -152,6 +152,8 @@ def test_a_plan_takes_what_the_nearest_trial_took_beyond(tried: Any, monkeypatch
     study = study_of_pick(found)
     assert study.picks[0].nbytes == min(point.needs for point in found.frontier.points)
     assert all(found.frontier.find(step.label).needs <= step.nbytes for step in study.picks)
+    said = {mark.label: (mark.nbytes, mark.predicted_bytes) for mark in study.marks}
+    assert said == {p.label: (p.needs, p.predicted_bytes if p.needs > p.predicted_bytes else None) for p in found.frontier.points}
 
 
 def test_code_that_always_raises_is_a_sentence() -> None:

@@ -45,7 +45,8 @@ def report(
     if is_json:
         emit({"file": str(out), "bytes": out.stat().st_size, **counts})
     else:
-        tell(f"{counts['tasks']} tasks, {counts['plans']} plans and {counts['trials']} trials in {out}. Open it in a browser.")
+        tasks, plans, trials = (f"{num} {name[:-1] if num == 1 else name}" for name, num in counts.items())
+        tell(f"{tasks}, {plans} and {trials} in {out}. Open it in a browser.")
 
 
 def _with_memory(record: Record, model: str) -> Record:

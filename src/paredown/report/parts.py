@@ -34,6 +34,7 @@ class Mark:
     on_front: bool = False
     note: str = ""
     words: tuple[str, ...] = ()  # the plan, a line for each rule
+    predicted_bytes: int | None = None  # where that is not what counts: trials took more
 
 
 class Pick(NamedTuple):

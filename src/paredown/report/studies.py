@@ -55,7 +55,7 @@ def _mark(point: Point, num_trials: int) -> Mark:
         found.append(f"trials took more than predicted: {say_bytes(point.needs)} are expected")
     return Mark(
         point.label,
-        point.predicted_bytes,
+        point.needs,
         error=point.mean if point.trains else None,
         low=max(0.0, point.mean - half) if point.trains else None,
         high=point.mean + half if point.trains else None,
@@ -65,6 +65,7 @@ def _mark(point: Point, num_trials: int) -> Mark:
         on_front=point.on_front,
         note="; ".join(filter(None, found)),
         words=in_words(point.plan),
+        predicted_bytes=point.predicted_bytes if point.needs > point.predicted_bytes else None,
     )
 
 

@@ -14,10 +14,13 @@ function pickAt(study, budget) {
 // What a plan is called on the page: the step as written is called so, whatever its label.
 function calledOf(study, label) { return label && label === study.written && label !== WRITTEN ? `${WRITTEN} (${label})` : label; }
 
+// What was predicted; a mark stands where it counts, which is more where trials took more.
+function predictedOf(mark) { return mark.predicted_bytes ?? mark.nbytes; }
+
 function markOf(study, label) { return study.marks.find((mark) => mark.label === label) || null; }
 
 function bytesRange(study) {
-  const all = study.marks.flatMap((mark) => [mark.nbytes, mark.measured_bytes]).concat([study.full_bytes, study.budget_bytes]).filter((n) => n > 0);
+  const all = study.marks.flatMap((mark) => [mark.nbytes, mark.predicted_bytes, mark.measured_bytes]).concat([study.full_bytes, study.budget_bytes]).filter((n) => n > 0);
   if (!all.length) return [0, 1, false];
   const low = Math.min(...all), high = Math.max(...all);
   const isLog = high / low > 8;
@@ -99,7 +102,7 @@ function drawMark(study, mark, x, y, inside, isPicked, onPick) {
     group.append(svg("path", { d: `M${at - 4},${a}h8m-4,0V${b}m-4,0h8`, class: "band", fill: "none" }));
   }
   if (mark.measured_bytes !== null && isPicked) {
-    group.append(svg("path", { d: `M${at},${height}H${x.at(mark.measured_bytes)}m0,-4v8`, class: "band", fill: "none" }));
+    group.append(svg("path", { d: `M${x.at(predictedOf(mark))},${height}H${x.at(mark.measured_bytes)}m0,-4v8`, class: "band", fill: "none" }));
   }
   if (isPicked) group.append(svg("circle", { cx: at, cy: height, r: 10, class: "ring" }));
   group.append(svg("circle", { cx: at, cy: height, r: mark.on_front ? 5.5 : 4, class: mark.measured !== null ? "dot filled" : "dot" }));
@@ -123,7 +126,7 @@ function drawLabel(name, mark, x, y, width, isPicked, boxes) {
 }
 
 function sayMark(study, mark) {
-  const said = [`${calledOf(study, mark.label)}: ${bytes(mark.nbytes)} predicted`];
+  const said = [`${calledOf(study, mark.label)}: ${bytes(predictedOf(mark))} predicted`];
   if (mark.measured_bytes !== null) said.push(`${bytes(mark.measured_bytes)} measured`);
   if (mark.error !== null) said.push(`${study.metric} ${sayError(mark.error, study.metric)}${mark.low !== null ? ` (${sayError(mark.low, study.metric)} to ${sayError(mark.high, study.metric)})` : ""}`);
   said.push(mark.measured !== null ? `measured in ${plural(mark.num_trials, "trial")}` : "not measured");
@@ -142,7 +145,8 @@ function sayPick(study, budget, label) {
     return [`Nothing fits ${bytes(budget)}.${needs}`, ...(budget === study.budget_bytes && study.reason ? [study.reason] : [])];
   }
   const mark = markOf(study, label), lines = [];
-  const peak = `${bytes(mark.nbytes)} at the peak${mark.measured_bytes !== null ? ` (measured ${bytes(mark.measured_bytes)})` : ", predicted"}`;
+  const beyond = mark.predicted_bytes !== null ? `, predicted, ${bytes(mark.nbytes)} with what trials took beyond` : ", predicted";
+  const peak = `${bytes(predictedOf(mark))} at the peak${mark.measured_bytes !== null ? ` (measured ${bytes(mark.measured_bytes)})` : beyond}`;
   lines.push(`Within ${bytes(budget)}${shareOf(study, budget)} take ${quoted(label)}: ${peak}, ${study.metric} ${sayError(mark.error, study.metric)}${sayBand(study, mark)}.`);
   if (mark.measured_bytes !== null && mark.measured_bytes > budget) lines.push(`The measured peak is ${bytes(mark.measured_bytes - budget)} above this budget. A budget is held against the prediction, which leaves out what libraries and fragmentation take.`);
   if (mark.note) lines.push(`Note: ${mark.note}.`);
@@ -169,7 +173,7 @@ function doOverlap(a, b) { return [a, b].every((mark) => mark.low !== null && ma
 function sayAgainst(study, mark) {
   if (!study.full_bytes || mark.label === study.written) return mark.label === study.written ? "This is the step as written: nothing is packed." : "";
   const written = markOf(study, study.written);
-  const less = `The step as written takes ${bytes(study.full_bytes)}, ${(study.full_bytes / mark.nbytes).toFixed(1)} times as much`;
+  const less = `The step as written takes ${bytes(study.full_bytes)}, ${(study.full_bytes / predictedOf(mark)).toFixed(1)} times as much`;
   if (!written || written.error === null || mark.error === null) return `${less}.`;
   const d = mark.error - written.error, known = written.measured === null ? ", predicted," : "";
   const doubt = d !== 0 && doOverlap(mark, written) ? ", which the bands do not tell from nothing" : "";

@@ -100,7 +100,7 @@ function drawFrontierSection(record, study, label) {
 function figures(study, label) {
   const mark = markOf(study, label), figure = (name, value, small) => el("div", {}, el("dt", {}, name), el("dd", {}, value, small ? el("small", {}, small) : null));
   if (!mark) return [figure("plan", "nothing fits", `${bytes(state.budget)} is below what any plan needs`)];
-  const written = markOf(study, study.written), rows = [figure("peak memory, predicted", bytes(mark.nbytes), study.full_bytes ? `${percent(mark.nbytes / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
+  const written = markOf(study, study.written), rows = [figure("peak memory, predicted", bytes(predictedOf(mark)), study.full_bytes ? `${percent(predictedOf(mark) / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
   if (mark.measured_bytes !== null) rows.push(figure("peak memory, measured", bytes(mark.measured_bytes), mark.measured_bytes > state.budget ? "above the budget" : "within the budget"));
   const known = mark.measured !== null ? "measured" : "predicted";
   rows.push(figure(`${study.metric}, ${known}`, sayError(mark.measured ?? mark.error, study.metric), mark.low !== null && mark.high > mark.low ? `${sayError(mark.low, study.metric)} to ${sayError(mark.high, study.metric)}` : ""));
@@ -125,7 +125,7 @@ function plansTable(study, label) {
   const error = (value) => sayError(value, study.metric);
   return sortable("plans-rows", [
     { name: "plan", value: (mark) => mark.label, show: (mark) => calledOf(study, mark.label) },
-    { name: "predicted peak", value: (mark) => mark.nbytes, show: (mark) => bytes(mark.nbytes), kind: "num" },
+    { name: "predicted peak", value: predictedOf, show: (mark) => bytes(predictedOf(mark)), kind: "num" },
     { name: "measured peak", value: (mark) => mark.measured_bytes, show: (mark) => bytes(mark.measured_bytes), kind: "num" },
     { name: study.metric, value: (mark) => mark.error, show: (mark) => error(mark.error), kind: "num" },
     { name: "band", value: (mark) => mark.high, show: (mark) => (mark.low !== null ? `${error(mark.low)} – ${error(mark.high)}` : "–"), kind: "num" },
