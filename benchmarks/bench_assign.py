@@ -196,8 +196,8 @@ def attempt(name: str, task: Task, way: Way, seed: int, device: str, data_bytes:
 
 
 def summary(rows: Sequence[Row], full: Sequence[Row]) -> Row:
-    """Means over the seeds of one way, runs that diverged left out and counted; `full` with the same seeds."""
-    full = [row for row in full if row.seed in {own.seed for own in rows}]
+    """Means over the seeds of one way, runs that diverged left out and counted; held against `full` with the same seeds."""
+    full = [row for row in full if row.seed in {own.seed for own in rows if own.status == "done"}]
     values, others = ([row.value for row in of if row.status == "done" and row.value is not None] for of in (rows, full))
     losses = [row.train_loss for row in rows if row.status == "done" and row.train_loss is not None]
     bytes_of = {key: mean_of(rows, key) for key in ("predicted_peak", "peak_bytes", "kept_bytes", "saved_bytes", "budget_bytes")}

@@ -50,6 +50,24 @@ def test_few_rows_or_many_columns_need_none(rows: int, columns: int) -> None:
     assert sum_scratch(rows, columns) == 0
 
 
+def test_large_tensors_are_summed_half_by_half_and_wide_numbers_take_twice_as_much() -> None:
+    """Above 2 GiB the first half alone, as the second one comes after it."""
+    assert sum_scratch(131072, 16384, torch.bfloat16) == sum_scratch(32768, 16384, torch.bfloat16)
+    assert sum_scratch(16384, 1024, torch.float64) == sum_scratch(16384, 1024, torch.int32) == 2 * SEEN[0][2]
+
+
+@pytest.mark.parametrize("dims", [(), (0,), (-1,), (0, 1), (1,)])
+def test_other_sums_take_none(dims: tuple[int, ...]) -> None:
+    """All of it, along rows, and a number alone: traced, and without scratch."""
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean().sum(0) if dims == (0,) else x.sum(dims)
+
+    x = torch.empty(16384, 1024, requires_grad=True)
+    assert not [made for made in traced(Sum(), x).outputs if made.dtype == "uint8"]
+
+
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_the_gradient_of_a_bias_counts_on_cuda_alone(has_bias: bool) -> None:
     x = torch.empty(4, 4096, 64)
@@ -74,6 +92,17 @@ def test_float32_attention_adds_gradients_of_queries_up_in_blocks() -> None:
 
     x = torch.empty(768, 4, 65, 16, requires_grad=True)
     assert 100761600 in [made.nbytes for made in traced(Attention(), x).outputs if made.phase == "backward"]
+
+
+def test_recomputed_tensors_are_gone_while_gradients_are_summed() -> None:
+    """The input of the second layer, which its node takes, is freed before the gradient of the bias is summed; as written it is not."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 1024)))
+    trace = traced(model, torch.empty(4, 4096, 64))
+    scratch = next(made for made in trace.outputs if made.op == "sum" and made.dtype == "uint8" and made.module == "0.2")
+    slot = next(slot for slot in trace.activations if slot.name == "0.2:input")
+    assert slot.death >= scratch.birth
+    again = [made for made in recomputed(trace, ("0",)).outputs if made.op == "recomputed" and made.module == slot.module]
+    assert max(made.death for made in again if made.shape == slot.shape) < scratch.birth
 
 
 class Residual(nn.Module):

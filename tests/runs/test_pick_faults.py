@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ def test_what_trials_take_beyond_their_prediction_counts_for_all_plans(
         assert {point.label for point in found.frontier.points if point.fits} == {
             point.label for point in points if point.predicted_bytes + excess <= budget
         }
+        assert study_of_pick(found).picks[0].nbytes == smallest + excess, "the lowest budget of its page has a plan"
     else:
         assert found.plan is None and len(ran) == 2 and predicted[ran[1][0]] == smallest, (
             "the smallest before nothing is said to fit"
@@ -154,6 +156,42 @@ def test_a_plan_takes_what_the_nearest_trial_took_beyond(tried: Any, monkeypatch
     assert all(found.frontier.find(step.label).needs <= step.nbytes for step in study.picks)
     said = {mark.label: (mark.nbytes, mark.predicted_bytes) for mark in study.marks}
     assert said == {p.label: (p.needs, p.predicted_bytes if p.needs > p.predicted_bytes else None) for p in found.frontier.points}
+
+
+def test_of_plans_of_one_size_each_has_its_own_measured_peak(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was measured high does not count for its twin in size, which was measured low."""
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    high, low = next((a.plan, b.plan) for a, b in pairwise(points) if a.predicted_bytes == b.predicted_bytes)
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(pick_module, "Picking", lambda **found: given.setdefault("it", Picking(**{**found, "is_strict": True})))
+    pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
+    picking = given["it"]
+    place = {row.plan: i for i, row in enumerate(picking.candidates.rows)}
+    peaks = {high: predicted[high] * 2, low: predicted[low]}
+    picking.learn([Trial("blobs", plan, 0, Status.DONE, error=0.1, measured_peak_bytes=peak) for plan, peak in peaks.items()])
+    needed = picking.expected()
+    assert (needed[place[high]], needed[place[low]]) == (predicted[high] * 2, predicted[low])
+
+
+def test_a_gpu_without_memory_for_a_plan_has_none_for_larger_ones(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    middle = sorted(predicted.values())[len(predicted) // 3]
+
+    def rule(plan: Plan, seed: int) -> Any:
+        no_memory = {"status": Status.OUT_OF_MEMORY, "error": None, "reason": "out of memory after 0 of 12 steps"}
+        return no_memory if predicted[plan] > middle else {"error": as_earlier(plan, seed), "measured_peak_bytes": predicted[plan]}
+
+    ran = tried(rule)
+    monkeypatch.setattr(pick_module, "Picking", lambda **found: Picking(**{**found, "is_strict": True}))
+    found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
+    sizes = [predicted[plan] for plan, _ in ran]
+    short = [size for size in sizes if size > middle]
+    assert short and short == sorted(short, reverse=True) and len(set(short)) == len(short), "each is smaller than the one before"
+    assert found.point is not None and found.point.predicted_bytes < min(short)
 
 
 def test_code_that_always_raises_is_a_sentence() -> None:

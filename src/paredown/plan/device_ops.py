@@ -23,10 +23,8 @@ RNN_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 FLASH_ROWS = 128  # flash attention's scratch in backward is rounded up to so many places,
 FLASH_COLUMNS = 32  # and to so many numbers of a head
 EFFICIENT_ROWS = 32  # memory-efficient attention keeps a logsumexp for every place, rounded up to this
-EFFICIENT_BLOCK, EFFICIENT_LOCK = (
-    64,
-    4,
-)  # in backward it adds gradients of float32 queries up in blocks of 64 x 64, with a lock for each
+EFFICIENT_BLOCK = 64  # in backward it adds gradients of float32 queries up in blocks of 64 x 64 (seen for heads of 16),
+EFFICIENT_LOCK = 4  # each with so many numbers of a lock
 EFFICIENT_ALIGN = {2: 8, 4: 4}  # it wants heads that are a multiple of this, by the bytes of a number
 BIAS_ALIGN = 16  # and the last dimension of a mask, which it copies to a padded one otherwise
 FLASH_HEAD = 256  # flash attention takes heads up to this

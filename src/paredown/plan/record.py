@@ -119,7 +119,17 @@ def _read(value: dict[str, Any]) -> Trace:
         raise TraceError(f"model, device ({' or '.join(DEVICES)}), dtype, optimizer, batch and notes are texts.")
     for row in (*slots, *outputs):
         check_row(row, trace.length)
+    _check_owners(trace)
     return trace
+
+
+def _check_owners(trace: Trace) -> None:
+    """TraceError where a gradient, or the cast of a weight, is of no weight."""
+    weights = {slot.name for slot in trace.of(Role.WEIGHT)}
+    named = {slot.name for slot in trace.of(Role.GRADIENT)}
+    named |= {slot.recomputed_from for slot in trace.of(Role.TEMPORARY) if slot.recomputed_from}
+    if missing := sorted(named - weights):
+        raise TraceError(f"a gradient or a cast is of {missing[0]!r}, and there is no such weight in the trace.")
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:

@@ -105,9 +105,16 @@ class Picking:
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
-        """Plans that cannot be trained here: a trial had no memory, or failed. Failures of other sweeps may be theirs, not the plan's."""
+        """Plans that cannot be trained here: a trial had no memory, or failed. Failures of other sweeps may be theirs, not the plan's.
+
+        Where measured peaks count, those that are predicted to take as much as one without memory are not tried either.
+        """
         failed = {plan for plan, trial in self._placed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
-        return failed | {plan for plan, trial in self._here if trial.status is Status.OUT_OF_MEMORY}
+        short = {plan for plan, trial in self._here if trial.status is Status.OUT_OF_MEMORY}
+        if short and self.is_strict:
+            least, fine = self.candidates.memory[list(short)].min(), {plan for plan, _ in self._peaks}
+            short |= set(np.flatnonzero(self.candidates.memory >= least).tolist()) - fine
+        return failed | short
 
     @property
     def _peaks(self) -> list[tuple[int, int]]:

@@ -84,14 +84,14 @@ def why_none_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
     """Plans fit by what was predicted, and none of them could be trained."""
     last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
     said = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
-    if excess := max(point.needs - point.predicted_bytes for point in within):
+    if excess := max((point.needs - point.predicted_bytes for point in within), default=0):
         said += f" Trials took up to {say_bytes(excess)} more than predicted; {_least(within)} {TURNED}"
     head = f"{len(within)} plans fit by their predicted peaks and none could be trained within the budget."
     return f"{head}{said} Raise the budget, or lower the batch."
 
 
 def _least(points: Sequence[Point]) -> str:
-    least = min(points, key=lambda point: point.needs)
+    least = min(points, key=lambda point: (not point.trains, point.needs))
     if least.measured_bytes is not None:
         return f"the smallest, {least.label}, took {say_bytes(least.measured_bytes)}."
     return f"with that the smallest, {least.label}, needs {say_bytes(least.needs)}."
