@@ -38,6 +38,24 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [row for run in json.loads(path.read_text()) for row in run["rows"]]
 
 
+def test_merged_runs_are_held_against_full_seed_by_seed(tmp_path: Path) -> None:
+    """Means 0.5 and 0.6 of the seeds that both ended with, differences 0.2, 0.1 and 0.0; seeds of full alone, and lost ones, are left out."""
+    values = {"full": {0: 0.3, 1: 0.5, 2: 0.7, 3: 0.9, 4: 0.1}, "role": {0: 0.5, 1: 0.6, 2: 0.7, 3: None}}
+    parts: list[str] = []
+    for commit, seeds in (("aaa", (0, 1)), ("bbb", (2, 3, 4))):
+        rows = [(way, seed, found[seed]) for way, found in values.items() for seed in seeds if seed in found]
+        plain = {"task": "t", "metric": "accuracy", "num_steps": 1, "batch": 1}
+        told = [{**plain, "way": w, "seed": s, "value": v, "status": "diverged" if v is None else "done"} for w, s, v in rows]
+        parts.append(str(tmp_path / f"{commit}.json"))
+        Path(parts[-1]).write_text(json.dumps([{"commit": commit, "rows": told}]))
+    printed = python(str(SCRIPT), "--merge", *parts, "--out", str(tmp_path / "all"))
+    run = json.loads((tmp_path / "all" / "assign.json").read_text())[0]
+    found = next(row for row in run["rows"] if row["seed"] is None and row["way"] == "role")
+    assert run["commit"] == "aaa, bbb" and "1 LOST" in printed
+    assert (found["mean"], found["difference"]) == pytest.approx((0.6, 0.1))
+    assert found["paired_error"] == pytest.approx(0.1 / 3**0.5)
+
+
 @needs_data
 def test_runs_parts_and_merges_them(tmp_path: Path) -> None:
     parts: list[str] = []

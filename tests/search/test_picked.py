@@ -52,6 +52,19 @@ def test_a_pick_knows_its_point_and_its_cost() -> None:
     assert replace(found, plan=None).point is None
 
 
+def test_files_of_version_1_have_one_excess_for_all_points() -> None:
+    """What was measured took what it took, the others their prediction and that."""
+    told = picked().frontier.to_json()
+    first = {**told, "version": 1, "excess_bytes": 50}
+    needs = {point.label: point.needs for point in Frontier.from_json(first).points}
+    assert needs == {"as written": 1050, "lpmm": 420, "no memory": 350}
+    assert Frontier.from_json({**first, "excess_bytes": 0}) == Frontier.from_json({**told, "version": 1}) == picked().frontier
+    with pytest.raises(PlanError, match="excess_bytes of a frontier is a whole number from 0 up, not -1"):
+        Frontier.from_json({**first, "excess_bytes": -1})
+    with pytest.raises(PlanError, match="field 'excess_bytes' is unknown in a frontier of version 2"):
+        Frontier.from_json({**first, "version": 2})
+
+
 @pytest.mark.parametrize("value", [picked(), replace(picked(), plan=None, label=""), picked().frontier, points()[1]], ids=str)
 def test_json_gives_it_back(value: Any) -> None:
     text = json.dumps(value.to_json(), allow_nan=False)
@@ -77,7 +90,7 @@ def test_points_refuse_what_they_are_not(change: dict[str, Any], said: str) -> N
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 9}, "the pick is of version 9; this paredown reads 1 to 1"),
+        ({"version": 9}, "the pick is of version 9; this paredown reads 1 to 2"),
         ({"extra": 1}, "field 'extra' is unknown in a pick"),
         ({"ties": "half"}, "ties is a list"),
         ({"used": [["a"]]}, "used of a pick is pairs of a name and a weight"),

@@ -129,7 +129,9 @@ def _check_owners(trace: Trace) -> None:
     named = {slot.name for slot in trace.of(Role.GRADIENT)}
     named |= {slot.recomputed_from for slot in trace.of(Role.TEMPORARY) if slot.recomputed_from}
     if missing := sorted(named - weights):
-        raise TraceError(f"a gradient or a cast is of {missing[0]!r}, and there is no such weight in the trace.")
+        raise TraceError(
+            f"a gradient or a cast is of {missing[0]!r}, and there is no such weight in the trace: save it anew with trace.save(path)."
+        )
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:

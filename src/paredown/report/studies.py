@@ -50,7 +50,8 @@ def study_of_pick(picked: Picked) -> Study:
 def _mark(point: Point, num_trials: int) -> Mark:
     half = BAND * point.deviation
     notes = {"prior": "predicted from earlier tasks", "features": "predicted from its formats alone: no earlier task had this plan"}
-    found = [notes.get(point.source, "")] if point.trains else ["it could not be trained"]
+    lost = "it could not be trained" if num_trials else "there was no memory for it, or for a smaller plan"
+    found = [notes.get(point.source, "")] if point.trains else [lost]
     if point.measured_bytes is None and point.needs > point.predicted_bytes:
         found.append(f"trials took more than predicted: {say_bytes(point.needs)} are expected")
     return Mark(

@@ -18,7 +18,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from paredown.errors import BudgetError, PlanError
@@ -26,7 +26,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.sizes import parse_bytes, say_bytes
 from paredown.plan.trial import Trial
 
-VERSION = 1  # of the JSON
+VERSION = 2  # of the JSON: 1 has what all points take beyond their prediction, 2 what each of them needs
 LARGEST = 1e300  # of numbers and sizes in a file
 SOURCES = ("measured", "prior", "features")
 
@@ -37,8 +37,9 @@ class Point:
 
     `mean` and `deviation` are of the mean over runs, in units of the task's metric; `measured` is the mean of the finished trials, None
     where there is none. `source`: whether it was measured, is a plan of earlier tasks, or is judged by its features alone. `fits`: whether
-    it is within the budget; None where no budget was given. `trains`: False where a trial had no memory, or failed. `num_trials`: behind
-    `measured`, those that a store knew included. `needed_bytes`: what it is expected to take where trials took more than predicted.
+    it is within the budget; None where no budget was given. `trains`: False where a trial had no memory, on a GPU also one of a smaller
+    plan, or failed. `num_trials`: behind `measured`, those that a store knew included. `needed_bytes`: what it is expected to take where
+    trials took more than predicted.
     """
 
     label: str
@@ -62,6 +63,11 @@ class Point:
     def needs(self) -> int:
         """The bytes that a budget has to have for it."""
         return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
+
+    def _beyond(self, excess_bytes: int) -> Point:
+        """The point where all plans take more than predicted, and this one what was measured."""
+        needs = self.measured_bytes or self.predicted_bytes + excess_bytes
+        return replace(self, needed_bytes=needs if needs > self.predicted_bytes else None)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: all fields by name."""
@@ -121,8 +127,10 @@ class Frontier:
     @staticmethod
     def from_json(value: Any) -> Frontier:
         """The frontier whose `to_json` is `value`; PlanError says why it is none."""
+        value, excess = _without_excess(value)
         parts = _parts(value, Frontier, "frontier")
-        parts["points"] = tuple(Point.from_json(point) for point in _list(parts["points"], "points"))
+        points = (Point.from_json(point) for point in _list(parts["points"], "points"))
+        parts["points"] = tuple(point._beyond(excess) if excess else point for point in points)
         return Frontier(**parts)
 
 
@@ -247,6 +255,16 @@ def _check(value: Any, checks: Checks, what: str) -> None:
     for name, (check, expected) in checks.items():
         if not check(part := getattr(value, name)):
             raise PlanError(f"{name} of a {what} is {expected}, not {_brief(part)}.")
+
+
+def _without_excess(value: Any) -> tuple[Any, int]:
+    """A frontier's JSON without the excess that version 1 has for all points, and that."""
+    if not isinstance(value, dict) or value.get("version") != 1 or "excess_bytes" not in value:
+        return value, 0
+    excess = value["excess_bytes"]
+    if not _is_bytes(excess):
+        raise PlanError(f"excess_bytes of a frontier is {BYTES[1]}, not {_brief(excess)}.")
+    return {name: part for name, part in value.items() if name != "excess_bytes"}, excess
 
 
 def _parts(value: Any, kind: Any, what: str) -> dict[str, Any]:
