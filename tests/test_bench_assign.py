@@ -39,7 +39,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_merged_runs_are_held_against_full_seed_by_seed(tmp_path: Path) -> None:
-    """Means 0.5 and 0.6 of the seeds that both ended with, differences 0.2, 0.1 and 0.0; seeds of full alone, and lost ones, are left out."""
+    """Means 0.5 and 0.6 of seeds that both ended with, differences 0.2, 0.1, 0.0; seeds of full alone and lost ones are left out."""
     values = {"full": {0: 0.3, 1: 0.5, 2: 0.7, 3: 0.9, 4: 0.1}, "role": {0: 0.5, 1: 0.6, 2: 0.7, 3: None}}
     parts: list[str] = []
     for commit, seeds in (("aaa", (0, 1)), ("bbb", (2, 3, 4))):
