@@ -166,5 +166,6 @@ def _own_task(text: str, options: Mapping[str, Any], folder: Path | None) -> Tas
         raise TaskError("there is no such file.")
     task = made_by(path, function, options)
     if not isinstance(task, Task):
-        raise TaskError(f"{function} returned {type(task).__name__}; it is to return a paredown.Task: a model with data, steps and a recipe (docs/tasks.md).")
+        told = f"{function} returned {type(task).__name__}; it is to return a paredown.Task"
+        raise TaskError(f"{told}: a model with data, steps and a recipe (docs/tasks.md).")
     return task

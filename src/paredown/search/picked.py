@@ -64,11 +64,6 @@ class Point:
         """The bytes that a budget has to have for it."""
         return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
 
-    def _beyond(self, excess_bytes: int) -> Point:
-        """The point where all plans take more than predicted, and this one what was measured."""
-        needs = self.measured_bytes or self.predicted_bytes + excess_bytes
-        return replace(self, needed_bytes=needs if needs > self.predicted_bytes else None)
-
     def to_json(self) -> dict[str, Any]:
         """The JSON value: all fields by name."""
         return {row.name: getattr(self, row.name) for row in fields(self)} | {"plan": self.plan.to_json()}
@@ -130,7 +125,7 @@ class Frontier:
         value, excess = _without_excess(value)
         parts = _parts(value, Frontier, "frontier")
         points = (Point.from_json(point) for point in _list(parts["points"], "points"))
-        parts["points"] = tuple(point._beyond(excess) if excess else point for point in points)
+        parts["points"] = tuple(_beyond(point, excess) if excess else point for point in points)
         return Frontier(**parts)
 
 
@@ -265,6 +260,12 @@ def _without_excess(value: Any) -> tuple[Any, int]:
     if not _is_bytes(excess):
         raise PlanError(f"excess_bytes of a frontier is {BYTES[1]}, not {_brief(excess)}.")
     return {name: part for name, part in value.items() if name != "excess_bytes"}, excess
+
+
+def _beyond(point: Point, excess_bytes: int) -> Point:
+    """A point of version 1: what was measured took what it took, the others their prediction and the excess."""
+    needs = point.measured_bytes or point.predicted_bytes + excess_bytes
+    return replace(point, needed_bytes=needs if needs > point.predicted_bytes else None)
 
 
 def _parts(value: Any, kind: Any, what: str) -> dict[str, Any]:
