@@ -15,7 +15,7 @@ from paredown.models.transformer import GPT
 from paredown.plan.assignment import Assignment
 from paredown.plan.footprint import DEVICES, Footprint, footprint
 from paredown.plan.given import given
-from paredown.plan.ops import Use
+from paredown.plan.ops import Needs
 from paredown.plan.plan import Plan
 from paredown.plan.replay import choices
 from paredown.plan.trace import trace_step
@@ -226,6 +226,6 @@ def test_the_arguments_the_wrong_way_round_get_a_sentence() -> None:
 
 
 def test_integers_without_a_block_stay_as_they_are_and_say_why() -> None:
-    format, reason = given(Assignment.parse("int4"), use=Use.VALUE, pin=None, dtype="float32", numel=1 << 20)
+    format, reason = given(Assignment.parse("int4"), Needs(), dtype="float32", numel=1 << 20)
     assert format is None
     assert "holds -7 to 7 as they are" in reason and "write int4/64@bf16" in reason

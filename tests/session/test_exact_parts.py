@@ -12,6 +12,7 @@ from torch.nn import functional
 from paredown import apply
 from paredown.codec.masks import pack_mask
 from paredown.session import stored
+from paredown.session.waiting import Bits
 from tests.session.nets import INT4, INT8, Net, activations, assert_exact, both, error_of, pictures, relative_error, rows
 
 INF = float("inf")
@@ -182,3 +183,49 @@ def test_targets_that_are_ignored(classes: int, ignored: int) -> None:
         return functional.cross_entropy(net.more[0](x), torch.where(target % 3 == 1, ignored, target), ignore_index=ignored).view(1)
 
     assert_exact(Net(forward, nn.Linear(8, classes)), rows(8192, 8), loss=lambda y: y.sum())
+
+
+def stacked(values: list[float], pack: Callable[[list[Tensor]], list[Tensor]]) -> Net:
+    """Products with two-valued views of one storage, whose values beside 0 are `values`."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.a(x)
+        weights = pack([value * (x > 0.2 * number).float() for number, value in enumerate(values)])
+        return sum((torch.sin(h * (number + 1)) * weight for number, weight in enumerate(weights)), torch.zeros(()))
+
+    return Net(forward)
+
+
+PACKS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "stack": lambda masks: list(torch.stack(masks)),
+    "cat": lambda masks: list(torch.cat(masks, 1).chunk(len(masks), 1)),
+    "stack last": lambda masks: list(torch.stack(masks, -1).unbind(-1)),
+    "apart": lambda masks: masks,
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("values", [[1.0, 2.0], [1.0, 2.0, 3.0], [0.25, 0.25, 1.5], [2.0, 1.0]])
+def test_two_valued_views_of_one_storage_keep_their_own_values(pack: str, values: list[float]) -> None:
+    """Each view has one value beside 0, and another than the next: they are not one mask."""
+    net = stacked(values, PACKS[pack])
+    assert_exact(net, rows())
+    assert error_of(net, rows(), format=INT8) < 0.02
+
+
+def test_views_with_the_same_two_values_share_their_bits() -> None:
+    net, x = stacked([2.0, 2.0], PACKS["stack"]), rows()
+    with apply(activations(INT8), net) as session:
+        kept = net(x)
+        bits = [waiting for waiting in session._activations.waiting() if isinstance(waiting, Bits)]
+        assert len(bits) == 1
+        assert bits[0].nbytes == 2 * x.numel() // 8
+    assert kept.grad_fn is not None
+
+
+def test_a_negative_zero_is_no_mask() -> None:
+    """One bit cannot say 0.0, -0.0 and 1.0: the gradient's sign bits would change."""
+    mask = (rows() > 0).float().where(rows(seed=2) > 0, torch.tensor(-0.0))
+    net = Net(lambda net, x: net.a(x) * mask)
+    plain, found, _ = both(net, rows(), plan=activations("fp32"))
+    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, plain, strict=True))

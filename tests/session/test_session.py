@@ -139,8 +139,9 @@ def test_patterns_choose() -> None:
     session = apply(Plan.uniform(activation=INT8).set("3:*", INT4).set("5:input", None), net)
     kept = net(rows())
     formats = {name: str(decision.format) for name, decision in session._activations.decisions.items()}
-    assert formats == {"1:input": INT8, "3:input": INT4, "4:output": INT8, "5:input": "None"}
-    assert session.stored_bytes == 2 * 8448 + 1024  # 3:input is computed again from 1:input; 5:input is 4:result, which came first
+    assert formats == {"1:input": "uint8/64@bf16+bf16", "3:input": INT4, "4:output": INT8, "5:input": "None"}
+    # 1:input has minimums, and 3:input is recomputed from it; 5:input is 4:result, which came first
+    assert session.stored_bytes == 8704 + 8448 + 1024
     assert kept.grad_fn is not None
 
 
@@ -167,7 +168,7 @@ def test_changes_print_as_a_table() -> None:
     lines = repr(session.changes).splitlines()
     assert lines[0].split() == ["slot", "asked", "given", "why"]
     assert "0:input" in session.changes._repr_html_()
-    assert {row.slot for row in session.changes} == {"0:input", "4:output"}
+    assert {row.slot for row in session.changes} == {"0:input", "1:input", "4:output"}
 
 
 @pytest.mark.parametrize("name", ["resnet18", "gpt"])

@@ -1,7 +1,8 @@
 """Reads autograd's graph: the nodes behind tensors, what each saved, and what that is.
 
-Autograd numbers its nodes as it makes them (`_sequence_nr`), and each tells its saved tensors by name: `_raw_saved_input` is a handle that
-can be hooked, `_saved_input` the tensor itself, after autograd's own check that nobody modified it since.
+Autograd numbers its nodes as it makes them (`_sequence_nr`), each thread for itself: a number names a node only beside the thread that
+made it. Each node has its saved tensors by name: `_raw_saved_input` is a handle that can be hooked, `_saved_input` the tensor itself, after
+autograd's own check that nobody modified it since.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paredown.plan.ops import Operand, Pin, Row, Use, row_of, unknown_operand
+from paredown.plan.ops import Needs, Operand, Pin, Row, Use, row_of, unknown_operand
 
 MIN_NUMEL = 4096  # smaller tensors stay as they are
 BLOCK = 64  # the usual length of a block
@@ -50,10 +51,16 @@ class Saved:
     pin: Pin | None
     bound: int | None
     reason: str
+    is_centered: bool  # backward subtracts a mean from it
     attribute: str  # autograd's name of the operand
     node: Any
     raw: Any
     tensor: Tensor | None  # None for "hooked"
+
+    @property
+    def needs(self) -> Needs:
+        """What its backward needs of it."""
+        return Needs(self.use, self.pin, self.is_centered)
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +77,7 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A forward pass of the model that is running."""
+    """A forward pass of the model that is running, or the part of one that runs in a thread of its own."""
 
     inputs: frozenset[int]  # storages that the caller brought
     modules: Iterable[nn.Module]
@@ -79,6 +86,10 @@ class Pass:
     unreached: int = 0  # nodes made so far that no output reached when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
     over: nn.Module | None = None  # the running module whose inside is passed over
+    # nodes of one forward pass that were read in threads of their own; held, since a node is known by its identity alone
+    of_threads: set[Any] = field(default_factory=set)
+    is_branch: bool = False  # whether this is a part that runs in a thread of its own
+    stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread made
     _constants: dict[int, str] | None = None
 
     def constants(self) -> dict[int, str]:
@@ -136,11 +147,15 @@ def new_nodes(values: Any, now: Pass) -> list[tuple[int, Any]]:
     """The nodes behind the tensors in `values` that were made in this pass and not seen yet, in the order of their making."""
     waiting: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
     found: list[tuple[int, Any]] = []
-    first, seen = now.calls[0].first, now.seen
+    first, last, seen = now.calls[0].first, next_number(), now.seen  # nodes of other threads may have numbers beyond these
+    passed: set[Any] = set()
     while waiting:
         node = waiting.pop()
         number = node._sequence_nr()
-        if first <= number < NO_SEQUENCE and number not in seen:
+        if now.of_threads and node in now.of_threads:  # it was read; what stands before it may not have been
+            waiting.extend([] if node in passed else [before for before, _ in node.next_functions if before is not None])
+            passed.add(node)
+        elif first <= number < last and number not in seen and node not in now.stops:
             seen.add(number)
             found.append((number, node))
             waiting.extend([before for before, _ in node.next_functions if before is not None])
@@ -219,9 +234,8 @@ def describe(node: Any, row: Row, named: Named, now: Pass, call: Call) -> Saved:
     operand = operand.at(node)
     bound = _bound(operand, node) if tensor is not None else None
     name = f"{call.path}:{_prefix(call, row.op)}{operand.name}"
-    return Saved(
-        name, call.path, row.op, operand.name, operand.use, kind, operand.pin, bound, operand.reason, attribute, node, raw, tensor
-    )
+    described = operand.use, kind, operand.pin, bound, operand.reason, operand.is_centered
+    return Saved(name, call.path, row.op, operand.name, *described, attribute, node, raw, tensor)
 
 
 def _bound(operand: Operand, node: Any) -> int | None:

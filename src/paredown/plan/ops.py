@@ -45,6 +45,18 @@ class Pin:
     reason: str
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What backward needs of a saved tensor, and the limits to how it may be stored.
+
+    `is_centered`: backward subtracts a mean from it, so that a format must resolve differences, however large the mean.
+    """
+
+    use: Use = Use.VALUE
+    pin: Pin | None = None
+    is_centered: bool = False
+
+
 EXPONENT = Pin(7, "backward exponentiates its errors")
 UNKNOWN = Pin(7, "nothing is known of how backward uses it")
 COMPUTED_WEIGHT = Pin(7, "it stands where a weight stands")
@@ -66,6 +78,7 @@ class Operand:
     pin: Pin | None = None
     bound: Bound | None = None  # INDEX: from the node, what all values are below
     reason: str = ""  # EXACT: why
+    is_centered: bool = False  # backward subtracts a mean from it
     exact_if: Condition | None = None  # from the node, whether it is EXACT after all
 
     def at(self, node: Any) -> Operand:
@@ -124,7 +137,7 @@ def _compared(name: str, *, exact_if: Condition | None = None) -> Operand:
 NORM = {
     "weight": _exact("weight", PARAMETER),
     "bias": _exact("bias", PARAMETER),
-    "input": Operand("input"),
+    "input": Operand("input", is_centered=True),
     "running_mean": _exact("running_mean", STATISTIC),
     "running_var": _exact("running_var", STATISTIC),
     "result1": _exact("mean", STATISTIC),
@@ -228,8 +241,9 @@ ROWS: dict[str, Row] = {
     },
     **{
         name: Row(name.lower(), {"self": Operand("input", pin=NONLINEAR), "result": Operand("output", pin=NONLINEAR)})
-        for name in ("Tanh", "Sigmoid", "Exp", "Elu", "Mish", "Hardswish", "Glu", "Erf", "Sin", "Cos", "Var")
+        for name in ("Tanh", "Sigmoid", "Exp", "Elu", "Mish", "Hardswish", "Glu", "Erf", "Sin", "Cos")
     },
+    "Var": Row("var", {"self": Operand("input", pin=NONLINEAR, is_centered=True)}),
     "Addcmul": Row("addcmul", {"tensor1": Operand("input", pin=NONLINEAR), "tensor2": Operand("other", pin=NONLINEAR)}),
     "Dot": Row("matmul", {"self": Operand("input", pin=NONLINEAR), "tensor": Operand("other", pin=NONLINEAR)}),
     "Mv": Row("matmul", {"self": Operand("input", pin=NONLINEAR), "vec": Operand("other", pin=NONLINEAR)}),
@@ -237,7 +251,7 @@ ROWS: dict[str, Row] = {
     "Addbmm": Row("matmul", {"batch1": Operand("input", pin=NONLINEAR), "batch2": Operand("other", pin=NONLINEAR)}),
     "Rsqrt": Row("rsqrt", {"result": _exact("output", SCALE)}),
     "Reciprocal": Row("reciprocal", {"result": _exact("output", SCALE)}),
-    "Std": Row("std", {"self": Operand("input"), "result": _exact("output", SCALE)}),
+    "Std": Row("std", {"self": Operand("input", is_centered=True), "result": _exact("output", SCALE)}),
     "LinalgVectorNorm": Row(
         "norm", {"self": _compared("input", exact_if=lambda node: node._saved_ord != 2), "result": _exact("output", SCALE)}
     ),

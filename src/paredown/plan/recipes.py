@@ -36,11 +36,6 @@ class Recipe:
     sign: Any | None = None
     is_copy: bool = False  # in the logical order, then: the source must be contiguous
 
-    @property
-    def source_number(self) -> int:
-        """Where the source stands in the order of nodes."""
-        return self.source._sequence_nr()
-
 
 def recipe_of(tensor: Tensor) -> Recipe | None:
     """How `tensor` follows from what a node before it saved, if it is known to."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paredown.formats.format import Format
-from paredown.plan.given import given, significant_bits
+from paredown.plan.given import given, keeps_enough
 from paredown.plan.ops import Use
 from paredown.plan.parameters import Given, given_to, moment_bytes, parameter_of
 from paredown.plan.plan import Plan
@@ -83,12 +83,12 @@ def choice(slot: Slot, plan: Plan) -> Choice:
         if saver.use is not Use.VALUE:
             continue
         asked = plan.find((saver.name,), Role.ACTIVATION)
-        found, why = given(asked, use=saver.use, pin=saver.pin, dtype=slot.dtype, numel=slot.numel)
+        found, why = given(asked, saver.needs, dtype=slot.dtype, numel=slot.numel)
         if format is None:
             if found is None:
                 return Choice(False, None, why)
             format, reason = found, why
-        elif found is not None and saver.pin is not None and significant_bits(format.element) < saver.pin.significant_bits:
+        elif found is not None and not keeps_enough(format, saver.needs):
             format, reason = found, why
     return Choice(True, format, reason)
 
@@ -97,8 +97,8 @@ def can_recompute(slot: Slot, source: Choice) -> bool:
     """Whether what waits of `source` is precise enough for the first saver of `slot` that needs values."""
     if source.format is None or source.recomputed:
         return False
-    pin = next((saver.pin for saver in slot.savers if saver.use is Use.VALUE), None)
-    return pin is None or significant_bits(source.format.element) >= pin.significant_bits
+    first = next((saver for saver in slot.savers if saver.use is Use.VALUE), None)
+    return first is None or keeps_enough(source.format, first.needs)
 
 
 def choices(trace: Trace, plan: Plan) -> dict[str, Choice]:

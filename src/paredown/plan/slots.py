@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from paredown.errors import TraceError
-from paredown.plan.ops import Pin, Use
+from paredown.plan.ops import Needs, Pin, Use
 from paredown.roles import Role
 
 INDEX_BYTES = ((1 << 8, 1), (1 << 15, 2), (1 << 31, 4))  # integers below a bound fit in so many bytes
@@ -26,6 +26,12 @@ class Saver:
     operand: str
     use: Use
     pin: Pin | None = None
+    is_centered: bool = False  # its backward subtracts a mean from it
+
+    @property
+    def needs(self) -> Needs:
+        """What its backward needs of the tensor."""
+        return Needs(self.use, self.pin, self.is_centered)
 
 
 @dataclass(frozen=True)

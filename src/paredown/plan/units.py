@@ -93,7 +93,8 @@ class Recorder:
         self.weights: dict[Allocation, tuple[Unit, Waiting]] = {}  # those, and casts, that backward needs
         self.hooked: Counter[str] = Counter()
         self._by_key: dict[Any, Unit] = {}
-        self._sources: dict[int, tuple[Unit, torch.Size, tuple[int, ...]]] = {}  # by the number of the node that saved it
+        # by the number of the node that saved it, and the node itself: threads number their nodes independently
+        self._sources: dict[int, tuple[Any, Unit, torch.Size, tuple[int, ...]]] = {}
 
     def saved(self, saved: Saved, *, outside: str = "") -> None:
         """Take over one saved tensor of the model; what was saved `outside` of it, as by the loss, is named after that and stays."""
@@ -110,7 +111,7 @@ class Recorder:
             return
         unit = self._unit(saved, saved.tensor, allocation)
         use = Use.MASK if _is_float_mask(saved, allocation) else saved.use
-        unit.savers.append(Saver(name, saved.op, saved.operand, use, saved.pin))
+        unit.savers.append(Saver(name, saved.op, saved.operand, use, saved.pin, saved.is_centered))
         unit.modules.append(outside or saved.module)
         unit.stays = unit.stays or (OUTSIDE if outside else why_it_stays(saved, unit))
         if not unit.stays:
@@ -154,10 +155,10 @@ class Recorder:
         """The unit whose values `saved` can be computed from again, under the conditions that a session has."""
         tensor = saved.tensor
         recipe = recipe_of(tensor) if tensor is not None and unit.whole else None
-        source = self._sources.get(recipe.source_number) if recipe is not None else None
-        if tensor is None or recipe is None or source is None:
+        source = self._sources.get(recipe.source._sequence_nr()) if recipe is not None else None
+        if tensor is None or recipe is None or source is None or source[0] is not recipe.source:
             return None
-        origin, size, stride = source
+        _, origin, size, stride = source
         if not origin.whole or not origin.numel == unit.numel == size.numel():
             return None
         if recipe.op == "layer_norm" and stride != torch.empty(size, device="meta").stride():
@@ -172,7 +173,7 @@ class Recorder:
             unit.recomputed_from = unit.recomputed_from or (self._source(saved, unit) if use is Use.VALUE else None)
             unit.parts[use] = waiting = Waiting(use, self.timeline.tick(), saved.bound)
         if saved.op in SOURCE_OPS and saved.operand == "input":
-            self._sources[saved.node._sequence_nr()] = (unit, tensor.size(), tensor.stride())
+            self._sources[saved.node._sequence_nr()] = (saved.node, unit, tensor.size(), tensor.stride())
         saved.raw.register_hooks(lambda tensor: Handle(self, unit, waiting, tensor), Handle.tensor)
 
     def decode(self, unit: Unit, waiting: Waiting) -> Tensor:

@@ -81,6 +81,8 @@ class Watch:
         self.model, self._min_numel = model, min_numel  # tensors of fewer values are not reported
         self._on_saved, self._on_begin, self._on_end = on_saved, on_begin, on_end
         self._running = threading.local()
+        self._passes: list[Pass] = []  # of all threads; without those parts that run in threads of their own
+        self.in_threads: set[str] = set()  # modules that were called in threads, and whose forward pass could not be told
         self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
         self._leaves = {
             name for name, module in model.named_modules() if next(module.children(), None) is None and module is not model
@@ -138,6 +140,7 @@ class Watch:
         path, is_plain_leaf = self._paths[module]
         held = frozenset(t.untyped_storage()._cdata for t in tensors_in((args, kwargs)))
         self._running.now = Pass(held, self._paths, [Call(module, path, is_plain_leaf, next_number())])
+        self._passes.append(self._running.now)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         now = self._current()
@@ -152,10 +155,11 @@ class Watch:
                 self._report(now, output)
         finally:
             self._running.now = None
+            self._passes.remove(now)
             self._on_end(output)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        now = self._current()
+        now = self._current() or self._branch(module, args)
         if now is None or now.over is not None:
             return
         if self.passed_over and self.collects_small:
@@ -176,7 +180,7 @@ class Watch:
         if len(calls) > 1:
             call = calls[-1]
             call.needs = tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
-            memory = self._memories.get(call.path)
+            memory = self._memories.get(call.path) if not now.is_branch else None
             if (memory or now.over) is not None and call.first - calls[0].first - len(now.seen) != now.unreached:
                 self._report(now, args, before=call.first)  # what the parents made before this call
             if now.over is not None:
@@ -185,6 +189,26 @@ class Watch:
             elif memory is None or not self._repeat(now, call, memory, output):
                 self._report(now, output)
             calls.pop()
+        if now.is_branch and len(calls) == 1:
+            self._running.now = None
+
+    def _branch(self, module: nn.Module, args: Any) -> Pass | None:
+        """The part of a running forward pass that a thread of its own begins by calling `module`.
+
+        Nodes before the arguments belong to the thread that made them. With several forward passes at once it is not known whose this is.
+        """
+        if not self._passes or not torch.is_grad_enabled():
+            return None
+        if len(self._passes) > 1:
+            self.in_threads.add(self._paths.get(module, ("", False))[0])
+            return None
+        whole = self._passes[0]
+        call = Call(whole.calls[0].module, whole.calls[0].path, False, next_number())
+        stops = frozenset(t.grad_fn for t in tensors_in(args))
+        now = Pass(whole.inputs, whole.modules, [call], times=whole.times, is_branch=True, stops=stops)
+        now.of_threads = whole.of_threads
+        self._running.now = now
+        return now
 
     def _current(self) -> Pass | None:
         return getattr(self._running, "now", None)
@@ -197,6 +221,8 @@ class Watch:
         now.unreached = (next_number() if before is None else before) - now.calls[0].first - len(now.seen)
         if not nodes:
             return
+        if now.is_branch:
+            now.of_threads.update(node for _, node in nodes)
         innermost, reported = now.calls[-1], list[tuple[int, Saved]]()
         is_enabled = torch.is_grad_enabled()  # the model may have called this in a part without gradients
         torch._C._set_grad_enabled(False)
@@ -206,7 +232,8 @@ class Watch:
                 reported += [(number, saved) for saved in self._report_node(node, now, call)]
         finally:
             torch._C._set_grad_enabled(is_enabled)
-        if before is None and self._min_numel and innermost.path.partition("@")[0] in self._leaves and isinstance(values, Tensor):
+        is_leaf = innermost.path.partition("@")[0] in self._leaves and not now.is_branch
+        if before is None and self._min_numel and is_leaf and isinstance(values, Tensor):
             self._remember(innermost, nodes, reported, values)
 
     def _report_node(self, node: Any, now: Pass, call: Call) -> Iterator[Saved]:
@@ -273,9 +300,8 @@ class Watch:
         try:
             for t, node, raw, tensor in found:
                 kind = "input" if tensor.untyped_storage()._cdata in now.inputs else "activation"
-                self._on_saved(
-                    Saved(t.name, t.module, t.op, t.operand, t.use, kind, t.pin, None, t.reason, t.attribute, node, raw, tensor)
-                )
+                described = t.use, kind, t.pin, None, t.reason, t.is_centered
+                self._on_saved(Saved(t.name, t.module, t.op, t.operand, *described, t.attribute, node, raw, tensor))
         finally:
             torch._C._set_grad_enabled(is_enabled)
         return True

@@ -20,6 +20,7 @@ from itertools import product
 from paredown.formats.format import Format
 from paredown.formats.tiers import TIERS, is_small
 from paredown.plan.assignment import AS_IS, Assignment
+from paredown.plan.given import is_same_level
 from paredown.plan.parameters import given_to, parameter_of
 from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
@@ -119,9 +120,11 @@ def _options(slots: tuple[Slot, ...], ways: list[list[Choice]], error_of: ErrorO
     for combination in combinations:
         chosen = with_recomputed(slots, {slot.name: way for slot, way in zip(slots, combination, strict=True)})
         if any(
-            way.recomputed and way.format != chosen[slot.recomputed_from].format for slot in slots if (way := chosen[slot.name])
+            way.recomputed and not is_same_level(way.format, chosen[slot.recomputed_from].format)
+            for slot in slots
+            if (way := chosen[slot.name])
         ):
-            continue  # computed again it has the precision of its source: one format of its own says it
+            continue  # recomputed it has the precision of its source: one format of its own says it
         key = tuple(chosen[slot.name] for slot in slots)
         if key not in seen:
             seen.add(key)

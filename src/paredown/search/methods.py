@@ -106,8 +106,8 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
         name = _probed(slot, sensitivities)
         if name is None:
             return scale * expected_error(slot, format)
-        bits = significant_bits(format.element)
-        finer = (other for other in formats if significant_bits(other.element) > bits)
+        bits = significant_bits(format)
+        finer = (other for other in formats if significant_bits(other) > bits)
         return max(sensitivities.of(name, other) or 0.0 for other in (format, *finer))
 
     return error_of

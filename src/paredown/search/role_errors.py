@@ -52,11 +52,11 @@ def slot_error(savers: Iterable[Saver], format: Format) -> float:
     """The predicted error of an activation in `format`: those of the operations that need its values, added."""
     rows = [OF_OPERANDS.get((saver.op, saver.operand)) or OF_OPS.get(saver.op, OTHER) for saver in savers if saver.use is Use.VALUE]
     is_stochastic = default_rounding(format.element.width, is_sum=False) is Rounding.STOCHASTIC
-    return sum(rows) * 4.0 ** -significant_bits(format.element) * (STOCHASTIC if is_stochastic else 1.0)
+    return sum(rows) * 4.0 ** -significant_bits(format) * (STOCHASTIC if is_stochastic else 1.0)
 
 
 def parameter_error(formats: Mapping[Role, Format]) -> float:
     """The predicted error of a parameter with its gradient and moments in these formats."""
     residue = RESIDUE_BITS * (Role.RESIDUE in formats)
-    bits = {role: significant_bits(format.element) + residue * (role is Role.WEIGHT) for role, format in formats.items()}
+    bits = {role: significant_bits(format) + residue * (role is Role.WEIGHT) for role, format in formats.items()}
     return sum(OF_ROLES.get(role, 0.0) * 4.0**-count for role, count in bits.items())

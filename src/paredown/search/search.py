@@ -84,7 +84,7 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
     if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
         raise PlanError(f"levels are formats, the best first, such as ('int8/64@bf16', 'int2/64@bf16'), not {levels!r}.")
     ladder = tuple(Assignment.parse(level).format for level in levels)
-    bits = [inf if format is None else significant_bits(format.element) for format in ladder]
+    bits = [inf if format is None else significant_bits(format) for format in ladder]
     for place, (better, worse) in enumerate(pairwise(bits)):
         if worse > better:
             raise PlanError(

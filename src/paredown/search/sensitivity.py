@@ -125,7 +125,7 @@ def _row(name: str, row: Any) -> dict[str, float]:
 
 @cache
 def _bits(text: str) -> int:
-    return significant_bits(find_format(text).element)
+    return significant_bits(find_format(text))
 
 
 def _interpolated(row: Mapping[str, float], text: str) -> float:

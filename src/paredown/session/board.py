@@ -26,7 +26,7 @@ from paredown.formats.rounding import Seed
 from paredown.plan.assignment import Assignment
 from paredown.plan.given import PINNED, given
 from paredown.plan.graph import Saved
-from paredown.plan.ops import Pin, Use
+from paredown.plan.ops import Needs, Pin, Use
 from paredown.plan.plan import Plan
 from paredown.plan.watch import Watch
 from paredown.session.stored import Activations
@@ -43,12 +43,13 @@ class Held:
     exact: Tensor
     nodes: list[Any] = field(default_factory=list)
     pin: Pin | None = None
+    is_centered: bool = False  # backward subtracts a mean from it
     rounded: dict[Format, PackedTensor] = field(default_factory=dict[Format, PackedTensor])  # what several nodes ask for one by one
 
     def given(self, format: Format) -> Format | None:
         """What a session would give where `format` is asked for."""
         dtype = str(self.exact.dtype).removeprefix("torch.")
-        return given(Assignment(format), use=Use.VALUE, pin=self.pin, dtype=dtype, numel=self.exact.numel())[0]
+        return given(Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel())[0]
 
     def restore(self) -> None:
         """The exact values come back."""
@@ -131,3 +132,4 @@ class Board:
         held.nodes.append(saved.node)
         if saved.pin is not None and (held.pin is None or saved.pin.significant_bits > held.pin.significant_bits):
             held.pin = saved.pin
+        held.is_centered = held.is_centered or saved.is_centered

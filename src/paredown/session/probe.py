@@ -228,7 +228,7 @@ def _nothing_in_common(trace: Trace, board: Board) -> str:
 
 
 def _middle(formats: Sequence[Format]) -> Format:
-    return sorted(formats, key=lambda format: -significant_bits(format.element))[len(formats) // 2]
+    return sorted(formats, key=lambda format: -significant_bits(format))[len(formats) // 2]
 
 
 def _energy(tensor: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ VERSION = 1
 # Both weak, as a session knows its model; the hooks on the model keep the session.
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session | SimulatedSession]] = weakref.WeakKeyDictionary()
 COMPILED = "torch.compile runs the model: packing does not reach what it saves"
+IN_THREADS = "it ran in a thread while several forward passes of the model were running: which of them it belongs to is not known"
 LATER = "store mode has no such tensor"
 
 
@@ -123,6 +124,7 @@ class Session:
             small = f"{len(self._watch.small)} of fewer than {MIN_NUMEL} values"
             rows.append(Change(small, str(rest), "as they are", "packing them would save little"))
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
+        rows += [Change(path, str(rest), "plain", IN_THREADS) for path in sorted(self._watch.in_threads) if rest is not None]
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", "as they are", COMPILED))
         if self._watch.was_compiled:

@@ -2,7 +2,8 @@
 
 For each slot two numbers, of the forward pass in which it was looked at last since the last step:
 
-    error       |x - decoded|^2 / |x|^2, of a piece of 4096 values, or of all of them in a full look
+    error       |x - decoded|^2 / |x|^2, of a piece of 4096 values, or of all of them in a full look; |x - mean of its 64 values|^2 below
+                the line where backward subtracts a mean, as norms do: a format that loses the differences has an error of 1 or more
     largest     max |x|, of all values
 
 Nothing waits for the device until `read`, which is one transfer for all slots and the gradient norm, and one reduction where several
@@ -31,6 +32,7 @@ SAMPLE = 4096
 UNSEEN = -1.0
 TOO_LARGE = 3e38  # stands for infinity and NaN, which a reduction would lose
 TINY = 1e-30
+CENTERED_LEN = 64  # values that are taken to have one mean, as those of a channel or of a row
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,16 @@ class Signals:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=piece.tensor.device)
         if self.looks_at_all or (place + self._activations.forwards) % self._every == 0:
             flat = piece.flat()
-            self._numbers[0, place] = self._error_of_all(flat, waiting) if self.looks_at_all else self._error(flat, saved.name)
+            exact, rounded = self._all(flat, waiting) if self.looks_at_all else self._sample(flat, saved.name)
+            self._numbers[0, place] = relative_error(exact.float(), rounded.float(), is_centered=saved.is_centered)
             self._numbers[1, place] = torch.linalg.vector_norm(flat, inf)
 
-    def _error_of_all(self, flat: Tensor, waiting: Values) -> Tensor:
+    def _all(self, flat: Tensor, waiting: Values) -> tuple[Tensor, Tensor]:
         assert waiting.packed is not None
-        return _relative(flat.float(), waiting.packed.decode().float())
+        return flat, waiting.packed.decode()
 
-    def _error(self, flat: Tensor, name: str) -> Tensor:
-        """Of a piece, which wanders through the tensor from look to look."""
+    def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """(exact, decoded) values of a piece; its place moves through the tensor from look to look."""
         decision = self._activations.decisions[name]
         assert decision.format is not None
         num_pieces = max(1, flat.numel() // SAMPLE)
@@ -99,11 +102,21 @@ class Signals:
         piece = flat[start : start + SAMPLE].contiguous()
         seed = Seed(self._activations.seed, decision.tensor_id, self._activations.forwards)
         packed = encode_flat(piece, decision.format, decision.rounding, decision.overflow, seed)
-        return _relative(piece.float(), packed.decode().float())
+        return piece, packed.decode()
 
 
-def _relative(exact: Tensor, rounded: Tensor) -> Tensor:
-    return (rounded - exact).square().sum() / exact.square().sum().clamp_min(TINY)
+def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tensor:
+    """|rounded - exact|^2 / |exact|^2 of flat tensors; `is_centered` subtracts the mean of each 64 values from `exact` below the line.
+
+    >>> exact = torch.tensor([100.0, 101.0]).repeat(32)
+    >>> float(relative_error(exact, exact + 0.5, is_centered=True))
+    1.0
+    """
+    error = (rounded - exact).square().sum()
+    if is_centered and exact.numel() >= CENTERED_LEN:
+        exact = exact[: exact.numel() // CENTERED_LEN * CENTERED_LEN].view(-1, CENTERED_LEN)
+        exact = exact - exact.mean(dim=1, keepdim=True)
+    return error / exact.square().sum().clamp_min(TINY)
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:

@@ -23,8 +23,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf, isfinite
-from typing import Any
+from math import isfinite
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -34,7 +34,7 @@ from paredown.codec.masks import NO_BOUND, pack_mask
 from paredown.codec.packed import encode_flat
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
-from paredown.plan.given import given, significant_bits
+from paredown.plan.given import given, is_same_level, keeps_enough
 from paredown.plan.graph import MIN_NUMEL, Saved, tensors_in
 from paredown.plan.ops import Use
 from paredown.plan.plan import Plan
@@ -70,7 +70,14 @@ class Shelf:
     waiting: dict[Any, Waiting] = field(default_factory=dict)
     plain: dict[int, Tensor] = field(default_factory=dict)  # storage -> what keeps it
     names: dict[Any, str] = field(default_factory=dict)  # of what waits: that of its first saver
-    sources: dict[int, View] = field(default_factory=dict)  # number of a node -> what others may be computed from
+    # Number of a node -> (the node, what others can be recomputed from). Threads number their nodes independently, so that two nodes may
+    # have one number: the entry counts for the node itself alone. Holding it is safe: its saved tensor is packed, and the pass is short.
+    sources: dict[int, tuple[Any, View]] = field(default_factory=dict)
+
+    def source(self, node: Any) -> View | None:
+        """What is stored of the operand of `node` from which others can be recomputed."""
+        found = self.sources.get(node._sequence_nr()) if node is not None else None
+        return found[1] if found is not None and found[0] is node else None
 
 
 class Activations:
@@ -88,6 +95,8 @@ class Activations:
         self._decided: dict[tuple[Any, ...], Decision] = {}
         self._waiting: list[weakref.ref[Waiting]] = []  # of all forward passes whose backward may come
         self._running = threading.local()
+        self._open: list[Shelf] = []  # of the forward passes that are running, in all threads
+        self._lock = threading.Lock()  # threads of one forward pass share its shelf: one storage is packed once
 
     @property
     def stored_bytes(self) -> int:
@@ -111,11 +120,13 @@ class Activations:
         self.is_sharded = is_sharded
         self.waiting()  # forgets what is gone
         self._running.now = Shelf()
+        self._open.append(self._running.now)
 
     def end(self, output: Any) -> None:
         """It ended: what the caller or the model keeps, or a saved tensor that stays plain holds, goes back to being plain."""
         now: Shelf = self._running.now
         self._running.now = None
+        self._open = [shelf for shelf in self._open if shelf is not now]
         held = now.plain
         held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
         for key, waiting in now.waiting.items():
@@ -134,14 +145,18 @@ class Activations:
                 self.left[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
             return
         piece = Piece(tensor)
-        now: Shelf = self._running.now
+        now = self._shelf()
         if piece.numel < self.min_numel or piece.address in now.plain:
             return
-        use = Use.MASK if saved.use is Use.VALUE and _is_float_mask(saved, tensor) else saved.use
-        key = (*piece.key, use, _detail(saved, tensor))
+        with self._lock:
+            self._store(saved, tensor, piece, now)
+
+    def _store(self, saved: Saved, tensor: Tensor, piece: Piece, now: Shelf) -> None:
+        use, detail = _form(saved, tensor)
+        key = (*piece.key, use, detail)
         waiting = now.waiting.get(key)
         if waiting is None or use is Use.VALUE:
-            there, waiting = waiting, MAKERS[use](self, saved, piece, waiting)
+            there, waiting = waiting, MAKERS[use](self, saved, piece, waiting, detail)
             if waiting is None:
                 now.plain[piece.address] = tensor.detach()
                 return
@@ -153,19 +168,24 @@ class Activations:
             waiting.original = weakref.ref(tensor if tensor._base is None else tensor._base)
         view = View(waiting, *piece.layout())
         if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
-            now.sources[saved.node._sequence_nr()] = view
+            now.sources[saved.node._sequence_nr()] = saved.node, view
         saved.raw.register_hooks(lambda _: view, View.tensor)
         self.on_packed(saved, piece, waiting)
         if self.left:
             self.left.pop(saved.name, None)
 
+    def _shelf(self) -> Shelf:
+        """That of the forward pass that runs in this thread, or of the one pass that this thread runs a part of."""
+        own: Shelf | None = getattr(self._running, "now", None)
+        return own if own is not None else self._open[-1]
+
     # --- one function for each use ----------------------------------------------------------------------------------------
 
-    def _values(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
+    def _values(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
         decision = self.decide(saved, piece)
         if decision.format is None:
             return there
-        if there is not None and (saved.pin is None or _significant_bits(there) >= saved.pin.significant_bits):
+        if there is not None and _keeps_enough(there, saved):
             return there
         recomputed = self._recomputed(saved, piece) if there is None else None
         if recomputed is not None:
@@ -180,43 +200,43 @@ class Activations:
     def _recomputed(self, saved: Saved, piece: Piece) -> Waiting | None:
         """What follows from a tensor that waits already, if this one does and that is precise enough."""
         recipe = recipe_of(piece.tensor)
-        sources = self._running.now.sources
-        view = sources.get(recipe.source_number) if recipe is not None else None
+        now = self._shelf()
+        view = now.source(recipe.source) if recipe is not None else None
         if recipe is None or view is None or type(view.waiting) is not Values or view.waiting.packed is None or not piece.is_whole:
             return None
-        if saved.pin is not None and _significant_bits(view.waiting) < saved.pin.significant_bits:
+        if not _keeps_enough(view.waiting, saved):
             return None
-        signs = sources.get(recipe.sign._sequence_nr()) if recipe.sign is not None else None
+        signs = now.source(recipe.sign)
         if piece.tensor._version != (signs.waiting.version if signs is not None and signs.waiting.is_of(piece) else 0):
             return None  # modified since, without autograd's knowing
         steps = steps_of(recipe, view, signs, piece, keeps_parameters=not self.is_sharded)
         return Recomputed(piece, view.waiting, steps) if steps is not None else None
 
-    def _bits(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
-        low, high, values = _bounds(saved, piece.tensor)
-        return Bits(piece, pack_mask(piece.flat(), low, high), values) if values is not None else None
+    def _bits(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
+        bounds: Bounds = detail
+        return Bits(piece, pack_mask(piece.flat(), bounds.low, bounds.high), bounds.values) if bounds.values is not None else None
 
-    def _integers(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
-        width = _width(saved, piece.tensor)
+    def _integers(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
+        width: torch.dtype = detail
         return None if width.itemsize >= piece.tensor.itemsize or piece.tensor.is_floating_point() else Integers(piece, width)
 
-    def _nothing(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
+    def _nothing(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
         return Nothing(piece)
 
-    def _exact(self, saved: Saved, piece: Piece, there: Waiting | None) -> Waiting | None:
+    def _exact(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
         self.left.setdefault(saved.name, saved.reason)
         return None
 
     def decide(self, saved: Saved, piece: Piece) -> Decision:
         """The format of a slot, by the plan and what limits it."""
         numel = piece.numel
-        key = (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin)
+        key = (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered)
         decision = self._decided.get(key)
         if decision is None:
             asked = self.plan.find((saved.name,), Role.ACTIVATION)
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
-            format, reason = given(asked, use=saved.use, pin=saved.pin, dtype=dtype, numel=numel)
-            rounding = asked.resolved_rounding if format is asked.format else Rounding.NEAREST_EVEN
+            format, reason = given(asked, saved.needs, dtype=dtype, numel=numel)
+            rounding = asked.resolved_rounding if is_same_level(asked.format, format) else Rounding.NEAREST_EVEN
             overflow = asked.overflow if format is asked.format else None
             decision = Decision(asked.format, format, rounding, overflow, reason, crc32(saved.name.encode()))
             self._decided[key] = decision
@@ -224,7 +244,7 @@ class Activations:
         return decision
 
 
-Maker = Callable[[Activations, Saved, Piece, Waiting | None], Waiting | None]
+Maker = Callable[[Activations, Saved, Piece, Waiting | None, Any], Waiting | None]
 MAKERS: dict[Use, Maker] = {
     Use.VALUE: Activations._values,
     Use.SIGN: Activations._bits,
@@ -236,15 +256,32 @@ MAKERS: dict[Use, Maker] = {
 }
 
 
-def _bounds(saved: Saved, tensor: Tensor) -> tuple[float, float, tuple[float, float] | None]:
-    """(low, high) of the bit, and the values for inside and outside; no values where bits cannot say it."""
+class Bounds(NamedTuple):
+    """One bit for each value: whether low < value < high; `values` are what decoding gives for yes and no, None where no two will do."""
+
+    low: float
+    high: float
+    values: tuple[float, float] | None
+
+
+def _form(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
+    """What backward needs of this saved tensor, and what else decides its stored form: part of the key under which forms are shared.
+
+    A storage may have several views, of which each is saved for itself. Whatever depends on values is found for the view alone, and so
+    it must stand in the key: two views of one storage may hold {0, 1} and {0, 2}, and one may share the other's bits only if both decode
+    to the same two values.
+    """
     if saved.use is Use.INSIDE:
         low, high = float(saved.node._saved_min_val), float(saved.node._saved_max_val)
-        return low, high, _inside_and_outside(low, high, tensor.dtype)
-    if tensor.is_floating_point() and saved.use is not Use.SIGN:
+        return Use.INSIDE, Bounds(low, high, _inside_and_outside(low, high, tensor.dtype))
+    if saved.use is Use.SIGN or (saved.use is Use.MASK and not tensor.is_floating_point()):
+        return saved.use, Bounds(0.0, NO_BOUND, (1.0, 0.0))  # for every view: a sign, and a boolean, is one bit whatever the values
+    if saved.use is Use.MASK or (saved.use is Use.VALUE and saved.op == "mul" and not tensor.requires_grad):
         one = _one_beside_zero(tensor)
-        return 0.0, NO_BOUND, (one, 0.0) if one is not None else None
-    return 0.0, NO_BOUND, (1.0, 0.0)
+        if one is not None or saved.use is Use.MASK:
+            return Use.MASK, Bounds(0.0, NO_BOUND, (one, 0.0) if one is not None else None)
+    # the width follows from a bound that the operation has checked, not from the values of this tensor
+    return saved.use, _width(saved, tensor) if saved.use is Use.INDEX else None
 
 
 def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:
@@ -256,22 +293,17 @@ def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[fl
     return (middle, high if isfinite(high) else low) if rounded[0] < rounded[1] < rounded[2] else None
 
 
-def _is_float_mask(saved: Saved, tensor: Tensor) -> bool:
-    """Whether this is the mask of a dropout on the CPU: a float of two values, 0 and 1 / (1 - p), that no gradient flows to."""
-    return saved.op == "mul" and not tensor.requires_grad and _one_beside_zero(tensor) is not None
-
-
 def _one_beside_zero(tensor: Tensor) -> float | None:
-    """The positive value that a tensor of no others but 0 has; None for all other tensors, and on a GPU, which has bits for masks."""
-    largest = float(tensor.max()) if tensor.device.type == "cpu" else 0.0
-    return largest if largest > 0 and bool(((tensor == 0) | (tensor == largest)).all()) else None
+    """The positive value of a float tensor that has no others but 0: the mask of a dropout on the CPU, or a routing weight.
 
-
-def _detail(saved: Saved, tensor: Tensor) -> Any:
-    """What must be equal, beside the memory and the use, for two saved tensors to wait as one."""
-    if saved.use is Use.INSIDE:
-        return saved.node._saved_min_val, saved.node._saved_max_val
-    return _width(saved, tensor) if saved.use is Use.INDEX else None
+    None for all other tensors, and on a GPU, where dropout has a boolean mask and reading values would wait for the device. The answer is
+    about this view: the caller keys the stored form by it. Negative zeros count as other values, since one bit cannot say them.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_floating_point() or not tensor.numel():
+        return None
+    largest = float(tensor.max())
+    is_two_valued = largest > 0 and bool(((tensor == 0) | (tensor == largest)).all()) and not bool(torch.signbit(tensor).any())
+    return largest if is_two_valued else None
 
 
 def _width(saved: Saved, tensor: Tensor) -> torch.dtype:
@@ -279,7 +311,7 @@ def _width(saved: Saved, tensor: Tensor) -> torch.dtype:
     return next((dtype for bound, dtype in WIDTHS if saved.bound is not None and saved.bound <= bound), tensor.dtype)
 
 
-def _significant_bits(waiting: Waiting) -> float:
-    """Those of the values that come back."""
+def _keeps_enough(waiting: Waiting, saved: Saved) -> bool:
+    """Whether the values that come back are precise enough for another operation that saved them."""
     packed = waiting.packed if isinstance(waiting, Values) else waiting.source.packed if isinstance(waiting, Recomputed) else None
-    return inf if packed is None else significant_bits(packed.format.element)
+    return packed is None or keeps_enough(packed.format, saved.needs)
