@@ -58,7 +58,7 @@ def bits_of(format: Format | None) -> float:
     """
     if format is None:
         return FULL
-    bits = float(significant_bits(format))
+    bits = float(significant_bits(format) + (format.minimum is not None))  # a minimum for each block was worth one in trained tasks
     if format.block is None or format.element.kind is Kind.FLOAT:
         return bits
     return bits - 0.5 * float(np.log2(np.log(max(format.block, 2)) / np.log(64)))  # the largest of n normal values: sqrt(2 ln n)
