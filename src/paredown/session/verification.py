@@ -54,7 +54,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Fault:
-    """A slot at fault, and in which parameter the most. `error`: with the slots that it is at fault together with; `alone`: without them."""
+    """A slot at fault, and in which parameter most. `error`: with the slots that it is at fault together with; `alone`: without them."""
 
     slot: str
     format: str

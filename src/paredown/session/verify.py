@@ -46,6 +46,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.step import Arguments, _loss_of, note_missing_loss
 from paredown.roles import Role
 from paredown.session.fault_search import Search
+from paredown.session.noise import nodes_behind
 from paredown.session.probe import unchanged
 from paredown.session.probing import count_examples, first_examples
 from paredown.session.session import Session, apply, is_wrapped_by_compile, session_of, unwrapped
@@ -64,7 +65,7 @@ MAX_FAULTS = 8
 STORED = (Role.ACTIVATION, Role.WEIGHT)  # roles of rules that a forward and backward pass depend on
 LOSSLESS = {"Bits": "one exact bit a value", "Integers": "exact integers", "Nothing": "its shape alone"}
 OUTSIDE = "packed weights or modules under activation checkpointing"
-REENTRANT = "is not compatible with .grad()"  # what torch.utils.checkpoint says
+REENTRANT = "CheckpointFunctionBackward"  # what is inside gets no gradient from torch.autograd.grad, without a word
 Step = Callable[[Any], Tensor]
 Gradients = list[Tensor | None]
 
@@ -219,17 +220,22 @@ class Bench:
 
         with ExitStack() as stack:
             if chosen is not None:
-                stack.enter_context(_replaced(watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None))
+                stack.enter_context(replaced(watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None))
             if is_exact:  # what is recomputed from another slot is stored itself: recomputing rounds in another order
-                stack.enter_context(_replaced(activations, decide=exact, _recomputed=lambda *_: None))
+                stack.enter_context(replaced(activations, decide=exact, _recomputed=lambda *_: None))
             if looks:
-                stack.enter_context(_replaced(activations, on_packed=lambda saved, _, waiting: self._look(saved.name, waiting)))
+                stack.enter_context(replaced(activations, on_packed=lambda saved, _, waiting: self._look(saved.name, waiting)))
             return self._gradients()
 
     def _unmodified(self) -> Gradients:
         """The gradients without the plan; packed weights are plain, and have the values of their formats."""
-        local = self.session._recomputed._local
-        with self.session.unpacked(), _replaced(self.session._watch, _on_begin=lambda: False), _replaced(local, is_again=True):
+        weights, local = self.session._weights, self.session._recomputed._local
+        done = weights._done
+        with ExitStack() as stack:
+            stack.enter_context(replaced(self.session._watch, _on_begin=lambda: False))  # nothing is followed
+            stack.enter_context(replaced(local, is_again=True))  # no module is recomputed
+            stack.enter_context(self.session.unpacked())
+            stack.enter_context(replaced(weights, _done=lambda call, output: done(call, None), _holding={}))  # saved ones are plain
             return self._gradients()
 
     def _gradients(self) -> Gradients:
@@ -237,15 +243,13 @@ class Bench:
         self.num_runs += 1
         torch.clear_autocast_cache()
         with unchanged(self.model), _python_random_state(), torch.enable_grad():
-            try:
-                found = torch.autograd.grad(self.step(), self.parameters, allow_unused=True)
-            except RuntimeError as error:
-                if REENTRANT not in str(error):
-                    raise
+            loss = self.step()
+            if not self.baseline and any(node.name() == REENTRANT for node in nodes_behind(loss)):
                 raise ApplyError(
                     "the model uses torch.utils.checkpoint with use_reentrant=True, which computes gradients in backward() alone: "
                     "use_reentrant=False can be verified."
-                ) from error
+                )
+            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         gradients: Gradients = list(found)  # None for parameters that the loss does not depend on
         return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
@@ -254,7 +258,7 @@ class Bench:
         """What the runs change of a session that is there is afterwards what it was; a guard does not see them."""
         activations = self.session._activations
         self._forwards, decisions = activations.forwards, dict(activations.decisions)
-        with _replaced(activations, on_packed=lambda *_: None):
+        with replaced(activations, on_packed=lambda *_: None):
             try:
                 yield
             finally:
@@ -373,7 +377,7 @@ def _distance(found: Tensor | None, baseline: Tensor | None, scale: float) -> fl
 
 
 @contextmanager
-def _replaced(owner: object, **attributes: Any) -> Generator[None]:
+def replaced(owner: object, **attributes: Any) -> Generator[None]:
     """Attributes of an object for the time of the context, in front of those of its class."""
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}
