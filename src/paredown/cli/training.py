@@ -115,9 +115,7 @@ def _verified(run: Run, task: Task, *, seed: int, device: str | None, out: Path 
         write_json(out, value)
     if is_json:
         emit(value)
-    say(
-        f"{run.name}: gradients under the plan are not those of the unmodified model, so nothing was trained. The table names the slots."
-    )
+    say(f"{run.name}: gradients under the plan are not those of the unmodified model; nothing was trained. See the slots at fault.")
     raise typer.Exit(Exit.ENDED_BADLY)
 
 

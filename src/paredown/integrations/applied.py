@@ -38,6 +38,8 @@ class Applied:
         except BaseException:
             self.close()
             raise
+        if self._monitor is not None:
+            self._monitor.forget()
 
     def close(self) -> None:
         """Give the plain model back; also after a training that was broken off."""
