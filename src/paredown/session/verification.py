@@ -1,4 +1,4 @@
-"""What `verify` found: a row for each parameter, and the slots at fault.
+"""What `verify` found: a row for each parameter, and the slots at fault; and the error that a format leads to expect.
 
 >>> rows = Compared.of("fc.weight", 0.0, 0.011, 0.0, 0.02), Compared.of("fc.bias", 0.0, 0.31, 0.0, 0.02)
 >>> fault = Fault("act:input", "int8/64@bf16", 0.31, 0.31, "fc.bias", "plan")
@@ -20,14 +20,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import sqrt
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from paredown.errors import PlanError, VerificationError
+from paredown.formats.element import Kind
+from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding
 from paredown.session.actions import in_columns, in_html
 
 VERSION = 1  # of the JSON
+PEAK = 3.0  # the largest of 64 normally distributed values is at 2.4 standard deviations on average
 SHOWN = 12  # parameters that repr prints
 LARGEST = 1e300  # an infinite error, so that all are numbers of JSON
 OK, OFF, WRONG = "ok", "off", "off under the exact plan"
@@ -150,3 +155,23 @@ class Verification:
 
 def _say(error: float) -> str:
     return f"{error:.2g}" if error else "same bits"
+
+
+def expected_error(format: Format, rounding: Rounding) -> float:
+    """The root mean square error of normally distributed values in a format, relative to their standard deviation.
+
+        float    2^-(mantissa bits + 1) / sqrt(3)      rounded to nearest; stochastic rounding has sqrt(2) times that
+        intN     PEAK / (2^(N-1) - 1) / sqrt(12)       the largest value of a block is at about PEAK standard deviations
+        uintN    2 PEAK / (2^N - 1) / sqrt(12)         from the smallest to the largest value of a block
+
+    >>> nearest = Rounding.NEAREST_EVEN
+    >>> [f"{expected_error(Format.parse(text), nearest):.1e}" for text in ("fp32", "bf16", "int8/64@bf16", "uint4/64@bf16+bf16")]
+    ['3.4e-08', '2.3e-03', '6.8e-03', '1.2e-01']
+    """
+    element = format.element
+    if element.kind is Kind.FLOAT:
+        nearest = 2.0 ** -(element.mantissa_bits + 1) / sqrt(3)
+    else:
+        steps = 2.0**element.width - 1 if element.kind is not Kind.INT else max(2.0**element.width - 2, 1.0)
+        nearest = 2 * PEAK / steps / sqrt(12)
+    return nearest * (sqrt(2) if rounding is Rounding.STOCHASTIC else 1.0 if rounding is not Rounding.TOWARD_ZERO else 2.0)

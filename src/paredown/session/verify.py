@@ -9,14 +9,8 @@ Each run starts from the same random state and the same buffers. The error of a 
 the root mean square of its baseline gradient, or that of all parameters of its module where that is larger: the bias of a convolution
 before a batch norm has a gradient that is zero but for rounding.
 
-The tolerance is SAFETY sqrt(sum over slots of e^2), since errors of slots are independent and their squares add up, with e the root mean
-square error of a normally distributed value in the slot's format relative to its standard deviation:
-
-    float    2^-(mantissa bits + 1) / sqrt(3)                          rounded to nearest; stochastic rounding has sqrt(2) times that
-    intN     PEAK / (2^(N-1) - 1) / sqrt(12)                           the largest value of a block is at about PEAK standard deviations
-    uintN    2 PEAK / (2^N - 1) / sqrt(12)                             from the smallest to the largest value of a block
-
-The largest error of a parameter was 0.2 to 2.2 sqrt(sum e^2) on eleven networks of `paredown.models`, in int8 and int4.
+The tolerance is SAFETY sqrt(sum over slots of e^2), e as in `expected_error`, since errors of slots are independent and their squares add
+up. The largest error of a parameter was 0.2 to 2.2 sqrt(sum e^2) on eleven networks of `paredown.models`, in int8 and int4.
 
 Where a run is off, the slots at fault are found by runs in which some slots alone are stored: halves, then halves of halves.
 """
@@ -38,7 +32,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paredown.errors import ApplyError
-from paredown.formats.element import Kind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.keys import Key
@@ -52,12 +45,11 @@ from paredown.session.probing import count_examples, first_examples
 from paredown.session.session import Session, apply, is_wrapped_by_compile, session_of, unwrapped
 from paredown.session.simulated import SimulatedSession
 from paredown.session.stored import Decision
-from paredown.session.verification import EXACT, PLAN, Compared, Fault, Verification
+from paredown.session.verification import EXACT, PLAN, Compared, Fault, Verification, expected_error
 from paredown.session.waiting import Recomputed, Values, Waiting
 
 FP32 = Format.parse("fp32")
 SAFETY = 3.0
-PEAK = 3.0  # the largest of 64 normally distributed values is at 2.4 standard deviations on average
 NOISE = 8.0  # times the distance of two unmodified steps
 LEAST = 1e-3  # of the model's root mean square gradient: less than that is no scale for an error
 MAX_RUNS = 96  # with some slots alone, in all
@@ -110,7 +102,7 @@ def verify_step(
     """
     session = _checked(model, plan, tolerance)
     count = whole = count_examples(batch)
-    notes = [] if not is_wrapped_by_compile(model) else ["the model inside of torch.compile was run without compiling it"]
+    notes = {"compiled": "the model inside of torch.compile was run without compiling it"} if is_wrapped_by_compile(model) else {}
     while True:
         try:
             with _session(session, plan, unwrapped(model), seed) as opened:
@@ -124,8 +116,8 @@ def verify_step(
                 ) from None
         count //= 2
         batch = first_examples(batch, count)
-        notes[:] = [f"the unmodified step has not enough memory for {whole} examples: {count} were compared"]
-    return replace(found, notes=(*notes, *found.notes))
+        notes["memory"] = f"the unmodified step has not enough memory for {whole} examples: {count} were compared"
+    return replace(found, notes=(*notes.values(), *found.notes))
 
 
 def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Session | None:
@@ -137,6 +129,8 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
         )
     if tolerance is not None and not 0 <= tolerance < inf:
         raise ApplyError(f"tolerance is {tolerance!r}; it is a relative error of gradients, such as 0.05, or None.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ApplyError("no parameter of the model requires a gradient: there is nothing to compare.")
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ApplyError("the model is sharded (fully_shard), and gradients of shards come by hooks alone: verify it before that.")
     session = session_of(unwrapped(model))
@@ -183,7 +177,6 @@ class Bench:
         self.scales: list[float] = []
         self.formats: dict[str, str] = {}  # of the slots that are stored, under the plan
         self.errors: dict[str, float] = {}  # expected of their values
-        self.num_runs = 0
 
     def verification(self, tolerance: float | None) -> Verification:
         """Baseline, exact plan, plan; then the slots at fault."""
@@ -199,7 +192,7 @@ class Bench:
             faults, notes = self._faults([is_exact for is_exact in (True, False) if worst[is_exact] > limits[is_exact]], limits)
         return Verification(
             type(self.model).__name__,
-            rows=tuple(row for row, g in zip(rows, self.baseline, strict=True) if g is not None),
+            rows=tuple(row for row, g in zip(rows, self.baseline, strict=True) if g is not None or row.error or row.exact_error),
             at_fault=tuple(faults),
             exact_tolerance=limits[True],
             tolerance=limits[False],
@@ -240,7 +233,6 @@ class Bench:
 
     def _gradients(self) -> Gradients:
         self.session._activations.forwards = self._forwards  # the same random bits in every run
-        self.num_runs += 1
         torch.clear_autocast_cache()
         with unchanged(self.model), _python_random_state(), torch.enable_grad():
             loss = self.step()
@@ -257,12 +249,14 @@ class Bench:
     def _restored(self) -> Generator[None]:
         """What the runs change of a session that is there is afterwards what it was; a guard does not see them."""
         activations = self.session._activations
-        self._forwards, decisions = activations.forwards, dict(activations.decisions)
+        self._forwards, returned = activations.forwards, activations.returned
+        decisions, left = dict(activations.decisions), dict(activations.left)
         with replaced(activations, on_packed=lambda *_: None):
             try:
                 yield
             finally:
-                activations.forwards, activations.decisions = self._forwards, decisions
+                activations.forwards, activations.returned = self._forwards, returned
+                activations.decisions, activations.left = decisions, left
                 torch.clear_autocast_cache()
 
     def _look(self, name: str, waiting: Waiting) -> None:
@@ -345,22 +339,6 @@ class Bench:
             if not noise
             else f"{text}; the unmodified model differs from itself by {noise:.2g}, of which {NOISE:g} x are added"
         )
-
-
-def expected_error(format: Format, rounding: Rounding) -> float:
-    """The root mean square error of normally distributed values in a format, relative to their standard deviation.
-
-    >>> nearest = Rounding.NEAREST_EVEN
-    >>> [f"{expected_error(Format.parse(text), nearest):.1e}" for text in ("fp32", "bf16", "int8/64@bf16", "uint4/64@bf16+bf16")]
-    ['3.4e-08', '2.3e-03', '6.8e-03', '1.2e-01']
-    """
-    element = format.element
-    if element.kind is Kind.FLOAT:
-        nearest = 2.0 ** -(element.mantissa_bits + 1) / sqrt(3)
-    else:
-        steps = 2.0**element.width - 1 if element.kind is not Kind.INT else max(2.0**element.width - 2, 1.0)
-        nearest = 2 * PEAK / steps / sqrt(12)
-    return nearest * (sqrt(2) if rounding is Rounding.STOCHASTIC else 1.0 if rounding is not Rounding.TOWARD_ZERO else 2.0)
 
 
 def _norm(tensor: Tensor) -> float:
