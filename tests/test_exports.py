@@ -42,6 +42,8 @@ EXPORTS = {
     "Trace",
     "TraceError",
     "Trial",
+    "Verification",
+    "VerificationError",
     "__version__",
     "apply",
     "assign",
@@ -53,6 +55,7 @@ EXPORTS = {
     "probe",
     "round_trip",
     "trace_step",
+    "verify",
 }
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SweepError,
         TaskError,
         TraceError,
+        VerificationError,
     )
     from paredown.formats.catalog import CATALOG
     from paredown.formats.element import Element
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from paredown.session.guard import Guard, Limits
     from paredown.session.probe import probe
     from paredown.session.session import Session, apply
+    from paredown.session.verification import Verification
+    from paredown.session.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -79,6 +82,8 @@ __all__ = [
     "Trace",
     "TraceError",
     "Trial",
+    "Verification",
+    "VerificationError",
     "__version__",
     "apply",
     "assign",
@@ -90,6 +95,7 @@ __all__ = [
     "probe",
     "round_trip",
     "trace_step",
+    "verify",
 ]
 
 _NAMES_OF = {
@@ -108,6 +114,7 @@ _NAMES_OF = {
         "SweepError",
         "TaskError",
         "TraceError",
+        "VerificationError",
     ),
     "paredown.formats.catalog": ("CATALOG",),
     "paredown.formats.element": ("Element",),
@@ -127,6 +134,8 @@ _NAMES_OF = {
     "paredown.session.guard": ("Guard", "Limits"),
     "paredown.session.probe": ("probe",),
     "paredown.session.session": ("Session", "apply"),
+    "paredown.session.verification": ("Verification",),
+    "paredown.session.verify": ("verify",),
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}
 

@@ -31,6 +31,10 @@ class ApplyError(ParedownError, RuntimeError):
     """A plan that cannot be put onto this model, here and now."""
 
 
+class VerificationError(ParedownError, RuntimeError):
+    """Gradients under a plan that are not those of the unmodified model."""
+
+
 class BudgetError(ParedownError, ValueError):
     """A size that is misspelled, or a budget that nothing fits; `smallest_bytes`: what would do, where that is known."""
 

@@ -18,6 +18,7 @@ from paredown.runs.where import device_name
 from paredown.search.earlier_json import write
 from paredown.search.earlier_made import made_up
 from paredown.search.picked import Picked
+from paredown.session.waiting import Values
 from tests.cli.asking import ask, asked_json
 
 MLP = "digits#model=mlp,steps=6"
@@ -54,6 +55,23 @@ def test_the_weights_that_are_kept_are_those_that_were_judged(folder: Path) -> N
     with torch.no_grad():
         wrong = [(model.eval()(x).argmax(-1) != y).float().sum() for x, y in task.data.tests(32, device=torch.device("cpu"))]
     assert float(sum(wrong)) / 360 == pytest.approx(value["runs"][0]["error"], abs=1e-6)
+
+
+def test_verify_compares_gradients_before_the_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("train", "digits#steps=2", "--plan", "activations8", "--device", "cpu")
+    plain, checked = asked_json(*words), asked_json(*words, "--verify")
+    found = pare.Verification.from_json(checked.pop("verification"))
+    assert found.ok and found.rows and checked["runs"][0]["loss"] == plain["runs"][0]["loss"], "the training is the same"
+    status, out, _ = ask(*words, "--verify")
+    assert status == 0 and out.index("Verification of ResNet: ok") < out.index("peak, measured")
+    monkeypatch.setattr(Values, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
+    status, out, err = ask(*words, "--verify")
+    assert status == 4 and "not ok" in out and "off under the exact plan" in out and "peak, measured" not in out
+    assert "activations8: gradients under the plan are not those of the unmodified model; nothing was trained" in err
+    value = asked_json(*words, "--verify", "-o", "off.json", status=4)
+    assert value["runs"] == [] and not value["verification"]["ok"] and json.loads(Path("off.json").read_text()) == value
+    status, _, err = ask(*words, "--verify", "--mode", "simulate")
+    assert status == 2 and "simulate mode rounds the forward pass too" in err
 
 
 def test_a_training_that_diverges_is_exit_4(folder: Path) -> None:

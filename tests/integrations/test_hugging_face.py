@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import paredown as pare
-from paredown.errors import ApplyError, OptimError
+from paredown.errors import ApplyError, OptimError, VerificationError
+from paredown.session.waiting import Values
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
@@ -249,3 +250,31 @@ def test_a_smaller_batch_is_found_and_the_error_is_explained(tmp_path: Path) -> 
         assert "grew most" in caught.value.__notes__[0]
         callback.close()
         assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1, "bf16": True}], ids=["defaults", "smoothed bf16"])
+def test_verify_checks_the_first_batch_and_changes_no_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain = trainer_in(tmp_path / "a", **options)
+    attach(plain, PLAN)
+    plain.train()
+    checked, calls = trainer_in(tmp_path / "b", **options), list[int]()
+    inner = checked.compute_loss
+    checked.compute_loss = lambda *args, **named: (calls.append(1), inner(*args, **named))[1]
+    attach(checked, PLAN, verify=True)
+    checked.train()
+    assert_equal(state(checked.model), state(plain.model))
+    assert len(calls) == 4 + 4, "baseline twice, exact plan, plan; then four steps"
+    assert "training_step" not in vars(checked)
+    stored = [[row["memory/activation_gib"] for row in of.state.log_history if "loss" in row] for of in (plain, checked)]
+    assert stored[0] == stored[1], "what verify stored is no part of the run"
+
+
+def test_verify_ends_a_training_whose_gradients_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Values, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
+    trainer = trainer_in(tmp_path)
+    pared = attach(trainer, PLAN, verify=True)
+    before = state(trainer.model)
+    with pytest.raises(VerificationError, match="off under the exact plan"):
+        trainer.train()
+    assert pared.session is None
+    assert_equal(state(trainer.model), before)

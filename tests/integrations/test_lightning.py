@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paredown as pare
-from paredown.errors import ApplyError
+from paredown.errors import ApplyError, VerificationError
+from paredown.session.waiting import Values
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
@@ -235,3 +236,34 @@ def test_what_the_plugin_of_fabric_refuses() -> None:
     fabric.setup(model, late)  # activations alone: any order
     with pytest.raises(ApplyError, match="on a model already"):
         fabric.setup(network())
+
+
+def test_verify_checks_the_first_batch_and_changes_no_bit(tmp_path: Path) -> None:
+    class Logs(Classifier):
+        steps = 0
+
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            self.steps += 1
+            loss = super().training_step(batch, 0)
+            self.log("loss", loss)
+            return {"loss": loss}
+
+    plain, checked = Logs(), Logs()
+    trainer(tmp_path, PareCallback(PLAN), precision="bf16-mixed").fit(plain, batches())
+    trainer(tmp_path, PareCallback(PLAN, verify=True), precision="bf16-mixed").fit(checked, batches())
+    assert_equal(checked, plain)
+    assert (plain.steps, checked.steps) == (4, 8), "baseline twice, exact plan, plan"
+
+
+def test_verify_ends_a_fit_whose_gradients_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Values, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
+    model, callback = Classifier(), PareCallback(PLAN, verify=True)
+    with pytest.raises(VerificationError, match=r"(?s)off under the exact plan.*2:input"):
+        trainer(tmp_path, callback).fit(model, batches())
+    assert callback.session is None and all(type(p) is nn.Parameter for p in model.parameters())
+
+    class Manual(Classifier):
+        automatic_optimization = False
+
+    with pytest.raises(ApplyError, match="cannot run a training_step that steps its optimizers itself"):
+        trainer(tmp_path, PareCallback(PLAN, verify=True)).fit(Manual(), batches())

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paredown.plan.trial import Trial
     from paredown.runs.task import Task
     from paredown.search.picked import Frontier
+    from paredown.session.verification import Verification
 
 AS_WRITTEN = "as written"
 MUCH_MORE = 1.15  # measured over predicted
@@ -30,6 +31,7 @@ OnePlanOption = Annotated[
     str | None, typer.Option("--plan", metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)
 ]
 SaveOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the weights: .safetensors or .pt.", show_default=False)]
+VerifyOption = Annotated[bool, typer.Option("--verify", help="First compare gradients under the plan with the unmodified model's.")]
 FrontierOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="What pick wrote: where to look for the next plan down.", show_default=False)
 ]
@@ -47,6 +49,7 @@ def train(
     plan: OnePlanOption = None,
     budget: BudgetOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Train as written too, from the same seed.")] = False,
+    verify: VerifyOption = False,
     seed: SeedOption = 0,
     device: HereOption = None,
     mode: ModeOption = "store",
@@ -58,6 +61,8 @@ def train(
     """Train a task under a plan, or under one made for a budget; the step as it is written without either."""
     if plan is not None and budget is not None:
         raise typer.BadParameter("a plan or a budget, not both: with a budget the plan is made.", param_hint="--budget")
+    if verify and mode != "store":
+        raise typer.BadParameter("simulate mode rounds the forward pass too: its gradients are others.", param_hint="--verify")
     check_places({"--save": save, "--out": out})
     check_weights_file(save)
     with waiting("reading the task"):
@@ -70,18 +75,48 @@ def train(
         chosen = read_plan(plan or NONE) if budget is None else planned(found, budget, device)
     name = name_of(plan) if plan else f"within {budget}" if budget else AS_WRITTEN
     runs = [*_beside(chosen, compares=compare), Run(name, chosen)]
+    told_first = {} if not verify else _verified(runs[-1], found, seed=seed, device=device, out=out, is_json=is_json)
     for run in runs:
         run.train(found, seed=seed, device=device, mode=mode)
     last = runs[-1]
     if save is not None and last.is_done:
         write_weights(last.model, save)
     advice = last.advice(found, known)
-    value = {"task": found.name, "runs": [run.to_json() for run in runs], "advice": advice}
+    value = {"task": found.name, "runs": [run.to_json() for run in runs], "advice": advice, **told_first}
     if out is not None:
         write_json(out, value)
     saved = [f"The weights are in {save}."] if save and last.is_done else []
     emit(value) if is_json else tell(*told(found.name, runs), *saved)
     _end_badly(last, advice)
+
+
+def verification(task: Task, plan: Plan, *, seed: int, device: str | None) -> Verification:
+    """Gradients of the first batch under a plan against those of the unmodified model."""
+    from paredown.runs.evaluate import deterministic, make_setting, seeded
+    from paredown.session.verify import verify
+
+    setting = make_setting(task, plan, seed=seed, device=device)
+    with waiting("verifying gradients"), seeded(setting), deterministic(setting.device):
+        model = setting.placed_model().train()
+        batch = next(task.data.batches(task.batch, seed=seed, device=setting.device))
+        return verify(model, batch, plan, loss=task.loss, autocast=task.autocast, seed=seed)
+
+
+def _verified(run: Run, task: Task, *, seed: int, device: str | None, out: Path | None, is_json: bool) -> dict[str, Any]:
+    """The verification before a training, for its JSON value; the end where gradients are off."""
+    found = verification(task, run.plan, seed=seed, device=device)
+    told = {"verification": found.to_json()}
+    if not is_json:
+        tell(repr(found))
+    if found.ok:
+        return told
+    value = {"task": task.name, "runs": [], "advice": None, **told}
+    if out is not None:
+        write_json(out, value)
+    if is_json:
+        emit(value)
+    say(f"{run.name}: gradients under the plan are not those of the unmodified model; nothing was trained. See the slots at fault.")
+    raise typer.Exit(Exit.ENDED_BADLY)
 
 
 def _beside(plan: Plan, *, compares: bool) -> list[Run]:

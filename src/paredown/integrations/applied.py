@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from paredown.errors import ApplyError
 from paredown.integrations.numbers import Monitor
 from paredown.plan.plan import Plan
 from paredown.session.session import Session, apply, unwrapped
 from paredown.session.simulated import SimulatedSession
+from paredown.session.verify import verify_step
 
 
 class Applied:
@@ -28,6 +30,16 @@ class Applied:
         """From now on the plan is at work."""
         self.session = session = apply(self.plan, model, **self._options)
         self._monitor = Monitor(session, unwrapped(model))
+
+    def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:
+        """VerificationError, and the plain model, unless gradients of `step(batch)` are those of the unmodified model."""
+        try:
+            verify_step(model, batch, step).check()
+        except BaseException:
+            self.close()
+            raise
+        if self._monitor is not None:
+            self._monitor.forget()
 
     def close(self) -> None:
         """Give the plain model back; also after a training that was broken off."""

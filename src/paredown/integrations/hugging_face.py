@@ -111,8 +111,12 @@ def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, d
     return found(), {"lr": args.learning_rate, **read, **options}
 
 
-def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", **options: Any) -> PareCallback:
-    """Apply `plan` to a trainer's model, and give it paredown's optimizer unless it has one already. `options` as for PareCallback."""
+def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool = False, **options: Any) -> PareCallback:
+    """Apply `plan` to a trainer's model, and give it paredown's optimizer unless it has one already. `options` as for PareCallback.
+
+    `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError where
+    they are off.
+    """
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     callback = PareCallback(plan, **options)
@@ -120,4 +124,27 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", **options: Any
     trainer.callback_handler.callbacks.insert(0, callback)  # before the loggers, which see its numbers then
     if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
         trainer.optimizer_cls_and_kwargs = optimizer_of(trainer.args, optimizer)
+    if verify:
+        _verify_first(trainer, callback)
     return callback
+
+
+def _verify_first(trainer: Any, callback: PareCallback) -> None:
+    """Put a verification in front of the first training step of a trainer."""
+    before, inner = vars(trainer).get("training_step"), trainer.training_step
+
+    def first(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+        del trainer.training_step
+        if before is not None:
+            trainer.training_step = before
+        count = rest[0] if rest else named.get("num_items_in_batch")
+
+        def step(part: Any) -> Any:
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(unwrapped(model), trainer._prepare_inputs(dict(part)), num_items_in_batch=count)
+
+        model.train()
+        callback.verify(model, dict(inputs), step)
+        return inner(model, inputs, *rest, **named)
+
+    trainer.training_step = first

@@ -12,10 +12,11 @@ Fabric has a plugin (`fabric.py`).
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, final
 
 from lightning.pytorch import Callback
-from torch import nn
+from torch import Tensor, nn
 
 from paredown.errors import ApplyError
 from paredown.integrations.applied import Applied
@@ -23,6 +24,7 @@ from paredown.integrations.shortage import add_explanation
 from paredown.plan.plan import Plan
 from paredown.plan.record import Trace
 from paredown.session.guard import Guard
+from paredown.session.verify import replaced
 
 
 @final
@@ -31,13 +33,19 @@ class PareCallback(Applied, Callback):
 
     `module` names the part of the LightningModule that `training_step` calls ("net" for `self.net(x)`); unless given it is the only part
     with parameters, or all of it. With a `trace` of the step, an error for lack of memory says which role grew and which plan is next.
+    `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError where
+    they are off; `training_step` runs a few times for that, and what it logs then is dropped.
     """
 
-    def __init__(self, plan: Plan, *, module: str | None = None, trace: Trace | None = None, **options: Any) -> None:
+    def __init__(
+        self, plan: Plan, *, module: str | None = None, trace: Trace | None = None, verify: bool = False, **options: Any
+    ) -> None:
         if unknown := options.keys() - {"seed", "mode", "guard"}:
-            raise ApplyError(f"PareCallback has no option {sorted(unknown)[0]!r}. Allowed: seed, mode, guard, module, trace.")
+            raise ApplyError(
+                f"PareCallback has no option {sorted(unknown)[0]!r}. Allowed: seed, mode, guard, module, trace, verify."
+            )
         super().__init__(plan, **options)
-        self.module = module
+        self.module, self._verifies = module, verify
         guard: Guard | None = options.get("guard")
         self.trace = trace or (guard.trace if guard is not None else None)
 
@@ -46,6 +54,26 @@ class PareCallback(Applied, Callback):
         if stage != "fit" or self.session is not None:
             return
         self.put_on(called_part(pl_module, self.module))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Verifies once, where that was asked for."""
+        if not self._verifies:
+            return
+        self._verifies = False
+        if not pl_module.automatic_optimization:
+            raise ApplyError(
+                "verify=True cannot run a training_step that steps its optimizers itself. Call paredown.verify(model, batch, plan) before "
+                "trainer.fit instead."
+            )
+        num_taken = len(inspect.signature(pl_module.training_step).parameters)
+
+        def step(part: Any) -> Tensor:
+            with trainer.precision_plugin.train_step_context():
+                return _loss_of_step(pl_module.training_step(*(part, batch_idx)[:num_taken]))
+
+        nothing: Any = lambda *_, **__: None  # noqa: E731
+        with replaced(pl_module, log=nothing, log_dict=nothing):
+            self.verify(called_part(pl_module, self.module), batch, step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs as often as the trainer does."""
@@ -75,6 +103,14 @@ class PareCallback(Applied, Callback):
         """Comes after `setup`, when a run goes on."""
         if self.session is not None and state_dict:
             self.session.load_state_dict(state_dict)
+
+
+def _loss_of_step(output: Any) -> Tensor:
+    """The loss of what a training_step returned."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise ApplyError(f"training_step returned no loss for the first batch, but {type(output).__name__}: verify=True needs one.")
+    return loss
 
 
 def called_part(module: nn.Module, name: str | None) -> nn.Module:

@@ -72,6 +72,13 @@ class Monitor:
         self._most = 0
         return found
 
+    def forget(self) -> None:
+        """Peaks count from now on: what was before is no part of the run."""
+        self._most = 0
+        model = self.session._model()
+        for device in {p.device for p in model.parameters() if p.device.type == "cuda"} if model is not None else ():
+            torch.cuda.reset_peak_memory_stats(device)
+
     def close(self) -> None:
         """Look no more."""
         self._handle.remove()

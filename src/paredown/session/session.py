@@ -325,6 +325,12 @@ def _close(model: nn.Module, session: Session | SimulatedSession) -> None:
         del _SESSIONS[model]
 
 
+def session_of(model: nn.Module) -> Session | SimulatedSession | None:
+    """The open session of this model."""
+    found = _SESSIONS.get(model)
+    return found() if found is not None else None
+
+
 def is_wrapped_by_compile(model: nn.Module) -> bool:
     """Whether torch.compile stands around the user's model."""
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)

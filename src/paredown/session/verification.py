@@ -1,0 +1,177 @@
+"""What `verify` found: a row for each parameter, and the slots at fault; and the error that a format leads to expect.
+
+>>> rows = Compared.of("fc.weight", 0.0, 0.011, 0.0, 0.02), Compared.of("fc.bias", 0.0, 0.31, 0.0, 0.02)
+>>> fault = Fault("act:input", "int8/64@bf16", 0.31, 0.31, "fc.bias", "plan")
+>>> found = Verification("Net", rows, (fault,), 0.0, 0.02, "tolerance=0.02 was given")
+>>> found.ok, Verification.from_json(found.to_json()) == found
+(False, True)
+>>> found
+Verification of Net: not ok, 1 of 2 parameters is off
+parameter  exact plan  plan   verdict
+fc.bias    same bits   0.31   off
+fc.weight  same bits   0.011  ok
+at fault   format        under  error  alone  parameter
+act:input  int8/64@bf16  plan   0.31   0.31   fc.bias
+exact plan: the same bits; plan: at most 0.02: tolerance=0.02 was given
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import sqrt
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from paredown.errors import PlanError, VerificationError
+from paredown.formats.element import Kind
+from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding
+from paredown.session.actions import in_columns, in_html
+
+VERSION = 1  # of the JSON
+PEAK = 3.0  # the largest of 64 normally distributed values is at 2.4 standard deviations on average
+SHOWN = 12  # parameters that repr prints
+LARGEST = 1e300  # an infinite error, so that all are numbers of JSON
+OK, OFF, WRONG = "ok", "off", "off under the exact plan"
+HEAD = ("parameter", "exact plan", "plan", "verdict")
+EXACT, PLAN = "exact plan", "plan"
+FAULT_HEAD = ("at fault", "format", "under", "error", "alone", "parameter")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A parameter: the relative errors of its gradient under the exact plan and under the plan, and what to think of them."""
+
+    name: str
+    exact_error: float
+    error: float
+    verdict: str
+
+    @staticmethod
+    def of(name: str, exact_error: float, error: float, exact_tolerance: float, tolerance: float) -> Compared:
+        """With the verdict that follows from the tolerances."""
+        verdict = WRONG if exact_error > exact_tolerance else OFF if error > tolerance else OK
+        return Compared(name, min(exact_error, LARGEST), min(error, LARGEST), verdict)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A slot at fault, and in which parameter most. `error`: with the slots that it is at fault together with; `alone`: without them."""
+
+    slot: str
+    format: str
+    error: float
+    alone: float
+    parameter: str
+    under: str
+
+    def __post_init__(self) -> None:
+        for name in ("error", "alone"):
+            object.__setattr__(self, name, min(getattr(self, name), LARGEST))
+
+
+@dataclass(frozen=True, repr=False)
+class Verification:
+    """Gradients under a plan, compared with those of the unmodified model. Errors are relative, as `verify.py` says.
+
+    `reason` says where `tolerance` comes from. `exact_tolerance` is 0 where the unmodified step gives the same bits twice.
+    """
+
+    model: str
+    rows: tuple[Compared, ...]
+    at_fault: tuple[Fault, ...]
+    exact_tolerance: float
+    tolerance: float
+    reason: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every gradient is what it should be."""
+        return all(row.verdict == OK for row in self.rows)
+
+    def check(self) -> Verification:
+        """This verification; VerificationError with the table unless it is ok."""
+        if not self.ok:
+            raise VerificationError(
+                f"gradients under the plan are not those of the unmodified model. Leave the slots at fault as they are "
+                f"(plan.set(slot, None)), give them a wider format, or report the slot if it is off under the exact plan.\n{self!r}"
+            )
+        return self
+
+    def __repr__(self) -> str:
+        off = sum(row.verdict != OK for row in self.rows)
+        said = f"{off} of {len(self.rows)} parameters {'is' if off == 1 else 'are'} off" if off else f"{len(self.rows)} parameters"
+        lines = [f"Verification of {self.model}: {'ok' if self.ok else 'not ok'}, {said}", *self._columns()]
+        exact = f"at most {self.exact_tolerance:.2g}" if self.exact_tolerance else "the same bits"
+        lines.append(f"exact plan: {exact}; plan: at most {self.tolerance:.2g}: {self.reason}")
+        return "\n".join([*lines, *self.notes])
+
+    def _repr_html_(self) -> str:
+        return in_html(self._parameters(self.rows))
+
+    def _columns(self) -> list[str]:
+        worst = sorted(self.rows, key=lambda row: (row.verdict != WRONG, row.verdict != OFF, -row.error, -row.exact_error))
+        lines = in_columns(self._parameters(worst[:SHOWN])).split("\n") if self.rows else []
+        lines += [f"... {len(worst) - SHOWN} more"] if len(worst) > SHOWN else []
+        faults = [(f.slot, f.format, f.under, _say(f.error), _say(f.alone), f.parameter) for f in self.at_fault]
+        return lines + (in_columns([FAULT_HEAD, *faults]).split("\n") if faults else [])
+
+    def _parameters(self, rows: Sequence[Compared]) -> list[tuple[str, ...]]:
+        return [HEAD, *((row.name, _say(row.exact_error), _say(row.error), row.verdict) for row in rows)]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: version and the fields."""
+        return {"version": VERSION, "ok": self.ok, **asdict(self)}
+
+    @staticmethod
+    def from_json(value: Any) -> Verification:
+        """The verification whose `to_json` is `value`."""
+        if not isinstance(value, dict) or value.get("version") != VERSION:
+            raise PlanError(f"this is no verification of version {VERSION}: one is written by verification.save(path).")
+        fields = {name: part for name, part in value.items() if name not in ("version", "ok")}
+        try:
+            rows = tuple(Compared(**row) for row in fields.pop("rows"))
+            faults = tuple(Fault(**row) for row in fields.pop("at_fault"))
+            return Verification(rows=rows, at_fault=faults, notes=tuple(fields.pop("notes")), **fields)
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"this is no verification: {type(error).__name__}: {error}.") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8", newline="\n")
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Verification:
+        """The verification that `save` wrote."""
+        try:
+            return Verification.from_json(json.loads(Path(path).read_bytes()))
+        except ValueError as error:
+            raise PlanError(f"{path}: {error}") from None
+
+
+def _say(error: float) -> str:
+    return f"{error:.2g}" if error else "same bits"
+
+
+def expected_error(format: Format, rounding: Rounding) -> float:
+    """The root mean square error of normally distributed values in a format, relative to their standard deviation.
+
+        float    2^-(mantissa bits + 1) / sqrt(3)      rounded to nearest; stochastic rounding has sqrt(2) times that
+        intN     PEAK / (2^(N-1) - 1) / sqrt(12)       the largest value of a block is at about PEAK standard deviations
+        uintN    2 PEAK / (2^N - 1) / sqrt(12)         from the smallest to the largest value of a block
+
+    >>> nearest = Rounding.NEAREST_EVEN
+    >>> [f"{expected_error(Format.parse(text), nearest):.1e}" for text in ("fp32", "bf16", "int8/64@bf16", "uint4/64@bf16+bf16")]
+    ['3.4e-08', '2.3e-03', '6.8e-03', '1.2e-01']
+    """
+    element = format.element
+    if element.kind is Kind.FLOAT:
+        nearest = 2.0 ** -(element.mantissa_bits + 1) / sqrt(3)
+    else:
+        steps = 2.0**element.width - 1 if element.kind is not Kind.INT else max(2.0**element.width - 2, 1.0)
+        nearest = 2 * PEAK / steps / sqrt(12)
+    return nearest * (sqrt(2) if rounding is Rounding.STOCHASTIC else 1.0 if rounding is not Rounding.TOWARD_ZERO else 2.0)

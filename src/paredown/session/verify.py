@@ -1,0 +1,377 @@
+"""`verify(model, batch, plan)`: gradients under a plan against those of the unmodified model, parameter by parameter.
+
+    the unmodified step, twice     the baseline; where its two results differ, that distance is what "the same" means for this model
+    the exact plan                 the plan with every format replaced by fp32: each slot is stored, viewed, shared and decoded as under the
+                                   plan, without quantization error. It must give the gradients of the baseline bit for bit
+    the plan                       must be within a tolerance that follows from the formats of its slots
+
+Each run starts from the same random state and the same buffers. The error of a parameter is |g - baseline| / (s sqrt(numel)), where s is
+the root mean square of its baseline gradient, or that of all parameters of its module where that is larger: the bias of a convolution
+before a batch norm has a gradient that is zero but for rounding.
+
+The tolerance is SAFETY sqrt(sum over slots of e^2), e as in `expected_error`, since errors of slots are independent and their squares add
+up. The largest error of a parameter was 0.2 to 2.2 sqrt(sum e^2) on eleven networks of `paredown.models`, in int8 and int4.
+
+Where a run is off, the slots at fault are found by runs in which some slots alone are stored: halves, then halves of halves.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from math import inf, isfinite, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paredown.errors import ApplyError
+from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding
+from paredown.plan.keys import Key
+from paredown.plan.plan import Plan
+from paredown.plan.step import Arguments, _loss_of, note_missing_loss
+from paredown.roles import Role
+from paredown.session.fault_search import Search
+from paredown.session.noise import nodes_behind
+from paredown.session.probe import unchanged
+from paredown.session.probing import count_examples, first_examples
+from paredown.session.session import Session, apply, is_wrapped_by_compile, session_of, unwrapped
+from paredown.session.simulated import SimulatedSession
+from paredown.session.stored import Decision
+from paredown.session.verification import EXACT, PLAN, Compared, Fault, Verification, expected_error
+from paredown.session.waiting import Recomputed, Values, Waiting
+
+FP32 = Format.parse("fp32")
+SAFETY = 3.0
+NOISE = 8.0  # times the distance of two unmodified steps
+LEAST = 1e-3  # of the model's root mean square gradient: less than that is no scale for an error
+MAX_RUNS = 96  # with some slots alone, in all
+MAX_FAULTS = 8
+STORED = (Role.ACTIVATION, Role.WEIGHT)  # roles of rules that a forward and backward pass depend on
+LOSSLESS = {"Bits": "one exact bit a value", "Integers": "exact integers", "Nothing": "its shape alone"}
+OUTSIDE = "packed weights or modules under activation checkpointing"
+REENTRANT = "CheckpointFunctionBackward"  # what is inside gets no gradient from torch.autograd.grad, without a word
+Step = Callable[[Any], Tensor]
+Gradients = list[Tensor | None]
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan | None = None,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Verification:
+    """Compare the gradients of one step under `plan` with those of the unmodified model, and name the slots at fault.
+
+    `batch`, `loss` and `autocast` are as in `trace_step`; an autocast context around the call is followed too. Leave `plan` out where the
+    model has a session: its plan is verified. `tolerance` replaces the one that follows from the formats. The model is afterwards what it
+    was: weights, gradients, buffers, hooks, mode and random states.
+    """
+
+    def step(part: Any) -> Tensor:
+        given = Arguments.of(dict(part) if isinstance(part, Mapping) else part, has_loss=loss is not None)
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        with torch.autocast(device, autocast) if autocast is not None else nullcontext():
+            try:
+                output = unwrapped(model)(*given.args, **given.keywords)
+            except TypeError as error:
+                note_missing_loss(error, "verify")
+                raise
+            return loss(output, *given.targets) if loss is not None else _loss_of(output)
+
+    return verify_step(model, batch, step, plan, tolerance=tolerance, seed=seed)
+
+
+def verify_step(
+    model: nn.Module, batch: Any, step: Step, plan: Plan | None = None, *, tolerance: float | None = None, seed: int = 0
+) -> Verification:
+    """`verify` for a loss that `step(batch)` computes with `model`, as the training step of a library does.
+
+    Where the unmodified step has not enough memory for the batch, its first half is compared, and so on.
+    """
+    session = _checked(model, plan, tolerance)
+    count = whole = count_examples(batch)
+    notes = {"compiled": "the model inside of torch.compile was run without compiling it"} if is_wrapped_by_compile(model) else {}
+    while True:
+        try:
+            with _session(session, plan, unwrapped(model), seed) as opened:
+                found = Bench(opened, unwrapped(model), partial(step, batch)).verification(tolerance)
+            break
+        except torch.OutOfMemoryError:
+            if count < 2:
+                raise ApplyError(
+                    f"the unmodified step has not enough memory for one of {whole} examples, and is what gradients are compared with. "
+                    "Verify a smaller model of the same layers, or on the CPU."
+                ) from None
+        count //= 2
+        batch = first_examples(batch, count)
+        notes["memory"] = f"the unmodified step has not enough memory for {whole} examples: {count} were compared"
+    return replace(found, notes=(*notes.values(), *found.notes))
+
+
+def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Session | None:
+    """The session that the model has; ApplyError where nothing can be verified."""
+    if not isinstance(model, nn.Module) or not (plan is None or isinstance(plan, Plan)):
+        given = f"{type(model).__name__} and {type(plan).__name__}"
+        raise ApplyError(
+            f"verify takes a model, a batch and a Plan, not {given}: verify(model, batch, Plan.preset('activations8'))."
+        )
+    if tolerance is not None and not 0 <= tolerance < inf:
+        raise ApplyError(f"tolerance is {tolerance!r}; it is a relative error of gradients, such as 0.05, or None.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ApplyError("no parameter of the model requires a gradient: there is nothing to compare.")
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ApplyError("the model is sharded (fully_shard), and gradients of shards come by hooks alone: verify it before that.")
+    session = session_of(unwrapped(model))
+    if isinstance(session, SimulatedSession):
+        raise ApplyError(
+            "the model has a session in simulate mode, which rounds the forward pass too: its gradients are those of another function. "
+            "Close it, and verify a plan for store mode."
+        )
+    if session is None and plan is None:
+        raise ApplyError("verify needs a plan where the model has no session: verify(model, batch, Plan.preset('activations8')).")
+    if session is not None and plan is not None and plan.diff(session.plan):
+        raise ApplyError(
+            f"the model has a session with another plan ({session!r}): leave the plan out to verify that one, or call its close() first."
+        )
+    return session
+
+
+@contextmanager
+def _session(open_one: Session | None, plan: Plan | None, model: nn.Module, seed: int) -> Generator[Session]:
+    """The model's own session, or one for the time of the context, after which weights are what they were."""
+    if open_one is not None:
+        yield open_one
+        return
+    assert plan is not None
+    rules = tuple(rule for rule in plan.rules if Key.parse(rule[0]).role in (None, *STORED))  # others are for optimizers
+    there = {name: p for name, p in model.named_parameters() if plan.find((name,), Role.WEIGHT).format is not None}
+    copies = {name: p.detach().clone() for name, p in there.items()}
+    try:
+        with apply(replace(plan, rules=rules), model, seed=seed) as session:
+            yield session
+    finally:
+        for name, copy in copies.items():
+            there[name].data.copy_(copy)
+
+
+class Bench:
+    """Runs of one step: unmodified, and with the slots stored that are asked for."""
+
+    def __init__(self, session: Session, model: nn.Module, step: Callable[[], Tensor]) -> None:
+        self.session, self.model, self.step = session, model, step
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
+        self.baseline: Gradients = []
+        self.scales: list[float] = []
+        self.formats: dict[str, str] = {}  # of the slots that are stored, under the plan
+        self.errors: dict[str, float] = {}  # expected of their values
+
+    def verification(self, tolerance: float | None) -> Verification:
+        """Baseline, exact plan, plan; then the slots at fault."""
+        with self._restored():
+            self._measure_baseline()
+            noise = max(self._distances(self._unmodified()), default=0.0)
+            exact = self._distances(self.stored(is_exact=True))
+            found = self._distances(self.stored(looks=True))
+            expected = sqrt(sum(error * error for error in self.errors.values()))
+            limits = {True: NOISE * noise, False: (SAFETY * expected if tolerance is None else tolerance) + NOISE * noise}
+            rows = [Compared.of(*row, limits[True], limits[False]) for row in zip(self.names, exact, found, strict=True)]
+            worst = {True: max(exact, default=0.0), False: max(found, default=0.0)}
+            faults, notes = self._faults([is_exact for is_exact in (True, False) if worst[is_exact] > limits[is_exact]], limits)
+        return Verification(
+            type(self.model).__name__,
+            rows=tuple(row for row, g in zip(rows, self.baseline, strict=True) if g is not None or row.error or row.exact_error),
+            at_fault=tuple(faults),
+            exact_tolerance=limits[True],
+            tolerance=limits[False],
+            reason=self._reason(expected, noise, tolerance),
+            notes=tuple(notes),
+        )
+
+    # --- runs -----------------------------------------------------------------------------------------------------------
+
+    def stored(self, names: Iterable[str] | None = None, *, is_exact: bool = False, looks: bool = False) -> Gradients:
+        """The gradients with these slots stored, None for all; `is_exact`: in fp32. `looks`: note the slots and their formats."""
+        activations, watch = self.session._activations, self.session._watch
+        save, decide, chosen = activations.save, activations.decide, None if names is None else frozenset(names)
+
+        def exact(*arguments: Any) -> Decision:
+            found = decide(*arguments)
+            return found if found.format is None else replace(found, format=FP32, rounding=Rounding.NEAREST_EVEN, overflow=None)
+
+        with ExitStack() as stack:
+            if chosen is not None:
+                stack.enter_context(replaced(watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None))
+            if is_exact:  # what is recomputed from another slot is stored itself: recomputing rounds in another order
+                stack.enter_context(replaced(activations, decide=exact, _recomputed=lambda *_: None))
+            if looks:
+                stack.enter_context(replaced(activations, on_packed=lambda saved, _, waiting: self._look(saved.name, waiting)))
+            return self._gradients()
+
+    def _unmodified(self) -> Gradients:
+        """The gradients without the plan; packed weights are plain, and have the values of their formats."""
+        weights, local = self.session._weights, self.session._recomputed._local
+        done = weights._done
+        with ExitStack() as stack:
+            stack.enter_context(replaced(self.session._watch, _on_begin=lambda: False))  # nothing is followed
+            stack.enter_context(replaced(local, is_again=True))  # no module is recomputed
+            stack.enter_context(self.session.unpacked())
+            stack.enter_context(replaced(weights, _done=lambda call, output: done(call, None), _holding={}))  # saved ones are plain
+            return self._gradients()
+
+    def _gradients(self) -> Gradients:
+        self.session._activations.forwards = self._forwards  # the same random bits in every run
+        torch.clear_autocast_cache()
+        with unchanged(self.model), _python_random_state(), torch.enable_grad():
+            loss = self.step()
+            if not self.baseline and any(node.name() == REENTRANT for node in nodes_behind(loss)):
+                raise ApplyError(
+                    "the model uses torch.utils.checkpoint with use_reentrant=True, which computes gradients in backward() alone: "
+                    "use_reentrant=False can be verified."
+                )
+            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        gradients: Gradients = list(found)  # None for parameters that the loss does not depend on
+        return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+
+    @contextmanager
+    def _restored(self) -> Generator[None]:
+        """What the runs change of a session that is there is afterwards what it was; a guard does not see them."""
+        activations = self.session._activations
+        self._forwards, returned = activations.forwards, activations.returned
+        decisions, left = dict(activations.decisions), dict(activations.left)
+        with replaced(activations, on_packed=lambda *_: None):
+            try:
+                yield
+            finally:
+                activations.forwards, activations.returned = self._forwards, returned
+                activations.decisions, activations.left = decisions, left
+                torch.clear_autocast_cache()
+
+    def _look(self, name: str, waiting: Waiting) -> None:
+        decision = self.session._activations.decisions.get(name)
+        if isinstance(waiting, Values | Recomputed) and decision is not None and decision.format is not None:
+            self.formats[name] = str(decision.format)
+            self.errors[name] = expected_error(decision.format, decision.rounding)
+        else:
+            self.formats.setdefault(name, LOSSLESS.get(type(waiting).__name__, type(waiting).__name__))
+
+    # --- distances ------------------------------------------------------------------------------------------------------
+
+    def _measure_baseline(self) -> None:
+        self.baseline = self._unmodified()
+        norms = [0.0 if g is None else _norm(g) for g in self.baseline]
+        if not all(map(isfinite, norms)):
+            raise ApplyError("the gradients of this batch are not finite without the plan: there is nothing to compare with.")
+        sizes = [p.numel() for p in self.parameters]
+        modules = [name.rpartition(".")[0] for name in self.names]
+        sums: dict[str, tuple[float, int]] = {}
+        for module, norm, size in zip(modules, norms, sizes, strict=True):
+            energy, count = sums.get(module, (0.0, 0))
+            sums[module] = energy + norm * norm, count + size
+        least = LEAST * sqrt(sum(energy for energy, _ in sums.values()) / max(sum(sizes), 1))
+        self.scales = [
+            sqrt(size) * max(norm / sqrt(max(size, 1)), sqrt(sums[module][0] / max(sums[module][1], 1)), least)
+            for module, norm, size in zip(modules, norms, sizes, strict=True)
+        ]
+
+    def _distances(self, found: Gradients) -> list[float]:
+        """For each parameter; 0 for the same bits, infinite where one side has no gradient or is not finite."""
+        return [_distance(g, base, scale) for g, base, scale in zip(found, self.baseline, self.scales, strict=True)]
+
+    # --- slots at fault -------------------------------------------------------------------------------------------------
+
+    def _faults(self, off: Iterable[bool], limits: Mapping[bool, float]) -> tuple[list[Fault], list[str]]:
+        """Those of the exact plan if that is off, then those of the plan among all other slots."""
+        faults, notes, runs = list[Fault](), list[str](), Search(MAX_RUNS)
+        for is_exact in off:
+            rest = [slot for slot in self.formats if slot not in {fault.slot for fault in faults}]
+            groups, is_outside = runs.minimal_groups(rest, self._test(is_exact=is_exact, limit=limits[is_exact]))
+            faults += self._group([], is_exact=is_exact) if is_outside else []
+            for group in groups:
+                faults += self._group(group, is_exact=is_exact)
+                if len(group) > 1:
+                    first = ", ".join(group[:3]) + ", ..." * (len(group) > 3)
+                    notes.append(f"{len(group)} slots are off together, and no fewer of them: {first}")
+        if runs.is_spent:
+            notes.append(f"the search for the slots at fault ended after {MAX_RUNS} steps: there may be fewer, or others")
+        return faults, notes
+
+    def _test(self, *, is_exact: bool, limit: float) -> Callable[[Sequence[str]], bool]:
+        return lambda names: max(self._distances(self.stored(names, is_exact=is_exact)), default=0.0) > limit
+
+    def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
+        """What these slots do together and alone, and to which parameter most; nothing stored at all for no slot."""
+        found = self._distances(self.stored(group, is_exact=is_exact))
+        error, parameter = max(zip(found, self.names, strict=True))
+        under = EXACT if is_exact else PLAN
+        if len(group) < 2:
+            slot = group[0] if group else OUTSIDE
+            return [Fault(slot, self.formats.get(slot, ""), error, error, parameter, under)]
+        alone = {slot: max(self._distances(self.stored([slot], is_exact=is_exact))) for slot in group[: 4 * MAX_FAULTS]}
+        worst = sorted(alone, key=lambda slot: -alone[slot])[:MAX_FAULTS]
+        return [Fault(slot, self.formats[slot], error, alone[slot], parameter, under) for slot in worst]
+
+    def _reason(self, expected: float, noise: float, tolerance: float | None) -> str:
+        if tolerance is not None:
+            text = f"tolerance={tolerance:g} was given"
+        elif not self.errors:
+            text = "no slot has a format with quantization error, so that the plan is exact too"
+        else:
+            coarsest = max(self.errors, key=lambda name: self.errors[name])
+            text = (
+                f"{SAFETY:g} x {expected:.2g}, the root of the sum of squared errors that are expected of {len(self.errors)} slots, "
+                f"the coarsest {self.formats[coarsest]} with {self.errors[coarsest]:.2g}"
+            )
+        return (
+            text
+            if not noise
+            else f"{text}; the unmodified model differs from itself by {noise:.2g}, of which {NOISE:g} x are added"
+        )
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _distance(found: Tensor | None, baseline: Tensor | None, scale: float) -> float:
+    if found is None or baseline is None:
+        return 0.0 if found is baseline else inf
+    if torch.equal(found, baseline):
+        return 0.0
+    difference = _norm(found - baseline)
+    return difference / scale if isfinite(difference) and scale > 0 else inf
+
+
+@contextmanager
+def replaced(owner: object, **attributes: Any) -> Generator[None]:
+    """Attributes of an object for the time of the context, in front of those of its class."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(before)
+
+
+@contextmanager
+def _python_random_state() -> Generator[None]:
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
