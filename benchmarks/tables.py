@@ -17,7 +17,11 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 MARKS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
-WORDS = {"as written": "baseline", "checkpointing": "activation checkpointing"}  # of results, and of the page
+WORDS = {
+    "as written": "baseline",
+    "checkpointing": "activation checkpointing",
+    "by hand": "an eager loop",
+}  # of results, and of the page
 
 
 def newest(name: str, keys: tuple[str, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -76,7 +80,7 @@ def sweeps() -> str:
     rows = newest("sweep", ("way", "width")).values()
     cells = [
         (
-            row["way"],
+            WORDS.get(row["way"], row["way"]),
             str(row["width"]),
             str(row["steps"]),
             f"{row['trials_per_minute']:.1f}",
