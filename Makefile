@@ -38,7 +38,7 @@ check:
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
 docs: $(VENV)/docs
-	$(BIN)/mkdocs build --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 
 setup: $(READY)
 
