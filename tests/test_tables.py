@@ -10,8 +10,10 @@ import pytest
 from benchmarks.tables import MARKS, TABLES, filled
 
 ROOT = Path(__file__).parent.parent
-STYLE_WORDS = """quantize, packed, baseline, saved tensor, activation checkpointing, recompute, peak memory, optimizer state, element, rounding,
-slot, selector, footprint, sweep, posterior, acquisition, pareto front, standard error, rstd""".replace("\n", " ").split(", ")
+STYLE_WORDS = (
+    "quantize packed baseline activation recompute moment element format block scale code rounding overflow role slot selector plan budget "
+    "footprint task trial sweep prior posterior acquisition rstd"
+).split() + ["saved tensor", "activation checkpointing", "peak memory", "optimizer state", "pareto front", "standard error"]
 PAGES = ("benchmarks", "guarantees", "limits", "papers")
 NAMED = re.compile(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+)(?:::(\w+))?`")
 
