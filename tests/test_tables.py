@@ -10,10 +10,9 @@ import pytest
 from benchmarks.tables import MARKS, TABLES, filled
 
 ROOT = Path(__file__).parent.parent
-STYLE_WORDS = (
-    "quantize packed baseline activation recompute moment element format block scale code rounding overflow role slot selector plan budget "
-    "footprint task trial sweep prior posterior acquisition rstd"
-).split() + ["saved tensor", "activation checkpointing", "peak memory", "optimizer state", "pareto front", "standard error"]
+STYLE_WORDS = """quantize, packed, baseline, activation, saved tensor, activation checkpointing, recompute, peak memory, optimizer state,
+moment, element, format, block, scale, code, rounding, overflow, role, slot, selector, plan, budget, footprint, task, trial, sweep, prior,
+posterior, acquisition, pareto front, standard error, rstd"""
 PAGES = ("benchmarks", "guarantees", "limits", "papers")
 NAMED = re.compile(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+)(?:::(\w+))?`")
 
@@ -52,7 +51,7 @@ def test_the_glossary_has_two_lines_for_each_term() -> None:
     assert len(found) == len(re.findall(r"^\*\*", text, re.MULTILINE)) == len(dict(found)) > 70
     assert max(len(definition) for _, definition in found) <= 150
     words = " ".join(term for term, _ in found).lower()
-    for word in STYLE_WORDS:
+    for word in re.split(r",\s+", STYLE_WORDS):
         assert word in words
     assert terms("**one**\n:   First line\n    second line\n\n**two**\n:   Good.\n") == [("**two**", "Good.")]
 
