@@ -4,6 +4,7 @@
 # make formats     what formats do to a real tensor: a table, and demo/formats.svg
 # make test        set up .venv and run every check; this is all of CI
 # make check       the checks alone
+# make docs        the documentation site, in site/index.html
 # make clean       remove what the other targets made
 PYTHON ?= python3
 JOBS ?= 2
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo activations optimizers formats test check setup clean
+.PHONY: demo activations optimizers formats test check docs setup clean
 
 demo: $(READY)
 	$(BIN)/paredown demo
@@ -36,6 +37,9 @@ check:
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt .ci/install.py
@@ -43,6 +47,10 @@ $(READY): pyproject.toml constraints.txt .ci/install.py
 	$(BIN)/python .ci/install.py
 	touch $@
 
+$(VENV)/docs: $(READY)
+	$(BIN)/python .ci/install.py cli,docs
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist demo .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

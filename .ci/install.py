@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_TORCH = (2, 11)
+EXTRAS = "cli,safetensors,search,test"  # unless others are named on the command line
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
         print(f"Installing {tested} into .venv (once; a minute or more) ...", flush=True)
         install(tested, pins=[pin for pin in pins if name_of(pin) != "triton"])
     print(f"Installing paredown beside torch {metadata.version('torch')} ...", flush=True)
-    install("-e", f"{ROOT}[cli,safetensors,search,test]", pins=pins_beside_torch(pins))
+    install("-e", f"{ROOT}[{sys.argv[1] if len(sys.argv) > 1 else EXTRAS}]", pins=pins_beside_torch(pins))
 
 
 def installed_torch() -> tuple[int, ...]:

@@ -17,6 +17,11 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 MARKS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
+WORDS = {
+    "as written": "baseline",
+    "checkpointing": "activation checkpointing",
+    "by hand": "an eager loop",
+}  # of results, and of the page
 
 
 def newest(name: str, keys: tuple[str, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -34,31 +39,32 @@ def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def activations() -> str:
-    """Peaks and times of training steps whose activations wait packed."""
+    """Peaks and times of training steps whose activations are packed."""
     rows = [
         row for (job, _, _), row in newest("session", ("job", "way", "size")).items() if "largest" not in job and not row["error"]
     ]
     cells = [
-        (row["job"], row["way"], f"{row['peak_bytes'] / GIB:.2f}", f"{row['predicted_peak_bytes'] / GIB:.2f}" if row["predicted_peak_bytes"]
+        (row["job"], WORDS.get(row["way"], row["way"]),
+         f"{row['peak_bytes'] / GIB:.2f}", f"{row['predicted_peak_bytes'] / GIB:.2f}" if row["predicted_peak_bytes"]
          else "", f"{row['peak_ratio']:.2f}x", f"{1e3 * row['median_seconds']:.1f}", f"{row['time_ratio']:.2f}x", row["commit"])
         for row in sorted(rows, key=lambda row: row["job"])
     ]  # fmt: skip
-    return markdown(("step", "way", "peak, GiB", "predicted", "x as written", "ms", "x as written", "commit"), cells)
+    return markdown(("step", "storage of activations", "peak, GiB", "predicted", "x baseline", "ms", "x baseline", "commit"), cells)
 
 
 def optimizers() -> str:
-    """Bytes a parameter and time of one optimizer step over GPT-2 medium's 292 tensors."""
+    """Bytes per parameter and time of one optimizer step over GPT-2 medium's 292 tensors."""
     rows = {way: row for (job, way), row in newest("optim", ("job", "way")).items() if job == "355M" and not row.get("error")}
     cells = [
         (way, f"{row['bytes_per_parameter']:.2f}", f"{1e3 * row['median_seconds']:.2f}" if row.get("median_seconds") else "in backward",
          row["commit"])
         for way, row in rows.items()
     ]  # fmt: skip
-    return markdown(("355 M parameters", "bytes a parameter", "ms", "commit"), cells)
+    return markdown(("355 M parameters", "bytes per parameter", "ms", "commit"), cells)
 
 
 def footprints() -> str:
-    """Predicted peaks against measured ones: the largest errors over all ways."""
+    """Predicted peaks against measured ones: the largest errors over all plans."""
     by_job: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for (job, _, size), row in newest("footprint", ("job", "way", "size")).items():
         by_job.setdefault((job, size), []).append(row)
@@ -66,7 +72,7 @@ def footprints() -> str:
     for (job, size), rows in sorted(by_job.items()):
         worst = max((row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1 for row in rows), key=abs)
         cells.append((job, str(size), str(len(rows)), f"{worst:+.1%}", rows[0]["commit"]))
-    return markdown(("network", "batch", "ways", "predicted against measured, at worst", "commit"), cells)
+    return markdown(("network", "batch", "plans", "predicted against measured, at worst", "commit"), cells)
 
 
 def sweeps() -> str:
@@ -74,7 +80,7 @@ def sweeps() -> str:
     rows = newest("sweep", ("way", "width")).values()
     cells = [
         (
-            row["way"],
+            WORDS.get(row["way"], row["way"]),
             str(row["width"]),
             str(row["steps"]),
             f"{row['trials_per_minute']:.1f}",
@@ -83,7 +89,7 @@ def sweeps() -> str:
         )
         for row in rows
     ]
-    return markdown(("way", "width of ResNet-18", "steps of a trial", "trials a minute", "ms a step", "commit"), cells)
+    return markdown(("way", "width of ResNet-18", "steps of a trial", "trials per minute", "ms per step", "commit"), cells)
 
 
 def planning() -> str:

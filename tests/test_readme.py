@@ -1,6 +1,7 @@
-"""The Python of the README and of the guides in docs/ runs, in order and in one namespace each, and prints what the text says.
+"""The Python of the README and of all pages in docs/ runs, in order and in one namespace each, and prints what the text says.
 
 Blocks of `sh` that begin with `paredown` run too, line by line between the others; `# exit 3` behind a command is its exit status.
+A block behind `<!-- requires: paredown.name -->` runs where that name is public.
 """
 
 from __future__ import annotations
@@ -13,25 +14,32 @@ from typing import Any
 
 import pytest
 
+import paredown
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-TABLES = {"benchmarks.md", "guarantees.md", "limits.md", "papers.md"}  # pages without code: tests/test_tables.py
-PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")]
-GUIDES = sorted(path.relative_to(ROOT).as_posix() for path in PAGES if path.name not in TABLES | {"log.md"})
+TABLES = {"benchmarks.md", "glossary.md", "guarantees.md", "limits.md", "papers.md"}  # pages without code: tests/test_tables.py
+HISTORY = {"decisions", "log.md"}
+PAGES = sorted(path.relative_to(ROOT / "docs") for path in (ROOT / "docs").glob("**/*.md"))
+GUIDES = [f"docs/{page.as_posix()}" for page in PAGES if page.parts[0] not in HISTORY and page.name not in TABLES]
 NEEDS = {
     "docs/sweeps.md": ("sqlalchemy",),
-    "docs/tutorials/cluster.md": ("sqlalchemy",),
-    "docs/tutorials/hugging_face.md": ("transformers", "accelerate"),
-    "docs/tutorials/lightning.md": ("lightning",),
+    "docs/how_to/hugging_face.md": ("transformers", "accelerate"),
+    "docs/how_to/lightning.md": ("lightning",),
 }
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(?:^<!-- requires: paredown\.(\w+) -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```sh\n(paredown .*?)^```$", re.MULTILINE | re.DOTALL)
+ENTRY = re.compile(r"^::: paredown\.([\w.]+)$", re.MULTILINE)
 STATUS = re.compile(r"# exit (\d+)")
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
-    """(line of its first statement, code) of every Python block."""
-    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in BLOCK.finditer(text)]
+    """(line of its first statement, code) of every Python block that can run here."""
+    return [
+        (text.count("\n", 0, match.start(2)) + 1, match[2])
+        for match in BLOCK.finditer(text)
+        if not match[1] or match[1] in paredown.__all__
+    ]
 
 
 def command_blocks(text: str) -> list[tuple[int, str]]:
@@ -80,20 +88,46 @@ def test_what_is_written_runs(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     text = (ROOT / name).read_text(encoding="utf-8")
     if command_blocks(text):
         pytest.importorskip("typer")
-    assert len(python_blocks(text)) >= 3
+    assert len(python_blocks(text)) >= 2
     assert not failures(text)
 
 
 def test_the_readme_says_what_it_is_early() -> None:
     lines = README.read_text().splitlines()
+    assert len(lines) <= 160
     assert re.search(r"\d+(\.\d+)?x", " ".join(lines[:15])), "what it saves, as a number, by line 15"
     assert "pip install" in " ".join(lines[:40])
     assert any(line == "```python" for line in lines[:40])
 
 
+def undocumented(names: set[str], pages: dict[str, str]) -> set[str]:
+    """Names without an entry, or whose page has no example that uses them."""
+    found = set(names)
+    for text in pages.values():
+        code = "".join(block for _, block in python_blocks(text))
+        for entry in ENTRY.findall(text):
+            found -= {name for name in (entry.removeprefix("optim."), entry) if re.search(rf"\b{name}\b", code)}
+    return found
+
+
+def test_every_public_name_has_an_entry_with_an_example() -> None:
+    pages = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")}
+    errors = {name for name in paredown.__all__ if name.endswith("Error")}  # one entry for their module, on a page of their own
+    names = set(paredown.__all__) - errors - {"__version__", "optim", "CATALOG"} | set(paredown.optim.__all__)
+    assert not undocumented(names, pages)
+    assert "::: paredown.errors" in pages["errors.md"] and "CATALOG" in pages["formats.md"]
+
+
+def test_a_name_without_an_entry_or_an_example_is_noticed() -> None:
+    pages = {"one.md": "```python\n>>> made = pare.first()\n```\n\n::: paredown.first\n\n::: paredown.second\n"}
+    assert undocumented({"first", "second", "third"}, pages) == {"second", "third"}
+
+
 def test_a_wrong_readme_is_noticed() -> None:
     assert "Expected" in failures("```python\n>>> 1 + 1\n3\n```\n")
     assert not failures("```python\n>>> x = 1\n```\ntext\n```python\n>>> x + 1\n2\n```\n")
+    assert not failures("<!-- requires: paredown.unheard -->\n```python\n>>> 1 + 1\n3\n```\n")
+    assert "Expected" in failures("<!-- requires: paredown.encode -->\n```python\n>>> 1 + 1\n3\n```\n")
     with pytest.raises(ZeroDivisionError):
         failures("```python\n1 / 0\n```\n")
     pytest.importorskip("typer")

@@ -63,6 +63,7 @@ class PackedGradient(GradientTensor):
     def __new__(
         cls: type[PackedGradient], packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None
     ) -> PackedGradient:
+        """A tensor with the shape, dtype and device of the parameter, over the codes of `packed`."""
         return cls.over(Lease(GradientSum.over(packed, seed, weight=weight, factor=factor)), packed.dtype)
 
     @classmethod
@@ -240,6 +241,7 @@ class ReleasedGradient(Tensor):
 
     @staticmethod
     def __new__(cls: type[ReleasedGradient], like: Tensor, releaser: Releaser) -> ReleasedGradient:
+        """A tensor like `like` without memory."""
         made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         made._releaser, made._is_zero = weakref.ref(releaser), False
         return made

@@ -95,6 +95,7 @@ class WeightView(Tensor):
 
     @staticmethod
     def __new__(cls: type[WeightView], weight: Weight, like: Tensor, base: Tensor | None = None) -> WeightView:
+        """A view of `weight` with the shape, dtype and device of `like`."""
         view: WeightView = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
@@ -145,11 +146,13 @@ class Decoded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
+        """The decoded values of the packed parameter."""
         ctx.weight = weight = _weight(packed)
         return _of_base(packed, weight.decode())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """The gradient, unchanged, for the parameter."""
         return grad
 
 

@@ -360,6 +360,7 @@ class Hook:
         self.was_compiled = False
 
     def __call__(self, *args: Any) -> Any:
+        """The result of the hooked function; None while torch.compile traces, and in a copy."""
         if torch.compiler.is_compiling():
             self.was_compiled = True
             return None

@@ -64,12 +64,15 @@ class Direct(Measurer):
     runner: Runner
 
     def known(self) -> tuple[list[Trial], list[Trial]]:
+        """None and none: nothing is stored."""
         return [], []
 
     def measure(self, plan: Plan, seed: int, progress: Progress | None = None) -> list[Trial]:
+        """Run the plan with this seed."""
         return [self.runner(plan, seed, progress)]
 
     def close(self) -> None:
+        """Release what is open."""
         pass
 
 
@@ -96,11 +99,13 @@ class Stored(Measurer):
         return f"{self.name} {self.runner.task.name}"
 
     def known(self) -> tuple[list[Trial], list[Trial]]:
+        """Finished trials of this sweep, and others of the same task, from the store."""
         self._store.reopen(self.sweep, [Status.FAILED, Status.KILLED])
         found = [(row["sweep"] == self.sweep, Trial.from_json(row["trial"])) for row in self._rows()]
         return [trial for is_own, trial in found if is_own], [trial for is_own, trial in found if not is_own]
 
     def measure(self, plan: Plan, seed: int, progress: Progress | None = None) -> list[Trial]:
+        """Run the plan with this seed."""
         from paredown.runs.engines.inline import InlineEngine
         from paredown.runs.sweep import Drawn, Settings, TrialSpec
         from paredown.runs.worker import Duty, work
@@ -113,6 +118,7 @@ class Stored(Measurer):
         return [trial for key, trial in after.items() if key not in before or key == spec.key(self.sweep)]
 
     def close(self) -> None:
+        """Release what is open."""
         self._store.close()
 
     def _run(self, spec: Any, progress: Progress | None) -> Trial:

@@ -55,6 +55,7 @@ class Fates(tuple[Fate, ...]):
     __slots__ = ()
 
     def __new__(cls, rows: Iterable[Fate] = ()) -> Fates:
+        """A tuple of `rows`."""
         return super().__new__(cls, rows)
 
     def that(self, what: str) -> Fates:

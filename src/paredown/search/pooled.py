@@ -37,6 +37,7 @@ class Pooled:
     num_kinds: int = 2
 
     def __call__(self, known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+        """Predictions after each of `counts` measurements."""
         wanted, prior = set(counts), Prior.of(known.earlier, known.levels, self.num_kinds)
         seen = np.full(len(known.memory), np.nan)
         found: dict[int, Prediction] = {}

@@ -37,6 +37,7 @@ class Actions(tuple[Action, ...]):
     __slots__ = ()
 
     def __new__(cls, rows: Iterable[Action] = ()) -> Actions:
+        """A tuple of `rows`."""
         return super().__new__(cls, rows)
 
     def __repr__(self) -> str:

@@ -29,6 +29,7 @@ class Changes(tuple[Change, ...]):
     __slots__ = ()
 
     def __new__(cls, rows: Iterable[Change] = ()) -> Changes:
+        """A tuple of `rows`."""
         return super().__new__(cls, rows)
 
     def __repr__(self) -> str:

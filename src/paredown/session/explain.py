@@ -43,6 +43,7 @@ class Explanation(tuple[Row, ...]):
     __slots__ = ()
 
     def __new__(cls, rows: Iterable[Row] = ()) -> Explanation:
+        """A tuple of `rows`."""
         return super().__new__(cls, rows)
 
     def of(self, slot: str) -> Row:

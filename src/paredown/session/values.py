@@ -244,8 +244,10 @@ class Straight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Places, place: Place, looks: bool, made: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """`x` rounded."""
         return places.rounded(x, place, looks=looks) if made is None else made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        """The gradient, straight through."""
         return grad, None, None, None, None

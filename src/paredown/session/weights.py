@@ -356,6 +356,7 @@ class Used:
         self._weights = weakref.ref(weights)
 
     def __call__(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
+        """Pack the weights again once their values were used."""
         weights = self._weights()
         if weights is not None:
             weights.used(result, first, values)
@@ -368,6 +369,7 @@ class Retry:
         self._weights, self._weight = weakref.ref(weights), weakref.ref(weight)
 
     def __call__(self, parameter: Tensor) -> None:
+        """Try again to pack the weight."""
         weights, weight = self._weights(), self._weight()
         if weights is not None and weight is not None:
             weights.retry(weight, in_backward=True)

@@ -66,6 +66,7 @@ class GraphsEngine(Engine):
         self._context.set_forkserver_preload([*preload, __name__])
 
     def start(self, claim: Claim) -> None:
+        """Begin the claimed trial."""
         if claim.spec.settings.mode == "store" or claim.attempt > 1:
             self._start_alone(claim)
             return
@@ -93,6 +94,7 @@ class GraphsEngine(Engine):
         return Child(process, ours, life)
 
     def wait(self, seconds: float) -> list[Ended]:
+        """The trials that ended, after at most `seconds`."""
         pipes = [child.pipe for child in self._children.values()]
         deadlines = [deadline for child in self._children.values() for _, deadline in child.claims.values() if deadline is not None]
         left = min([seconds, *(deadline - time.monotonic() for deadline in deadlines)])
@@ -137,6 +139,7 @@ class GraphsEngine(Engine):
         return [Ended(claim, None, reason) for claim, _ in child.claims.values()]
 
     def stop(self) -> list[Claim]:
+        """End all running trials and return their claims."""
         dropped = [ended.claim for gpu in list(self._children) for ended in self._drop(gpu, "")]
         later = list(self._later)
         self._later.clear()

@@ -17,9 +17,11 @@ class InlineEngine(Engine):
         self._next: Claim | None = None
 
     def start(self, claim: Claim) -> None:
+        """Begin the claimed trial."""
         self._next = claim
 
     def wait(self, seconds: float) -> list[Ended]:
+        """The trials that ended, after at most `seconds`."""
         if self._next is None:
             return []
         ended = Ended(self._next, run_safely(self._run, self._next.spec))
@@ -27,6 +29,7 @@ class InlineEngine(Engine):
         return [ended]
 
     def stop(self) -> list[Claim]:
+        """End all running trials and return their claims."""
         left = [] if self._next is None else [self._next]
         self._next = None
         return left

@@ -66,6 +66,7 @@ class LocalEngine(Engine):
         self._context.set_forkserver_preload([*preload, __name__])
 
     def start(self, claim: Claim) -> None:
+        """Begin the claimed trial."""
         ours, theirs = self._context.Pipe()
         gpu = min(self._gpus, key=[one.gpu for one in self._running].count) if self._gpus else None
         process = self._context.Process(target=_child, args=(theirs, self._run, claim.spec, Room(gpu, self._threads)), daemon=False)
@@ -81,6 +82,7 @@ class LocalEngine(Engine):
         return [one.pipe for one in self._running]
 
     def wait(self, seconds: float) -> list[Ended]:
+        """The trials that ended, after at most `seconds`."""
         left = [one.deadline - time.monotonic() for one in self._running if one.deadline is not None]
         connection.wait(self.pipes, timeout=max(0.0, min([seconds, *left])))
         ended = [(one, found) for one in self._running if (found := _look(one)) is not None]
@@ -88,6 +90,7 @@ class LocalEngine(Engine):
         return [found for _, found in ended]
 
     def stop(self) -> list[Claim]:
+        """End all running trials and return their claims."""
         left = [one.claim for one in self._running]
         for one in self._running:
             _kill(one)

@@ -43,10 +43,12 @@ class RayEngine(Engine):
         return RayEngine(run, slots=slots, gpus=there / slots) if slots and there and slots > there else engine
 
     def start(self, claim: Claim) -> None:
+        """Begin the claimed trial."""
         limit = claim.spec.settings.timeout_seconds
         self._running[self._remote.remote(self._run, claim.spec)] = (claim, None if limit is None else time.monotonic() + limit)
 
     def wait(self, seconds: float) -> list[Ended]:
+        """The trials that ended, after at most `seconds`."""
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds)
         ended = [self._get(reference) for reference in ready]
         now = time.monotonic()
@@ -56,6 +58,7 @@ class RayEngine(Engine):
         return ended + [self._end(reference) for reference in late]
 
     def stop(self) -> Sequence[Claim]:
+        """End all running trials and return their claims."""
         left = [claim for claim, _ in self._running.values()]
         for reference in self._running:
             self._ray.cancel(reference, force=True)
