@@ -14,6 +14,7 @@ from paredown.plan.row_checks import check_row
 from paredown.plan.sizes import say_bytes
 from paredown.plan.slots import Output, Slot, output_of, slot_named, slot_of, to_row
 from paredown.roles import Role
+from paredown.serial import read_json
 
 VERSION = 2  # of the JSON: 2 says when weights are needed
 LARGEST = 10  # slots that repr shows
@@ -95,10 +96,7 @@ class Trace:
     @staticmethod
     def load(path: str | PathLike[str]) -> Trace:
         """The trace that `save` wrote."""
-        try:
-            value = json.loads(Path(path).read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"{path} is no trace: it is not JSON ({error}).") from None
+        value = read_json(path, "trace", TraceError, hint="Traces are written by trace.save(path).")
         try:
             return Trace.from_json(value)
         except TraceError as error:

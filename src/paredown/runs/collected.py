@@ -28,6 +28,7 @@ from paredown.runs.traced import peppp_bytes
 from paredown.search.earlier import Array, Earlier, PlanRow, TaskRow
 from paredown.search.labels import recipe_row, row_of
 from paredown.search.recipe import recipes_of
+from paredown.serial import read_json
 
 AS_WRITTEN = row_of(Plan()).key
 COUNTED = (Status.DONE, Status.STOPPED, Status.DIVERGED)
@@ -67,10 +68,7 @@ def read_rows(source: str | Path) -> Rows:
 
 
 def _exported(path: Path) -> Rows:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PriorError(f"{path.name} cannot be read as the JSON of an export: {str(error)[:100]}.") from None
+    found = read_json(path, "export of a sweep", PriorError, name=path.name)
     if not isinstance(found, list) or not all(isinstance(row, dict) and row.keys() >= set(NEEDED) for row in found):
         raise PriorError(f"{path.name} is no export of a sweep: paredown sweep export {path.name} --store FILE writes one.")
     return found
