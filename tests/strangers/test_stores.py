@@ -195,5 +195,6 @@ def test_a_result_that_is_not_finite_is_not_exported(name: str, number: str, tmp
 
 def test_a_schema_that_is_no_utf_8_is_a_sentence(tmp_path: Path, store_bytes: bytes) -> None:
     path = tmp_path / "odd.db"
-    path.write_bytes(store_bytes.replace(b"paredown_trials_turn", b"paredown_trials\xff\xfe\xff\xfe\xff"))
-    assert not answers(lambda: looked_at(path))
+    path.write_bytes(store_bytes.replace(b"CREATE INDEX paredown_trials_turn", b"CREATE \xffNDEX paredown_trials_turn"))
+    with pytest.raises(StoreError, match=r"it holds bytes that are no UTF-8 where text stands\. It is damaged"):
+        looked_at(path)
