@@ -3,6 +3,7 @@
 # make optimizers  a small training in float32, bf16 and 8 bits: bytes, accuracy, and why rounding matters
 # make formats     what formats do to a real tensor: a table, and demo/formats.svg
 # make test        set up .venv and run every check; this is all of CI
+# make test-all    the same with a hundred times as many random programs, files and values; takes hours
 # make check       the checks alone
 # make docs        the documentation site, in site/index.html
 # make clean       remove what the other targets made
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo activations optimizers formats test check docs setup clean
+.PHONY: demo activations optimizers formats test test-all check docs setup clean
 
 demo: $(READY)
 	$(BIN)/paredown demo
@@ -29,6 +30,10 @@ formats: $(READY)
 test: $(READY)
 	$(BIN)/python .ci/browser.py
 	$(MAKE) check
+
+test-all: $(READY)
+	$(BIN)/python .ci/browser.py
+	PAREDOWN_TEST_SCALE=100 $(MAKE) check
 
 # One thread each: two workers with two threads each are slower than either alone.
 check:

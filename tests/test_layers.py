@@ -1,4 +1,4 @@
-"""Imports point one way: errors, roles <- formats <- codec, plan; codec <- optim; plan <- search; all <- session <- runs.
+"""Imports point one way: errors, roles, serial <- formats <- codec, plan; codec <- optim; plan <- search; all <- session <- runs.
 
 What a layer may import is a row of ALLOWED; a new folder needs a new row.
 """
@@ -16,24 +16,25 @@ TORCH = frozenset({"torch", "numpy", "triton"})
 ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": (frozenset(), frozenset()),
     "roles": (frozenset(), frozenset()),
+    "serial": (frozenset({"errors"}), frozenset()),
     "formats": (frozenset({"errors"}), frozenset()),
     "codec": (frozenset({"errors", "formats"}), TORCH),
-    "plan": (frozenset({"errors", "roles", "formats"}), TORCH - {"triton"}),
-    "search": (frozenset({"errors", "roles", "formats", "plan"}), frozenset({"numpy", "scipy"})),
+    "plan": (frozenset({"errors", "roles", "serial", "formats"}), TORCH - {"triton"}),
+    "search": (frozenset({"errors", "roles", "serial", "formats", "plan"}), frozenset({"numpy", "scipy"})),
     "models": (frozenset(), frozenset({"torch"})),
     "optim": (frozenset({"errors", "roles", "formats", "codec"}), TORCH),
     "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search"}), frozenset({"torch"})),
     "runs": (
-        frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "session", "models", "search"}),
+        frozenset({"errors", "roles", "serial", "formats", "codec", "plan", "optim", "session", "models", "search"}),
         frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
     ),
-    "report": (frozenset({"errors", "roles", "plan", "search", "session", "runs"}), frozenset({"sqlalchemy"})),
+    "report": (frozenset({"errors", "roles", "serial", "plan", "search", "session", "runs"}), frozenset({"sqlalchemy"})),
     "integrations": (
         frozenset({"__init__", "errors", "plan", "optim", "search", "session", "runs"}),
         frozenset({"torch", "transformers", "lightning"}),
     ),
     "cli": (
-        frozenset({"__init__", "errors", "roles", "formats", "plan", "models", "session", "search", "runs", "report"}),
+        frozenset({"__init__", "errors", "roles", "serial", "formats", "plan", "models", "session", "search", "runs", "report"}),
         frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),
     ),
     "__main__": (frozenset({"cli"}), frozenset()),

@@ -255,7 +255,7 @@ def test_folders_that_make_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_no_picture_is_named(tmp_path: Path) -> None:
     write_pictures(tmp_path, "ab", 5)
     (tmp_path / "a" / "note.txt").write_text("hello")
-    with pytest.raises(TaskError, match=r"a/note\.txt is no picture: UnidentifiedImageError"):
+    with pytest.raises(TaskError, match=r"a/note\.txt is no picture that can be read: UnidentifiedImageError"):
         read_folder(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +12,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from paredown.errors import ParedownError
+from tests.support.scale import scaled
 
 LONGEST = 4000  # letters of a sentence
 
 
 def thousands(num: int) -> Any:
-    """Settings of a test of so many inputs, the same ones each time."""
+    """Settings of a test of so many inputs, the same ones each time; `make test-all` runs a hundred times as many."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=num, deadline=None, derandomize=True, database=None, suppress_health_check=checks)
+    return settings(max_examples=scaled(num), deadline=None, derandomize=True, database=None, suppress_health_check=checks)
 
 
 def answers(read: Callable[[], Any]) -> bool:
@@ -40,7 +42,7 @@ def nested(depth: int) -> Any:
 
 
 HOSTILE: list[Any] = [
-    *(None, True, False, 0, -1, 1, 3, 2**31, 2**63, 10**400, -(10**400), 1e308, -1e308, 5e-324, 0.5),
+    *(None, True, False, 0, -1, 1, 3, 2**31, 2**63, 10**400, -(10**400), 10**6000, 1e308, -1e308, 5e-324, 0.5),
     *(float("nan"), float("inf"), float("-inf")),
     *(
         "",
@@ -72,27 +74,40 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(value[key])
 
 
+CHANGES = ("replace", "replace", "replace", "swap", "swap", "nudge", "drop", "double", "add")
+
+
 @st.composite
 def wrong_json(draw: st.DrawFn, right: Any) -> Any:
-    """`right` with up to three parts replaced, left out, doubled or added to."""
+    """`right` with up to three parts replaced, taken from elsewhere in it, nudged, left out, doubled or added to."""
     value = copy.deepcopy(right)
     for _ in range(draw(st.integers(1, 3))):
         found = list(places(value))
         if not found:
             return draw(st.sampled_from(HOSTILE))
         container, key = found[draw(st.integers(0, len(found) - 1))]
-        change = draw(st.sampled_from(("replace", "replace", "replace", "drop", "double", "add")))
-        if change == "replace":
+        change = draw(st.sampled_from(CHANGES))
+        if change == "swap":
+            same = [of[name] for of, name in found if name == key and type(of) is type(container)]
+            container[key] = copy.deepcopy(same[draw(st.integers(0, len(same) - 1))])
+        elif change == "nudge" and type(container[key]) in (int, float):
+            container[key] += draw(st.sampled_from((-7, -1, 1, 7)))
+        elif change in ("replace", "nudge"):
             container[key] = copy.deepcopy(draw(st.sampled_from(HOSTILE)))
         elif change == "drop":
             del container[key]
-        elif isinstance(container, list):
-            container.insert(key, copy.deepcopy(container[key] if change == "double" else draw(st.sampled_from(HOSTILE))))
         else:
-            container[draw(st.sampled_from(("", "extra", "version", "\x00", "plan")))] = copy.deepcopy(
-                draw(st.sampled_from(HOSTILE))
-            )
+            _put_in(draw, container, key, is_double=change == "double")
     return value
+
+
+def _put_in(draw: st.DrawFn, container: Any, key: Any, *, is_double: bool) -> None:
+    """A second copy of a part, or a part that does not belong there."""
+    odd = copy.deepcopy(container[key] if is_double and isinstance(container, list) else draw(st.sampled_from(HOSTILE)))
+    if isinstance(container, list):
+        container.insert(key, odd)
+    else:
+        container[draw(st.sampled_from(("", "extra", "version", "\x00", "plan")))] = odd
 
 
 @st.composite
@@ -118,8 +133,13 @@ def wrong_bytes(draw: st.DrawFn, right: bytes) -> bytes:
 
 
 def text_of(value: Any) -> bytes:
-    """JSON as a file has it; NaN and half characters included."""
-    return json.dumps(value).encode()
+    """JSON as a file has it; NaN, half characters and numbers of thousands of digits included."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return json.dumps(value).encode()
+    finally:
+        sys.set_int_max_str_digits(limit)
 
 
 TEXTS = st.one_of(

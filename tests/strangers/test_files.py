@@ -1,12 +1,10 @@
-"""Pictures, texts, stores, exports and checkpoints from strangers: a value or a sentence; nothing in them is run."""
+"""Arrays, pictures, texts and checkpoints from strangers: a value or a sentence; nothing in them is run."""
 
 from __future__ import annotations
 
 import gzip
 import io
-import json
 import pickle
-import sqlite3
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +20,8 @@ from torch import nn
 import paredown as pare
 from paredown.runs import arrays
 from paredown.runs.arrays import read_arrays
-from paredown.runs.sources import read_idx, read_text
-from tests.strangers.mutations import answers, thousands, wrong_bytes, wrong_json
+from paredown.runs.sources import read_folder, read_idx, read_text
+from tests.strangers.mutations import answers, thousands, wrong_bytes
 
 
 class Bomb:
@@ -109,6 +107,57 @@ def test_files_that_swell_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         read_arrays(file)
 
 
+PICTURES = (
+    ("PNG", "RGB"),
+    ("PNG", "P"),
+    ("BMP", "RGB"),
+    ("GIF", "P"),
+    ("TIFF", "RGB"),
+    ("JPEG", "RGB"),
+    ("PPM", "RGB"),
+    ("DDS", "RGB"),
+)
+
+
+def picture(kind: str, mode: str = "RGB") -> bytes:
+    """A small picture in a file of this kind."""
+    image = pytest.importorskip("PIL.Image")
+    to = io.BytesIO()
+    image.new("RGB", (7, 9), (200, 30, 60)).convert(mode).save(to, kind)
+    return to.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "mode"), PICTURES, ids=lambda text: text)
+def test_pictures_in_folders(kind: str, mode: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            (tmp_path / name / f"{number}.img").write_bytes(picture(kind, mode))
+    assert answers(lambda: read_folder(tmp_path, side=4))
+
+    @thousands(60)
+    @given(wrong_bytes(picture(kind, mode)))
+    def check(data: bytes) -> None:
+        (tmp_path / "a" / "0.img").write_bytes(data)
+        answers(lambda: read_folder(tmp_path, side=4))
+
+    check()
+
+
+def test_a_picture_of_unknown_pixel_format_or_of_too_many_pixels_is_a_sentence(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.img").write_bytes(picture("PNG"))
+    unknown, bomb, large = bytearray(picture("DDS")), bytearray(picture("BMP")), bytearray(picture("BMP"))
+    unknown[80:84] = (0x2000).to_bytes(4, "little")  # flags of the pixel format
+    bomb[18:26] = (60_000).to_bytes(4, "little") * 2  # width and height
+    large[18:26] = (10_000).to_bytes(4, "little") * 2  # Pillow itself warns of this one
+    for data, said in ((unknown, "pixel format"), (bomb, "exceeds limit"), (large, "exceeds limit")):
+        (tmp_path / "a" / "0.img").write_bytes(data)
+        with pytest.raises(pare.TaskError, match=rf"a/0\.img is no picture that can be read: .*{said}.* Replace it, or remove it"):
+            read_folder(tmp_path, side=4)
+
+
 def _zip(name: bytes, data: bytes) -> bytes:
     to = io.BytesIO()
     with zipfile.ZipFile(to, "w") as file:
@@ -138,125 +187,6 @@ def test_texts_and_idx(tmp_path: Path) -> None:
         (folder / "train-images-idx3-ubyte").write_bytes(x)
         (folder / "train-labels-idx1-ubyte").write_bytes(y)
         answers(lambda: read_idx(folder))
-
-    check()
-
-
-# --- stores -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store_bytes(tmp_path: Path) -> bytes:
-    """A store with finished and waiting trials, in one file."""
-    pytest.importorskip("sqlalchemy")
-    from paredown.runs.claims import Ended
-    from paredown.runs.store import Store
-    from tests.support.trials import done, draw
-
-    path = tmp_path / "right.db"
-    with Store(path) as store:
-        store.add("s", draw("a", "b", seeds=range(2)))
-        for claim in store.claim("w", 2):
-            store.finish("w", Ended(claim, done(claim.spec)))
-    whole = sqlite3.connect(path)
-    whole.execute("pragma wal_checkpoint(truncate)")
-    whole.execute("pragma journal_mode=delete")
-    whole.close()
-    return path.read_bytes()
-
-
-def looked_at(path: Path) -> None:
-    """All that reads a store."""
-    from paredown.report.record import Record
-    from paredown.runs.collected import read_rows
-    from paredown.runs.export import rows
-    from paredown.runs.merge import merge
-    from paredown.runs.status import count, find_best
-    from paredown.runs.store import Store
-
-    with Store(path, may_create=False, patience_seconds=0.0) as store:
-        for counts in count(store):
-            assert all(map(str, (counts, *find_best(store, counts.sweep))))
-        rows(store)
-        with Store(path.with_name("into.db"), patience_seconds=0.0) as into:
-            merge(into, store)
-        Record.of_store(store)
-    read_rows(path)
-
-
-def test_stores(tmp_path: Path, store_bytes: bytes) -> None:
-    path = tmp_path / "other.db"
-    path.write_bytes(store_bytes)
-    assert answers(lambda: looked_at(path))
-
-    @thousands(150)
-    @given(wrong_bytes(store_bytes))
-    def check(data: bytes) -> None:
-        for beside in tmp_path.glob("other.db*"):
-            beside.unlink()
-        path.write_bytes(data)
-        answers(lambda: looked_at(path))
-
-    check()
-
-
-COLUMNS = ("sweep", "state", "task", "plan", "seed", "settings", "status", "error", "result", "propensity", "place", "attempts")
-
-
-def test_rows_of_strangers(tmp_path: Path, store_bytes: bytes) -> None:
-    """Right tables with odd contents; SQLite lets any column hold anything."""
-    path = tmp_path / "odd.db"
-    values = [None, "", "x", "{", "[]", "{}", "null", -1, 2**62, 1e308, b"\x00\xff", "done", "finished", "\x1b[2J", "[" * 3000]
-
-    @thousands(120)
-    @given(st.lists(st.tuples(st.sampled_from(COLUMNS), st.sampled_from(values)), min_size=1, max_size=3))
-    def check(changes: list[tuple[str, Any]]) -> None:
-        for beside in tmp_path.glob("odd.db*"):
-            beside.unlink()
-        path.write_bytes(store_bytes)
-        file = sqlite3.connect(path)
-        for column, value in changes:
-            try:
-                file.execute(f"update paredown_trials set {column} = ?", (value,))
-            except sqlite3.IntegrityError:
-                continue
-        file.commit()
-        file.close()
-        answers(lambda: looked_at(path))
-
-    check()
-
-
-@pytest.mark.parametrize(
-    "sql", ["create table other (a)", "create table paredown_trials (a)", "create view trials as select 1 as a"]
-)
-def test_databases_of_others_are_sentences_and_stay_as_they_are(tmp_path: Path, sql: str) -> None:
-    pytest.importorskip("sqlalchemy")
-    path = tmp_path / "other.db"
-    file = sqlite3.connect(path)
-    file.execute(sql)
-    file.commit()
-    file.close()
-    before = path.read_bytes()
-    assert not answers(lambda: looked_at(path))
-    assert path.read_bytes() == before
-
-
-def test_exports_of_others(tmp_path: Path, store_bytes: bytes) -> None:
-    from paredown.runs.collected import collect, read_rows
-    from paredown.runs.export import export
-    from paredown.runs.store import Store
-
-    path = tmp_path / "rows.json"
-    with Store(tmp_path / "right.db") as store:
-        export(store, path)
-    right = json.loads(path.read_text())
-
-    @thousands(150)
-    @given(wrong_json(right))
-    def check(value: Any) -> None:
-        path.write_text(json.dumps(value))
-        answers(lambda: collect(read_rows(path), "mine", folder=tmp_path))
 
     check()
 

@@ -60,15 +60,14 @@ READERS: dict[str, tuple[Any, Callable[[Any], Any], int]] = {
     "frontier": (FRONTIER.to_json(), Frontier.from_json, 400),
     "pick": (PICKED.to_json(), Picked.from_json, 400),
     "record": (Record.of_pick(PICKED).to_json(), Record.from_json, 400),
-    "sensitivities": ({"version": 1, "errors": {"a": {"int8/64@bf16": 0.1}}}, Sensitivities.from_json, 200),
+    "sensitivities": ({"version": 1, "step": 3, "errors": {"a": {"int8/64@bf16": 0.1}}}, Sensitivities.from_json, 200),
 }
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_right_value_is_read(name: str) -> None:
     right, read, _ = READERS[name]
-    if name != "sensitivities":
-        assert answers(lambda: read(right))
+    assert answers(lambda: read(right))
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -123,6 +122,7 @@ def test_wrong_traces_that_are_read_can_be_added_up() -> None:
 FILES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "plan": (lambda _: PLAN.to_json(), pare.Plan.load),
     "trace": (lambda _: trace(), pare.Trace.load),
+    "sensitivities": (lambda _: READERS["sensitivities"][0], Sensitivities.load),
     "record": (lambda _: Record.of_pick(PICKED).to_json(), Record.load),
     "pick": (lambda _: PICKED.to_json(), read_frontier),
     "source": (lambda _: {"task": "t", "runs": [{"name": "x", **TRIAL.to_json()}]}, lambda path: read_source(str(path))),

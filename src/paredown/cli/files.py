@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paredown import serial
 from paredown.errors import ParedownError, PlanError
 
 if TYPE_CHECKING:
     from paredown.search.picked import Frontier, Picked
-
-LARGEST = 1 << 28  # bytes of a file that is read
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -37,12 +36,7 @@ def read_json(path: Path) -> Any:
     """What a JSON file says."""
     if not path.is_file():
         raise PlanError(f"there is no file {path}.")
-    if path.stat().st_size > LARGEST:
-        raise PlanError(f"{path} has {path.stat().st_size} bytes; files of more than {LARGEST} are not read.")
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is not JSON: {error}.") from None
+    return serial.read_json(path, "JSON file", PlanError)
 
 
 def without_files(value: dict[str, Any]) -> dict[str, Any]:

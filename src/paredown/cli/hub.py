@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paredown.errors import TaskError
+from paredown.serial import read_json
 
 NAME = "config.json"
 BATCH = 8  # as Trainer has it
@@ -57,12 +57,7 @@ def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tu
 
 
 def _object(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > LARGEST:
-        raise TaskError(f"{path} has {path.stat().st_size} bytes; a config has a few thousand.")
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise TaskError(f"{path} is not JSON: {error}.") from None
+    value = read_json(path, "config", TaskError, most_bytes=LARGEST)
     if not isinstance(value, dict) or not isinstance(value.get("model_type"), str):
         raise TaskError(f"{path} is no config of a Hugging Face model: it has no model_type.")
     return _without_fetched(value)

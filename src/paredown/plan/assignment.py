@@ -18,6 +18,7 @@ from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, default_rounding
 from paredown.roles import ACCUMULATED, Role
+from paredown.serial import brief
 
 FormatLike = Format | str | None  # a name of the catalog is text too; None: as it is
 ROUNDING_IN_WORDS = {
@@ -112,4 +113,6 @@ def _choice(kind: type[Choice], value: Choice | str | None) -> Choice | None:
         return kind(value)
     except ValueError:
         allowed = ", ".join(member.value for member in kind)
-        raise PlanError(f"{kind.__name__.lower()} {value!r} is unknown. Allowed: {allowed}, or None for the default.") from None
+        raise PlanError(
+            f"{kind.__name__.lower()} {brief(value)} is unknown. Allowed: {allowed}, or None for the default."
+        ) from None

@@ -30,6 +30,7 @@ from typing import Any
 
 from paredown.errors import PlanError
 from paredown.roles import FORMATTED, Role
+from paredown.serial import brief
 
 Slot = tuple[tuple[str, ...], Role]  # the names of all its savers, and its role
 WILDCARDS = "*?["
@@ -58,7 +59,7 @@ class Key:
     def parse(text: str) -> Key:
         """The key that `text` spells; PlanError says what is wrong with it."""
         if not isinstance(text, str) or not text or text != text.strip():
-            raise PlanError(f"key {text!r} is none: a key is {SHAPES}, without spaces around it.")
+            raise PlanError(f"key {brief(text)} is none: a key is {SHAPES}, without spaces around it.")
         text = text.value if isinstance(text, Role) else text
         head, equals, name = text.partition("=")
         if equals:

@@ -42,6 +42,7 @@ from paredown.plan.assignment import AS_IS, Assignment, FormatLike
 from paredown.plan.keys import ROLE_NAMES, Index, Key, Slot, bare_names, closest, closest_role, index_of, say_closest
 from paredown.plan.presets import PRESETS, ByRole
 from paredown.roles import FORMATTED, Role
+from paredown.serial import brief, object_parts, read_json
 
 VERSION = 2  # of the JSON: 2 has modules that are computed again, 1 is read too
 FIELDS = ("version", "reason", "made_for", "recompute", "rules")
@@ -240,18 +241,12 @@ class Plan:
     @staticmethod
     def from_json(value: Any) -> Plan:
         """The plan whose `to_json` is `value`; PlanError says why it is none."""
-        if isinstance(value, dict) and "version" in value:
-            _check_version(value["version"])
-        if not isinstance(value, dict) or not {"version", "rules"} <= value.keys():
-            raise PlanError(f"the JSON of a plan is an object with version and rules; this is {_brief(value)}.")
-        unknown = sorted(set(value) - set(FIELDS))
-        if unknown:
-            raise PlanError(f"field {unknown[0]!r} is unknown in a plan of version {VERSION}. Allowed: {', '.join(FIELDS)}.")
-        rules = value["rules"]
+        parts = object_parts(value, "plan", FIELDS, ("version", "rules"), VERSION, PlanError)
+        rules = parts["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
-            raise PlanError(f"the rules of a plan are a list of [key, {{format, rounding, overflow}}]; this is {_brief(rules)}.")
+            raise PlanError(f"the rules of a plan are a list of [key, {{format, rounding, overflow}}]; this is {brief(rules)}.")
         parsed = tuple((key, _from_json(key, assignment)) for key, assignment in rules)
-        return Plan(parsed, value.get("reason", ""), value.get("made_for", {}), value.get("recompute", ()))
+        return Plan(parsed, parts.get("reason", ""), parts.get("made_for", {}), parts.get("recompute", ()))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON, a line for each rule; equal plans are equal files."""
@@ -264,11 +259,7 @@ class Plan:
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
         """The plan that `save` wrote."""
-        data = Path(path).read_bytes()
-        try:
-            value = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{path} is no plan: it is not JSON ({error}). Plans are written by plan.save(path).") from None
+        value = read_json(path, "plan", PlanError, hint="Plans are written by plan.save(path).")
         try:
             return Plan.from_json(value)
         except PlanError as error:
@@ -281,7 +272,7 @@ def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Assignment)):
             raise PlanError(
-                f"a rule is a pair (key, Assignment), not {_brief(pair)}; Plan.uniform(...).set(key, format) takes text."
+                f"a rule is a pair (key, Assignment), not {brief(pair)}; Plan.uniform(...).set(key, format) takes text."
             )
     return pairs
 
@@ -291,7 +282,7 @@ def _modules(recompute: Any) -> tuple[str, ...]:
     paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
     if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
         raise PlanError(
-            f"recompute is a list of modules by path or pattern, such as ['layers.0', 'layers.1'], not {_brief(recompute)}."
+            f"recompute is a list of modules by path or pattern, such as ['layers.0', 'layers.1'], not {brief(recompute)}."
         )
     return paths
 
@@ -301,12 +292,12 @@ def _assignment(key: str, *parts: Any) -> Assignment:
     try:
         return Assignment.parse(*parts)
     except PlanError as error:
-        raise PlanError(f"rule {key!r}: {error}") from None
+        raise PlanError(f"rule {brief(key)}: {error}") from None
 
 
 def _from_json(key: str, value: Any) -> Assignment:
     if not isinstance(value, dict) or "format" not in value or not value.keys() <= {"format", "rounding", "overflow"}:
-        raise PlanError(f"rule {key!r}: expected format, and optionally rounding and overflow; found {_brief(value)}.")
+        raise PlanError(f"rule {brief(key)}: expected format, and optionally rounding and overflow; found {brief(value)}.")
     return _assignment(key, value["format"], value.get("rounding"), value.get("overflow"))
 
 
@@ -319,17 +310,5 @@ def _json_values(made_for: Any) -> dict[str, Any]:
             f"made_for is kept as JSON, and this is none: {error}. Use texts, finite numbers, lists and dicts."
         ) from None
     if not isinstance(value, dict):
-        raise PlanError(f"made_for is a dict, such as {{'model': 'resnet50', 'batch': 256}}, not {_brief(made_for)}.")
+        raise PlanError(f"made_for is a dict, such as {{'model': 'resnet50', 'batch': 256}}, not {brief(made_for)}.")
     return value
-
-
-def _check_version(version: Any) -> None:
-    if type(version) is not int or version < 1:
-        raise PlanError(f"version {_brief(version)} is none; this paredown reads version {VERSION}.")
-    if version > VERSION:
-        raise PlanError(f"the plan is of version {version}; this paredown reads up to {VERSION}. Update paredown to read it.")
-
-
-def _brief(value: object) -> str:
-    """A value in a message, cut to one short line."""
-    return text if len(text := repr(value)) <= 80 else text[:77] + "..."

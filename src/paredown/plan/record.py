@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from paredown.errors import TraceError
-from paredown.plan.row_checks import check_row
+from paredown.plan.row_checks import check_rows
 from paredown.plan.sizes import say_bytes
 from paredown.plan.slots import Output, Slot, output_of, slot_named, slot_of, to_row
 from paredown.roles import Role
+from paredown.serial import brief, read_json
 
 VERSION = 2  # of the JSON: 2 says when weights are needed
 LARGEST = 10  # slots that repr shows
@@ -95,10 +96,7 @@ class Trace:
     @staticmethod
     def load(path: str | PathLike[str]) -> Trace:
         """The trace that `save` wrote."""
-        try:
-            value = json.loads(Path(path).read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"{path} is no trace: it is not JSON ({error}).") from None
+        value = read_json(path, "trace", TraceError, hint="Traces are written by trace.save(path).")
         try:
             return Trace.from_json(value)
         except TraceError as error:
@@ -113,25 +111,14 @@ def _read(value: dict[str, Any]) -> Trace:
     trace = Trace(**parts)
     numbers = (trace.length, trace.backward_at, trace.returned_bytes)
     if not all(type(number) is int and 0 <= number < LONGEST for number in numbers) or trace.length > MOST_TICKS:
-        raise TraceError(f"length, backward_at and returned_bytes are whole numbers, not {str(numbers)[:100]}.")
+        raise TraceError(f"length, backward_at and returned_bytes are whole numbers, not {brief(numbers)}.")
     texts = (trace.model, trace.device, trace.dtype, trace.optimizer, *trace.batch, *trace.notes)
     if not all(isinstance(text, str) for text in texts) or trace.device not in DEVICES:
         raise TraceError(f"model, device ({' or '.join(DEVICES)}), dtype, optimizer, batch and notes are texts.")
-    for row in (*slots, *outputs):
-        check_row(row, trace.length)
-    _check_owners(trace)
+    if trace.backward_at > trace.length:
+        raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step anew.")
+    check_rows(slots, outputs, trace.length)
     return trace
-
-
-def _check_owners(trace: Trace) -> None:
-    """TraceError where a gradient, or the cast of a weight, is of no weight."""
-    weights = {slot.name for slot in trace.of(Role.WEIGHT)}
-    named = {slot.name for slot in trace.of(Role.GRADIENT)}
-    named |= {slot.recomputed_from for slot in trace.of(Role.TEMPORARY) if slot.recomputed_from}
-    if missing := sorted(named - weights):
-        raise TraceError(
-            f"a gradient or a cast is of {missing[0]!r}, and there is no such weight in the trace: save it anew with trace.save(path)."
-        )
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:

@@ -16,6 +16,7 @@ from fractions import Fraction
 from operator import index
 
 from paredown.errors import BudgetError
+from paredown.serial import brief
 
 PREFIXES = "KMGTP"
 UNITS = {"": 1, "b": 1} | {
@@ -23,6 +24,7 @@ UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate(PREFIXES, 1)
     for ending, base in (("B", 1000), ("iB", 1024))
 }
+LARGEST = 1 << 200  # bytes that are said in units
 TEXT = re.compile(r"\s*(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*(?P<unit>[A-Za-z]*|%)\s*")
 ALLOWED = "a size is a whole number of bytes from 0 up, or text such as '8GiB', '1.5 GB' or '60%'"
 
@@ -32,9 +34,9 @@ def parse_bytes(size: int | str, *, whole: int | None = None) -> int:
     if isinstance(size, str):
         return _parse_text(size, whole)
     if isinstance(size, bool) or not hasattr(size, "__index__"):
-        raise BudgetError(f"size {size!r} is of type {type(size).__name__}; {ALLOWED}.")
+        raise BudgetError(f"size {brief(size)} is of type {type(size).__name__}; {ALLOWED}.")
     if size < 0:
-        raise BudgetError(f"size {size} is below 0; {ALLOWED}.")
+        raise BudgetError(f"size {brief(size)} is below 0; {ALLOWED}.")
     return index(size)
 
 
@@ -63,7 +65,12 @@ def say_bytes(count: int) -> str:
 
     >>> say_bytes(0), say_bytes(1023), say_bytes(2**20 - 1), say_bytes(-3 * 2**29)
     ('0 B', '1023 B', '1.00 MiB', '-1.50 GiB')
+
+    >>> say_bytes(10**6000)
+    '2^19931 B or more'
     """
+    if abs(count) > LARGEST:  # a float has no room for it, nor a screen for its digits
+        return f"{'-' * (count < 0)}2^{count.bit_length() - 1} B or more"
     if abs(count) < 1024:
         return f"{count} B"
     value, unit = count / 1024, PREFIXES[0]

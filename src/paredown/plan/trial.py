@@ -11,8 +11,7 @@ Trial(digits, seed 1, no rules: diverged: the loss is nan at step 12 of 400)
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -20,6 +19,20 @@ from typing import Any
 from paredown.errors import PlanError
 from paredown.plan.plan import Plan
 from paredown.plan.sizes import say_bytes
+from paredown.serial import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    WHOLE,
+    Check,
+    brief,
+    check_fields,
+    is_number,
+    is_text,
+    is_whole,
+    object_parts,
+    or_none,
+)
 
 VERSION = 1  # of the JSON
 
@@ -58,12 +71,9 @@ class Trial:
         if not isinstance(self.plan, Plan):
             raise PlanError(f"the plan of a trial is a Plan, not {type(self.plan).__name__}.")
         if not isinstance(self.status, str) or self.status not in tuple(Status):
-            raise PlanError(f"status {self.status!r} is unknown. Allowed: {', '.join(status.value for status in Status)}.")
+            raise PlanError(f"status {brief(self.status)} is unknown. Allowed: {', '.join(status.value for status in Status)}.")
         object.__setattr__(self, "status", Status(self.status))
-        for name, (check, expected) in CHECKS.items():
-            value = getattr(self, name)
-            if not check(value):
-                raise PlanError(f"{name} of a trial is {expected}, not {_brief(value)}.")
+        check_fields(self, CHECKS, "trial", PlanError)
         object.__setattr__(self, "curve", tuple((int(step), float(loss)) for step, loss in self.curve))
         object.__setattr__(self, "versions", dict(self.versions))
 
@@ -93,17 +103,7 @@ class Trial:
     @staticmethod
     def from_json(value: Any) -> Trial:
         """The trial whose `to_json` is `value`; PlanError says why it is none."""
-        if not isinstance(value, dict) or not value.keys() >= REQUIRED:
-            raise PlanError(f"the JSON of a trial is an object with {', '.join(sorted(REQUIRED))}; this is {_brief(value)}.")
-        version = value["version"]
-        if type(version) is not int or not 1 <= version <= VERSION:
-            raise PlanError(
-                f"the trial is of version {_brief(version)}; this paredown reads 1 to {VERSION}. Update paredown to read it."
-            )
-        rest: dict[str, Any] = {name: part for name, part in value.items() if name != "version"}
-        unknown = sorted(rest.keys() - set(NAMES))
-        if unknown:
-            raise PlanError(f"field {unknown[0]!r} is unknown in a trial of version {VERSION}. Allowed: {', '.join(NAMES)}.")
+        rest = object_parts(value, "trial", NAMES, REQUIRED, VERSION, PlanError)
         rest["plan"] = Plan.from_json(rest["plan"])
         return Trial(**rest)
 
@@ -112,46 +112,21 @@ NAMES = tuple(row.name for row in fields(Trial))
 REQUIRED = {"version", "task", "plan", "seed", "status"}
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_measured(value: object) -> bool:
-    return value is None or _is_number(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(map(_is_text, (*value, *value.values())))
-
-
-def _is_bytes(value: Any) -> bool:
-    return value is None or (_is_whole(value) and value >= 0)
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(is_text, (*value, *value.values())))
 
 
 def _is_curve(value: Any) -> bool:
     pairs = isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
-    return pairs and all(_is_whole(step) and _is_number(loss) for step, loss in value)
+    return pairs and all(is_whole(step) and is_number(loss) for step, loss in value)
 
 
-CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "task": (_is_text, "text"),
-    "seed": (_is_whole, "a whole number"),
-    **dict.fromkeys(("error", "loss", "seconds"), (_is_measured, "a finite number or None")),
-    **dict.fromkeys(("predicted_peak_bytes", "measured_peak_bytes"), (_is_bytes, "a whole number from 0 up, or None")),
-    "curve": (_is_curve, "pairs of a step and a finite loss"),
-    **dict.fromkeys(("reason", "device", "commit"), (_is_text, "text")),
-    "versions": (_is_texts, "a mapping of texts"),
+CHECKS: dict[str, Check] = {
+    "task": TEXT,
+    "seed": WHOLE,
+    **dict.fromkeys(("error", "loss", "seconds"), or_none(NUMBER)),
+    **dict.fromkeys(("predicted_peak_bytes", "measured_peak_bytes"), or_none(COUNT)),
+    "curve": Check(_is_curve, "pairs of a step and a finite loss"),
+    **dict.fromkeys(("reason", "device", "commit"), TEXT),
+    "versions": Check(_are_texts, "a mapping of texts"),
 }
-
-
-def _brief(value: object) -> str:
-    """A value in a message, cut to one short line."""
-    return text if len(text := repr(value)) <= 80 else text[:77] + "..."

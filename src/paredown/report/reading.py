@@ -12,14 +12,14 @@ paredown.errors.ReportError: sizes[1]: a whole number from 0 to 2^53 is needed h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
-from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from paredown.errors import ReportError
+from paredown.serial import SUMMED, Check, brief
 
 LARGEST = 2**53
 
@@ -28,15 +28,11 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300 and isfinite(value)
-
-
-PLAIN: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
-    str: (lambda value: type(value) is str, "text"),
-    int: (_is_whole, "a whole number from 0 to 2^53"),
-    float: (_is_number, "a finite number"),
-    bool: (lambda value: type(value) is bool, "true or false"),
+PLAIN: Mapping[Any, Check] = {
+    str: Check(lambda value: type(value) is str, "text"),
+    int: Check(_is_whole, "a whole number from 0 to 2^53"),
+    float: SUMMED,
+    bool: Check(lambda value: type(value) is bool, "true or false"),
 }
 
 
@@ -52,7 +48,7 @@ def read(kind: Any, value: Any, where: str) -> Any:
         return _read_tuple(inner, value, where)
     if origin is Mapping:
         _need(isinstance(value, dict), where, "an object", value)
-        return {read(str, key, where): read(inner[1], part, f"{where}.{_brief(key)}") for key, part in value.items()}
+        return {read(str, key, where): read(inner[1], part, f"{where}.{brief(key)}") for key, part in value.items()}
     if is_dataclass(kind):
         return _read_object(kind, value, where)
     names, hints = kind._fields, _hints(kind)
@@ -73,7 +69,7 @@ def _read_object(kind: Any, value: Any, where: str) -> Any:
     rows, hints = fields(kind), _hints(kind)
     names = [row.name for row in rows]
     for name in value.keys() - set(names):
-        raise ReportError(f"{where}: field {_brief(name)} is unknown. Allowed: {', '.join(names)}.")
+        raise ReportError(f"{where}: field {brief(name)} is unknown. Allowed: {', '.join(names)}.")
     for row in rows:
         if row.default is MISSING and row.default_factory is MISSING and row.name not in value:
             raise ReportError(f"{where}: {row.name} is missing.")
@@ -100,11 +96,4 @@ def _need(holds: bool, where: str, needed: str, value: Any) -> None:
 
 
 def _refuse(where: str, needed: str, value: Any) -> None:
-    raise ReportError(f"{where}: {needed} is needed here; this is {_brief(value)}.")
-
-
-def _brief(value: object) -> str:
-    """A value in a message, cut to one short line."""
-    if type(value) is int and abs(value) > 10**40:
-        return "a whole number of many digits"
-    return text if len(text := repr(value)) <= 80 else text[:77] + "..."
+    raise ReportError(f"{where}: {needed} is needed here; this is {brief(value)}.")

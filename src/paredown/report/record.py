@@ -32,6 +32,7 @@ from paredown.report.reading import dump, read
 from paredown.report.scrub import scrub_all, scrub_names
 from paredown.report.studies import kept_under, plans_to_show, run_of, study_of_pick, study_of_trials
 from paredown.search.picked import Picked
+from paredown.serial import read_json
 from paredown.session.actions import Action
 from paredown.session.changes import Change
 
@@ -157,14 +158,8 @@ class Record:
     def load(path: str | PathLike[str]) -> Record:
         """The record that `save` wrote; ReportError says why a file is none."""
         name = Path(path).name
-        try:
-            if Path(path).stat().st_size > LARGEST_BYTES:
-                raise ReportError(f"{name} is larger than {LARGEST_BYTES >> 20} MiB, and no record.")
-            value = json.loads(Path(path).read_bytes())
-        except OSError as error:
-            raise ReportError(f"{name} cannot be read: {error.strerror}.") from None
-        except (ValueError, RecursionError):
-            raise ReportError(f"{name} is no record: it is not JSON. Records are written by record.save(path).") from None
+        hint = "Records are written by record.save(path)."
+        value = read_json(path, "record", ReportError, hint=hint, name=name, most_bytes=LARGEST_BYTES)
         try:
             return Record.from_json(value)
         except ReportError as error:

@@ -88,6 +88,8 @@ def claim(connection: Connection, bid: Bid) -> list[Claim]:
     values = {"by": bid.worker, "token": bid.token, "num": bid.num, "of_sweep": bid.sweep, "without": list(bid.without)}
     statement = _claim_statement(bid.sweep is not None, bool(bid.without))
     rows = connection.execute(statement, {name: value for name, value in values.items() if value is not None and value != []}).all()
+    for row in rows:
+        check_columns(row)
     return [_to_claim(row) for row in sorted(rows, key=lambda row: (row.sweep, row.place))]
 
 

@@ -28,10 +28,12 @@ from paredown.runs.traced import peppp_bytes
 from paredown.search.earlier import Array, Earlier, PlanRow, TaskRow
 from paredown.search.labels import recipe_row, row_of
 from paredown.search.recipe import recipes_of
+from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_json
 
 AS_WRITTEN = row_of(Plan()).key
 COUNTED = (Status.DONE, Status.STOPPED, Status.DIVERGED)
 NEEDED = ("sweep", "task", "mode", "trial")
+CHECKS: dict[str, Check] = {**dict.fromkeys(("sweep", "task", "mode"), TEXT), "propensity": or_none(NUMBER)}  # of a row
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -67,12 +69,11 @@ def read_rows(source: str | Path) -> Rows:
 
 
 def _exported(path: Path) -> Rows:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PriorError(f"{path.name} cannot be read as the JSON of an export: {str(error)[:100]}.") from None
+    found = read_json(path, "export of a sweep", PriorError, name=path.name)
     if not isinstance(found, list) or not all(isinstance(row, dict) and row.keys() >= set(NEEDED) for row in found):
         raise PriorError(f"{path.name} is no export of a sweep: paredown sweep export {path.name} --store FILE writes one.")
+    for row in found:
+        check_fields({"propensity": None, **row}, CHECKS, f"row of {path.name}", PriorError)
     return found
 
 

@@ -4,11 +4,17 @@ SQLite runs in WAL mode with full synchronization: a commit that returned surviv
 may pass is waited for, up to `patience_seconds`: a lock, a full disk, a PostgreSQL server that restarts. What cannot is a
 StoreError at once: a read-only path, a file that is no database, a wrong password. TROUBLES is the table of both.
 
+A PostgreSQL server has CONNECT_SECONDS to answer a connection, or as many as `connect_timeout` in the URL or the environment variable
+PGCONNECT_TIMEOUT says (psycopg takes 2 at least). A store whose server does not answer in that time when it is opened is a StoreError
+at once; one that was open is tried again, for `patience_seconds`.
+
 Work may run twice, when the server was lost between commit and answer: whoever writes must find what the first time did.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sqlite3
 import sys
 import time
@@ -22,11 +28,15 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, Operation
 from paredown.errors import StoreError
 from paredown.runs import schema
 from paredown.runs.address import parse_address, say_address
+from paredown.serial import brief
 
 T = TypeVar("T")
 OLDEST_SQLITE = (3, 35)  # RETURNING
+CONNECT_SECONDS = 3  # that a server has to answer, where neither the URL nor PGCONNECT_TIMEOUT says
 LOCK_SECONDS = 20  # that SQLite itself waits for a lock
 READS: dict[str, Any] = {"paredown_reads": True}
+MOST_CONNECT_SECONDS = 130  # what psycopg takes 0 for
+SECONDS = re.compile(r"[0-9]{1,6}")
 PAUSE_SECONDS = (0.05, 2.0)  # between attempts: the first, and the longest
 
 
@@ -64,7 +74,16 @@ TROUBLES = (
     Trouble("fatal:  database", "the server has no such database", False, "Make it (createdb), or correct the URL."),
     Trouble("fatal:  role", "the server has no such user", False, "Make it (createuser), or correct the URL."),
 )
+SILENT = Trouble(
+    "timeout expired",
+    "no server answers at this address within {seconds} s",
+    True,
+    "Check host and port, and that the server runs. To wait longer, write ?connect_timeout=10 behind the URL, or set PGCONNECT_TIMEOUT.",
+)
 LOST = Trouble("", "the server does not answer", True, "Start it, and run the same command again: it goes on where it stopped.")
+
+
+DAMAGED = "It is damaged, or was not made by paredown."
 
 
 class Database:
@@ -75,17 +94,18 @@ class Database:
         self.name = say_address(self.url)
         self.patience_seconds = patience_seconds
         self._say = say or _to_stderr
-        self._engine = _make_engine(self.url, self.name)
+        self._connect_seconds = 0 if self.url.drivername == "sqlite" else connect_seconds(self.url)
+        self._engine = _make_engine(self.url, self.name, self._connect_seconds)
 
     def open(self, *, may_create: bool = True) -> None:
         """Connect, and make or migrate the tables; StoreError says what is in the way. A store to read must be there."""
         if may_create or not self._is_current():
-            self._try(lambda: self._run(lambda connection: schema.prepare(connection, self.name), {}), LOCK_SECONDS)
+            self._first_try(lambda: self._run(lambda connection: schema.prepare(connection, self.name), {}))
 
     def _is_current(self) -> bool:
         """Whether the tables are there as this version has them; StoreError where there are none. Writes nothing."""
         there = self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
-        found = self._try(lambda: self._run(schema.find_version, READS), LOCK_SECONDS) if there else None
+        found = self._first_try(lambda: self._run(schema.find_version, READS)) if there else None
         if found is None:
             raise StoreError(f"there is no store {self.name}. Give the address of one; `paredown sweep run` makes it.")
         schema.check_version(found, self.name)
@@ -107,54 +127,82 @@ class Database:
         with self._engine.connect() as connection, connection.execution_options(**options).begin():
             return work(connection)
 
-    def _try(self, work: Callable[[], T], patience_seconds: float) -> T:
+    def _first_try(self, work: Callable[[], T]) -> T:
+        """Do it; a server that has never answered is not tried again."""
+        return self._try(work, LOCK_SECONDS, is_open=False)
+
+    def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
         """Do it, again after trouble that may pass, for so long."""
         start, pause, told = time.monotonic(), PAUSE_SECONDS[0], False
         while True:
             try:
                 return work()
             except DBAPIError as error:
-                trouble = find_trouble(error)
+                trouble = self._trouble(error)
                 waited = time.monotonic() - start
-                if trouble is None and isinstance(error, IntegrityError):
-                    raise  # a mistake of ours, which the tables refuse
-                if trouble is None:
-                    said = str(error.orig).strip()[:200]
-                    raise StoreError(
-                        f"the store {self.name} cannot be used: {said}. It is damaged, or was not made by paredown."
-                    ) from error
-                if not trouble.may_pass or waited + pause > patience_seconds:
-                    raise StoreError(_sentence(self.name, trouble, waited)) from None
+                may_pass = trouble.may_pass and (is_open or trouble is not SILENT)
+                if not may_pass or waited + pause > patience_seconds:
+                    raise StoreError(self._sentence(trouble, waited)) from None
+            except UnicodeDecodeError:  # of a driver, which decodes texts and the database's own messages
+                raise StoreError(f"{self._unusable}: it holds bytes that are no UTF-8 where text stands. {DAMAGED}") from None
             if not told and waited > 1.0:
-                self._say(
-                    f"the store {self.name} cannot be used: {trouble.meaning}. Trying for {patience_seconds:.0f} s. {trouble.advice}"
-                )
+                meaning = trouble.meaning.format(seconds=self._connect_seconds)
+                self._say(f"{self._unusable}: {meaning}. Trying for {patience_seconds:.0f} s. {trouble.advice}")
                 told = True
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS[1])
+
+    @property
+    def _unusable(self) -> str:
+        return f"the store {self.name} cannot be used"
+
+    def _trouble(self, error: DBAPIError) -> Trouble:
+        """What the error means; StoreError where nothing is known of it."""
+        trouble = find_trouble(error)
+        if trouble is None and isinstance(error, IntegrityError):
+            raise error  # a mistake of ours, which the tables refuse
+        if trouble is None:
+            said = str(error.orig).strip()[:200]
+            raise StoreError(f"{self._unusable}: {said}. {DAMAGED}") from error
+        return trouble
+
+    def _sentence(self, trouble: Trouble, waited: float) -> str:
+        after = f" (waited {waited:.0f} s)" if trouble.may_pass and trouble is not SILENT else ""
+        return f"{self._unusable}: {trouble.meaning.format(seconds=self._connect_seconds)}{after}. {trouble.advice}"
 
 
 def find_trouble(error: DBAPIError) -> Trouble | None:
     """What the database means; None where nothing is known of it."""
     said = str(error.orig).lower()
-    for row in TROUBLES:
+    for row in (*TROUBLES, SILENT):
         if row.said in said:
             return row
     is_lost = isinstance(error, OperationalError | InterfaceError) and not type(error.orig).__module__.startswith("sqlite3")
     return LOST if is_lost else None
 
 
-def _sentence(name: str, trouble: Trouble, waited: float) -> str:
-    after = f" (waited {waited:.0f} s)" if trouble.may_pass else ""
-    return f"the store {name} cannot be used: {trouble.meaning}{after}. {trouble.advice}"
-
-
 def _to_stderr(sentence: str) -> None:
     print(f"paredown: {sentence}", file=sys.stderr, flush=True)
 
 
-def _make_engine(url: URL, name: str) -> Engine:
-    options: dict[str, Any] = {"connect_args": {"connect_timeout": 10}}
+def connect_seconds(url: URL) -> int:
+    """How long a server has to answer: what the URL says, else the environment, else CONNECT_SECONDS.
+
+    >>> connect_seconds(parse_address("postgresql://db.example.org/trials?connect_timeout=10"))
+    10
+    """
+    said = url.query.get("connect_timeout") or os.environ.get("PGCONNECT_TIMEOUT") or str(CONNECT_SECONDS)
+    said = said if isinstance(said, str) else said[-1]
+    if not SECONDS.fullmatch(said):
+        raise StoreError(
+            f"the store {say_address(url)} cannot be used: connect_timeout is {brief(said)}; it is a whole number of seconds, as in "
+            "?connect_timeout=10 behind the URL or in PGCONNECT_TIMEOUT."
+        )
+    return int(said) or MOST_CONNECT_SECONDS
+
+
+def _make_engine(url: URL, name: str, connect_seconds: int) -> Engine:
+    options: dict[str, Any] = {"connect_args": {"connect_timeout": connect_seconds}}
     if url.drivername == "sqlite":
         if sqlite3.sqlite_version_info < OLDEST_SQLITE:
             raise StoreError(

@@ -21,8 +21,14 @@ from paredown.errors import StoreError
 from paredown.runs.readable import check_columns, readable
 from paredown.runs.schema import FINISHED, TRIALS
 from paredown.runs.store import Store
+from paredown.serial import COUNT, NUMBER, TEXT, check_fields, or_none
 
 FIGURES = ("status", "error", "loss", "predicted_peak_bytes", "measured_peak_bytes", "seconds", "reason", "device", "commit")
+CHECKS = {
+    **dict.fromkeys(("status", "reason", "device", "commit"), or_none(TEXT)),
+    **dict.fromkeys(("error", "loss", "seconds"), or_none(NUMBER)),
+    **dict.fromkeys(("predicted_peak_bytes", "measured_peak_bytes"), or_none(COUNT)),
+}
 COLUMNS = ("key", "sweep", "task", "seed", "mode", "plan", "propensity", "state", *FIGURES)
 
 
@@ -41,7 +47,7 @@ def export(store: Store, to: str | Path, *, sweep: str | None = None) -> int:
     found = rows(store, sweep)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with part.open("wb") as file, readable("a trial"):
             WRITERS[path.suffix](found, file)
         part.replace(path)
     except OSError as error:
@@ -57,7 +63,9 @@ def _row(row: Any) -> dict[str, Any]:
         trial = json.loads(row.result) if row.state == FINISHED else None
         values = {name: getattr(row, name) for name in ("key", "sweep", "task", "seed", "propensity", "state")}
         values |= {"mode": json.loads(row.settings)["mode"], "plan": json.loads(row.plan), "trial": trial}
-        return values | {name: trial and trial.get(name) for name in FIGURES}
+        figures = {name: None if trial is None else trial.get(name) for name in FIGURES}
+        check_fields(figures, CHECKS, "trial in the store", StoreError)
+        return values | figures
 
 
 def _flat(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ A new version appends a row to MIGRATIONS, statements that lead to it from the v
 
 from __future__ import annotations
 
+import re
+
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
@@ -67,6 +69,7 @@ TRIALS = Table(
     Index("paredown_trials_worker", "worker"),
 )
 MIGRATIONS: list[tuple[str, ...]] = [()]  # row i leads from version i to i + 1; version 1 is made whole
+VERSION = re.compile(r"[0-9]{1,9}")  # anything else is no version
 LOCK = 0x70617265  # of PostgreSQL: one process at a time makes or changes the tables
 
 
@@ -92,7 +95,7 @@ def find_version(connection: Connection) -> int | None:
     if not inspect(connection).has_table(META.name):
         return None
     found = str(connection.scalar(select(META.c.value).where(META.c.name == "version")))
-    return int(found) if found.isdigit() else 0
+    return int(found) if VERSION.fullmatch(found) else 0
 
 
 def check_version(found: int, name: str) -> None:

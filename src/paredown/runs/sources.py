@@ -7,8 +7,10 @@ Examples(1437 to learn from, 360 to be judged by, 10 answers)
 from __future__ import annotations
 
 import gzip
+import warnings
 from collections.abc import Sequence
 from importlib import resources
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +98,7 @@ def _idx_array(folder: Path, name: str) -> Array:
     num_dims = read[3] if read[:3] == b"\0\0\x08" and len(read) > 3 else 0
     shape = np.frombuffer(read, ">u4", num_dims, 4).astype(np.int64) if len(read) >= 4 + 4 * num_dims else np.zeros(0, np.int64)
     values = np.frombuffer(read, np.uint8, offset=min(4 + 4 * num_dims, len(read)))
-    if not num_dims or values.size != shape.prod():
+    if not num_dims or values.size != prod(shape.tolist()):  # in whole numbers of any size
         raise TaskError(f"{name} in {folder.name} is no idx file of bytes, or is cut off: {len(read)} bytes.")
     return values.reshape(shape)
 
@@ -153,8 +155,14 @@ def _picture(path: Path, side: int | None) -> Array:
     except ImportError:
         raise TaskError("pictures in folders are read with Pillow: pip install pillow. An .npz needs nothing.") from None
     try:
-        with Image.open(path) as file:
-            picture = file.convert("RGB")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of odd tags beside a picture that can be read
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # 89 million pixels and more
+            with Image.open(path) as file:
+                picture = file.convert("RGB")
             return np.asarray(picture if side is None else picture.resize((side, side), Image.Resampling.BILINEAR))
-    except BROKEN as error:
-        raise TaskError(f"{path.parent.name}/{path.name} is no picture: {type(error).__name__}.") from None
+    except Exception as error:  # Pillow's thirty decoders raise errors of many kinds
+        why = f"{type(error).__name__}: {str(error)[:120]}".rstrip(": ")
+        raise TaskError(
+            f"{path.parent.name}/{path.name} is no picture that can be read: {why}. Replace it, or remove it."
+        ) from None

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, and_, func, select
 
 from paredown.plan.plan import Plan
 from paredown.plan.trial import Status
-from paredown.runs.readable import check_columns, readable
+from paredown.runs.readable import check_columns, check_text, readable
 from paredown.runs.schema import FINISHED, RUNNING, TRIALS, WAITING
 from paredown.runs.store import Store
 
@@ -72,7 +72,7 @@ def count(store: Store) -> list[Counts]:
     rows = store.database.read(lambda c: c.execute(select(*columns, func.count()).group_by(*columns)).all())
     found: dict[str, dict[str, int]] = {}
     for sweep, state, status, num in rows:
-        found.setdefault(sweep, {})[status if state == FINISHED else state] = num
+        found.setdefault(check_text(sweep, "the name of a sweep"), {})[status if state == FINISHED else state] = num
     return [_counts(sweep, nums) for sweep, nums in sorted(found.items())]
 
 

@@ -78,10 +78,10 @@ def load_sweep(path: str | Path) -> SweepFile:
         return _read(_parsed(path), path)
     except FileNotFoundError:
         raise SweepError(f"there is no sweep {path}.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise SweepError(f"{path} cannot be read: {error}.") from None
     except ParedownError as error:
         raise SweepError(f"{path}: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, a number of thousands of digits
+        raise SweepError(f"{path} cannot be read: {str(error)[:300]}.") from None
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from paredown.errors import PriorError
 from paredown.search.earlier import Array, Earlier, Mask, PlanRow, TaskRow
+from paredown.serial import read_bytes
 
 VERSION = 2
 FIRST = 1  # runs of a pair stood one after the other, whatever their seeds
@@ -82,12 +83,7 @@ def _check_size(size: int, what: str) -> None:
 def read(path: Path) -> Earlier:
     """The prior of a file; PriorError says why it is none."""
     try:
-        _check_size(path.stat().st_size, path.name)
-        return from_text(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PriorError(f"there is no file {path.name}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PriorError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}.") from None
+        return from_text(read_bytes(path, "prior", PriorError, name=path.name, most_bytes=MOST_BYTES))
     except PriorError as error:
         raise PriorError(str(error) if str(error).startswith(path.name) else f"{path.name}: {error}") from None
 
@@ -138,7 +134,7 @@ def _number(value: float) -> float | None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def from_text(text: str) -> Earlier:
+def from_text(text: str | bytes) -> Earlier:
     """The prior whose JSON this is."""
     try:
         value = json.loads(text)

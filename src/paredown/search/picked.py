@@ -25,9 +25,9 @@ from paredown.errors import BudgetError, PlanError
 from paredown.plan.plan import Plan
 from paredown.plan.sizes import parse_bytes, say_bytes
 from paredown.plan.trial import Trial
+from paredown.serial import COUNT, SUMMED, TEXT, Check, brief, check_fields, is_count, object_parts, or_none
 
 VERSION = 2  # of the JSON: 1 has what all points take beyond their prediction, 2 what each of them needs
-LARGEST = 1e300  # of numbers and sizes in a file
 SOURCES = ("measured", "prior", "features")
 
 
@@ -57,7 +57,7 @@ class Point:
     needed_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self, POINT_CHECKS, "point")
+        check_fields(self, POINT_CHECKS, "point", PlanError)
 
     @property
     def needs(self) -> int:
@@ -86,7 +86,7 @@ class Frontier:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple(sorted(self.points, key=lambda point: (point.predicted_bytes, point.mean))))
-        _check(self, FRONTIER_CHECKS, "frontier")
+        check_fields(self, FRONTIER_CHECKS, "frontier", PlanError)
 
     def front(self) -> tuple[Point, ...]:
         """The points that no other is expected to beat in both bytes and error."""
@@ -153,7 +153,7 @@ class Picked:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check(self, PICKED_CHECKS, "pick")
+        check_fields(self, PICKED_CHECKS, "pick", PlanError)
 
     @property
     def point(self) -> Point | None:
@@ -187,69 +187,48 @@ class Picked:
 # --- what may stand where -----------------------------------------------------------------------------------------------
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def _is_bytes(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
-
-
 def _are(kind: type, value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(part, kind) for part in value)
 
 
 def _is_used(value: Any) -> bool:
-    return _are(tuple, value) and all(len(pair) == 2 and isinstance(pair[0], str) and _is_number(pair[1]) for pair in value)
+    return _are(tuple, value) and all(len(pair) == 2 and isinstance(pair[0], str) and SUMMED.holds(pair[1]) for pair in value)
 
 
-TEXT = (lambda value: isinstance(value, str), "text")
-PLAN = (lambda value: isinstance(value, Plan), "a Plan")
-BYTES = (_is_bytes, "a whole number from 0 up")
-NUMBER = (_is_number, "a finite number")
-TEXTS = (lambda value: _are(str, value), "texts")
-
-
-def _or_none(check: Any) -> Any:
-    return lambda value: value is None or check[0](value), f"{check[1]}, or None"
-
-
-Checks = Mapping[str, Any]
+PLAN = Check(lambda value: isinstance(value, Plan), "a Plan")
+TEXTS = Check(lambda value: _are(str, value), "texts")
+FLAG = Check(lambda value: isinstance(value, bool), "true or false")
+FROM_0 = Check(lambda value: SUMMED.holds(value) and value >= 0, "a finite number from 0 up")
+Checks = Mapping[str, Check]
 POINT_CHECKS: Checks = {
     "label": TEXT,
     "plan": PLAN,
-    "predicted_bytes": BYTES,
-    "mean": NUMBER,
-    "deviation": (lambda value: _is_number(value) and value >= 0, "a finite number from 0 up"),
-    "measured": _or_none(NUMBER),
-    "measured_bytes": _or_none(BYTES),
-    "needed_bytes": _or_none(BYTES),
-    "num_trials": BYTES,
-    **dict.fromkeys(("on_front", "trains"), (lambda value: isinstance(value, bool), "true or false")),
-    "fits": (lambda value: value is None or isinstance(value, bool), "true, false or None"),
-    "source": (lambda value: value in SOURCES, f"one of {', '.join(SOURCES)}"),
+    "predicted_bytes": COUNT,
+    "mean": SUMMED,
+    "deviation": FROM_0,
+    "measured": or_none(SUMMED),
+    "measured_bytes": or_none(COUNT),
+    "needed_bytes": or_none(COUNT),
+    "num_trials": COUNT,
+    **dict.fromkeys(("on_front", "trains"), FLAG),
+    "fits": or_none(FLAG),
+    "source": Check(lambda value: value in SOURCES, f"one of {', '.join(SOURCES)}"),
 }
 FRONTIER_CHECKS: Checks = {
-    "points": (lambda value: _are(Point, value), "points"),
+    "points": Check(lambda value: _are(Point, value), "points"),
     "metric": TEXT,
-    "full_bytes": _or_none(BYTES),
+    "full_bytes": or_none(COUNT),
 }
 PICKED_CHECKS: Checks = {
     **dict.fromkeys(("task", "reason", "prior", "label"), TEXT),
-    **dict.fromkeys(("budget_bytes", "full_bytes"), BYTES),
+    **dict.fromkeys(("budget_bytes", "full_bytes"), COUNT),
     **dict.fromkeys(("ties", "notes"), TEXTS),
-    "plan": _or_none(PLAN),
-    "frontier": (lambda value: isinstance(value, Frontier), "a Frontier"),
-    "trials": (lambda value: _are(Trial, value), "trials"),
-    "seconds": NUMBER,
-    "used": (_is_used, "pairs of a name and a weight"),
+    "plan": or_none(PLAN),
+    "frontier": Check(lambda value: isinstance(value, Frontier), "a Frontier"),
+    "trials": Check(lambda value: _are(Trial, value), "trials"),
+    "seconds": SUMMED,
+    "used": Check(_is_used, "pairs of a name and a weight"),
 }
-
-
-def _check(value: Any, checks: Checks, what: str) -> None:
-    for name, (check, expected) in checks.items():
-        if not check(part := getattr(value, name)):
-            raise PlanError(f"{name} of a {what} is {expected}, not {_brief(part)}.")
 
 
 def _without_excess(value: Any) -> tuple[Any, int]:
@@ -257,8 +236,8 @@ def _without_excess(value: Any) -> tuple[Any, int]:
     if not isinstance(value, dict) or value.get("version") != 1 or "excess_bytes" not in value:
         return value, 0
     excess = value["excess_bytes"]
-    if not _is_bytes(excess):
-        raise PlanError(f"excess_bytes of a frontier is {BYTES[1]}, not {_brief(excess)}.")
+    if not is_count(excess):
+        raise PlanError(f"excess_bytes of a frontier is {COUNT.expected}, not {brief(excess)}.")
     return {name: part for name, part in value.items() if name != "excess_bytes"}, excess
 
 
@@ -272,25 +251,10 @@ def _parts(value: Any, kind: Any, what: str) -> dict[str, Any]:
     """The fields of a JSON object, the version looked at and left out."""
     names = [row.name for row in fields(kind)]
     needed = {row.name for row in fields(kind) if row.default is MISSING}
-    if not isinstance(value, dict) or not value.keys() >= needed:
-        raise PlanError(f"the JSON of a {what} is an object with {', '.join(sorted(needed))}; this is {_brief(value)}.")
-    version = value.get("version", VERSION)
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise PlanError(
-            f"the {what} is of version {_brief(version)}; this paredown reads 1 to {VERSION}. Update paredown to read it."
-        )
-    unknown = sorted(str(name) for name in value.keys() - {"version", *names})
-    if unknown:
-        raise PlanError(f"field {unknown[0]!r} is unknown in a {what} of version {VERSION}. Allowed: {', '.join(names)}.")
-    return {name: part for name, part in value.items() if name != "version"}
+    return object_parts(value, what, names, needed, VERSION, PlanError)
 
 
 def _list(value: Any, name: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
-        raise PlanError(f"{name} is a list, not {_brief(value)}.")
+        raise PlanError(f"{name} is a list, not {brief(value)}.")
     return value
-
-
-def _brief(value: object) -> str:
-    """A value in a message, cut to one short line."""
-    return text if len(text := repr(value)) <= 80 else text[:77] + "..."

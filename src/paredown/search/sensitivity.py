@@ -31,9 +31,11 @@ from paredown.errors import FormatError, PlanError
 from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
 from paredown.plan.given import significant_bits
+from paredown.serial import COUNT, brief, check_fields, is_text, object_parts, read_json
 
 VERSION = 1  # of the JSON
 SHOWN = 12  # slots that repr prints
+NAN = float("nan")
 LARGEST = 1e300  # an infinite error, so that all are numbers of JSON
 
 
@@ -50,7 +52,8 @@ class Sensitivities:
     def __post_init__(self) -> None:
         if not isinstance(self.errors, Mapping):
             raise PlanError(f"sensitivities are {{slot: {{format: error}}}}, not {type(self.errors).__name__}.")
-        errors = {str(name): _row(name, row) for name, row in self.errors.items()}
+        check_fields(self, {"step": COUNT}, "measurement of sensitivities", PlanError)
+        errors = {name: _row(name, row) for name, row in self.errors.items()}
         object.__setattr__(self, "errors", errors)
 
     def of(self, name: str, format: str | Format) -> float | None:
@@ -90,9 +93,8 @@ class Sensitivities:
     @staticmethod
     def from_json(value: Any) -> Sensitivities:
         """The sensitivities whose `to_json` is `value`."""
-        if not isinstance(value, dict) or value.get("version") != VERSION or not isinstance(value.get("errors"), dict):
-            raise PlanError(f"these are no sensitivities of version {VERSION}: they are written by sensitivities.save(path).")
-        return Sensitivities(value["errors"], int(value.get("step", 0)))
+        parts = object_parts(value, "file of sensitivities", ("step", "errors"), ("version", "errors"), VERSION, PlanError)
+        return Sensitivities(parts["errors"], parts.get("step", 0))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON."""
@@ -101,26 +103,40 @@ class Sensitivities:
     @staticmethod
     def load(path: str | PathLike[str]) -> Sensitivities:
         """The sensitivities that `save` wrote."""
+        value = read_json(path, "file of sensitivities", PlanError, hint="They are written by sensitivities.save(path).")
         try:
-            return Sensitivities.from_json(json.loads(Path(path).read_bytes()))
-        except (ValueError, TypeError) as error:
+            return Sensitivities.from_json(value)
+        except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
 
 
 def _row(name: str, row: Any) -> dict[str, float]:
     """The errors of one slot, formats in their one spelling."""
+    if not is_text(name):
+        raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
     if not isinstance(row, Mapping):
         raise PlanError(f"sensitivities of {name!r} are {{format: error}}, not {type(row).__name__}.")
     found: dict[str, float] = {}
     for text, error in row.items():
         try:
-            format, value = str(find_format(text)), float(error)
-        except (FormatError, TypeError, ValueError) as reason:
-            raise PlanError(f"sensitivities of {name!r}, {text!r}: {reason}") from None
-        if not value >= 0:
-            raise PlanError(f"sensitivities of {name!r}: the error of {text!r} is {value}; a squared error is a number from 0 up.")
-        found[format] = min(value, LARGEST)
+            format = str(find_format(text))
+        except (FormatError, TypeError) as reason:
+            raise PlanError(f"sensitivities of {brief(name)}, {brief(text)}: {reason}") from None
+        found[format] = _error(error, f"sensitivities of {brief(name)}: the error of {brief(text)}")
     return found
+
+
+def _error(error: Any, what: str) -> float:
+    """A squared error as a number of JSON; an infinite one is LARGEST."""
+    try:
+        value = NAN if isinstance(error, str | bytes | bool) else float(error)  # numbers of numpy and torch are floats too
+    except (TypeError, ValueError, OverflowError):
+        value = NAN
+    if not value >= 0:
+        raise PlanError(
+            f"{what} is {brief(error)}; a squared error is a number from 0 up that a float64 holds. Probe the slot again."
+        )
+    return min(value, LARGEST)
 
 
 @cache
@@ -136,7 +152,7 @@ def _interpolated(row: Mapping[str, float], text: str) -> float:
     above = [point for point in points if point[0] >= bits]
     if not below or not above:
         at, error = above[0] if above else below[-1]
-        return error * 4.0 ** (at - bits)
+        return min(error * 4.0 ** (at - bits), LARGEST)
     (low, more), (high, less) = below[-1], above[0]
     if low == high or not 0 < less <= more:
         return more

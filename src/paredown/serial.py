@@ -1,0 +1,143 @@
+"""The checked JSON reader: files, versions, field names and field values, with one set of limits and one wording for all errors.
+
+A JSON file can hold anything: numbers of thousands of digits, NaN, lists nested a thousand deep, or a directory in its place. `read_json`
+gives the value of a file or raises the given ParedownError; `object_parts` checks version and field names; `check_fields` checks values
+against a table of `Check`s. `brief` quotes any value in a message, also those that `repr` fails on.
+
+>>> brief([1, 2]), brief(10**6000), brief([10**6000])
+('[1, 2]', 'a whole number of about 6001 digits', 'a list of 1')
+>>> from paredown.errors import PlanError
+>>> check_fields({"seed": 10**400}, {"seed": WHOLE}, "trial", PlanError)
+Traceback (most recent call last):
+    ...
+paredown.errors.PlanError: seed of a trial is a whole number of at most 64 bits, not a whole number of about 401 digits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paredown.errors import ParedownError
+
+MOST_BYTES = 1 << 28  # of a JSON file
+BITS = 63  # of whole numbers, beside the sign: what SQLite, PostgreSQL, numpy and torch store
+LARGEST = 1e300  # of numbers that are added up: their sums are finite too
+SHOWN = 80  # letters of a value in a message
+SHOWN_BITS = 133  # of a whole number that is quoted, 40 digits
+
+Raises = Callable[[str], ParedownError]
+PathText = str | PathLike[str]
+
+
+class Check(NamedTuple):
+    """Whether a value is allowed, and what is allowed, in words."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is an integer of at most 64 bits, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(1 << BITS) <= value < 1 << BITS
+
+
+def is_count(value: Any) -> bool:
+    """Whether `value` is an integer from 0 to 2^63 - 1."""
+    return is_whole(value) and value >= 0
+
+
+def is_number(value: object, largest: float = sys.float_info.max) -> bool:
+    """Whether `value` is a finite number; an integer beyond `largest`, by default the largest float64, is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= largest
+
+
+def is_text(value: object) -> bool:
+    """Whether `value` is a str."""
+    return isinstance(value, str)
+
+
+WHOLE = Check(is_whole, "a whole number of at most 64 bits")
+COUNT = Check(is_count, "a whole number from 0 up to 2^63 - 1")
+NUMBER = Check(is_number, "a finite number")
+SUMMED = Check(lambda value: is_number(value, LARGEST), "a finite number of at most 1e300")
+TEXT = Check(is_text, "text")
+
+
+def or_none(check: Check) -> Check:
+    """`check`, or None."""
+    return Check(lambda value: value is None or check.holds(value), f"{check.expected}, or None")
+
+
+def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Raises) -> None:
+    """`error` for the first field of a mapping or an object that its check refuses; `what` is the kind of object in the message."""
+    for name, check in checks.items():
+        value = values[name] if isinstance(values, Mapping) else getattr(values, name)
+        if not check.holds(value):
+            raise error(f"{name} of a {what} is {check.expected}, not {brief(value)}.")
+
+
+def object_parts(
+    value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises
+) -> dict[str, Any]:
+    """The fields of a JSON object without its version; `error` for another value, another version, or missing or unknown fields.
+
+    >>> from paredown.errors import PlanError
+    >>> object_parts({"version": 1, "a": 2}, "pair", ("a", "b"), ("a",), 1, PlanError)
+    {'a': 2}
+    """
+    version = value.get("version", newest) if isinstance(value, Mapping) else newest
+    if type(version) is not int or not 1 <= version <= newest:
+        raise error(f"the {what} is of version {brief(version)}; this paredown reads 1 to {newest}. Update paredown to read it.")
+    if not isinstance(value, Mapping) or not value.keys() >= set(needed):
+        raise error(f"the JSON of a {what} is an object with {', '.join(sorted(needed))}; this is {brief(value)}.")
+    unknown = [name for name in value if name != "version" and name not in names]
+    if unknown:
+        raise error(f"field {brief(unknown[0])} is unknown in a {what} of version {newest}. Allowed: {', '.join(names)}.")
+    return {name: part for name, part in value.items() if name != "version"}
+
+
+def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name: str = "", most_bytes: int = MOST_BYTES) -> Any:
+    """The value of a JSON file; `error` where the file cannot be read, is too large, or holds no JSON.
+
+    `hint`: what to do next. `name`: what messages call the file, where not by its path.
+    """
+    data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{name or path} is no {what}: it is not JSON ({str(reason)[:SHOWN]}). {hint}".rstrip()) from None
+
+
+def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most_bytes: int = MOST_BYTES) -> bytes:
+    """The bytes of a file; `error` where it is missing, a directory, unreadable or larger than `most_bytes`."""
+    try:
+        size = Path(path).stat().st_size
+        data = Path(path).read_bytes() if size <= most_bytes else b""
+    except OSError as reason:
+        why = reason.strerror or type(reason).__name__
+        raise error(f"{name or path} cannot be read: {why}. Give the path of a {what} that this user may read.") from None
+    except ValueError as reason:  # a zero byte or half a character in the path
+        raise error(f"{brief(name or str(path))} cannot be the path of a {what}: {reason}.") from None
+    if size > most_bytes:
+        raise error(f"{name or path} has {size} bytes; a {what} of more than {most_bytes} bytes is not read.")
+    return data
+
+
+def brief(value: object, length: int = SHOWN) -> str:
+    """A value in a message, cut to one short line, whatever the value is."""
+    if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
+        return f"a whole number of about {value.bit_length() * 30103 // 100000 + 1} digits"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a part of thousands of digits; too deep
+        size = f" of {len(value)}" if isinstance(value, list | tuple | dict) else ""
+        return f"{NAMES.get(type(value), f'a value of type {type(value).__name__}')}{size}"
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+NAMES: Mapping[type, str] = {list: "a list", tuple: "a tuple", dict: "an object"}
