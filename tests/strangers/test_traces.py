@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import paredown as pare
+from paredown.roles import Role
 from tests.strangers.mutations import answers, places, thousands, wrong_json
 
 
@@ -37,9 +39,9 @@ class Net(nn.Module):
 
 @lru_cache(maxsize=1)
 def made() -> Any:
-    """The JSON of a trace for CUDA under autocast."""
+    """The JSON of a trace for a CPU, whose peak is all tensors, under autocast."""
     batch = torch.zeros(64, 1, 16, 16), torch.zeros(64, dtype=torch.int64)
-    options: dict[str, Any] = {"optimizer": "adamw", "device": "cuda", "autocast": torch.bfloat16}
+    options: dict[str, Any] = {"optimizer": "adamw", "device": "cpu", "autocast": torch.bfloat16}
     return json.loads(json.dumps(pare.trace_step(Net(), batch, loss=nn.functional.cross_entropy, **options).to_json()))
 
 
@@ -147,3 +149,11 @@ def test_a_contradiction_is_named_when_the_trace_is_read(case: str) -> None:
     change(value)
     with pytest.raises(pare.TraceError, match=said):
         pare.Trace.from_json(value)
+
+
+def test_assign_refuses_a_trace_made_by_hand_that_contradicts_itself() -> None:
+    """A weight that stands twice, which a file may not have: no rules bring both down."""
+    right = pare.Trace.from_json(made())
+    twice = replace(right, slots=(*right.slots, max(right.of(Role.WEIGHT), key=lambda slot: slot.nbytes)))
+    with pytest.raises(pare.PlanError, match=r"slots of the trace contradict one another\. Trace the step anew"):
+        pare.assign(twice, int(0.8 * pare.footprint(twice).peak_bytes))

@@ -123,7 +123,10 @@ def _planned(trace: Trace, found: Found, budget_bytes: int, reason: str, made_fo
         plan = Plan(rules, reason, made_for, layers)
         if footprint(trace, plan).peak_bytes <= budget_bytes:
             return plan
-    raise AssertionError(f"no plan of {layers} and {search.formats(best)} takes as little as was planned, {best.peak_bytes} bytes")
+    raise PlanError(
+        f"the rules for this trace of {trace.model} do not bring its peak down to {best.peak_bytes} bytes, as was planned for a budget of "
+        f"{budget_bytes}: slots of the trace contradict one another. Trace the step anew, with trace_step."
+    )
 
 
 def _written(search: Search, best: Point) -> Iterator[Rules]:
