@@ -9,6 +9,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 import paredown as pare
 from paredown.errors import ApplyError, BudgetError, PlanError
 from paredown.plan.footprint import peak_of
+from paredown.session import attention
 from paredown.session.actions import THE_STEP
 from tests.session.nets import INT4, INT8, rows
 
@@ -162,22 +164,38 @@ def test_a_step_that_is_left_out_changes_nothing() -> None:
     assert all(torch.equal(state["state"][i]["momentum_buffer"], after[i]["momentum_buffer"]) for i in after)
 
 
-def test_long_attention_with_large_logits_stays_finite() -> None:
-    """Rounded queries and keys stand in an exponent beside an exact logsumexp: as logits grow, gradients explode."""
+def test_long_attention_with_large_logits_stays_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded queries and keys stand in an exponent beside an exact logsumexp: as logits grow, gradients explode.
+
+    Sessions keep them plain where logits are large; without that, a guard raises them.
+    """
+    bounded = Run(pare.Plan.uniform(activation=INT8), None, Attention(), TEXT)
+    monkeypatch.setattr(attention, "LARGEST_ERROR", inf)
     plan, trace = pare.Plan.uniform(activation=INT8), traced(Attention(), TEXT)
     runs: dict[str, Run] = {}
     for name, guard in (("exact", None), ("lost", None), ("guarded", pare.Guard(trace, "100%", limits=pare.Limits(every=4)))):
         runs[name] = run = Run(pare.Plan() if name == "exact" else plan, guard, Attention(), TEXT)
         run.optimizer.param_groups[0]["lr"] = 0.02
-        for step in range(60):
-            run.model.gain = min(1.2**step, 24.0)  # type: ignore[assignment]
-            run.steps(1)
+        with_growing_logits(run)
     assert not all(w.isfinite().all() for w in weights(runs["lost"].model)), "without a guard this run is lost"
     run = runs["guarded"]
     assert all(w.isfinite().all() for w in weights(run.model))
     assert run.losses[-1] < run.losses[0] and run.losses[-1] == pytest.approx(runs["exact"].losses[-1], rel=0.02)
     assert {":scaled_dot_product_attention.query", ":scaled_dot_product_attention.key"} <= set(run.moves)
     assert all(peak_of(trace, used) <= peak_of(trace, pare.Plan()) for used in run.plans)
+
+    monkeypatch.undo()
+    bounded.optimizer.param_groups[0]["lr"] = 0.02
+    with_growing_logits(bounded)
+    assert bounded.losses[-1] == pytest.approx(runs["exact"].losses[-1], rel=0.02)
+    assert any("logits are up to" in row.reason for row in bounded.session.changes)
+
+
+def with_growing_logits(run: Run) -> None:
+    """Sixty steps in which the logits grow to 24 times what they are."""
+    for step in range(60):
+        run.model.gain = min(1.2**step, 24.0)  # type: ignore[assignment]
+        run.steps(1)
 
 
 @pytest.mark.parametrize("format", [None, "fp32", INT8, INT2])

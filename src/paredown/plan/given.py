@@ -26,7 +26,8 @@ from paredown.formats.format import Format
 from paredown.plan.assignment import Assignment
 from paredown.plan.ops import Needs, Use
 
-PINNED = Format.parse("int8/64@bf16")
+PINNED = Format.parse("int8/64@bf16")  # 7 significant bits, the most that a format of 8 has
+PINNED_WIDE = Format.parse("bf16")  # for more
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CENTERED = "backward subtracts a mean from it: a minimum for each block keeps small differences beside a large mean"
 PRECISE_BITS = 8  # bf16 has 8 significant bits: what the user's own step may compute in
@@ -84,7 +85,8 @@ def given(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tu
         return None, f"{asked} without a block holds {ends} as they are, and nothing else: write {asked}/64@bf16"
     format, reason, pin = asked, "", needs.pin
     if pin is not None and significant_bits(asked) < pin.significant_bits:
-        format, reason = PINNED, f"pinned at {pin.significant_bits} significant bits or more: {pin.reason}"
+        format = PINNED if pin.significant_bits <= significant_bits(PINNED) else PINNED_WIDE
+        reason = f"pinned at {pin.significant_bits} significant bits or more: {pin.reason}"
     if needs.is_centered and not resolves_differences(format):
         format, reason = with_minimum(format), f"{reason}; {CENTERED}" if reason else CENTERED
     own = numel * ITEM_BYTES[dtype]

@@ -58,6 +58,8 @@ class Needs:
 
 
 EXPONENT = Pin(7, "backward exponentiates its errors")
+CANCELS = Pin(7, "backward subtracts a sum over the output from its product with the gradient, and little may be left")
+CANCELLED = Pin(8, "backward subtracts a sum over it from each gradient of a logit, and little may be left")
 UNKNOWN = Pin(7, "nothing is known of how backward uses it")
 COMPUTED_WEIGHT = Pin(7, "it stands where a weight stands")
 NONLINEAR = Pin(7, "backward uses it other than linearly")
@@ -147,8 +149,8 @@ NORM = {
 ATTENTION = {
     "query": Operand("query", pin=EXPONENT),
     "key": Operand("key", pin=EXPONENT),
-    "value": Operand("value"),
-    "output": Operand("output"),
+    "value": Operand("value", pin=CANCELS),
+    "output": Operand("output", pin=CANCELLED),
     "logsumexp": _exact("logsumexp", STATISTIC),
     "log_sumexp": _exact("logsumexp", STATISTIC),
     "attn_bias": _exact("bias", "it stands in an exponent"),

@@ -84,11 +84,9 @@ def choice(slot: Slot, plan: Plan) -> Choice:
             continue
         asked = plan.find((saver.name,), Role.ACTIVATION)
         found, why = given(asked, saver.needs, dtype=slot.dtype, numel=slot.numel)
-        if format is None:
+        if format is None or not keeps_enough(format, saver.needs):
             if found is None:
                 return Choice(False, None, why)
-            format, reason = found, why
-        elif found is not None and not keeps_enough(format, saver.needs):
             format, reason = found, why
     return Choice(True, format, reason)
 

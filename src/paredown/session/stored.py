@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -36,13 +36,15 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from paredown.plan.given import given, is_same_level, keeps_enough
 from paredown.plan.graph import MIN_NUMEL, Saved, tensors_in
-from paredown.plan.ops import Use
+from paredown.plan.ops import CANCELS, EXPONENT, Use
 from paredown.plan.plan import Plan
 from paredown.plan.recipes import SOURCE_OPS, recipe_of
 from paredown.roles import Role
+from paredown.session.attention import LogitBounds
 from paredown.session.steps import steps_of
 from paredown.session.waiting import Bits, Integers, Nothing, Piece, Recomputed, Values, View, Waiting
 
+LOGITS = (EXPONENT, CANCELS)  # the pins of what attention multiplies
 WIDTHS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
 HOOKED = "somebody else holds it through hooks of their own, such as checkpointing"
 REASONS = {"hooked": HOOKED, "weight": "it is a weight", "buffer": "it is a buffer", "input": "the caller holds it"}
@@ -96,6 +98,7 @@ class Activations:
         self._waiting: list[weakref.ref[Waiting]] = []  # of all forward passes whose backward may come
         self._running = threading.local()
         self._open: list[Shelf] = []  # of the forward passes that are running, in all threads
+        self._logits = LogitBounds()
         self._lock = threading.Lock()  # threads of one forward pass share its shelf: one storage is packed once
 
     @property
@@ -184,7 +187,12 @@ class Activations:
     def _values(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
         decision = self.decide(saved, piece)
         if decision.format is None:
-            return there
+            return there if there is not None and _keeps_enough(there, saved) else None
+        if saved.pin in LOGITS:
+            reason = self._logits.reason_to_keep(saved, decision.format, self.forwards)
+            if reason:
+                self.decisions[saved.name] = replace(decision, format=None, reason=reason)
+                return None
         if there is not None and _keeps_enough(there, saved):
             return there
         recomputed = self._recomputed(saved, piece) if there is None else None
