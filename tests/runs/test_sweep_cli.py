@@ -77,8 +77,9 @@ def write(folder: Path, toml: str = TOML) -> Path:
     return folder / "sweep.toml"
 
 
-def test_twenty_real_trials_killed_and_started_again(tmp_path: Path) -> None:
-    kill_and_go_on(tmp_path, str(tmp_path / "t.db"), num_seeds=5)
+@pytest.mark.parametrize("num_seeds", [2, pytest.param(5, marks=pytest.mark.full)])
+def test_real_trials_killed_and_started_again(tmp_path: Path, num_seeds: int) -> None:
+    kill_and_go_on(tmp_path, str(tmp_path / "t.db"), num_seeds=num_seeds)
 
 
 def test_real_trials_killed_and_started_again_on_postgresql(tmp_path: Path, new_postgres: Callable[[], str]) -> None:
