@@ -124,15 +124,21 @@ LEAST = {"resnet10": (5, 0.6), "gpt": (2, 0.9)}
 
 @pytest.mark.parametrize("name", LEAST)
 def test_ranks_slots_as_brute_force_does(name: str) -> None:
-    """The limits are at least 5 standard errors of the mean of so many draws from what was measured over SEEDS_MEASURED.
+    """Means over a few seeds, so that no single network decides, whose ranks other arithmetic may change.
 
-    That is one false alarm in 3 million machines at most, if means of draws are normal: ODDS_TABLE
-    A probe that knew nothing would have a mean correlation of 0 +- 0.1 (resnet10) or 0 +- 0.17 (gpt).
+    Mean and standard deviation of one draw, measured with seeds 100 to 123 (resnet10) and 100 to 115 (gpt), each with AVX-512 and with AVX2:
+
+        resnet10    correlation 0.81, 0.09    total 0.97, 0.08    lost 0.025, 0.031
+        gpt         correlation 0.98, 0.01    total 1.01, 0.11    lost 0.002, 0.003
+
+    Each limit is 5 standard errors of the mean of these draws away or more: below one false alarm in a million on a new machine, if
+    means are normal. Errors that have nothing to do with brute force's have a mean correlation of 0, with a standard deviation of 0.10
+    (five draws of 20 slots) or 0.17 (two of 18).
     """
     num, least = LEAST[name]
     draws = [drawn(name, seed) for seed in range(num)]
     assert fmean(draw.correlation for draw in draws) >= least
-    assert 0.7 < fmean(draw.total for draw in draws) < 1.4, "the size too, not the order alone"
+    assert 0.6 < fmean(draw.total for draw in draws) < 1.6, "the size too, not the order alone"
     assert fmean(draw.lost for draw in draws) <= 0.12
 
 
