@@ -126,7 +126,7 @@ LEAST = {"resnet10": (5, 0.6), "gpt": (2, 0.9)}
 def test_ranks_slots_as_brute_force_does(name: str) -> None:
     """Means over a few seeds, so that no single network decides, whose ranks other arithmetic may change.
 
-    Mean and standard deviation of one draw, measured with seeds 100 to 123 (resnet10) and 100 to 115 (gpt), each with AVX-512 and with AVX2:
+    Mean and standard deviation of one draw, measured with 24 (resnet10) and 16 (gpt) other seeds, each with AVX-512 and AVX2:
 
         resnet10    correlation 0.81, 0.09    total 0.97, 0.08    lost 0.025, 0.031
         gpt         correlation 0.98, 0.01    total 1.01, 0.11    lost 0.002, 0.003
@@ -202,13 +202,16 @@ def test_nothing_of_a_probe_is_in_the_way_of_packing_weights() -> None:
 
 
 def test_probes_a_batch_of_another_size() -> None:
-    """Names are stable, and small tensors are probed too: a micro-batch tells of the whole one."""
+    """Names are stable, and small tensors are probed too: a micro-batch tells of the whole one.
+
+    Over 16 seeds the correlation has a mean of 0.88 and a standard deviation of 0.021: the limit is 6 of them away.
+    """
     model, batch, loss = trained("gpt")
     trace = pare.trace_step(model, batch, loss=loss, device="cpu")
     small = pare.probe(model, (batch[0][:1], batch[1][:1]), trace, loss=loss, backwards=4)
     whole = pare.probe(model, batch, trace, loss=loss, backwards=4)
     assert set(small.errors) == set(whole.errors)
-    assert spearman([r[INT4] for r in small.errors.values()], [whole.errors[n][INT4] for n in small.errors]) > 0.8
+    assert spearman([r[INT4] for r in small.errors.values()], [whole.errors[n][INT4] for n in small.errors]) > 0.75
 
 
 def test_a_pinned_slot_goes_no_lower_than_its_pin() -> None:
