@@ -1,6 +1,7 @@
-"""What tests and doctests need to know of the machine: whether it has a CUDA device, and whether Triton is installed.
+"""What tests and doctests need to know of the machine and of the run: a CUDA device, optional packages, `make test` or `make test-all`.
 
-Without a device Triton's kernels run in its interpreter, on the CPU; tests marked `gpu` are then skipped and counted.
+Without a device Triton's kernels run in its interpreter, on the CPU; tests marked `gpu` are then skipped and counted. Tests marked `full`
+run in `make test-all` alone and are counted skips elsewhere. Random examples are the same in every run, however slow the machine is.
 """
 
 from __future__ import annotations
@@ -14,11 +15,22 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import pytest
 import torch
 
+from tests.support.scale import SCALE
+
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 torch.set_num_threads(1)  # tests run side by side, and tensors are small
+
+if find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # Hypothesis otherwise draws anew in each run and fails an example that takes longer than 200 ms, as any may on busy cores.
+    settings.register_profile(
+        "anywhere", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("anywhere")
 
 # package: what cannot be imported without it; tests that need it skip themselves
 STORES = ("address", "claims", "database", "export", "merge", "progress", "running", "schema", "status", "store", "watch", "worker")
@@ -38,10 +50,11 @@ collect_ignore = [path for package, paths in NEEDED_BY.items() if not find_spec(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none."""
-    if HAS_CUDA:
-        return
-    skip = pytest.mark.skip(reason="no CUDA device")
+    """Skip what needs a CUDA device where there is none, and what is of full size outside `make test-all`."""
+    skipped = {"gpu": "no CUDA device"} if not HAS_CUDA else {}
+    if SCALE == 1:
+        skipped["full"] = "of full size: make test-all"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for marker, reason in skipped.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -190,7 +190,7 @@ def measured(planner: Planner, plan: pare.Plan | None, num_steps: int, *, by_han
         is_ours = plan is not None and planner.lowers_parameters(plan)
         optimizer = LEARNS[job.optimizer](model.parameters()) if is_ours else make_optimizer(job.optimizer, model)
         step = make_step(model, batch, optimizer, device)
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP if device == "cuda" else 1):
             step()
         times = (cuda_times if device == "cuda" else cpu_times)(step, num_steps)
         return {**times, "optimizer": f"{type(optimizer).__module__.partition('.')[0]} {job.optimizer}"}
@@ -277,6 +277,6 @@ def time_all(options: argparse.Namespace, device: str) -> None:
     print("peak GiB; step ms: median, p20, p80, host; ratios of peak and time to full, of time to checkpointing", flush=True)
     for name in options.model or jobs:
         job, pattern = jobs[name]
-        for row in rows_of(Planner(job, pattern, device), 4 if options.quick else 15):
+        for row in rows_of(Planner(job, pattern, device), 2 if options.quick else 15):
             log.add(row)
             print(line(row), flush=True)

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from paredown.plan import ops
+from tests.support.scripts import ROOT, run_script
+
 SCRIPT = ROOT / "benchmarks" / "bench_assign.py"
 DATA = os.environ.get("PAREDOWN_DATA", "")
 needs_data = pytest.mark.skipif(not DATA or not Path(DATA).exists(), reason="PAREDOWN_DATA names no folder")
-COUNT = """
-import assign_ways as ways
-from paredown.plan import ops
-pinned = [name for name, row in ops.ROWS.items() if any(o.pin for o in row.operands.values())]
-with ways.without_pins():
-    inside = [name for name in pinned if any(o.pin for o in ops.row_of(name + 'Backward0').operands.values())]
-after = [name for name in pinned if any(o.pin for o in ops.row_of(name + 'Backward0').operands.values())]
-print(len(pinned) > 10, inside, after == pinned, len(ways.WAYS))
-"""
 
 
-def python(*arguments: str) -> str:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def bench(*arguments: str, cwd: Path, apart: bool = False) -> str:
+    """What the benchmark prints."""
+    ran = run_script(SCRIPT, *arguments, cwd=cwd, apart=apart)
+    assert ran.status == 0, ran.err
+    return ran.out
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -48,7 +38,7 @@ def test_merged_runs_are_held_against_full_seed_by_seed(tmp_path: Path) -> None:
         told = [{**plain, "way": w, "seed": s, "value": v, "status": "diverged" if v is None else "done"} for w, s, v in rows]
         parts.append(str(tmp_path / f"{commit}.json"))
         Path(parts[-1]).write_text(json.dumps([{"commit": commit, "rows": told}]))
-    printed = python(str(SCRIPT), "--merge", *parts, "--out", str(tmp_path / "all"))
+    printed = bench("--merge", *parts, "--out", str(tmp_path / "all"), cwd=tmp_path, apart=True)
     run = json.loads((tmp_path / "all" / "assign.json").read_text())[0]
     found = next(row for row in run["rows"] if row["seed"] is None and row["way"] == "role")
     assert run["commit"] == "aaa, bbb" and "1 LOST" in printed
@@ -62,9 +52,9 @@ def test_runs_parts_and_merges_them(tmp_path: Path) -> None:
     for part in range(2):
         folder = tmp_path / str(part)
         ways = ["full", "int8/uint2 50%", "checkpointing", "guarded"]  # 1, 5, 2 and 2 of them
-        python(str(SCRIPT), "--quick", "--task", "gpt", "--seeds", "0", "--way", *ways, "--part", f"{part}/2", "--out", str(folder))
+        bench("--quick", "--task", "gpt", "--seeds", "0", "--way", *ways, "--part", f"{part}/2", "--out", str(folder), cwd=tmp_path)
         parts.append(str(folder / "assign.json"))
-    printed = python(str(SCRIPT), "--merge", *parts, "--out", str(tmp_path / "all"))
+    printed = bench("--merge", *parts, "--out", str(tmp_path / "all"), cwd=tmp_path)
     rows = rows_of(tmp_path / "all" / "assign.json")
     runs = [row for row in rows if row["seed"] is not None]
     assert [row["error"] for row in runs if row["error"]] == []
@@ -81,7 +71,7 @@ def test_runs_parts_and_merges_them(tmp_path: Path) -> None:
 @needs_data
 def test_gradients_are_those_of_full_but_for_rounding(tmp_path: Path) -> None:
     ways = ["full", "int8/uint2 25%"]
-    python(str(SCRIPT), "--quick", "--gradients", "--task", "gpt", "--seeds", "0", "--way", *ways, "--out", str(tmp_path))
+    bench("--quick", "--gradients", "--task", "gpt", "--seeds", "0", "--way", *ways, "--out", str(tmp_path), cwd=tmp_path)
     rows = [row for row in rows_of(tmp_path / "assign_gradients.json") if row["seed"] is not None]
     assert [row["error"] for row in rows if row["error"]] == []
     assert rows[0]["value"] == 0, "full beside itself"
@@ -92,7 +82,7 @@ def test_gradients_are_those_of_full_but_for_rounding(tmp_path: Path) -> None:
 
 
 def test_times_are_taken_at_the_peak_of_checkpointing(tmp_path: Path) -> None:
-    python(str(SCRIPT), "--quick", "--timed", "--task", "gpt", "--out", str(tmp_path))
+    bench("--quick", "--timed", "--task", "gpt", "--out", str(tmp_path), cwd=tmp_path)
     rows = {row["way"]: row for row in rows_of(tmp_path / "assign_times.json")}
     assert [row["error"] for row in rows.values() if row["error"]] == []
     assert rows["checkpointing"]["num_again"] == rows["checkpointing"]["num_layers"] == 4
@@ -102,5 +92,15 @@ def test_times_are_taken_at_the_peak_of_checkpointing(tmp_path: Path) -> None:
     assert rows["assign, activations"]["optimizer"].startswith("torch")
 
 
-def test_pins_are_put_back() -> None:
-    assert python("-c", COUNT).split() == ["True", "[]", "True", "41"]
+def test_pins_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import assign_ways as ways  # type: ignore[import-not-found]
+
+    def pinned() -> list[str]:
+        return [name for name in ops.ROWS if any(operand.pin for operand in ops.row_of(f"{name}Backward0").operands.values())]
+
+    before = pinned()
+    with ways.without_pins():
+        assert pinned() == []
+    assert pinned() == before and len(before) > 10
+    assert len(ways.WAYS) == 41

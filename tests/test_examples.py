@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from itertools import pairwise
@@ -13,22 +11,22 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.scripts import run_script
+
 pytest.importorskip("rich")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def printed(script: str, *arguments: str, cwd: Path) -> str:
+def printed(script: str, *arguments: str, cwd: Path, apart: bool = False) -> str:
     """What an example prints into a pipe 80 characters wide; it must not warn."""
-    env = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(EXAMPLES.parent / "src")}
-    command = [sys.executable, "-W", "error", str(EXAMPLES / script), *arguments]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, encoding="utf-8", check=False)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return done.stdout
+    ran = run_script(EXAMPLES / script, *arguments, cwd=cwd, apart=apart, COLUMNS="80")
+    assert ran.status == 0, ran.err
+    assert not ran.err
+    return ran.out
 
 
 def test_the_demo_measures_what_it_predicts(tmp_path: Path) -> None:
-    text = printed("activations.py", "--steps", "4", cwd=tmp_path)
+    text = printed("activations.py", "--steps", "4", cwd=tmp_path, apart=True)
     assert "\x1b" not in text and "\r" not in text, "a pipe gets plain text"
     rows = re.findall(r"^(as written|\d bits) +([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB +[\d.]+% +\d+ ms$", text, re.MULTILINE)
     assert [row[0] for row in rows] == ["as written", "8 bits", "4 bits", "2 bits"]

@@ -91,7 +91,7 @@ def environment() -> dict[str, str]:
 def piped(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A program whose output goes into pipes."""
     return subprocess.run(
-        program(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=100
+        program(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=600
     )
 
 
@@ -104,7 +104,7 @@ def on_terminal(folder: Path, *arguments: str) -> tuple[int, str]:
     while chunk := _read(master):
         shown += chunk
     os.close(master)
-    return running.wait(timeout=100), shown.decode()
+    return running.wait(timeout=600), shown.decode()
 
 
 def _read(master: int) -> bytes:

@@ -59,7 +59,7 @@ def heed_interrupts() -> None:
 
 
 def test_an_interrupt_is_exit_130(folder: Path) -> None:
-    (folder / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
+    (folder / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
     running = subprocess.Popen(
         program("estimate", "slow.py:model"),
         cwd=folder,
@@ -72,7 +72,7 @@ def test_an_interrupt_is_exit_130(folder: Path) -> None:
     try:
         assert running.stdout is not None and running.stdout.readline() == "begun\n"
         running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=60)
+        _, err = running.communicate(timeout=600)
     finally:
         running.kill()
     assert running.returncode == 130 and "Traceback" not in err

@@ -37,7 +37,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def ask(server: Server, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
     """(status, headers, body) of one request; the path is sent as it is."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     connection.putrequest(method, path, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name, value)
@@ -50,7 +50,7 @@ def ask(server: Server, method: str, path: str, **headers: str) -> tuple[int, di
 
 def events(server: Server) -> Iterator[tuple[str, Any]]:
     """(kind, value) of each event of a stream."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     connection.request("GET", "/events")
     answer = connection.getresponse()
     assert answer.headers["Content-Type"].startswith("text/event-stream")
@@ -341,7 +341,7 @@ class Broken(Source):
 def test_what_was_read_last_stays_while_there_is_trouble() -> None:
     watched = Watched(Broken(), seconds=0.01)
     watched.start()
-    assert watched.wait(1, 10) == 2
+    assert watched.wait(1, 120) == 2
     assert watched.said() == ("trouble", '"gone"')
     assert watched.record.title == "t"
     time.sleep(0.05)

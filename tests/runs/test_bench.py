@@ -19,6 +19,7 @@ from paredown.runs.task import Recipe, Task
 from paredown.search.peppp import peppp_plan
 from paredown.session.simulated import Simulate
 from tests.runs.made import examples, make_task, net
+from tests.support.scale import SCALE
 
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 ROLES = ("activation", "weight", "gradient", "error")
@@ -52,8 +53,9 @@ def assert_as_alone(cases: Sequence[tuple[Task, Plan, int]], device: str, *, mod
 @pytest.mark.parametrize("mode", ["simulate", "peppp"])
 @pytest.mark.parametrize("rule", ["sgdm", "sgd", "adamw"])
 def test_as_alone(rule: str, mode: str, device: str) -> None:
-    task = make_task(steps=12, recipe=Recipe(rule, 0.05, max_norm=1.0 if rule == "adamw" else None))
-    cases = [(task, plan_of(text), seed) for seed in (0, 1) for text in ("e4m3fn", "e5m2f", "e3m1b4fns")]
+    task = make_task(steps=8, recipe=Recipe(rule, 0.05, max_norm=1.0 if rule == "adamw" else None))
+    texts = ("e4m3fn", "e3m1b4fns") if SCALE == 1 else ("e4m3fn", "e5m2f", "e3m1b4fns")
+    cases = [(task, plan_of(text), seed) for seed in (0, 1) for text in texts]  # more than there are lanes
     trials = assert_as_alone(cases, device, mode=mode)
     assert len({trial.loss for trial in trials}) == len(cases), "formats and seeds matter"
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from paredown.errors import StoreError, SweepError
 from paredown.plan.trial import Trial
 from paredown.runs import worker as worker_module
 from paredown.runs.claims import Claim, Ended
+from paredown.runs.engines import local
 from paredown.runs.engines.engine import Engine
 from paredown.runs.engines.inline import InlineEngine
 from paredown.runs.engines.local import LocalEngine
@@ -64,14 +66,18 @@ def test_a_killed_process_is_tried_again_and_then_given_up(store: Store, tmp_pat
     assert len(said) == 4 + 1 and all("It will run again" in sentence for sentence in said)
 
 
-def test_a_timeout_ends_what_the_trial_started_too(store: Store, tmp_path: Path) -> None:
-    store.add("s", draw(f"orphan:{tmp_path / 'ids'}", timeout=1.0))
+def test_a_timeout_ends_what_the_trial_started_too(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's clock stands still until the trial has started a process, however slow that is."""
+    ids = tmp_path / "ids"
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: 10.0 if ids.exists() and ids.read_text() else 0.0))
+    store.add("s", draw(f"orphan:{ids}", timeout=1.0))
     work(store, LocalEngine(act, preload=PRELOAD))
-    for process in (tmp_path / "ids").read_text().split():
+    assert outcomes(store)["orphan"][0] == "killed"
+    for process in ids.read_text().split():
         assert is_gone(int(process))
 
 
-def is_gone(process: int, seconds: float = 10.0) -> bool:
+def is_gone(process: int, seconds: float = 120.0) -> bool:
     """Whether a process ends within so long; a dead one that nobody collects counts."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -176,9 +182,9 @@ def test_a_worker_waits_for_the_trials_of_a_dead_one(store: Store) -> None:
 
 
 def test_a_worker_leaves_the_trials_of_a_living_one(store: Store) -> None:
-    """Another worker is slow and beats; this one waits for it and takes nothing."""
-    store.add("s", draw("nap:2.5"))
-    quick = Duty(beat_seconds=0.1, patience_seconds=0.6)
+    """Another worker is slow and beats; this one waits for it and takes nothing: ten looks without a beat would be needed."""
+    store.add("s", draw("nap:3"))
+    quick = Duty(beat_seconds=0.1, patience_seconds=2.0)
     slow = threading.Thread(target=work, args=(store, InlineEngine(act), quick))
     slow.start()
     while not count(store)[0].running:

@@ -19,6 +19,7 @@ from paredown.search.path import best_within
 from paredown.search.search import Search
 from paredown.search.written import rules_of
 from tests.search.traces import random_trace
+from tests.support.scale import scaled
 from tests.support.strategies import examples
 
 SEEDS = st.integers(0, 2**32)
@@ -30,7 +31,7 @@ def peaks(trace: Trace) -> tuple[int, int]:
     return Search.of(trace, METHODS["role"]).ledger.floor_bytes, footprint(trace).peak_bytes
 
 
-@examples(2000)
+@examples(scaled(200))
 @given(seed=SEEDS, method=st.sampled_from(NAMES), share=st.floats(0, 1))
 def test_the_budget_is_never_exceeded(seed: int, method: str, share: float) -> None:
     trace = random_trace(seed)
@@ -46,7 +47,7 @@ def test_the_budget_is_never_exceeded(seed: int, method: str, share: float) -> N
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@examples(1000)
+@examples(scaled(100))
 @given(seed=SEEDS, method=st.sampled_from(NAMES))
 def test_every_point_has_the_peak_that_a_footprint_has(seed: int, method: str) -> None:
     trace = random_trace(seed)
@@ -56,7 +57,7 @@ def test_every_point_has_the_peak_that_a_footprint_has(seed: int, method: str) -
         assert footprint(trace, plan).peak_bytes == point.peak_bytes
 
 
-@examples(1000)
+@examples(scaled(100))
 @given(seed=SEEDS, method=st.sampled_from(NAMES), shares=st.lists(st.floats(0, 1.1), min_size=2, max_size=5))
 def test_more_budget_is_never_worse(seed: int, method: str, shares: list[float]) -> None:
     trace = random_trace(seed)
@@ -92,7 +93,7 @@ def all_errors_and_peaks(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     return errors[rows, levels].sum(axis=1), held[rows, levels].sum(axis=1).max(axis=1)
 
 
-@examples(400)
+@examples(scaled(60))
 @given(seed=SEEDS, num=st.integers(1, 6))
 def test_the_error_is_within_2_percent_of_the_least_there_is(seed: int, num: int) -> None:
     """Of up to six independent activations, of any sizes and lives, with the default ladder; ten budgets each. The worst seen is the least.

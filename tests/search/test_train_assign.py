@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.scripts import ROOT, run_script
 
 
-def bench(*options: str) -> str:
-    command = [sys.executable, str(ROOT / "benchmarks" / "train_assign.py"), *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def bench(*options: str, cwd: Path) -> str:
+    """What the benchmark prints."""
+    ran = run_script(ROOT / "benchmarks" / "train_assign.py", *options, cwd=cwd)
+    assert ran.status == 0, ran.err
+    return ran.out
 
 
 @pytest.fixture
@@ -35,9 +31,9 @@ def test_processes_share_the_work_and_their_files_are_joined(data: Path, tmp_pat
     paths: list[Path] = []
     for task, ways in (("squeezenet", ("fp32", "r0.5")), ("resnet18", ("fp32", "operator"))):
         out = tmp_path / task
-        bench("--quick", "--data", str(data), "--task", task, "--way", *ways, "--seeds", "0", "--out", str(out))
+        bench("--quick", "--data", str(data), "--task", task, "--way", *ways, "--seeds", "0", "--out", str(out), cwd=tmp_path)
         paths.append(out / "train_assign.json")
-    printed = bench("--merge", *map(str, paths), "--out", str(tmp_path))
+    printed = bench("--merge", *map(str, paths), "--out", str(tmp_path), cwd=tmp_path)
     (joined,) = json.loads((tmp_path / "train_assign.json").read_text())
     runs = [row for row in joined["rows"] if row["seed"] is not None]
     assert [(row["task"], row["way"]) for row in runs] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -189,6 +190,10 @@ def test_norm_and_relu_are_computed_again() -> None:
     assert kept.grad_fn is not None
 
 
+KINDS = nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.GELU()
+FULL = pytest.mark.full
+
+
 def live_bytes() -> int:
     """Of every storage that a tensor in this process refers to."""
     found = {
@@ -199,11 +204,12 @@ def live_bytes() -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("num_steps", [10_000, 300])
-def test_ten_thousand_steps_at_constant_bytes(num_steps: int) -> None:
-    """Ten thousand of a net with one unit to pack, and a few hundred of one with all kinds."""
-    more = (nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.GELU()) if num_steps < 1000 else ()
-    net = nn.Sequential(nn.Linear(32, 32), *more, nn.Linear(32, 4))
+@pytest.mark.parametrize(
+    ("num_steps", "more"), [(300, ()), (90, KINDS), pytest.param(10_000, (), marks=FULL), pytest.param(300, KINDS, marks=FULL)]
+)
+def test_ten_thousand_steps_at_constant_bytes(num_steps: int, more: tuple[nn.Module, ...]) -> None:
+    """Of a net with one unit to pack, and of one with all kinds; ten thousand in `make test-all`. A tensor that stays is seen at once."""
+    net = nn.Sequential(nn.Linear(32, 32), *copy.deepcopy(more), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     x = rows(128, 32)
     session = apply(activations(INT8), net)

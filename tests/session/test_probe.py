@@ -6,28 +6,35 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 import paredown as pare
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
+from paredown.models import MODELS, OF_TEXT, random_batch
+from paredown.models.resnet import Basic, ResNet
+from paredown.models.tokens import token_loss
 from paredown.session.probe import FORMATS, groups
-from tests.plan.steps import step_of
 from tests.session.nets import INT4, INT8, Net, rows
 
 INT2 = FORMATS[-1]
+NETS = {**MODELS, "resnet10": partial(ResNet, Basic, (1, 1, 1, 1), num_classes=10, width=8, small_input=True)}
 TRAINED = 12  # steps before the probe: gradients at a random start are not those of training
 
 
-def trained(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]:
-    """A small reference network after a few steps on one batch."""
-    model, batch, loss = step_of(name, 8)
+def trained(name: str, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """A small reference network after a few steps on one batch, both drawn from `seed`."""
+    torch.manual_seed(seed)
+    model, batch, loss = NETS[name](), random_batch(name, 8, seed=seed), token_loss if name in OF_TEXT else cross_entropy
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for _ in range(TRAINED):
         optimizer.zero_grad()
@@ -37,16 +44,22 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., 
     return model, batch, loss
 
 
-def gradient_error(model: nn.Module, batch: Any, loss: Callable[..., Tensor], plan: pare.Plan) -> float:
-    """Of a real step under `plan`: the sum over parameters of |difference|^2 / |gradient|^2, from the definition."""
-    found: list[list[Tensor]] = []
-    for rules in (pare.Plan(), plan):
-        other = copy.deepcopy(model)
-        with pare.apply(rules, other, seed=11):
-            loss(other(batch[0]), batch[1]).backward()
-        found.append([p.grad for p in other.parameters() if p.grad is not None])
-    exact, rounded = found
+def step_gradients(model: nn.Module, batch: Any, loss: Callable[..., Tensor], plan: pare.Plan) -> list[Tensor]:
+    """Those of a real step under `plan`."""
+    other = copy.deepcopy(model)
+    with pare.apply(plan, other, seed=11):
+        loss(other(batch[0]), batch[1]).backward()
+    return [p.grad for p in other.parameters() if p.grad is not None]
+
+
+def difference(exact: Sequence[Tensor], rounded: Sequence[Tensor]) -> float:
+    """The sum over parameters of |difference|^2 / |gradient|^2, from the definition."""
     return sum(float((a - b).square().sum() / a.square().sum()) for a, b in zip(exact, rounded, strict=True) if a.any())
+
+
+def gradient_error(model: nn.Module, batch: Any, loss: Callable[..., Tensor], plan: pare.Plan) -> float:
+    """Of a real step under `plan`, against one without."""
+    return difference(*(step_gradients(model, batch, loss, rules) for rules in (pare.Plan(), plan)))
 
 
 def plan_of(formats: Mapping[str, str]) -> pare.Plan:
@@ -67,31 +80,66 @@ def test_spearman_sees_order_and_disorder() -> None:
     assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "gpt"])
-def test_ranks_slots_as_brute_force_does(name: str) -> None:
-    model, batch, loss = trained(name)
+@dataclass(frozen=True)
+class Draw:
+    """A probe beside brute force, of a network, a batch and a start that one seed drew."""
+
+    correlation: float  # of the ranks of the slots' errors
+    total: float  # sum of the probe's errors over that of brute force's
+    lost: float  # half of the bytes is rounded where the probe finds it cheapest: 0 is brute force's own choice, 1 its opposite
+
+
+def cheapest(errors: Mapping[str, float], nbytes: Mapping[str, int]) -> pare.Plan:
+    """The half of the bytes that costs least."""
+    taken, spent = dict[str, str](), 0
+    for slot in sorted(errors, key=lambda slot: errors[slot] / nbytes[slot]):
+        spent += nbytes[slot]
+        if spent <= sum(nbytes.values()) / 2:
+            taken[slot] = INT4
+    return plan_of(taken)
+
+
+def drawn(name: str, seed: int) -> Draw:
+    """Probe once, then round each slot alone in a session of its own."""
+    model, batch, loss = trained(name, seed)
     trace = pare.trace_step(model, batch, loss=loss, device="cpu")
-    found = pare.probe(model, batch, trace, loss=loss)
-    names = list(found.errors)
-    assert len(names) >= 15
-    brute = {slot: gradient_error(model, batch, loss, plan_of({slot: INT4})) for slot in names}
-    assert spearman([found.errors[slot][INT4] for slot in names], list(brute.values())) >= 0.8
-    total = sum(row[INT4] for row in found.errors.values())
-    assert 0.5 < total / sum(brute.values()) < 2, "the size too, not the order alone"
+    probed = {slot: row[INT4] for slot, row in pare.probe(model, batch, trace, loss=loss).errors.items()}
+    assert len(probed) >= 15
+    exact = step_gradients(model, batch, loss, pare.Plan())
 
-    def lowest(errors: Mapping[str, float]) -> pare.Plan:
-        """The half of the bytes that costs least."""
-        order = sorted(names, key=lambda slot: errors[slot] / trace.slot(slot).nbytes)
-        taken, spent = dict[str, str](), 0
-        for slot in order:
-            spent += trace.slot(slot).nbytes
-            if spent <= sum(trace.slot(slot).nbytes for slot in names) / 2:
-                taken[slot] = INT4
-        return plan_of(taken)
+    def error_of(plan: pare.Plan) -> float:
+        return difference(exact, step_gradients(model, batch, loss, plan))
 
-    probed = gradient_error(model, batch, loss, lowest({slot: row[INT4] for slot, row in found.errors.items()}))
-    best, worst = (gradient_error(model, batch, loss, lowest(e)) for e in (brute, {slot: -e for slot, e in brute.items()}))
-    assert probed <= 1.25 * best + 0.1 * (worst - best)
+    brute = {slot: error_of(plan_of({slot: INT4})) for slot in probed}
+    nbytes = {slot: trace.slot(slot).nbytes for slot in probed}
+    opposite = {slot: -error for slot, error in brute.items()}
+    ours, best, worst = (error_of(cheapest(errors, nbytes)) for errors in (probed, brute, opposite))
+    correlation = spearman(list(probed.values()), list(brute.values()))
+    return Draw(correlation, sum(probed.values()) / sum(brute.values()), (ours - best) / (worst - best))
+
+
+# network: draws, and the least mean correlation of ranks
+LEAST = {"resnet10": (5, 0.6), "gpt": (2, 0.9)}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_ranks_slots_as_brute_force_does(name: str) -> None:
+    """Means over a few seeds, so that no single network decides, whose ranks other arithmetic may change.
+
+    Mean and standard deviation of one draw, measured with 24 (resnet10) and 16 (gpt) other seeds, each with AVX-512 and AVX2:
+
+        resnet10    correlation 0.81, 0.09    total 0.97, 0.08    lost 0.025, 0.031
+        gpt         correlation 0.98, 0.01    total 1.01, 0.11    lost 0.002, 0.003
+
+    Each limit is 5 standard errors of the mean of these draws away or more: below one false alarm in a million on a new machine, if
+    means are normal. Errors that have nothing to do with brute force's have a mean correlation of 0, with a standard deviation of 0.10
+    (five draws of 20 slots) or 0.17 (two of 18).
+    """
+    num, least = LEAST[name]
+    draws = [drawn(name, seed) for seed in range(num)]
+    assert fmean(draw.correlation for draw in draws) >= least
+    assert 0.6 < fmean(draw.total for draw in draws) < 1.6, "the size too, not the order alone"
+    assert fmean(draw.lost for draw in draws) <= 0.12
 
 
 def test_measures_linear_inputs_exactly() -> None:
@@ -154,13 +202,16 @@ def test_nothing_of_a_probe_is_in_the_way_of_packing_weights() -> None:
 
 
 def test_probes_a_batch_of_another_size() -> None:
-    """Names are stable, and small tensors are probed too: a micro-batch tells of the whole one."""
+    """Names are stable, and small tensors are probed too: a micro-batch tells of the whole one.
+
+    Over 16 seeds the correlation has a mean of 0.88 and a standard deviation of 0.021: the limit is 6 of them away.
+    """
     model, batch, loss = trained("gpt")
     trace = pare.trace_step(model, batch, loss=loss, device="cpu")
     small = pare.probe(model, (batch[0][:1], batch[1][:1]), trace, loss=loss, backwards=4)
     whole = pare.probe(model, batch, trace, loss=loss, backwards=4)
     assert set(small.errors) == set(whole.errors)
-    assert spearman([r[INT4] for r in small.errors.values()], [whole.errors[n][INT4] for n in small.errors]) > 0.8
+    assert spearman([r[INT4] for r in small.errors.values()], [whole.errors[n][INT4] for n in small.errors]) > 0.75
 
 
 def test_a_pinned_slot_goes_no_lower_than_its_pin() -> None:

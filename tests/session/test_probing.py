@@ -20,8 +20,15 @@ from tests.session.test_guards import MANY, Loud, Run, traced
 INT4_PLAN = pare.Plan.uniform(activation=INT4)
 
 
-@pytest.mark.parametrize("name", ["gpt", "vit", "resnet18"])
-@pytest.mark.parametrize("num", [1, 4, 16])
+SIZES = {("gpt", 1), ("gpt", 16), ("vit", 4), ("resnet18", 1), ("resnet18", 4)}  # the others in `make test-all`
+ALL_SIZES = [
+    pytest.param(name, num, marks=[] if (name, num) in SIZES else pytest.mark.full)
+    for name in ("gpt", "vit", "resnet18")
+    for num in (1, 4, 16)
+]
+
+
+@pytest.mark.parametrize(("name", "num"), ALL_SIZES)
 def test_a_probe_takes_no_more_than_foreseen(name: str, num: int) -> None:
     """Measured beside the model and its optimizer; and not much less, or guards would probe with too little."""
     model, batch, loss = step_of(name, 16)

@@ -1,7 +1,11 @@
-"""Two processes of gloo on this machine, for what runs on several ranks."""
+"""Two processes of gloo on this machine, for what runs on several ranks.
+
+They are forked from a server that has imported torch and this package once for all tests of a run: an import in each costs about 3 s.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -14,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+IMPORTED = ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "paredown.optim", "paredown.session.session"]
+PATIENCE = timedelta(minutes=10)  # until a process that hangs is an error; on busy cores others are slow
 
 
 def run_on_two(work: Callable[[int, Path], Any], folder: Path) -> list[Any]:
@@ -21,13 +27,14 @@ def run_on_two(work: Callable[[int, Path], Any], folder: Path) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_worker, (work, port, folder), nprocs=2)
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    torch.multiprocessing.start_processes(_worker, (work, port, folder), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def _worker(rank: int, work: Callable[[int, Path], Any], port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=PATIENCE)
     torch.save(work(rank, folder), folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -5,7 +5,7 @@ Texts are in the one spelling that a format prints, so that they can be compared
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -16,7 +16,9 @@ BLOCK_LENGTHS = (1, 2, 3, 5, 8, 16, 31, 32, 64, 100, 65536)
 
 def examples(count: int) -> settings:
     """So many examples, the same ones in every run: a red test stays red until it is explained."""
-    return settings(max_examples=count, deadline=None, derandomize=True, database=None)
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 
 
 @st.composite

@@ -55,6 +55,18 @@ def _leave_a_child(spec: TrialSpec) -> Trial:
     return nap(TrialSpec("nap:600", spec.plan, spec.seed))
 
 
+def _hold_first(spec: TrialSpec) -> Trial:
+    """'hold_first:PATH': the first one makes the file and ends when PATH.go is there; others end at once."""
+    mark = Path(spec.task.partition(":")[2])
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return done(spec)
+    while not Path(f"{mark}.go").exists():
+        time.sleep(0.02)
+    return done(spec)
+
+
 def _hoard(spec: TrialSpec) -> Trial:
     raise MemoryError("12 GiB")
 
@@ -74,6 +86,7 @@ BEHAVIOURS: dict[str, Callable[[TrialSpec], Trial]] = {
     "kill_once": _kill_once,
     "hang": lambda spec: nap(TrialSpec("nap:600", spec.plan, spec.seed)),
     "orphan": _leave_a_child,
+    "hold_first": _hold_first,
     "hoard": _hoard,
     "chat": _chat,
 }
