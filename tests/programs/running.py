@@ -1,0 +1,171 @@
+"""Runs a random program: three steps, unmodified or under a session, and what came of it.
+
+Between steps the parameters shrink by 1 %, whatever their gradients: the steps are judged one by one, and a distance does not grow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from paredown import Plan, apply
+from tests.programs.names import in_threads
+from tests.programs.programs import Program
+
+NUM_STEPS = 3
+BLOCK = 64
+INPUT, INNER, GRADIENT = 100, 200, 1 << 10  # places of values that are no line's
+
+
+@dataclass
+class Outcome:
+    """Losses and gradients of all steps; what was still alive, or still in place, after the session was closed and all was dropped."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All of them, by a name with the number of the step."""
+        for step, (loss, gradients) in enumerate(zip(self.losses, self.gradients, strict=True)):
+            yield f"step {step}: loss", loss
+            for name, gradient in gradients.items():
+                yield f"step {step}: {name}", gradient
+
+    @property
+    def is_sane(self) -> bool:
+        """Whether all is finite and of no absurd size."""
+        return all(bool(tensor.isfinite().all()) and float(tensor.abs().max()) < 1e6 for _, tensor in self.tensors())
+
+
+class Values:
+    """Sees every value of a program: remembers the storages, and disturbs values and their gradients where `noise` is not 0.
+
+    The disturbance is that of rounding in blocks of 64: uniform, up to `noise` times the largest of a block. Forward and backward both see
+    that of a value, so the result is the gradient of a program whose values differ by that much; that of its gradient is what sums see
+    whose parts cancel. The random numbers of a value depend on its place in the program, and not on the order in which threads come to it.
+    """
+
+    def __init__(self, noise: float, seed: int) -> None:
+        self.noise, self.seed = noise, seed
+        self.times: Counter[int] = Counter()
+        self.storages: list[StorageWeakRef] = []
+
+    def __call__(self, value: Tensor, place: int) -> Tensor:
+        self.storages.append(StorageWeakRef(value.untyped_storage()))
+        return self.disturbed(value, place) if self.noise else value
+
+    def watch(self, model: nn.Module) -> None:
+        """Disturb what modules of torch.nn make too: some operations are several of them."""
+        for place, module in enumerate(model.modules()):
+            if self.noise and type(module).__module__.startswith("torch.nn"):
+                module.register_forward_hook(lambda _, given, output, place=place: self._output(output, INNER + place))
+
+    def disturbed(self, value: Tensor, place: int) -> Tensor:
+        """`value` with noise, whose gradient gets noise too."""
+        value = value + self._noise_of(value, place)
+        if value.requires_grad:
+            value.register_hook(lambda gradient: gradient + self._noise_of(gradient, GRADIENT + place))
+        return value
+
+    def _output(self, output: Any, place: int) -> Any:
+        return self.disturbed(output, place) if isinstance(output, Tensor) and output.numel() % BLOCK == 0 else output
+
+    def _noise_of(self, value: Tensor, place: int) -> Tensor:
+        self.times[place] += 1
+        generator = torch.Generator().manual_seed((self.seed << 40) + (place << 20) + self.times[place])
+        blocks = value.detach().reshape(-1, BLOCK)
+        uniform = 2 * torch.rand(blocks.shape, generator=generator) - 1
+        return (blocks.abs().amax(-1, keepdim=True) * uniform * self.noise).reshape(value.shape).to(value.dtype)
+
+    def num_alive(self) -> int:
+        """How many of the values are still there."""
+        return sum(not storage.expired() for storage in self.storages)
+
+
+def run(program: Program, plan: Plan | None = None, *, noise: float = 0.0, seed: int = 0) -> Outcome:
+    """Three steps of a program; with a plan, under a session.
+
+    They run in a thread of their own: autograd adds gradients up in the order of its nodes' numbers, which then begin at 0 every time.
+    """
+    return in_threads(lambda: _run(program, plan, noise, seed))[0]
+
+
+def _run(program: Program, plan: Plan | None, noise: float, seed: int) -> Outcome:
+    values = Values(noise, seed)
+    model = program.build(values)
+    values.watch(model)
+    before = _state_of_modules(model)
+    session = apply(plan, model, seed=program.number) if plan is not None else None
+    outcome = Outcome()
+    _train(program, model, values, outcome)
+    model.zero_grad(set_to_none=True)
+    if session is not None:
+        bytes_left = session.stored_bytes
+        session.close()
+        outcome.leftovers += [f"{bytes_left} bytes are stored after the last backward"] if bytes_left else []
+        outcome.leftovers += [f"{session.stored_bytes} bytes are stored after close()"] if session.stored_bytes else []
+        outcome.leftovers += [f"a module has {name} after close()" for name in sorted(_state_of_modules(model) ^ before)]
+    outcome.leftovers += [f"{count} values are alive after the last backward"] if (count := values.num_alive()) else []
+    return outcome
+
+
+def _train(program: Program, model: nn.Module, values: Values, outcome: Outcome) -> None:
+    """The steps; what the caller holds is dropped with this function's names."""
+    generator = torch.Generator().manual_seed(program.number)
+    held: list[Any] = []
+    for step in range(NUM_STEPS):
+        torch.manual_seed(1000 * program.number + step)
+        model.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        inputs: list[Tensor] = []
+        for _ in range(program.options.num_accumulated):
+            losses.append(_forward_and_backward(program, model, values, generator, inputs, held))
+        outcome.losses.append(torch.stack(losses))
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients |= {f"input {place}": x.grad.clone() for place, x in enumerate(inputs) if x.grad is not None}
+        outcome.gradients.append(gradients)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+
+
+def _forward_and_backward(
+    program: Program, model: nn.Module, values: Values, generator: torch.Generator, inputs: list[Tensor], held: list[Any]
+) -> Tensor:
+    options = program.options
+    dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+    total = torch.zeros(())
+    for _ in range(options.num_forwards):
+        x, weight = (torch.randn(64, 128, generator=generator) for _ in range(2))
+        x = (values.disturbed(x, INPUT) if values.noise else x).to(dtype)
+        inputs.append(x.requires_grad_(options.needs_input_gradient))
+        with torch.autocast("cpu", torch.bfloat16) if options.dtype == "autocast" else nullcontext():
+            if options.evaluates:
+                with torch.no_grad():
+                    model(x)
+            output = model(x)
+        held.extend([output] if options.holds_outputs else [])
+        result = output["result"] if isinstance(output, dict) else output
+        total = total + (result.float() * weight).mean() * 64
+    if options.retains_graph:
+        total.backward(retain_graph=True)
+    total.backward()
+    return total.detach()
+
+
+def _state_of_modules(model: nn.Module) -> set[str]:
+    """Attributes and hooks of all modules, by name."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            size = f" with {len(value)} entries" if "hooks" in name else ""
+            found.add(f"{path or 'model'}.{name}{size}")
+    return found

@@ -1,0 +1,144 @@
+"""The parts of the tester: it sees gradients that are wrong, programs repeat, and small ones come of large ones."""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.programs.judging import EXACT, INT8, changes, differences, distances, drawn, faults_of_exact, too_far
+from tests.programs.operations import BY_NAME, OPERATIONS
+from tests.programs.programs import NESTED, THREADS, Line, Options, Program, draw
+from tests.programs.running import Outcome, run
+from tests.programs.shrinking import shrunk
+
+LINEAR = Line("linear", "v0", ("x",), 0, 0, 1, 0.5)
+SINE = Line("sin", "v1", ("v0",), 0, 1, 1, 0.5)
+SMALL = Program(1, (LINEAR, SINE), Options())
+
+
+def scaled_gradients(outcome: Outcome, factor: float, name: str) -> Outcome:
+    """The outcome with one gradient multiplied."""
+    gradients = [{key: g * factor if key == name else g for key, g in step.items()} for step in outcome.gradients]
+    return Outcome(outcome.losses, gradients)
+
+
+def test_the_table_has_operations_of_all_kinds() -> None:
+    assert len(OPERATIONS) == len(BY_NAME) > 60
+    assert {row.form for row in OPERATIONS} == {"rows", "sequence", "image"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+def test_operations_run(dtype: str) -> None:
+    """Each row alone, after a layer; rows that a type does not go with are few."""
+    second = replace(SINE, operation="cos", inputs=("x",))
+    refused: list[str] = []
+    for row in OPERATIONS:
+        line = Line(row.name, "v2", ("v0", "v1", "x")[: row.num_inputs], 0, 2, 3, 0.75)
+        try:
+            assert run(Program(1, (LINEAR, second, line), Options(dtype=dtype))).is_sane, row.name
+        except (RuntimeError, UserWarning):
+            refused.append(row.name)
+    assert len(refused) <= 12, refused
+
+
+def test_one_number_is_one_program() -> None:
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+
+
+def test_programs_are_of_all_structures() -> None:
+    programs = [draw(number) for number in range(100)]
+    assert {NESTED, THREADS} < {program.options.structure for program in programs}
+    assert {2, 18} <= {len(program.lines) for program in programs}
+
+
+def test_equal_runs_have_no_differences() -> None:
+    assert differences(run(SMALL), run(SMALL)) == []
+
+
+def test_a_difference_of_one_bit_is_seen() -> None:
+    expected = run(SMALL)
+    assert differences(expected, scaled_gradients(expected, 1 + 2**-20, "block0.m0.weight")) == [
+        f"step {step}: block0.m0.weight" for step in range(3)
+    ]
+
+
+def test_a_missing_gradient_is_seen() -> None:
+    expected = run(SMALL)
+    without = Outcome(expected.losses, [{"block0.m0.weight": step["block0.m0.weight"]} for step in expected.gradients])
+    assert "step 0: block0.m0.bias is in one of them only" in differences(expected, without)
+
+
+def test_a_distance_is_relative_to_the_gradient() -> None:
+    expected = run(SMALL)
+    off = distances(expected, scaled_gradients(expected, 1.5, "block0.m0.bias"))
+    assert off["step 1: block0.m0.bias"] == pytest.approx(0.5)
+    assert off["step 1: block0.m0.weight"] == 0
+
+
+def test_gradients_that_are_too_far_off_are_told() -> None:
+    expected = run(SMALL)
+    assert not too_far(SMALL, expected, scaled_gradients(expected, 1.05, "block0.m0.weight"), INT8.noise)
+    assert set(too_far(SMALL, expected, scaled_gradients(expected, 1.45, "block0.m0.weight"), INT8.noise)) == {
+        f"step {step}: block0.m0.weight" for step in range(3)
+    }
+
+
+def test_a_gradient_that_is_not_a_number_is_too_far_off() -> None:
+    expected = run(SMALL)
+    assert too_far(SMALL, expected, scaled_gradients(expected, torch.nan, "block0.m0.weight"), INT8.noise)
+
+
+def test_noise_moves_ill_conditioned_gradients_further() -> None:
+    expected = run(SMALL)
+    steep = Program(
+        1, (LINEAR, *(replace(SINE, operation="pow 3", output=f"v{n}", inputs=(f"v{n - 1}",)) for n in (1, 2, 3))), Options()
+    )
+    calm = changes(SMALL, expected, 2**-8)["step 0: block0.m0.weight"]
+    assert 0 < calm < changes(steep, run(steep), 2**-8)["step 0: block0.m0.weight"]
+
+
+def test_values_that_stay_alive_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, value: torch.Tensor) -> torch.Tensor:
+            result = value * 2
+            kept.append(result)
+            return result
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    monkeypatch.setattr("tests.programs.names.Square", Keeps)
+    program = Program(1, (LINEAR, replace(SINE, operation="custom keeps")), Options())
+    monkeypatch.setitem(BY_NAME, "custom keeps", replace(BY_NAME["custom square"], name="custom keeps", text="Square.apply({a})"))
+    assert run(program).leftovers == ["3 values are alive after the last backward"]
+    assert faults_of_exact(program, run(SMALL))
+
+
+def test_shrinking_keeps_the_line_at_fault() -> None:
+    program, _ = drawn(16)
+    wanted = program.lines[len(program.lines) // 2].operation
+    small = shrunk(program, lambda other: wanted in {line.operation for line in other.lines})
+    assert [line.operation for line in small.lines] == [wanted]
+    assert small.options == Options()
+
+
+def test_a_program_prints_as_python() -> None:
+    text = str(draw(3))
+    assert "class Model(nn.Module):" in text
+    compile(text, "program 3", "exec")
+
+
+def test_exact_sessions_are_compared() -> None:
+    program, expected = drawn(3)
+    assert faults_of_exact(program, expected) == []
+    other = run(replace(program, number=4), EXACT)
+    assert differences(expected, other)
