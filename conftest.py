@@ -33,13 +33,13 @@ if find_spec("hypothesis"):
     settings.load_profile("anywhere")
 
 # package: what cannot be imported without it; tests that need it skip themselves
-STORES = ("address", "claims", "database", "export", "merge", "progress", "running", "schema", "status", "store", "watch", "worker")
+STORES = ("database", "export", "runner", "status", "store", "worker")
 NEEDED_BY = {
     "triton": ["src/paredown/codec/kernels", "src/paredown/optim/kernels"],
     "sqlalchemy": [
-        *(f"src/paredown/runs/{name}.py" for name in STORES),
-        "src/paredown/runs/engines",
-        "src/paredown/report/sweeps.py",
+        *(f"src/paredown/sweeps/{name}.py" for name in STORES),
+        "src/paredown/sweeps/engines",
+        "src/paredown/report/store_record.py",
         "tests/support/work.py",
     ],
     "typer": ["src/paredown/cli"],

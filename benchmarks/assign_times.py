@@ -32,14 +32,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import paredown as pare
+from paredown.assign.checkpointed_layers import added_seconds, repeated_layers
 from paredown.models import MODELS
 from paredown.models.resnet import resnet50
 from paredown.models.transformer import ViT
+from paredown.plan.checkpointed_trace import outermost
 from paredown.plan.footprint import peak_of
-from paredown.plan.recompute import outermost
 from paredown.roles import Role
-from paredown.search.layers import repeated_layers
-from paredown.search.seconds import added_seconds
 
 FILE = "assign_times.json"
 INT4 = "int4/64@bf16"
@@ -72,7 +71,7 @@ class Row:
     peak_ratio: float | None = None
     time_ratio: float | None = None
     checkpointing_ratio: float | None = None
-    foreseen_seconds: float | None = None  # that the plan adds, by search/seconds.py
+    foreseen_seconds: float | None = None  # that the plan adds, by assign/checkpointed_layers.py
     reason: str = ""
     error: str | None = None
 

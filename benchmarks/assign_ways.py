@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from train_activations import Task
 
 import paredown as pare
-from paredown.plan import ops
+from paredown.assign.problem import Search, ladder_of
+from paredown.assign.strategies import METHODS as ASSIGN_METHODS
 from paredown.plan.footprint import peak_of
-from paredown.plan.ops import Use
 from paredown.plan.replay import choices
 from paredown.roles import Role
-from paredown.search.methods import METHODS as ASSIGN_METHODS
-from paredown.search.search import Search, ladder_of
+from paredown.trace import operations
+from paredown.trace.operations import Use
 
 LEVELS: dict[str, tuple[str | None, ...]] = {
     "int8/uint2": ("int8/64@bf16", "uint2/64@bf16+bf16"),  # two bits with an offset: four levels, where int2 has three
@@ -81,15 +81,17 @@ MIXED = ("full", *(way.name for way in _mixed()))  # what gradients are compared
 @contextmanager
 def without_pins() -> Iterator[None]:
     """What backward does with a slot is not looked at: for comparisons with rules that do not."""
-    before = dict(ops.ROWS)
+    before = dict(operations.ROWS)
     try:
         for name, row in before.items():
-            ops.ROWS[name] = replace(row, operands={key: replace(operand, pin=None) for key, operand in row.operands.items()})
-        ops.row_of.cache_clear()
+            operations.ROWS[name] = replace(
+                row, operands={key: replace(operand, pin=None) for key, operand in row.operands.items()}
+            )
+        operations.row_of.cache_clear()
         yield
     finally:
-        ops.ROWS.update(before)
-        ops.row_of.cache_clear()
+        operations.ROWS.update(before)
+        operations.row_of.cache_clear()
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from train_activations import CHECK_EVERY, Task, number, update
 
 import paredown as pare
 from paredown.plan.footprint import peak_of
-from paredown.session.actions import THE_PROBE, THE_STEP
+from paredown.session.changes import THE_PROBE, THE_STEP
 
 FILE = "assign.json"
 WARM = 10  # steps before times are taken

@@ -45,11 +45,9 @@ from torch.nn.functional import cross_entropy
 
 import paredown as pare
 from paredown.models import MODELS, random_batch
-from paredown.models.convnext import ConvNeXt
-from paredown.models.lstm import LSTMModel
 from paredown.models.resnet import resnet18, resnet50
-from paredown.models.transformer import GPT, GPTConfig, ViT
-from paredown.models.unet import UNet
+from paredown.models.small_networks import ConvNeXt, UNet
+from paredown.models.transformer import GPT, GPTConfig, LSTMModel, ViT
 
 WAYS = (AS_WRITTEN, *(Way(text, text) for text in ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")))
 TEMPORARY = "temporary"  # the role that a trace gives to copies of weights that backward needs, and to the output

@@ -27,9 +27,9 @@ import numpy as np
 from measure import RESULTS, machine
 from numpy.typing import NDArray
 
-from paredown.search.crossval import SETTINGS, Cache, Judged, Matrices, judge, trials
-from paredown.search.pickers import PICKERS, Picker
-from paredown.search.pooled import Pooled, Prior, propose
+from paredown.papers.peppp_cross_validation import SETTINGS, Cache, Judged, Matrices, judge, trials
+from paredown.papers.peppp_experiment_design import PICKERS, Picker, Pooled
+from paredown.pick.posterior import Prior, propose
 
 Array = NDArray[np.float64]
 SCORES = ("convergence", "hypervolume", "regret", "mean_regret", "rmse")

@@ -9,7 +9,7 @@ A pick is right if its mean error is within the noise of one run of that of the 
 itself, where it is known and less, since plans that hardly learn have most of a task's noise. Three truths:
 
     matrix      plain means: of a plan that ran with one seed, luck of that seed included, and the best of many is a lucky one
-    seeds       means over seeds without what a seed does to all plans of the task (search/seeds.py)
+    seeds       means over seeds without what a seed does to all plans of the task (pick/seed_effects.py)
     smoothed    luck taken out: the mean of all plans of a level where the prior names levels, else what all runs of this task and all
                 tasks say of each mean
 
@@ -31,17 +31,16 @@ from bench_peppp import matrices
 from looked import Looked, Row
 from measure import RESULTS, machine
 
+from paredown.pick import priors
+from paredown.pick.candidates import NAMES, Candidate, Candidates, Step, features_of
+from paredown.pick.mixture import find_twins
+from paredown.pick.pick_loop import Picking
+from paredown.pick.prior_data import Earlier, PlanRow, TaskRow
+from paredown.pick.seed_effects import levelled, listed
+from paredown.pick.task_prior import Learned, blind_error, is_calm, scaled
 from paredown.plan.plan import Plan
-from paredown.plan.sizes import parse_bytes
-from paredown.runs.picking import Picking
-from paredown.search import prior as priors
-from paredown.search.candidates import Candidate, Candidates, Step
-from paredown.search.earlier import Earlier, PlanRow, TaskRow
-from paredown.search.features import NAMES, features_of
-from paredown.search.grouping import find_twins
-from paredown.search.learned import Learned, blind_error, is_calm, scaled
-from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
-from paredown.search.seeds import levelled, listed
+from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
+from paredown.sizes import parse_bytes
 
 NUM_TRIALS = 6
 TRUTHS = ("matrix", "seeds", "smoothed")

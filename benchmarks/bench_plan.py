@@ -25,8 +25,7 @@ from torch.nn.functional import cross_entropy
 import paredown as pare
 from paredown.models import MODELS, random_batch
 from paredown.models.resnet import resnet50
-from paredown.models.tokens import token_loss
-from paredown.models.transformer import GPT, GPTConfig
+from paredown.models.transformer import GPT, GPTConfig, token_loss
 
 Step = tuple[Callable[[], nn.Module], tuple[Tensor, Tensor], Callable[..., Tensor]]
 STEP, BACKWARDS = "a step", (16, 8)  # those of a first probe, and of guards

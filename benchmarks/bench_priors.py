@@ -14,13 +14,13 @@ import numpy as np
 from heatmap import Dots, Map, draw, draw_dots
 from numpy.typing import NDArray
 
-from paredown.search.earlier import Earlier
-from paredown.search.effects import Effects, lost_share, split_variance
-from paredown.search.frontier import undominated
-from paredown.search.grouping import find_twins
-from paredown.search.learned import is_calm
-from paredown.search.prior import available, load
-from paredown.search.seeds import Parts, levelled, parts_of
+from paredown.papers.peppp_completion import Effects, lost_share, split_variance
+from paredown.pick.mixture import find_twins
+from paredown.pick.pareto import undominated
+from paredown.pick.prior_data import Earlier
+from paredown.pick.priors import available, load
+from paredown.pick.seed_effects import Parts, levelled, parts_of
+from paredown.pick.task_prior import is_calm
 
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent

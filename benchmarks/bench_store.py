@@ -23,15 +23,13 @@ from uuid import uuid4
 from measure import append, machine
 
 from paredown.plan.plan import Plan
-from paredown.plan.trial import Status, Trial
-from paredown.runs.address import parse_address
-from paredown.runs.claims import Ended
-from paredown.runs.engines.inline import InlineEngine
-from paredown.runs.engines.local import LocalEngine
-from paredown.runs.status import count
-from paredown.runs.store import Store
-from paredown.runs.sweep import Sweep, TrialSpec
-from paredown.runs.worker import Duty, work
+from paredown.sweeps.database import parse_address
+from paredown.sweeps.engines.engine import InlineEngine, LocalEngine
+from paredown.sweeps.status import count
+from paredown.sweeps.store import Ended, Store
+from paredown.sweeps.sweep import Sweep, TrialSpec
+from paredown.sweeps.worker import Duty, work
+from paredown.tasks.trial import Status, Trial
 
 PACKAGES = ("sqlalchemy", "psycopg", "torch")
 NUM_WORKERS = 8

@@ -16,10 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-from paredown.runs.running import TaskFolder, add_sweep, predicted_bytes
-from paredown.runs.status import count
-from paredown.runs.store import Store
-from paredown.runs.sweep_file import load_sweep
+from paredown.sweeps.runner import TaskFolder, add_sweep
+from paredown.sweeps.status import count
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import load_sweep
+from paredown.tasks.evaluate import predicted_bytes
 
 FOLDER = Path(__file__).parent / "sweeps"
 MAIN = "from paredown.cli import main; main()"

@@ -15,11 +15,11 @@ from typing import Any, final
 
 import numpy as np
 
+from paredown.pick.mixture import once
+from paredown.pick.seed_effects import Parts, levelled, parts_of
 from paredown.plan.plan import Plan
-from paredown.plan.trial import Status, Trial
-from paredown.runs.measuring import Measurer
-from paredown.search.grouping import once
-from paredown.search.seeds import Parts, levelled, parts_of
+from paredown.sweeps.measurement import Measurer
+from paredown.tasks.trial import Status, Trial
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_activations import Size, Task, find_file, picture_task, text_task
 
-from paredown.models.mlp import MLP
+from paredown.models.small_networks import MLP
 
 EXAMPLES_AT_ONCE = 5000  # when judging
 MICROBATCH = 32

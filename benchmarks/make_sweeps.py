@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paredown.formats.tiers import TIERS
-from paredown.runs.export import rows
-from paredown.runs.store import Store
-from paredown.search.peppp import HIGH_FORMATS, LOW_FORMATS
+from paredown.formats.catalog import TIERS
+from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS
+from paredown.sweeps.export import rows
+from paredown.sweeps.store import Store
 
 FOLDER = Path(__file__).parent / "sweeps"
 PICTURES = (  # those with ten classes first: they share captured graphs

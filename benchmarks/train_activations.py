@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from paredown.models import MODELS
-from paredown.models.tokens import token_loss
-from paredown.runs.train import learning_rate
+from paredown.models.transformer import token_loss
+from paredown.tasks.training import learning_rate
 
 WAYS = (AS_WRITTEN, *(Way(text, text) for text in ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")))
 NUM_BYTES = 256

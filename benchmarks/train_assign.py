@@ -34,11 +34,20 @@ from train_activations import CHECK_EVERY, Pictures, find_file, learning_rate, n
 
 import paredown as pare
 from paredown.models.resnet import resnet18
-from paredown.models.squeezenet import SqueezeNet
-from paredown.plan.outline import Outline, outline
-from paredown.search.demotion import Low, demote, low_ratio, tensors_of, total_bytes
-from paredown.search.published import BASELINES, high_plan, plan_of
-from paredown.session.simulated import Simulate, SimulatedSession
+from paredown.models.small_networks import SqueezeNet
+from paredown.papers.mixed_precision_assignments import (
+    BASELINES,
+    Low,
+    demote,
+    high_plan,
+    low_ratio,
+    plan_of,
+    tensors_of,
+    total_bytes,
+)
+from paredown.simulate.outline import Outline, outline
+from paredown.simulate.rounded_values import Simulate
+from paredown.simulate.simulated_session import SimulatedSession
 
 FILE = "train_assign.json"
 RATIOS = (0.3, 0.5, 0.7, 0.9, 1.0)

@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import cross_entropy, interpolate
 
 import paredown as pare
-from paredown.integrations.shortage import explained
+from paredown.integrations.out_of_memory import explained
 from paredown.models import resnet18
-from paredown.runs.tasks import find_task
+from paredown.tasks.lookup import find_task
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paredown.plan import ops
+from paredown.trace import operations
 from tests.support.scripts import ROOT, run_script
 
 SCRIPT = ROOT / "benchmarks" / "bench_assign.py"
@@ -97,7 +97,11 @@ def test_pins_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     import assign_ways as ways  # type: ignore[import-not-found]
 
     def pinned() -> list[str]:
-        return [name for name in ops.ROWS if any(operand.pin for operand in ops.row_of(f"{name}Backward0").operands.values())]
+        return [
+            name
+            for name in operations.ROWS
+            if any(operand.pin for operand in operations.row_of(f"{name}Backward0").operands.values())
+        ]
 
     before = pinned()
     with ways.without_pins():

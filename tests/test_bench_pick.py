@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paredown.search.earlier_made import made_up
+from paredown.pick.priors import made_up
 
 
 @pytest.fixture

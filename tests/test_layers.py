@@ -1,6 +1,9 @@
-"""Imports point one way: errors, roles, serial <- formats <- codec, plan; codec <- optim; plan <- search; all <- session <- runs.
+"""Imports point up the list of packages: what a layer may import is a row of ALLOWED, in the order of the rows; a new folder
+needs a new row.
 
-What a layer may import is a row of ALLOWED; a new folder needs a new row.
+`apply` and `verify` are a layer of their own: they start sessions of `session/` or of `simulate/`, and simulate mode uses the
+changes and the
+activation checkpointing of `session/`.
 """
 
 from __future__ import annotations
@@ -12,42 +15,49 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "src" / "paredown"
 TORCH = frozenset({"torch", "numpy", "triton"})
-# layer: (layers of paredown, packages from elsewhere beside the standard library)
+MOST_FILES = 15  # of a package, beside __init__.py
+ENTRANCES = (("session", "session"), ("session", "verify"), ("session", "__init__"))
+BASE = frozenset({"errors", "roles", "sizes", "tables", "serial"})
+STEP = BASE | {"formats", "trace", "plan"}
+# layer: (layers of paredown, packages from elsewhere beside the standard library); rows stand below all that they import
 ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": (frozenset(), frozenset()),
     "roles": (frozenset(), frozenset()),
     "serial": (frozenset({"errors"}), frozenset()),
+    "sizes": (frozenset({"errors", "serial"}), frozenset()),
+    "tables": (frozenset(), frozenset()),
     "formats": (frozenset({"errors"}), frozenset()),
     "codec": (frozenset({"errors", "formats"}), TORCH),
-    "plan": (frozenset({"errors", "roles", "serial", "formats"}), TORCH - {"triton"}),
-    "search": (frozenset({"errors", "roles", "serial", "formats", "plan"}), frozenset({"numpy", "scipy"})),
+    "trace": (BASE | {"formats"}, frozenset({"torch"})),
+    "plan": (BASE | {"formats", "trace"}, frozenset()),
+    "assign": (STEP, frozenset({"numpy"})),
+    "optim": (BASE | {"formats", "codec"}, TORCH),
+    "session": (STEP | {"codec", "assign", "optim"}, frozenset({"torch"})),
+    "simulate": (STEP | {"codec", "session"}, frozenset({"torch"})),
+    "apply": (STEP | {"codec", "assign", "optim", "session", "simulate"}, frozenset({"torch"})),
     "models": (frozenset(), frozenset({"torch"})),
-    "optim": (frozenset({"errors", "roles", "formats", "codec"}), TORCH),
-    "session": (frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search"}), frozenset({"torch"})),
-    "runs": (
-        frozenset({"errors", "roles", "serial", "formats", "codec", "plan", "optim", "session", "models", "search"}),
-        frozenset({"torch", "numpy", "PIL", "sqlalchemy"}),
-    ),
-    "report": (frozenset({"errors", "roles", "serial", "plan", "search", "session", "runs"}), frozenset({"sqlalchemy"})),
+    "tasks": (STEP | {"codec", "optim", "session", "apply", "simulate", "models"}, frozenset({"torch", "numpy", "PIL"})),
+    "sweeps": (STEP | {"codec", "assign", "simulate", "tasks"}, frozenset({"torch", "numpy", "sqlalchemy"})),
+    "pick": (STEP | {"assign", "simulate", "tasks", "sweeps"}, frozenset({"torch", "numpy", "scipy"})),
+    "papers": (STEP | {"simulate", "pick"}, frozenset({"numpy", "scipy"})),
+    "report": (STEP | {"session", "apply", "tasks", "sweeps", "pick"}, frozenset({"sqlalchemy"})),
     "integrations": (
-        frozenset({"__init__", "errors", "plan", "optim", "search", "session", "runs"}),
+        STEP | {"optim", "session", "apply", "simulate", "tasks", "pick"},
         frozenset({"torch", "transformers", "lightning"}),
     ),
     "cli": (
-        frozenset({"__init__", "errors", "roles", "serial", "formats", "plan", "models", "session", "search", "runs", "report"}),
+        STEP | {"__init__", "assign", "session", "apply", "models", "tasks", "sweeps", "pick", "report", "integrations"},
         frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),
     ),
     "__main__": (frozenset({"cli"}), frozenset()),
-    "__init__": (
-        frozenset({"errors", "roles", "formats", "codec", "plan", "optim", "search", "session", "runs"}),
-        frozenset({"sqlalchemy"}),
-    ),
+    "__init__": (STEP | {"codec", "assign", "optim", "session", "apply", "tasks", "pick"}, frozenset()),
 }
+ABOVE_ALL = "__init__"  # the public surface, which the command line may use
 
 
 def layer_of(parts: tuple[str, ...]) -> str:
     """The layer of a module inside the package: its folder, or its own name when it lies at the top."""
-    return parts[0] if parts else "__init__"
+    return "apply" if parts[:2] in ENTRANCES else parts[0] if parts else "__init__"
 
 
 def imported_modules(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
@@ -89,8 +99,23 @@ def test_imports_point_up_the_list() -> None:
 
 
 def test_every_layer_is_there() -> None:
-    there = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
+    there = {layer_of(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
     assert there == set(ALLOWED)
+
+
+def test_rows_stand_below_what_they_import() -> None:
+    order = list(ALLOWED)
+    for layer, (layers, _) in ALLOWED.items():
+        below = [one for one in layers - {ABOVE_ALL} if order.index(one) >= order.index(layer)]
+        assert not below, f"{layer} may import {below}, which stand below it"
+
+
+def test_packages_have_few_files() -> None:
+    folders = {path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}
+    counts = {
+        str(folder.relative_to(PACKAGE)): sum(path.name != "__init__.py" for path in folder.glob("*.py")) for folder in folders
+    }
+    assert max(counts.values()) <= MOST_FILES, counts
 
 
 def test_the_checker_sees_planted_violations() -> None:
@@ -103,8 +128,12 @@ def test_the_checker_sees_planted_violations() -> None:
     assert violations("from scipy import linalg\n", ("codec", "packed"))
     assert violations("import math\n", ("unheard_of", "module"))
     assert violations("from paredown.codec.packed import encode\n", ("plan", "plan")), "codec and plan meet in session"
+    assert violations("from paredown.plan.plan import Plan\n", ("trace", "trace")), "a trace knows no plan"
+    assert violations("from paredown.simulate.peppp import peppp_plan\n", ("session", "weights")), "apply alone knows both modes"
+    assert violations("from paredown.papers.peppp_completion import complete\n", ("pick", "pick"))
 
 
 def test_the_checker_lets_the_rest_pass() -> None:
     assert not violations("import math\nfrom paredown.errors import FormatError\nfrom . import rounding\n", ("formats", "element"))
     assert not violations("from paredown.formats.format import Format\nimport torch\nfrom . import cpu\n", ("codec", "packed"))
+    assert not violations("from paredown.simulate.simulated_session import SimulatedSession\n", ENTRANCES[0])

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from paredown.plan.plan import Plan
-from paredown.plan.trial import Status, Trial
-from paredown.runs.claims import Ended
-from paredown.runs.store import Store
-from paredown.runs.sweep import Sweep
+from paredown.sweeps.store import Ended, Store
+from paredown.sweeps.sweep import Sweep
+from paredown.tasks.trial import Status, Trial
 
 ROOT = Path(__file__).parent.parent
 SWEEPS = ROOT / "benchmarks" / "sweeps"

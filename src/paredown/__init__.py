@@ -5,11 +5,15 @@ Names are loaded when first used, so that `import paredown` is quick and needs t
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paredown import optim
+    from paredown.assign.assign import assign
+    from paredown.assign.sensitivity import Sensitivities
     from paredown.codec.packed import PackedTensor, encode, round_trip
     from paredown.errors import (
         ApplyError,
@@ -31,22 +35,21 @@ if TYPE_CHECKING:
     from paredown.formats.element import Element
     from paredown.formats.format import Format
     from paredown.formats.rounding import Overflow, Rounding, Seed
+    from paredown.pick.answer import Frontier, Picked
+    from paredown.pick.pick import pick
     from paredown.plan.footprint import Footprint, footprint
     from paredown.plan.plan import Plan
-    from paredown.plan.trace import Trace, trace_step
-    from paredown.plan.trial import Trial
     from paredown.roles import Role
-    from paredown.runs.evaluate import evaluate
-    from paredown.runs.pick import pick
-    from paredown.runs.task import Task
-    from paredown.search.assign import assign
-    from paredown.search.picked import Frontier, Picked
-    from paredown.search.sensitivity import Sensitivities
     from paredown.session.guard import Guard, Limits
     from paredown.session.probe import probe
     from paredown.session.session import Session, apply
     from paredown.session.verification import Verification
     from paredown.session.verify import verify
+    from paredown.tasks.evaluate import evaluate
+    from paredown.tasks.task import Task
+    from paredown.tasks.trial import Trial
+    from paredown.trace.trace import Trace
+    from paredown.trace.trace_step import trace_step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -99,6 +102,8 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    "paredown.assign.assign": ("assign",),
+    "paredown.assign.sensitivity": ("Sensitivities",),
     "paredown.codec.packed": ("PackedTensor", "encode", "round_trip"),
     "paredown.errors": (
         "ApplyError",
@@ -120,24 +125,34 @@ _NAMES_OF = {
     "paredown.formats.element": ("Element",),
     "paredown.formats.format": ("Format",),
     "paredown.formats.rounding": ("Overflow", "Rounding", "Seed"),
+    "paredown.pick.answer": ("Frontier", "Picked"),
+    "paredown.pick.pick": ("pick",),
     "paredown.plan.footprint": ("Footprint", "footprint"),
     "paredown.plan.plan": ("Plan",),
-    "paredown.plan.trace": ("Trace", "trace_step"),
-    "paredown.plan.trial": ("Trial",),
     "paredown.roles": ("Role",),
-    "paredown.runs.evaluate": ("evaluate",),
-    "paredown.runs.pick": ("pick",),
-    "paredown.runs.task": ("Task",),
-    "paredown.search.assign": ("assign",),
-    "paredown.search.picked": ("Frontier", "Picked"),
-    "paredown.search.sensitivity": ("Sensitivities",),
     "paredown.session.guard": ("Guard", "Limits"),
     "paredown.session.probe": ("probe",),
     "paredown.session.session": ("Session", "apply"),
     "paredown.session.verification": ("Verification",),
     "paredown.session.verify": ("verify",),
+    "paredown.tasks.evaluate": ("evaluate",),
+    "paredown.tasks.task": ("Task",),
+    "paredown.tasks.trial": ("Trial",),
+    "paredown.trace.trace": ("Trace",),
+    "paredown.trace.trace_step": ("trace_step",),
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}
+
+
+class _Package(ModuleType):
+    """This package: `paredown.assign` and `paredown.pick` stay the functions once the packages of the same names are imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):  # importing a submodule sets it on its parent
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder of a test."""
-    from tests.cli.asking import NET, TASK
+    from tests.cli.commands import NET, TASK
 
     for name in ("PAREDOWN_STORE", "PAREDOWN_DATA"):
         monkeypatch.delenv(name, raising=False)

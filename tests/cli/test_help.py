@@ -16,8 +16,8 @@ pytest.importorskip("typer")
 import typer
 
 from paredown.cli import app
-from paredown.cli.verbs import Exit
-from tests.cli.asking import CONTROL, ROOT, ask, environment
+from paredown.cli.application import Exit
+from tests.cli.commands import CONTROL, ROOT, ask, environment
 
 VERBS = {
     *("env", "formats", "estimate", "explain", "plan", "pick", "train", "worker", "frontier", "report", "serve", "demo"),

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 import transformers
 
-from tests.cli.asking import ask, asked_json
+from tests.cli.commands import ask, asked_json
 
 GPT = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -125,7 +125,7 @@ def test_what_lies_on_the_hub_is_not_asked_for(folder: Path, name: str, monkeypa
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_kernels_that_a_config_names_are_left_out(folder: Path, field: str) -> None:
-    from paredown.cli.hub import read_config
+    from paredown.cli.subject import read_config
 
     small = CONFIGS["gpt"] | {field: KERNELS, "parts": [{field: KERNELS, "use_pretrained_backbone": True}]}
     model, _ = read_config(write(folder, "gpt", small), {}, None)

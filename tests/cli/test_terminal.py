@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.asking import CONTROL, ask, environment, on_terminal, piped, program
+from tests.cli.commands import CONTROL, ask, environment, on_terminal, piped, program
 
 MLP = "digits#model=mlp,steps=400"
 ODD = """
 from dataclasses import replace
-from paredown.runs.tasks import find_task
+from paredown.tasks.lookup import find_task
 
 def loss(output, answers):
     raise ValueError("odd loss")

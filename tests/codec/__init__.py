@@ -1,1 +1,1 @@
-"""Tests of paredown.codec."""
+"""Tests of `paredown.codec`."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paredown.codec.bits import pack_bits, unpack_bits
+from paredown.codec.reference import pack_bits, unpack_bits
 from tests.support.strategies import examples
 
 WIDTHS = range(1, 33)

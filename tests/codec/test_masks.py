@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paredown.codec.masks import NO_BOUND, PIECE, pack_mask, unpack_mask
+from paredown.codec.recompute import NO_BOUND, PIECE, pack_mask, unpack_mask
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]

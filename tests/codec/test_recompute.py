@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paredown.codec.masks import NO_BOUND, pack_mask
 from paredown.codec.packed import encode
-from paredown.codec.recompute import Norm, Steps, recompute
+from paredown.codec.recompute import NO_BOUND, Norm, Steps, pack_mask, recompute
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]

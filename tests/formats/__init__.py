@@ -1,1 +1,1 @@
-"""Tests of paredown.formats."""
+"""Tests of `paredown.formats`."""

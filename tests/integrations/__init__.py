@@ -1,1 +1,1 @@
-"""Tests of paredown.session."""
+"""Tests of `paredown.integrations`."""

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paredown as pare
-from paredown.integrations.numbers import Monitor
+from paredown.integrations.monitor import Monitor
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own

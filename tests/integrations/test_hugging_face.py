@@ -11,14 +11,14 @@ from torch import Tensor
 
 import paredown as pare
 from paredown.errors import ApplyError, OptimError, VerificationError
-from paredown.session.waiting import Values
+from paredown.session.stored_tensors import Values
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
 from paredown.integrations.hugging_face import PareCallback, attach, optimizer_of  # noqa: E402
-from paredown.integrations.shortage import explained  # noqa: E402
+from paredown.integrations.out_of_memory import explained  # noqa: E402
 
 PLAN = pare.Plan.preset("lpmm").set("activation", "int4/64@bf16")
 

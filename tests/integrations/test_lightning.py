@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paredown as pare
 from paredown.errors import ApplyError, VerificationError
-from paredown.session.waiting import Values
+from paredown.session.stored_tensors import Values
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
@@ -23,8 +23,7 @@ from lightning.fabric.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
-from paredown.integrations.fabric import PlanPrecision  # noqa: E402
-from paredown.integrations.lightning import PareCallback  # noqa: E402
+from paredown.integrations.lightning import PareCallback, PlanPrecision  # noqa: E402
 
 PLAN = pare.Plan.preset("lpmm").set("activation", "int4/64@bf16")
 

@@ -10,16 +10,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paredown.models import MODELS, NUM_CLASSES, OF_PIXELS, OF_TEXT, VOCABULARY, random_batch
-from paredown.models.convnext import ConvNeXt
-from paredown.models.lstm import LSTMModel
-from paredown.models.mobilenet import MobileNet
-from paredown.models.resnet import ResNet, resnet18, resnet50
-from paredown.models.shufflenet import ShuffleNet
-from paredown.models.squeezenet import SqueezeNet
-from paredown.models.sumlast import SumLastResNet
-from paredown.models.tokens import Scored, token_loss
-from paredown.models.transformer import GPT, GPTConfig, ViT
-from paredown.models.unet import UNet
+from paredown.models.resnet import ResNet, SumLastResNet, resnet18, resnet50
+from paredown.models.small_networks import ConvNeXt, MobileNet, ShuffleNet, SqueezeNet, UNet
+from paredown.models.transformer import GPT, GPTConfig, LSTMModel, Scored, ViT, token_loss
 
 PUBLISHED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "ResNet-18": (resnet18, 11_689_512),

@@ -11,8 +11,8 @@ from paredown.codec.packed import encode
 from paredown.codec.reference import Parts
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
+from paredown.optim.reference import Slot, Unit
 from paredown.optim.rules import RULES, stored_root
-from paredown.optim.units import Slot, Unit
 from tests.support.compare import assert_same_bits
 
 NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC

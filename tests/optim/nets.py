@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from paredown.codec.packed import PackedTensor, encode
 from paredown.formats.rounding import Seed
-from paredown.optim.gradients import Accumulator, PackedGradient
+from paredown.optim.gradient_hooks import Accumulator, PackedGradient
 
 FORMAT = "int8/64@bf16"
 

@@ -16,7 +16,7 @@ from paredown.codec.packed import PackedTensor, encode
 from paredown.errors import OptimError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
-from paredown.optim.gradients import Accumulator, PackedGradient, clear_factors
+from paredown.optim.gradient_hooks import Accumulator, PackedGradient, clear_factors
 from tests.optim.nets import FORMAT, batches, grad_of, mlp, pack, pack_all, relative_error, zeros_like
 from tests.support.compare import assert_same_bits
 

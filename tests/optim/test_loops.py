@@ -13,7 +13,7 @@ import paredown
 from paredown import Plan
 from paredown.errors import OptimError
 from paredown.optim import SGD, AdamW
-from paredown.optim.registry import owner_of
+from paredown.optim.parameter_state import owner_of
 from tests.optim.test_optimizers import PACKED, batch, losses, network
 
 GRADIENT: dict[str, Any] = {"gradient": "int8/64@bf16"}

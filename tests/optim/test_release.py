@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paredown.errors import OptimError
-from paredown.optim.gradients import ReleasedGradient, Releaser
+from paredown.optim.gradient_hooks import ReleasedGradient, Releaser
 from tests.optim.nets import batches, mlp, pack
 from tests.support.compare import assert_same_bits
 

@@ -18,9 +18,9 @@ from paredown.errors import OptimError
 from paredown.formats.format import Format
 from paredown.formats.rounding import WORD, Overflow, Rounding, Seed
 from paredown.optim import reference
-from paredown.optim.engine import Batch, fold, update_one
+from paredown.optim.batched_update import Batch, fold, update_one
+from paredown.optim.reference import Slot, Unit
 from paredown.optim.rules import RULES
-from paredown.optim.units import Slot, Unit
 from tests.optim.made import HYPERS, NEAREST, TIERS, assert_same_unit, moved, slot, tensors, unit
 from tests.support.compare import assert_same_bits
 

@@ -13,9 +13,9 @@ from paredown.codec.packed import encode
 from paredown.codec.reference import Parts
 from paredown.formats.rounding import Rounding, Seed
 from paredown.optim import reference
-from paredown.optim.engine import Batch
+from paredown.optim.batched_update import Batch
+from paredown.optim.reference import Slot, Unit
 from paredown.optim.rules import RULES
-from paredown.optim.units import Slot, Unit
 from tests.optim.made import GRADIENT, HYPERS, NEAREST, STOCHASTIC, TIERS, Stored, assert_same_unit, moved, tensors, unit
 from tests.support.compare import assert_same_bits
 

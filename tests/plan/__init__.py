@@ -1,1 +1,1 @@
-"""Tests of paredown.plan."""
+"""Tests of `paredown.plan`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from paredown.formats.rounding import Overflow, Rounding
-from paredown.plan.plan import AS_IS, Assignment, Plan
+from paredown.plan.plan import Plan
+from paredown.plan.storage import AS_IS, Assignment
 from paredown.roles import FORMATTED
 from tests.support.strategies import formats
 

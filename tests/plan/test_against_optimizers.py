@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import paredown as pare
+from paredown.formats.catalog import TIERS
 from paredown.formats.format import Format
-from paredown.formats.tiers import TIERS
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.trace import trace_step
 from paredown.roles import Role
-from tests.plan.steps import peak_bytes, step_of
-from tests.plan.test_trace import Parts
+from paredown.trace.trace_step import trace_step
+from tests.trace.steps import peak_bytes, step_of
+from tests.trace.test_trace import Parts
 
 MOMENTS = {Role.MOMENT1: ("exp_avg", "momentum_buffer"), Role.MOMENT2: ("exp_avg_sq",)}
 

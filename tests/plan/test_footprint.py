@@ -10,18 +10,16 @@ from torch.nn.functional import mse_loss
 from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
 from paredown.models import MODELS
-from paredown.models.tokens import token_loss
-from paredown.models.transformer import GPT
-from paredown.plan.assignment import Assignment
+from paredown.models.transformer import GPT, token_loss
 from paredown.plan.footprint import DEVICES, Footprint, footprint
-from paredown.plan.given import given
-from paredown.plan.ops import Needs
 from paredown.plan.plan import Plan
 from paredown.plan.replay import choices
-from paredown.plan.trace import trace_step
+from paredown.plan.storage import Assignment, given
 from paredown.roles import Role
-from tests.plan.steps import peak_bytes, saved_bytes, step_of, traced
-from tests.plan.test_trace import WIDE, Parts, X, trace
+from paredown.trace.operations import Needs
+from paredown.trace.trace_step import trace_step
+from tests.trace.steps import peak_bytes, saved_bytes, step_of, traced
+from tests.trace.test_trace import WIDE, Parts, X, trace
 
 INT8, INT4 = "int8/64@bf16", "int4/64@bf16"
 BROUGHT = (Role.WEIGHT, Role.BUFFER, Role.INPUT)

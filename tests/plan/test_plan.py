@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from paredown.formats.catalog import CATALOG
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
-from paredown.plan.keys import Index
-from paredown.plan.plan import AS_IS, PRESETS, Assignment, Plan
+from paredown.plan.plan import Plan
+from paredown.plan.presets import PRESETS
+from paredown.plan.selectors import Index
+from paredown.plan.storage import AS_IS, Assignment
 from paredown.roles import FORMATTED, Role
 from tests.plan.plans import plan_of
 from tests.support.strategies import examples
@@ -280,5 +282,5 @@ def test_html_is_escaped() -> None:
 
 
 def test_plans_need_no_torch() -> None:
-    code = "import sys; from paredown.plan import plan, sizes; sys.exit('torch' in sys.modules)"
+    code = "import sys; from paredown.plan import plan; import paredown.sizes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")}).returncode == 0

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 
 from paredown.errors import PlanError
-from paredown.plan.keys import Key, slot_key
-from paredown.plan.plan import AS_IS, PRESETS, Assignment, Plan
+from paredown.plan.plan import Plan
+from paredown.plan.presets import PRESETS
+from paredown.plan.selectors import Key, slot_key
+from paredown.plan.storage import AS_IS, Assignment
 from paredown.roles import FORMATTED, Role
 from tests.plan.plans import keys, plan_of
 from tests.support.strategies import examples

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from paredown import Plan, Trace, Trial, footprint, trace_step
-from paredown.plan.trial import Status
+from paredown.pick.answer import Frontier, Picked, Point
 from paredown.report.record import Record
-from paredown.search.picked import Frontier, Picked, Point
-from paredown.session.actions import Action
-from paredown.session.changes import Change
+from paredown.session.changes import Action, Change
+from paredown.tasks.trial import Status
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'\"&<!--"
 LOW = Plan(rules=(*Plan.preset("lpmm").rules, *Plan.preset("activations4").rules))

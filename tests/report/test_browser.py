@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from paredown.plan.sizes import say_bytes
-from paredown.plan.trial import Status
 from paredown.report.page import write
 from paredown.report.record import Record
+from paredown.sizes import say_bytes
+from paredown.tasks.trial import Status
 from tests.report.made import HOSTILE, picked, record, trace, trial
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -321,10 +321,8 @@ def test_awkward_records_are_drawn_without_complaint(browser: Any, tmp_path: Pat
 
 def test_a_live_sweep_updates_the_page(browser: Any, tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")
-    from paredown.report.serve import Server
-    from paredown.report.watched import open_source
-    from paredown.runs.claims import Ended
-    from paredown.runs.store import Store
+    from paredown.report.server import Server, open_source
+    from paredown.sweeps.store import Ended, Store
     from tests.support.trials import PLANS, done, draw
 
     with Store(tmp_path / "trials.db") as store:

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paredown import Guard, Plan, ReportError, apply, footprint, optim, trace_step
-from paredown.plan.trial import Status
-from paredown.report.labels import Labels
+from paredown.plan.explanation import explain_slots
 from paredown.report.page import render
-from paredown.report.parts import Mark, Pick, Study, choose
-from paredown.report.record import MOST_CURVES, MOST_RUNS, Record
-from paredown.report.scrub import scrub, scrub_all
-from paredown.search.explain import explain_slots
+from paredown.report.record import MOST_CURVES, MOST_RUNS, Record, scrub, scrub_all
+from paredown.report.studies import Labels, Mark, Pick, Study, choose
+from paredown.tasks.trial import Status
 from tests.report.made import ROWS, picked, record, trace, trial
 
 PATHS = (
@@ -155,7 +153,7 @@ def test_no_path_leaves_a_record(text: str) -> None:
 
 
 def test_no_host_and_no_user_leaves_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paredown.report import scrub as module
+    from paredown.report import record as module
 
     monkeypatch.setattr(socket, "gethostname", lambda: "annas-box.lab.example")
     monkeypatch.setattr(getpass, "getuser", lambda: "anneliese")

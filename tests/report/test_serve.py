@@ -16,14 +16,12 @@ import pytest
 
 from paredown import ParedownError, ReportError
 from paredown.report.record import Record
-from paredown.report.serve import MOST_STREAMS, Server, serve
-from paredown.report.watched import FileSource, Source, Watched, open_source
+from paredown.report.server import MOST_STREAMS, FileSource, Server, Source, Watched, open_source, serve
 from tests.report.made import record, trial
 
 pytest.importorskip("sqlalchemy")
 
-from paredown.runs.claims import Ended
-from paredown.runs.store import Store
+from paredown.sweeps.store import Ended, Store
 from tests.support.trials import PLANS, done, draw
 
 

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import event
 
 from paredown.errors import StoreError
-from paredown.runs.database import Database
-from paredown.runs.store import Store
+from paredown.sweeps.database import Database
+from paredown.sweeps.store import Store
 
 
 @pytest.fixture

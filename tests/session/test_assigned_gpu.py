@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import paredown as pare
 from paredown.models.resnet import resnet18
-from paredown.models.tokens import token_loss
-from paredown.models.transformer import GPT, GPTConfig
+from paredown.models.transformer import GPT, GPTConfig, token_loss
 from paredown.plan.footprint import peak_of
 from tests.session.nets import INT8, gradients, relative_error
 from tests.session.test_guards import BATCH, LOW, MANY, Loud, Run, becomes_loud, weights

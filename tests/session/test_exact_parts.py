@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paredown import apply
-from paredown.codec.masks import pack_mask
-from paredown.session import stored
-from paredown.session.waiting import Bits
+from paredown.codec.recompute import pack_mask
+from paredown.session import activations as stored
+from paredown.session.stored_tensors import Bits
 from tests.session.nets import INT4, INT8, Net, activations, assert_exact, both, error_of, pictures, relative_error, rows
 
 INF = float("inf")

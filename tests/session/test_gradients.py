@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from paredown import Plan, apply
 from paredown.formats.format import Format
 from paredown.models import MODELS, OF_TEXT, random_batch
-from paredown.models.tokens import token_loss
+from paredown.models.transformer import token_loss
 from tests.session.nets import INT4, INT8, Net, activations, assert_same, gradients, relative_error, rows, step, weighted
 
 NEAR = {INT8: 0.03, "e4m3fn/64@bf16": 0.09, INT4: 0.3, "uint4/64@bf16+bf16": 0.3, "bf16": 0.01}

@@ -20,8 +20,8 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 import paredown as pare
 from paredown.errors import ApplyError, BudgetError, PlanError
 from paredown.plan.footprint import peak_of
-from paredown.session import attention
-from paredown.session.actions import THE_STEP
+from paredown.session import activations
+from paredown.session.changes import THE_STEP
 from tests.session.nets import INT4, INT8, rows
 
 LOW = "e4m3fn"  # without a scale of its own a block past 448 becomes NaN
@@ -170,7 +170,7 @@ def test_long_attention_with_large_logits_stays_finite(monkeypatch: pytest.Monke
     Sessions keep them plain where logits are large; without that, a guard raises them.
     """
     bounded = Run(pare.Plan.uniform(activation=INT8), None, Attention(), TEXT)
-    monkeypatch.setattr(attention, "LARGEST_ERROR", inf)
+    monkeypatch.setattr(activations, "LARGEST_ERROR", inf)
     plan, trace = pare.Plan.uniform(activation=INT8), traced(Attention(), TEXT)
     runs: dict[str, Run] = {}
     for name, guard in (("exact", None), ("lost", None), ("guarded", pare.Guard(trace, "100%", limits=pare.Limits(every=4)))):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paredown import Plan, apply, encode
-from paredown.plan import ops
-from paredown.session.signals import relative_error as relative_signal
+from paredown.session.guard import relative_error as relative_signal
+from paredown.trace import operations
 from tests.session.nets import INT4, INT8, Net, activations, both, error_of, relative_error, rows, step
 
 ATTENTION = ":scaled_dot_product_attention."
@@ -72,13 +72,15 @@ def test_without_the_pin_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Naive 4 bits: what q and k lose is exponentiated beside an exact logsumexp."""
     net = Net(partial(attention, gain=1.0), large_projection())
     pinned = error_of(net, rows(256), format=INT4)
-    unpinned = {name: replace(operand, pin=None) for name, operand in ops.ATTENTION.items()}
-    monkeypatch.setitem(ops.ROWS, "ScaledDotProductFlashAttentionForCpu", ops.Row("scaled_dot_product_attention", unpinned))
-    ops.row_of.cache_clear()
+    unpinned = {name: replace(operand, pin=None) for name, operand in operations.ATTENTION.items()}
+    monkeypatch.setitem(
+        operations.ROWS, "ScaledDotProductFlashAttentionForCpu", operations.Row("scaled_dot_product_attention", unpinned)
+    )
+    operations.row_of.cache_clear()
     try:
         assert error_of(net, rows(256), format=INT4) > 5 * pinned
     finally:
-        ops.row_of.cache_clear()
+        operations.row_of.cache_clear()
 
 
 def test_what_is_computed_again_from_few_bits_does_not_pass_a_pin() -> None:

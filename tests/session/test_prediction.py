@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paredown.assign.assign import assign
+from paredown.assign.problem import Search
+from paredown.assign.strategies import METHODS
 from paredown.models import MODELS, OF_TEXT, random_batch
-from paredown.models.tokens import token_loss
+from paredown.models.transformer import token_loss
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.trace import trace_step
 from paredown.roles import Role
-from paredown.search.assign import assign
-from paredown.search.methods import METHODS
-from paredown.search.search import Search
 from paredown.session.session import apply
+from paredown.trace.trace_step import trace_step
 
 PLANS = ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")
 

@@ -22,7 +22,7 @@ from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.models import MODELS, OF_TEXT, random_batch
 from paredown.models.resnet import Basic, ResNet
-from paredown.models.tokens import token_loss
+from paredown.models.transformer import token_loss
 from paredown.session.probe import FORMATS, groups
 from tests.session.nets import INT4, INT8, Net, rows
 

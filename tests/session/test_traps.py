@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paredown.optim.weights import weight_of
+from paredown.optim.packed_weight import weight_of
 from paredown.plan.plan import Plan
 from paredown.session.session import apply
 from tests.session.nets import INT8, activations, assert_same, both, error_of, gradients, relative_error, rows

@@ -16,14 +16,14 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import paredown as pare
 from paredown.errors import ApplyError, VerificationError
-from paredown.plan import given
-from paredown.plan.graph import IS_WEIGHT
+from paredown.plan import storage
+from paredown.session.activations import Activations
 from paredown.session.saved_weights import Again
-from paredown.session.stored import Activations
+from paredown.session.stored_tensors import Bits, Values
 from paredown.session.verify import OUTSIDE
-from paredown.session.waiting import Bits, Values
-from tests.plan.steps import step_of
+from paredown.trace.autograd_graph import IS_WEIGHT
 from tests.session.nets import INT4, INT8, ROWS, WIDTH, Net, activations, pictures, rows
+from tests.trace.steps import step_of
 
 Answers = tuple[Tensor, Tensor]
 
@@ -238,7 +238,7 @@ def test_masks_of_two_views_that_are_taken_for_one_are_named_together(monkeypatc
 def test_a_format_that_does_not_suit_its_slot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A symmetric format before a norm whose input has a mean of a hundred standard deviations, which sessions replace: the exact plan
     is right."""
-    monkeypatch.setattr(given, "resolves_differences", lambda format: True)
+    monkeypatch.setattr(storage, "resolves_differences", lambda format: True)
     model = Net(lambda net, x: net.b(net.more[0](0.01 * net.a(x) + 1)), nn.LayerNorm(WIDTH))
     batch = rows(), rows(seed=2)
     found = pare.verify(model, batch, activations(INT8), loss=mse_loss)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paredown as pare
 from paredown.errors import ApplyError, ParedownError, PlanError, VerificationError
-from paredown.session.waiting import Values
+from paredown.session.stored_tensors import Values
 from tests.session.nets import INT8, Net, activations, rows
 from tests.session.test_verify import perceptron
 

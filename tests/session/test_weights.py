@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paredown import Plan, Session, apply
 from paredown.models import MODELS, random_batch
-from paredown.optim.outside import PackedParameter
-from paredown.optim.weights import Weight, weight_of
+from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_weight import Weight, weight_of
 from tests.session.nets import INT8, Net, assert_same, pictures, rows, weighted
 
 LPMM = "int8/64@e8m0"

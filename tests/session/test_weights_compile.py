@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from paredown import apply
-from paredown.optim.outside import PackedParameter
-from paredown.optim.weights import weight_of
+from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_weight import weight_of
 from tests.session.nets import assert_same, gradients, rows, weighted
 from tests.session.test_weights import PLAN, mlp
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paredown import Plan, apply
-from paredown.optim.outside import PackedParameter
+from paredown.optim.packed_parameter import PackedParameter
 from tests.session.nets import assert_same, relative_error, rows, weighted
 from tests.session.test_distributed import replicated, sharded, small
 from tests.support.processes import needs_gloo, run_on_two

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from paredown import apply
-from paredown.optim.outside import PackedParameter
-from paredown.optim.weights import weight_of
-from paredown.session.packable import SHARED
+from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_weight import weight_of
+from paredown.session.weights import SHARED
 from tests.session.nets import assert_same, gradients, rows
 from tests.session.test_weights import CASES, PLAN, Lstm, assert_equal, mlp, parameter_bytes, tokens
 

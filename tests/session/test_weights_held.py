@@ -16,9 +16,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from paredown import ApplyError, Plan, apply
-from paredown.optim.outside import PackedParameter
-from paredown.optim.weights import weight_of
-from paredown.session.packable import SHARED
+from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_weight import weight_of
+from paredown.session.weights import SHARED
 from tests.session.nets import Net, assert_same, rows, weighted
 from tests.session.test_weights import LPMM, PLAN, assert_equal, mlp, parameter_bytes, step
 

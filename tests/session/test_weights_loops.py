@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paredown import apply
-from paredown.optim.outside import PackedParameter
-from paredown.optim.weights import weight_of
+from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_weight import weight_of
 from tests.session.nets import Net, assert_same, gradients, pictures, rows, weighted
 from tests.session.test_memory import live_bytes
 from tests.session.test_weights import PLAN, mlp, parameter_bytes, pictures_net

@@ -16,8 +16,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from paredown import Plan, apply
 from paredown.codec.packed import encode
 from paredown.errors import OptimError
-from paredown.optim.outside import PackedParameter, WeightView
-from paredown.optim.weights import Weight, weight_of
+from paredown.optim.packed_parameter import PackedParameter, WeightView
+from paredown.optim.packed_weight import Weight, weight_of
 from tests.session.nets import rows
 from tests.session.test_weights import LPMM
 

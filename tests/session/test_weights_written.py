@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from paredown import Plan, apply
 from paredown.errors import OptimError
 from paredown.optim import AdamW
-from paredown.optim.outside import PackedParameter
-from paredown.optim.weights import weight_of
+from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_weight import weight_of
 from tests.session.nets import rows, weighted
 from tests.session.test_weights import LPMM, PLAN, mlp
 from tests.session.test_weights_outside import packed, rounded, stored

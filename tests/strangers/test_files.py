@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import paredown as pare
-from paredown.runs import arrays
-from paredown.runs.arrays import read_arrays
-from paredown.runs.sources import read_folder, read_idx, read_text
+from paredown.tasks import data_files
+from paredown.tasks.data_files import read_arrays, read_folder, read_idx, read_text
 from tests.strangers.mutations import answers, thousands, wrong_bytes
 
 
@@ -95,7 +94,7 @@ def test_arrays_with_objects_and_wrong_headers_are_not_run(tmp_path: Path) -> No
 
 def test_files_that_swell_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few kilobytes that would unpack to gigabytes; here to megabytes, with the bound lowered."""
-    monkeypatch.setattr(arrays, "SWOLLEN_BYTES", 1 << 20)
+    monkeypatch.setattr(data_files, "SWOLLEN_BYTES", 1 << 20)
     text, file = tmp_path / "text.gz", tmp_path / "data.npz"
     text.write_bytes(gzip.compress(bytes(1 << 22)))
     assert not answers(lambda: read_text(text, 8))

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 import paredown as pare
-from paredown.cli.files import read_frontier
-from paredown.cli.sources import read_source
+from paredown.assign.sensitivity import Sensitivities
+from paredown.cli.inputs import read_frontier, read_source
 from paredown.errors import ParedownError
+from paredown.pick.prior_collection import read_rows
+from paredown.pick.priors import read as read_prior
 from paredown.report.record import Record
-from paredown.runs.collected import read_rows
-from paredown.runs.sources import read_text
-from paredown.search.earlier_json import read as read_prior
-from paredown.search.sensitivity import Sensitivities
+from paredown.tasks.data_files import read_text
 
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "plan": pare.Plan.load,
@@ -53,7 +52,7 @@ def test_a_folder_a_missing_file_and_one_that_may_not_be_read_are_sentences(name
 
 def test_a_sweep_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")
-    from paredown.runs.sweep_file import load_sweep
+    from paredown.sweeps.sweep import load_sweep
 
     path = tmp_path / "sweep.toml"
     path.write_text(f'tasks = ["digits"]\nseeds = [{"9" * 6000}]\n[[plans]]\n')

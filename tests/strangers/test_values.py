@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import paredown as pare
-from paredown.cli.files import read_frontier
-from paredown.cli.sources import read_source
-from paredown.plan.trial import Status, Trial
+from paredown.assign.sensitivity import Sensitivities
+from paredown.cli.inputs import read_frontier, read_source
+from paredown.pick.answer import Frontier, Picked, Point
+from paredown.pick.priors import made_up
+from paredown.pick.priors import read as read_prior
+from paredown.pick.priors import write as write_prior
 from paredown.report.record import Record
-from paredown.search.earlier_json import read as read_prior
-from paredown.search.earlier_json import write as write_prior
-from paredown.search.earlier_made import made_up
-from paredown.search.picked import Frontier, Picked, Point
-from paredown.search.sensitivity import Sensitivities
+from paredown.tasks.trial import Status, Trial
 from tests.strangers.mutations import answers, text_of, thousands, wrong_bytes, wrong_json
 
 PLAN = pare.Plan.preset("lpmm").set("layer*:input", "int4/64@bf16", rounding="stochastic").recomputing("layer.0")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paredown.plan.plan import Plan
-from paredown.plan.trial import Status, Trial
-from paredown.runs.sweep import Drawn, Settings, Sweep, TrialSpec
+from paredown.sweeps.sweep import Drawn, Settings, Sweep, TrialSpec
+from paredown.tasks.trial import Status, Trial
 
 PLANS = (Plan(), Plan.preset("activations4"))
 

@@ -11,13 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from paredown.plan.trial import Trial
-from paredown.runs.claims import Claim
-from paredown.runs.engines.engine import Engine
-from paredown.runs.engines.inline import InlineEngine
-from paredown.runs.engines.local import LocalEngine
-from paredown.runs.store import Store
-from paredown.runs.worker import Duty, work
+from paredown.sweeps.engines.engine import Engine, InlineEngine, LocalEngine
+from paredown.sweeps.store import Claim, Store
+from paredown.sweeps.worker import Duty, work
+from paredown.tasks.trial import Trial
 from tests.support.trials import act
 
 ROOT = Path(__file__).parent.parent.parent

@@ -11,12 +11,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paredown.cli.verbs import app
+    from paredown.cli.application import app
 
 __all__ = ["app", "main"]
 
 # files with verbs, in the order of the help
-PARTS = ("looking", "estimating", "planning", "picking", "training", "sweeps", "priors", "reports", "demo")
+PARTS = (
+    "environment_verbs",
+    "estimate_verb",
+    "plan_verbs",
+    "pick_verbs",
+    "train_verb",
+    "sweep_verbs",
+    "prior_verbs",
+    "report_verbs",
+    "demo_verb",
+)
 
 
 def main() -> None:
@@ -30,7 +40,7 @@ def main() -> None:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # its profiler warns of what was there before; read when torch is imported
-    import_module("paredown.cli.voice").warn_of_passwords(sys.argv)
+    import_module("paredown.cli.output").warn_of_passwords(sys.argv)
     loaded(prog_name="paredown")
 
 
@@ -38,7 +48,7 @@ def _load() -> Any:
     """The application with all its verbs."""
     for part in PARTS:
         import_module(f"paredown.cli.{part}")
-    return import_module("paredown.cli.verbs").app
+    return import_module("paredown.cli.application").app
 
 
 def __getattr__(name: str) -> Any:

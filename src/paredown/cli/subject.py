@@ -3,9 +3,23 @@
     digits#model=vit,steps=200        a task: its own model, data, loss and optimizer (docs/tasks.md)
     resnet50#width=64,picture=224     a model of paredown.models on random pictures or tokens
     file.py:function, module:function a Task, (model, batch), (model, batch, loss), or a model alone, which then needs --input
-    folder or config.json             a Hugging Face model as its config describes it; its weights are not needed (hub.py)
+    folder or config.json             a Hugging Face model as its config describes it; its weights are not needed (subject.py)
 
 A trace needs shapes alone, so another batch size is the same batch with another first dimension.
+
+A Hugging Face model from its config.json alone: shapes without weights, nothing is fetched, and no code that a config names is run.
+
+A plan from a text of the command line: a preset, several of different roles, a file, or formats by role.
+
+>>> len(read_plan("lpmm+activations4").rules)
+5
+
+>>> read_plan("activation=int4/64@bf16,weight=int8/64@e8m0").rules[0][0]
+'weight'
+>>> read_plan("activation4")  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+    ...
+paredown.errors.PlanError: there is no plan 'activation4': give a file, a preset (activations8, ...), or role=format,... Closest: ...
 """
 
 from __future__ import annotations
@@ -13,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +35,141 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paredown.cli.hub import find_config, read_config
-from paredown.errors import TaskError, TraceError
+from paredown.assign.assign import assign
+from paredown.errors import PlanError, TaskError, TraceError
 from paredown.models import LENGTH, MODELS, PICTURE, random_batch
-from paredown.models.tokens import token_loss
+from paredown.models.transformer import token_loss
 from paredown.plan.footprint import peak_of
-from paredown.plan.keys import closest
-from paredown.plan.plan import Plan
-from paredown.plan.record import Trace
-from paredown.plan.sizes import parse_bytes
-from paredown.plan.trace import trace_step
-from paredown.runs.evaluate import formats_state
-from paredown.runs.named import DTYPES, parse_options
-from paredown.runs.own_code import made_by
-from paredown.runs.task import RULES, Task
-from paredown.runs.tasks import WITH_FILE, WITHOUT_FILE, find_task
-from paredown.runs.train import make_optimizer
-from paredown.search.assign import assign
+from paredown.plan.plan import Plan, combined
+from paredown.plan.presets import PRESETS
+from paredown.plan.selectors import closest
+from paredown.serial import read_json
+from paredown.sizes import parse_bytes
+from paredown.tasks.evaluate import formats_state
+from paredown.tasks.lookup import DTYPES, WITH_FILE, WITHOUT_FILE, find_task, made_by, parse_options
+from paredown.tasks.task import RULES, Task
+from paredown.tasks.training import make_optimizer
+from paredown.trace.trace import Trace
+from paredown.trace.trace_step import trace_step
+
+NAME = "config.json"
+CONFIG_BATCH = 8  # as Trainer has it
+LONGEST = 1024  # tokens, unless told otherwise
+CONFIG_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LARGEST = 1 << 22  # bytes of a config
+# what makes a library fetch code or weights; none of it changes shapes
+FETCHED = frozenset(
+    {"auto_map", "use_pretrained_backbone"} | {f"{sign}{what}_implementation" for what in ("attn", "experts") for sign in ("", "_")}
+)
+ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")
+
+
+def find_config(text: str) -> Path | None:
+    """The config.json that `text` names: itself, or that of a folder."""
+    path = Path(text)
+    if path.name == NAME and path.is_file():
+        return path
+    return path / NAME if (path / NAME).is_file() else None
+
+
+def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model that a config describes, on the meta device, and a batch for it. `length` and `dtype` are options."""
+    unknown = sorted(options.keys() - {"length", "dtype"})
+    if unknown:
+        raise TaskError(
+            f"option {unknown[0]!r} is unknown for a Hugging Face config. Allowed: length, dtype ({', '.join(CONFIG_DTYPES)})."
+        )
+    value = _object(path)
+    transformers = import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    try:
+        with _offline():
+            config = transformers.AutoConfig.for_model(str(value.pop("model_type", "")), **value)
+            config.use_cache = False  # a cache keeps keys and values as they are
+            model = _model(transformers, config, options.get("dtype"))
+    except TaskError:
+        raise
+    except Exception as error:  # whatever a config makes another library raise
+        raise TaskError(f"{path.parent.name}/{NAME} describes no model that transformers can make: {_first_line(error)}.") from None
+    return model, _batch(model, config, _length(config, options, input))
+
+
+def _object(path: Path) -> dict[str, Any]:
+    value = read_json(path, "config", TaskError, most_bytes=LARGEST)
+    if not isinstance(value, dict) or not isinstance(value.get("model_type"), str):
+        raise TaskError(f"{path} is no config of a Hugging Face model: it has no model_type.")
+    return _without_fetched(value)
+
+
+def _without_fetched(value: Any) -> Any:
+    """A JSON value without the fields of FETCHED, parts of parts included."""
+    if isinstance(value, dict):
+        return {name: _without_fetched(part) for name, part in value.items() if name not in FETCHED}
+    return [_without_fetched(part) for part in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _offline() -> Generator[None]:
+    """Whatever else a config names, such as a backbone of the hub, is not asked for."""
+    constants: Any = import_module("huggingface_hub.constants")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _model(transformers: Any, config: Any, dtype: Any) -> nn.Module:
+    """The class that the config names among those of transformers; a language model where it names none."""
+    if dtype is not None and dtype not in CONFIG_DTYPES:
+        raise TaskError(f"dtype {dtype!r} is unknown. Allowed: {', '.join(CONFIG_DTYPES)}.")
+    named = [name for name in config.architectures or () if isinstance(name, str) and name.isidentifier()]
+    kind = getattr(transformers, named[0], None) if named else None
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    with torch.device("meta"):
+        model = (
+            kind(config)
+            if is_model and kind is not None
+            else transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        )
+    wanted = CONFIG_DTYPES[dtype] if dtype else getattr(config, "dtype", None)
+    return model.to(wanted) if isinstance(wanted, torch.dtype) else model
+
+
+def _length(config: Any, options: Mapping[str, Any], input: str | None) -> int:
+    kind, _, number = (input or "").partition(":")
+    if input is not None and (kind != "tokens" or not number.isdigit()):
+        raise TaskError(f"input {input!r} does not go with a Hugging Face config; say tokens:512, or nothing.")
+    most = getattr(config, "max_position_embeddings", None)
+    return int(number[:9]) if number else int(options.get("length", min(most if isinstance(most, int) else LONGEST, LONGEST)))
+
+
+def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
+    """Keywords of the model by the name of its main input."""
+    name = str(getattr(model, "main_input_name", ""))
+    has_one = type(model).__name__.endswith(ONE_LABEL)
+    if name == "input_ids":
+        ids = torch.zeros((CONFIG_BATCH, length), dtype=torch.int64)
+        return {name: ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0].clone() if has_one else ids.clone()}
+    if name == "pixel_values":
+        shape = (CONFIG_BATCH, int(getattr(config, "num_channels", 3)), *_sides(getattr(config, "image_size", 224)))
+        return {name: torch.empty(shape, device="meta"), "labels": torch.zeros(CONFIG_BATCH, dtype=torch.int64)}
+    raise TaskError(
+        f"{type(model).__name__} takes {name!r}, for which no batch is made up: write a function that returns (model, batch)."
+    )
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    return int(pair[0]), int(pair[-1])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+# --- What a verb is asked about ---
 
 BATCH = 32
 OPTIMIZER = "adamw"
@@ -266,3 +399,41 @@ def example(text: str, num: int) -> Tensor:
         raise TaskError(f"input {text!r} cannot be read; it is one example, such as 3x224x224, or tokens:1024.")
     shape = (num, *(int(size[:9]) for size in sizes))
     return torch.zeros(shape, dtype=torch.int64) if sign else torch.empty(shape, device="meta")
+
+
+# --- A plan from a text of the command line ---
+
+AS_WRITTEN = "as_written"
+
+
+def read_plan(text: str) -> Plan:
+    """The plan that `text` names."""
+    if text == AS_WRITTEN:
+        return Plan()
+    if text and all(name in PRESETS for name in text.split("+")):
+        return combined(text.split("+")) if "+" in text else Plan.preset(text)
+    if "=" in text and not Path(text).exists():
+        return _by_role(text)
+    if not Path(text).is_file():
+        names = (*PRESETS, AS_WRITTEN)
+        raise PlanError(
+            f"there is no plan {text!r}: give a file, a preset ({', '.join(names)}), or role=format,... Closest: {closest(text, names)}."
+        )
+    return Plan.load(text)
+
+
+def _by_role(text: str) -> Plan:
+    formats: dict[str, str] = {}
+    for part in text.split(","):
+        role, sign, format = (piece.strip() for piece in part.partition("="))
+        if not sign or not format or role in formats:
+            raise PlanError(
+                f"{part!r} in plan {text!r} cannot be read: it is role=format, once a role, such as activation=int4/64@bf16."
+            )
+        formats[role] = format
+    return Plan.uniform(**formats)  # type: ignore[arg-type]
+
+
+def name_of(text: str) -> str:
+    """A plan's name in a table: a preset's, a file's without its folder."""
+    return text if "=" in text or text in PRESETS else Path(text).name

@@ -1,1 +1,1 @@
-"""Thin adapters for Hugging Face's Trainer and for Lightning, loggers, and what to say when memory runs out; imported when asked for."""
+"""Thin adapters for Hugging Face's Trainer, Lightning and loggers, and help when memory runs out; imported when asked for."""

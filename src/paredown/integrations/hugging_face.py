@@ -6,7 +6,7 @@
 
 Clipping, gradient accumulation, schedulers, evaluation and checkpoints are the trainer's own. Checkpoints hold plain weights, which
 `from_pretrained` reads, and the codes of weights and moments in the optimizer's file: `trainer.train(resume_from_checkpoint=...)` goes on
-with the same bits. The numbers that matter (`numbers.py`) are in `trainer.state.log_history` and reach every logger of `report_to`.
+with the same bits. The numbers that matter (`monitor.py`) are in `trainer.state.log_history` and reach every logger of `report_to`.
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportPrivateUsage=false
@@ -20,11 +20,12 @@ from transformers.trainer_callback import ExportableState
 
 from paredown import optim
 from paredown.errors import ApplyError, OptimError
-from paredown.integrations.applied import Applied
+from paredown.integrations.monitor import Applied
 from paredown.plan.plan import Plan
 from paredown.session.guard import Guard
 from paredown.session.session import Session, unwrapped
-from paredown.session.simulated import Simulate, SimulatedSession
+from paredown.simulate.rounded_values import Simulate
+from paredown.simulate.simulated_session import SimulatedSession
 
 BETAS = "betas"
 # name: the class, and the arguments of a trainer that it takes; lr is always one of them

@@ -18,16 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paredown.models.convnext import ConvNeXt
-from paredown.models.lstm import LSTMModel
-from paredown.models.mlp import MLP
-from paredown.models.mobilenet import MobileNet
-from paredown.models.resnet import resnet18, resnet50
-from paredown.models.shufflenet import ShuffleNet
-from paredown.models.squeezenet import SqueezeNet
-from paredown.models.sumlast import SumLastResNet
-from paredown.models.transformer import GPT, GPTConfig, ViT, ViTConfig
-from paredown.models.unet import UNet
+from paredown.models.resnet import SumLastResNet, resnet18, resnet50
+from paredown.models.small_networks import MLP, ConvNeXt, MobileNet, ShuffleNet, SqueezeNet, UNet
+from paredown.models.transformer import GPT, GPTConfig, LSTMModel, ViT, ViTConfig
 
 PICTURE = 32  # height and width that the small ones of MODELS take
 LENGTH = 64  # tokens of a text, likewise

@@ -3,18 +3,40 @@
     x <- x + project(attention(norm1(x)));   x <- x + mlp(norm2(x))
 
 Attention is torch's scaled_dot_product_attention. The shapes of GPT-2 and ViT-B/16 are the published ones, the names are not.
+
+What models of text answer: logits, and the loss when they are told what should have come out.
+
+A language model on torch's LSTM: embedding, recurrent layers, linear head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from paredown.models.tokens import Scored, scored
+
+class Scored(NamedTuple):
+    """Logits (num_texts, length, vocabulary) and their mean cross entropy against the targets."""
+
+    logits: Tensor
+    loss: Tensor
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of the next token: logits (..., vocabulary) against targets (...)."""
+    return cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def scored(logits: Tensor, targets: Tensor | None) -> Tensor | Scored:
+    """The logits alone, or with their loss where there are targets."""
+    return logits if targets is None else Scored(logits, token_loss(logits, targets))
+
+
+# --- One Transformer layer, and the two networks made of it ---
 
 
 @dataclass(frozen=True)
@@ -148,3 +170,23 @@ def _normal_weights(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and isinstance(module.bias, nn.Parameter):
         nn.init.zeros_(module.bias)
+
+
+# --- A language model on torch's LSTM ---
+
+
+@final
+class LSTMModel(nn.Module):
+    """Tokens to the logits of the next one."""
+
+    def __init__(self, *, vocabulary: int = 10_000, dim: int = 512, num_layers: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.lstm = nn.LSTM(dim, dim, num_layers, batch_first=True, dropout=dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(dim, vocabulary)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor | Scored:
+        """Logits (num_texts, length, vocabulary) of tokens (num_texts, length); with `targets` the loss too, as `.loss`."""
+        hidden, _ = self.lstm(self.dropout(self.tokens(ids)))
+        return scored(self.head(self.dropout(hidden)), targets)

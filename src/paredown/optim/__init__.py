@@ -1,4 +1,4 @@
-"""Optimizers whose parameters, moments and gradient accumulators wait in low precision; loaded when first used."""
+"""Optimizers whose parameters, moments and gradient accumulators are stored in low precision; loaded when first used."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from paredown.formats.rounding import Rounding
 from paredown.roles import Role
 
 if TYPE_CHECKING:
-    from paredown.optim.entries import Entry
+    from paredown.optim.parameter_state import Entry
 
 NUM_COUNTERS = 5
 DRAIN_EVERY = 64  # updates; int32 counters of a tensor of 2^31 values, a 16th of which is counted, hold 16

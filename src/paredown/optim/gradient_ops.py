@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from paredown.optim.gradient_sum import any_nonfinite, norms
-from paredown.optim.gradient_tensor import GradientTensor
+from paredown.optim.packed_gradient import GradientTensor, any_nonfinite, norms
 
 aten = torch.ops.aten
 

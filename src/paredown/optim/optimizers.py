@@ -5,7 +5,7 @@
     loss.backward(); opt.step(); opt.zero_grad()
 
 Arguments that torch.optim does not have:
-* `tier`: "full", "safe", "half", "lpmm", "lpmm4" (`formats/tiers.py`), or None: the plan of the model's session, or "full" without one.
+* `tier`: "full", "safe", "half", "lpmm", "lpmm4" (`formats/catalog.py`), or None: the plan of the model's session, or "full" without one.
 * `weight`, `residue`, `moment1`, `moment2`, `gradient`: formats, in place of the tier's; None leaves that tensor as it is.
 * `rounding`: {"weight": "nearest_even", ...}, in place of the defaults.
 * `release`: update each parameter inside backward and keep no gradient. Clipping and scaling of gradients then raise.
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from paredown.errors import OptimError
-from paredown.optim.choices import FROM_TIER
-from paredown.optim.driver import Memory, Optimizer
+from paredown.optim.base import Memory, Optimizer
+from paredown.optim.parameter_state import FROM_TIER
 from paredown.optim.rules import RULES, Rule
 
 

@@ -1,1 +1,1 @@
-"""What a training step keeps, and what a plan makes of it."""
+"""A plan: which format each slot of a step is stored in, and the bytes that come of it."""

@@ -20,14 +20,13 @@ from html import escape
 from itertools import accumulate
 
 from paredown.errors import PlanError
+from paredown.plan.checkpointed_trace import modules_of, outermost, recomputed
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
-from paredown.plan.recompute import modules_of, outermost, recomputed
-from paredown.plan.record import Trace
 from paredown.plan.replay import AS_WRITTEN, Choice, Interval, choices, intervals, model_memory, part_bytes
-from paredown.plan.sizes import parse_bytes, say_bytes
-from paredown.plan.slots import Slot
 from paredown.roles import Role
+from paredown.sizes import parse_bytes, say_bytes
+from paredown.trace.trace import Slot, Trace
 
 MIB = 1 << 20
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})

@@ -1,6 +1,6 @@
 """A plan says how each tensor of a training step waits: rules, each a key and an `Assignment`, with a reason.
 
-A key is a role, a pattern or the name of a slot (see keys.py). A name beats a pattern, a pattern beats a role, among
+A key is a role, a pattern or the name of a slot (see selectors.py). A name beats a pattern, a pattern beats a role, among
 equals the one written last wins, and what no rule speaks of stays as it is. Rules are kept in that order, weakest first, so that
 plans are equal when they say the same. A plan never changes: `set` and `without` make the next one.
 
@@ -38,9 +38,9 @@ from typing import Any, NamedTuple, Unpack, cast
 
 from paredown.errors import PlanError
 from paredown.formats.rounding import Overflow, Rounding
-from paredown.plan.assignment import AS_IS, Assignment, FormatLike
-from paredown.plan.keys import ROLE_NAMES, Index, Key, Slot, bare_names, closest, closest_role, index_of, say_closest
 from paredown.plan.presets import PRESETS, ByRole
+from paredown.plan.selectors import ROLE_NAMES, Index, Key, Slot, bare_names, closest, closest_role, index_of, say_closest
+from paredown.plan.storage import AS_IS, Assignment, FormatLike
 from paredown.roles import FORMATTED, Role
 from paredown.serial import brief, object_parts, read_json
 
@@ -312,3 +312,13 @@ def _json_values(made_for: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PlanError(f"made_for is a dict, such as {{'model': 'resnet50', 'batch': 256}}, not {brief(made_for)}.")
     return value
+
+
+def combined(names: Iterable[str]) -> Plan:
+    """Presets of different roles as one plan.
+
+    >>> [key for key, _ in combined(("half", "activations8")).rules]
+    ['weight', 'gradient', 'moment1', 'moment2', 'activation']
+    """
+    plans = [Plan.preset(name) for name in names]
+    return Plan(tuple(rule for plan in plans for rule in plan.rules), "; ".join(plan.reason for plan in plans))

@@ -1,7 +1,7 @@
 """Plans with a name: one row each. `Plan.preset("activations4")` is a Plan like any other.
 
 Bits a value, scales and minimums included: activations8 and activations8f 8.25, activations4 4.25, activations4a 4.5, activations2 2.5.
-The others are the tiers of `formats/tiers.py`: formats of weights, gradients and optimizer state, activations as they are.
+The others are the tiers of `formats/catalog.py`: formats of weights, gradients and optimizer state, activations as they are.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypedDict, cast
 
-from paredown.formats.tiers import TIERS
-from paredown.plan.assignment import FormatLike
+from paredown.formats.catalog import TIERS
+from paredown.plan.storage import FormatLike
 
 
 class ByRole(TypedDict, total=False):

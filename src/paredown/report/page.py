@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from paredown.errors import ReportError
-from paredown.plan.sizes import say_bytes
 from paredown.report.record import Record
+from paredown.sizes import say_bytes
 
 SCRIPTS = ("words.js", "frontier.js", "memory.js", "tables.js", "curves.js", "page.js")
 MARKER = re.compile(r"\{\{(\w+)\}\}")

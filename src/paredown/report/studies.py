@@ -1,21 +1,238 @@
-"""Studies of tasks: from what `pick` answered, from trials, and from footprints."""
+"""Studies of tasks: from what `pick` answered, from trials, and from footprints.
+
+The parts of a record: plain values, each optional, that a page shows.
+
+    Study     a task: its plans on a chart (Mark), what is taken within which budget (Pick), where the memory goes (Kept)
+    Run       a trial, with the label of its plan instead of the plan
+    Progress  how far a sweep is
+
+Rows of which there are many (Slot, Place, Pick) are tuples, and lists in JSON.
+
+Short names of plans, one for each plan that says something else.
+
+>>> labels = Labels({"mine": Plan.uniform(activation="int4/64@bf16", weight="int8/64@e8m0")})
+>>> [labels.of(plan) for plan in (Plan(), Plan.preset("lpmm"), Plan.uniform(activation="e4m3fn/64@bf16", weight="int8/64@e8m0"))]
+['as written', 'lpmm', 'weight int8/64@e8m0, activation e4m3fn/64@bf16']
+>>> labels.of(Plan.uniform(weight="int8/64@e8m0", activation="int4/64@bf16"))
+'mine'
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import fmean
+from typing import NamedTuple
 
+from paredown.errors import ReportError
+from paredown.pick.answer import Picked, Point
+from paredown.plan.explanation import explain_slots
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.record import Trace
-from paredown.plan.sizes import say_bytes
-from paredown.plan.trial import Status, Trial
-from paredown.report.labels import WRITTEN, Labels, in_words, said
-from paredown.report.parts import NINE_OF_TEN, SEEDS, Kept, Mark, Pick, Place, Run, Slot, Study, choose
-from paredown.search.explain import explain_slots
-from paredown.search.picked import Picked, Point
+from paredown.plan.presets import PRESETS
+from paredown.plan.selectors import Key
+from paredown.sizes import say_bytes
+from paredown.tasks.trial import Status, Trial
+from paredown.trace.trace import Trace
+
+NINE_OF_TEN = "Bands: nine times of ten the mean error lies within."
+SEEDS = "Bands: from the best seed to the worst."
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A plan on the chart: bytes that count against a budget, and the mean error over runs; None: no run of it ended well."""
+
+    label: str
+    nbytes: int
+    error: float | None = None
+    low: float | None = None  # the band of `error`
+    high: float | None = None
+    measured: float | None = None  # mean of the finished trials
+    measured_bytes: int | None = None
+    num_trials: int = 0  # behind `measured`
+    on_front: bool = False
+    note: str = ""
+    words: tuple[str, ...] = ()  # the plan, a line for each rule
+    predicted_bytes: int | None = None  # where that is not what counts: trials took more
+
+
+class Pick(NamedTuple):
+    """From so many bytes on this plan is taken, until the next row."""
+
+    nbytes: int
+    label: str
+
+
+class Place(NamedTuple):
+    """Bytes that a module keeps in a role."""
+
+    module: str
+    role: str
+    nbytes: int
+
+
+class Slot(NamedTuple):
+    """What becomes of a slot under a plan, and why: see plan/explanation.py."""
+
+    slot: str
+    role: str
+    written_bytes: int
+    nbytes: int
+    format: str
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where the memory goes under a plan: at the peak, what waits by role and by module, slot by slot."""
+
+    label: str
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    by_role: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
+    places: tuple[Place, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is known of one task. `written`: the label of the step as it is written; `full_bytes`: its peak."""
+
+    task: str
+    metric: str = "error"
+    written: str = ""
+    full_bytes: int | None = None
+    budget_bytes: int | None = None
+    picked: str = ""  # a label; empty: nothing fits, or nothing was asked
+    reason: str = ""
+    ties: tuple[str, ...] = ()
+    band: str = ""  # what bands mean
+    marks: tuple[Mark, ...] = ()
+    picks: tuple[Pick, ...] = ()  # by bytes
+    kept: tuple[Kept, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        labels = [mark.label for mark in self.marks]
+        if len(set(labels)) < len(labels):
+            raise ReportError(f"task {self.task!r}: two plans have the same label; labels tell plans apart.")
+        for label in (pick.label for pick in self.picks):
+            if label not in labels:
+                raise ReportError(f"task {self.task!r}: {label!r} is picked and is none of the {len(labels)} plans on the chart.")
+        if list(self.picks) != sorted(self.picks, key=lambda pick: pick.nbytes):
+            raise ReportError(f"task {self.task!r}: picks are ordered by bytes, the fewest first; these are not.")
+
+    def keeping(self, kept: tuple[Kept, ...], written: str, full_bytes: int | None) -> Study:
+        """With these footprints too, and the step as it is written where that was not known."""
+        known = {"written": self.written or written, "full_bytes": self.full_bytes or full_bytes}
+        return replace(self, kept=(*self.kept, *kept), **known)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trial."""
+
+    task: str
+    plan: str  # its label
+    seed: int
+    status: str
+    error: float | None = None
+    loss: float | None = None
+    predicted_bytes: int | None = None
+    measured_bytes: int | None = None
+    seconds: float | None = None
+    reason: str = ""
+    device: str = ""
+    commit: str = ""
+    curve: tuple[tuple[int, float], ...] = ()  # (step, training loss)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The trials of a sweep, by state; finished ones by status."""
+
+    sweep: str
+    waiting: int = 0
+    running: int = 0
+    by_status: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
+
+
+def choose(marks: Iterable[Mark]) -> tuple[Pick, ...]:
+    """What is taken within each budget: the least error, of equals the fewest bytes.
+
+    >>> choose([Mark("a", 10, 0.5), Mark("b", 20, 0.6), Mark("c", 30, 0.4), Mark("d", 5)])
+    (Pick(nbytes=10, label='a'), Pick(nbytes=30, label='c'))
+    """
+    found: list[Pick] = []
+    least = float("inf")
+    known = [(mark.nbytes, mark.error, mark.label) for mark in marks if mark.error is not None]
+    for nbytes, error, label in sorted(known):
+        if error < least:
+            found.append(Pick(nbytes, label))
+            least = error
+    return tuple(found)
+
+
+# --- Short names of plans, one for each plan that says something else ---
+
+WRITTEN = "as written"
+MOST_WORDS = 40  # lines of a plan that a page has
+
+
+class Labels:
+    """The label of every plan that was asked for; two plans never share one."""
+
+    def __init__(self, known: Mapping[str, Plan] | None = None) -> None:
+        self._labels: dict[object, str] = {said(plan): label for label, plan in (known or {}).items()}
+
+    def of(self, plan: Plan) -> str:
+        """Its label, the same each time."""
+        key = said(plan)
+        if key not in self._labels:
+            taken, name = set(self._labels.values()), name_of(plan)
+            self._labels[key] = next(
+                text for i in range(1, len(taken) + 3) if (text := f"{name} ({i})" if i > 1 else name) not in taken
+            )
+        return self._labels[key]
+
+
+def said(plan: Plan) -> object:
+    """What a plan says, without its reason."""
+    return plan.rules, plan.recompute
+
+
+def name_of(plan: Plan) -> str:
+    """A plan in a few words."""
+    if plan.changes_nothing:
+        return WRITTEN
+    if (name := _presets().get(said(plan))) is not None:
+        return name
+    roles = [f"{key} {assignment.format or 'as it is'}" for key, assignment in plan.rules if Key.parse(key).role is not None]
+    slots = len(plan.rules) - len(roles)
+    own = [f"{slots} slots by name"] if slots else []
+    again = [f"{len(plan.recompute)} modules computed again"] if plan.recompute else []
+    return ", ".join([*roles, *own, *again])
+
+
+def in_words(plan: Plan) -> tuple[str, ...]:
+    """The plan a line for each rule, cut where there are many."""
+    lines = plan.explain().splitlines()
+    more = [f"and {len(lines) - MOST_WORDS} lines more"] if len(lines) > MOST_WORDS else []
+    return (*lines[:MOST_WORDS], *more)
+
+
+@lru_cache(maxsize=1)
+def _presets() -> dict[object, str]:
+    return {said(Plan.preset(name)): name for name in reversed(list(PRESETS))}
+
+
+# --- Studies of tasks ---
 
 BAND = 1.645  # standard deviations: nine times of ten
 MOST_POINTS = 60  # of a curve

@@ -1,1 +1,1 @@
-"""A plan put onto an unmodified model."""
+"""A plan at work on an unmodified model."""

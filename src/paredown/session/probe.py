@@ -1,6 +1,7 @@
 """`probe` measures what rounding each slot does to gradients: one forward pass, at most 16 backwards, for hundreds of slots.
 
-    1   the exact backward; each node that saved a slot is called again, alone, with it rounded, in each of up to three formats (noise.py):
+    1   the exact backward; each node that saved a slot is called again, alone, with it rounded, in each of up to three formats
+    (probe_passes.py):
         that counts as a backward each
     2   what a linear or convolution layer has of its input reaches nothing but its own weight: that error is known then. Where errors
         go on to other layers they were estimated, and are put right: slots of one operation and depth are a group, a backward with the
@@ -26,16 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
-from paredown.plan.given import significant_bits
-from paredown.plan.record import Trace
-from paredown.plan.slots import Slot
-from paredown.plan.step import Arguments, _loss_of, note_missing_loss
-from paredown.search.sensitivity import Sensitivities
-from paredown.session.board import Board, Held
-from paredown.session.noise import Noise, Trial, energy_of
+from paredown.plan.storage import significant_bits
+from paredown.session.probe_passes import Board, Held, Noise, Trial, energy_of
+from paredown.trace.fake_step import Arguments, _loss_of, note_missing_loss
+from paredown.trace.trace import Slot, Trace
 
 FORMATS = ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")
 BACKWARDS = 16

@@ -3,22 +3,27 @@
 What is found is a saved tensor that lies in the memory of a plain packed parameter (the parameter, a view of it), or a cast of one, as
 autocast makes it: its history leads through casts and views to the parameter. Such a one is compared with the values once, bit for bit;
 after that its history, size and strides tell it.
+
+A packed parameter that is plain at this moment: who uses it, and who held it before.
 """
+
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
-from paredown.optim.outside import Decoded
-from paredown.optim.weights import Weight, same_bits, weight_of
-from paredown.plan.graph import (
+from paredown.optim.packed_parameter import Decoded
+from paredown.optim.packed_weight import KEY, Weight, same_bits, weight_of
+from paredown.session.stored_tensors import MODIFIED
+from paredown.trace.autograd_graph import (
     ACCUMULATE,
     CAST_NODE,
     IS_WEIGHT,
@@ -31,7 +36,6 @@ from paredown.plan.graph import (
     next_number,
     tensors_in,
 )
-from paredown.session.waiting import MODIFIED
 
 LEADS_ON = frozenset((*VIEWS, CAST_NODE))
 DECODED = f"{Decoded.__name__}Backward"
@@ -211,3 +215,75 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
     if is_equal and bool((flat != flat.flatten()[0]).any()):
         weight.places.add(place)
     return is_equal
+
+
+# --- A packed parameter that is plain at this moment ---
+
+
+class Entry:
+    """A packed parameter in use: how many held it when it was made plain.
+
+    It keeps the node that accumulates the gradient: whether a graph holds that too changes no count then.
+    """
+
+    __slots__ = ("_accumulator", "_like", "handle", "holders", "is_hooked", "parameter", "weight")
+
+    def __init__(self, parameter: nn.Parameter, weight: Weight) -> None:
+        self.parameter, self.weight = parameter, weight
+        self._accumulator: Any = None
+        self._like: Tensor | None = None
+        self.handle: Any = None
+        self.holders, self.is_hooked = (0, 0), False
+
+    def look(self) -> None:
+        """Count who holds it before it is used; it is plain by now."""
+        weight = self.weight
+        if self._like is not weight.empty:  # another dtype or device has another node
+            self._accumulator, self._like = None, weight.empty
+        if self._accumulator is None and self.parameter.requires_grad and not torch.is_inference_mode_enabled():
+            self._accumulator = accumulator_of(self.parameter)
+        weight.accumulator = self._accumulator
+        self.holders = self.count()
+
+    def count(self) -> tuple[int, int]:
+        """Holders of the tensor, and of the object."""
+        return self.parameter._use_count(), sys.getrefcount(self.parameter)
+
+
+class Call:
+    """A module whose forward is running."""
+
+    __slots__ = ("entries", "first", "place")
+
+    def __init__(self, place: Place, entries: list[Entry]) -> None:
+        self.place, self.entries, self.first = place, entries, 0
+
+
+class Place:
+    """A module with packed parameters: what its calls need, kept from one to the next."""
+
+    __slots__ = ("_free", "_known", "finder", "module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.finder = module, Finder()
+        self._known: list[tuple[int, Weight | None]] = []
+        self._free: list[Call] = []  # calls that ended, to be used again
+
+    def call(self) -> Call:
+        """A call that begins now."""
+        parameters = self.module._parameters.values()
+        known = [(id(p), vars(p).get(KEY)) for p in parameters if p is not None]
+        if known != self._known:
+            self._known, self._free = known, []
+        try:
+            call = self._free.pop()
+        except IndexError:
+            pairs = [(p, vars(p).get(KEY)) for p in parameters if p is not None]
+            # a view of a weight that was made a parameter, nn.Parameter(p.data), is used as code outside of modules uses it
+            call = Call(self, [Entry(p, weight) for p, weight in pairs if weight is not None and weight.parameter is p])
+        call.first = next_number()
+        return call
+
+    def ended(self, call: Call) -> None:
+        """Nobody needs this call any more."""
+        self._free.append(call)

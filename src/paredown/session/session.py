@@ -7,38 +7,122 @@
 
 The model keeps its class, parameters, state_dict and keys; a copy of it is a plain model. No activation is packed without gradients (eval
 under no_grad), inside checkpointed parts (which are not kept at all; `plan.recompute` makes more of them), and in what torch.compile
-compiles as a whole. Packed weights are the same parameters, plain inside of their modules; outside they behave as `optim/outside.py` says.
+compiles as a whole. Packed weights are the same parameters, plain inside of their modules; outside they behave as
+`optim/packed_parameter.py` says.
+
+Where a session and an optimizer meet: what the plan asks for moments and gradients, and what became of it.
+
+`apply` tells the optimizers of `paredown.optim` what the plan gives to each parameter; they are made after it. Rows of
+`session.changes` say what is not as it was asked for: small parameters, gradients that others hold, or no such optimizer at all.
 """
+
 
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
-from paredown.plan.graph import MIN_NUMEL
+from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
+from paredown.optim.parameter_state import Asked, Choice, ask, asked_of, owner_of
 from paredown.plan.plan import Plan
-from paredown.plan.watch import Watch
 from paredown.roles import FORMATTED, Role
-from paredown.search.sensitivity import Sensitivities
-from paredown.session.actions import Actions
-from paredown.session.changes import Change, Changes, said_keys
-from paredown.session.explain import AGAIN, HELD, LOWERED, Explanation, Row, explained
+from paredown.session.activations import Activations
+from paredown.session.changes import AGAIN, HELD, LOWERED, Actions, Change, Changes, Explanation, Row, explained, said_keys
+from paredown.session.checkpointing import Recomputed
 from paredown.session.guard import Guard, checked_guard
-from paredown.session.guarded import Guarded
-from paredown.session.optimized import ask_for, asked_for, forget, state_changes
-from paredown.session.recomputed import Recomputed
-from paredown.session.simulated import MODES, Simulate, SimulatedSession
-from paredown.session.stored import Activations
-from paredown.session.weights import Weights
+from paredown.session.guard_steps import Guarded
+from paredown.session.weights import ADDED, Weights
+from paredown.simulate.rounded_values import MODES, Simulate
+from paredown.simulate.simulated_session import SimulatedSession
+from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
+from paredown.trace.module_watch import Watch
+
+STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
+NOBODY = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
+SMALL = "they keep float32 state and plain gradients: that takes little, and norms and biases are sensitive"
+REPLICATED = "gradients of several processes are averaged in the buckets of DistributedDataParallel, which hold them plain"
+SHARDED = "fully_shard brings the gradient of each shard as a plain tensor"
+
+
+def asked_for(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Asked]]:
+    """What `plan` gives to the parameters of `model`; an optimizer that has them already was made for something else."""
+    rows: list[tuple[nn.Parameter, Asked]] = []
+    for name, parameter in model.named_parameters():
+        found = {role: plan.find((name,), role) for role in (Role.WEIGHT, *STATE)}
+        choices: dict[Role, Choice] = {role: (a.format, a.rounding_in(role)) for role, a in found.items()}
+        if any(format is not None for format, _ in choices.values()):
+            owner = owner_of(parameter)
+            if owner is not None:
+                raise ApplyError(
+                    f"{type(owner).__name__} of paredown.optim has {name} already, and was made without this plan. Apply the plan first, "
+                    "then make the optimizer; its export_state() can be loaded into the new one."
+                )
+            rows.append((parameter, Asked(name, choices)))
+    return rows
+
+
+def ask_for(rows: list[tuple[nn.Parameter, Asked]]) -> None:
+    """Tell optimizers what a plan gives."""
+    for parameter, asked in rows:
+        ask(parameter, asked)
+
+
+def forget(model: nn.Module) -> None:
+    """Ask for nothing any more."""
+    for parameter in model.parameters():
+        ask(parameter, None)
+
+
+def state_changes(model: nn.Module, plan: Plan) -> Iterator[Change]:
+    """What the plan asks for moments and gradients, and is given otherwise."""
+    wanted = [(name, p, role, plan.find((name,), role).format) for name, p in model.named_parameters() for role in STATE]
+    wanted = [row for row in wanted if row[3] is not None]
+    if wanted and all(owner_of(p) is None for _, p, _, _ in wanted):
+        for role in STATE:
+            formats = list(dict.fromkeys(str(format) for _, _, of, format in wanted if of is role))
+            if formats:
+                yield Change(role.value, ", ".join(formats), "as it is", NOBODY)
+        return
+    small = {name for name, p, _, _ in wanted if is_small(p.shape)}
+    if small:
+        yield Change(
+            f"{len(small)} parameters of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values", "formats", "float32", SMALL
+        )
+    for name, p, role, format in wanted:
+        given = None if name in small else _given(p, role)
+        if given is not None:
+            yield Change(f"{role.value}={name}", str(format), *given)
+
+
+def _given(parameter: Tensor, role: Role) -> tuple[str, str] | None:
+    """What one slot of a parameter has instead of what was asked for, and why."""
+    owner = owner_of(parameter)
+    if owner is None:
+        return "as it is", NOBODY
+    entry = owner.entry_of(parameter)
+    if entry is not None and asked_of(parameter) is None and entry.choices.format(role) is None:
+        return "as it is", ADDED
+    if role is not Role.GRADIENT or entry is None or entry.gradient is not None:
+        return None
+    if owner.memory.release:
+        return "nothing", "release=True uses each gradient in backward and frees it"
+    if entry.choices.format(Role.GRADIENT) is None:
+        return "as it is", "the optimizer was made with gradient=None for it"
+    return "as it is", SHARDED if isinstance(parameter, DTensor) else REPLICATED
+
+
+# --- `apply` puts a plan onto an unmodified model ---
 
 VERSION = 1
 # Both weak, as a session knows its model; the hooks on the model keep the session.
@@ -60,7 +144,7 @@ class Session:
         self._activations = Activations(plan, seed)
         self._is_checked = False
         self._modules = list(model.modules())
-        self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_NUMEL)
+        self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
         rows = asked_for(model, plan)  # may refuse
         self._recomputed = Recomputed(plan, model)  # may refuse too
         self._watch.passed_over = frozenset(self._recomputed.modules)
@@ -121,7 +205,7 @@ class Session:
                 rows.append(Change(name, str(wanted), "as it is", HELD))
         rest = asked(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
-            small = f"{len(self._watch.small)} of fewer than {MIN_NUMEL} values"
+            small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"
             rows.append(Change(small, str(rest), "as they are", "packing them would save little"))
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         rows += [Change(path, str(rest), "plain", IN_THREADS) for path in sorted(self._watch.in_threads) if rest is not None]
@@ -308,7 +392,7 @@ def _session(
     how = MODES.get(mode) if isinstance(mode, str) else mode
     if not isinstance(how, Simulate):
         allowed = ", ".join(map(repr, ("store", *MODES)))
-        raise ApplyError(f"mode {mode!r} is unknown. Allowed: {allowed}, or a paredown.session.simulated.Simulate.")
+        raise ApplyError(f"mode {mode!r} is unknown. Allowed: {allowed}, or a paredown.simulate.simulated_session.Simulate.")
     if is_compiled:
         raise ApplyError("a compiled model cannot be simulated: its operations are not seen. Apply the plan to the model inside.")
     if guard is not None:

@@ -34,19 +34,18 @@ from torch.distributed.tensor import DTensor
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.plan.keys import Key
 from paredown.plan.plan import Plan
-from paredown.plan.step import Arguments, _loss_of, note_missing_loss
+from paredown.plan.selectors import Key
 from paredown.roles import Role
-from paredown.session.fault_search import Search
-from paredown.session.noise import nodes_behind
+from paredown.session.activations import Decision
+from paredown.session.guard_steps import count_examples, first_examples
 from paredown.session.probe import unchanged
-from paredown.session.probing import count_examples, first_examples
+from paredown.session.probe_passes import nodes_behind
 from paredown.session.session import Session, apply, is_wrapped_by_compile, session_of, unwrapped
-from paredown.session.simulated import SimulatedSession
-from paredown.session.stored import Decision
-from paredown.session.verification import EXACT, PLAN, Compared, Fault, Verification, expected_error
-from paredown.session.waiting import Recomputed, Values, Waiting
+from paredown.session.stored_tensors import Recomputed, Values, Waiting
+from paredown.session.verification import EXACT, PLAN, Compared, Fault, Search, Verification, expected_error
+from paredown.simulate.simulated_session import SimulatedSession
+from paredown.trace.fake_step import Arguments, _loss_of, note_missing_loss
 
 FP32 = Format.parse("fp32")
 SAFETY = 3.0

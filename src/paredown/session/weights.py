@@ -10,7 +10,10 @@ that could be followed and is kept for backward, as ever.
 
 A parameter that somebody still holds after the forward pass (a graph that hooks of others keep, an extension) stays plain until that is
 over: it is tried again when its gradient is there, when the model's forward pass ends, and before the next. `changes` names it.
+
+Which parameters can wait packed, and why others stay as they are.
 """
+
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
@@ -26,19 +29,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paredown.codec.packed import DEVICES
 from paredown.errors import CodecError
+from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.formats.format import Format
-from paredown.formats.tiers import MIN_DIMS, MIN_NUMEL, is_small
-from paredown.optim.outside import PackedParameter, WeightView, plain
-from paredown.optim.weights import PLAIN_DTYPES, Weight, pack, weight_of
-from paredown.plan.graph import next_number
+from paredown.optim.packed_parameter import PackedParameter, WeightView, plain
+from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
 from paredown.plan.plan import Plan
-from paredown.plan.watch import Hook
 from paredown.roles import Role
 from paredown.session.changes import Change
-from paredown.session.in_use import Call, Entry, Place
-from paredown.session.packable import ADDED, COMPILED, SHARED, reason_to_leave, unreached
-from paredown.session.saved_weights import keeps_objects, leads_to_weight, let_go
+from paredown.session.saved_weights import Call, Entry, Place, keeps_objects, leads_to_weight, let_go
+from paredown.trace.autograd_graph import next_number
+from paredown.trace.module_watch import Hook
+
+ALONE = 2  # holders of a storage: the tensor, and the object that asks
+COMPILED = "torch.compile runs its module, where hooks cannot bring it"
+SHARED = "its memory is shared with other tensors, or a graph that waits for its backward holds it"
+SCRIPTED = "TorchScript runs its module"
+ADDED = "it was added after the plan was applied"
+LARGER = "it would not be smaller"
+
+
+def reason_to_leave(parameter: nn.Parameter, format: Format) -> str | None:
+    """Why a parameter cannot wait packed."""
+    if type(parameter) is not nn.Parameter:
+        return "another session has it" if type(parameter) is PackedParameter else f"it is a {type(parameter).__name__}"
+    if parameter.device.type not in DEVICES or parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
+        return f"it is {parameter.dtype} in layout {parameter.layout} on {parameter.device}"
+    if format.nbytes(parameter.shape) >= parameter.nbytes:
+        return LARGER
+    if strides_of(parameter) != parameter.stride():
+        return "its memory has gaps"
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != parameter.nbytes or torch._C._storage_Use_Count(storage._cdata) > ALONE:
+        return SHARED
+    return None if bool(parameter.detach().isfinite().all()) else "it holds values that are not finite"
+
+
+def unreached(model: nn.Module, is_compiled: bool) -> dict[int, str]:
+    """Parameters (by id) of modules whose hooks do not run."""
+    found: dict[int, str] = {}
+    for module in model.modules():
+        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if compiled or (is_compiled and module is model):
+            found.update({id(p): COMPILED for p in module.parameters()})
+        if isinstance(module, torch.jit.ScriptModule):
+            found.update({id(p): SCRIPTED for p in module.parameters()})
+    return found
+
+
+# --- Weights that wait packed between the forward passes of their modules ---
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 SMALL = "packing them would save little, and norms and biases are sensitive"

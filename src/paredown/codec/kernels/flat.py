@@ -1,6 +1,17 @@
 """Launches for flat tensors, many of them in a step: encode, one bit a value, and decode with what follows from it.
 
 Everything that depends on the size and the format alone is worked out once and kept.
+
+One exact bit a value. One program covers a tile of TILE values, eight of which make a byte, the first one lowest:
+
+x      [ x0 x1 x2 x3 x4 x5 x6 x7 | x8 ... ]      bit = not (x <= low or x >= high)
+bits   [ b7b6b5b4b3b2b1b0        | ...    ]
+
+Codes to values to what follows from them: decode, a norm, an activation, one pass over memory. `codec/recompute.py` has the formulas.
+
+codes   [ c0 c1 c2 c3 c4 c5 c6 c7 ]      one program decodes a tile of TILE values,
+norm    [ n0 n1 n2 n3 n0 n1 n2 n3 ]      normalises each by its channel (here 4 of them, next to each other),
+bits    [ b7..b0                  ]      and keeps what a ReLU kept
 """
 
 from __future__ import annotations
@@ -10,12 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from paredown.codec.kernels import masks, quick
-from paredown.codec.kernels import recompute as recomputing
 from paredown.codec.kernels.launch import (
     AS_INTEGERS,
+    Launch,
     bf16_as_integers,
     block_constants,
     covers,
@@ -25,6 +36,7 @@ from paredown.codec.kernels.launch import (
     random_of,
     shared_of,
 )
+from paredown.codec.kernels.pack import NONE, decode_blocks, load_codes, load_shared, load_values, store_values
 from paredown.codec.packed import PackedTensor
 from paredown.codec.recompute import Steps
 from paredown.codec.reference import Encoding, Parts
@@ -32,12 +44,158 @@ from paredown.formats.element import Kind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
+
+@triton.jit
+def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Values to bits, as drawn above."""
+    start = tl.program_id(0).to(tl.int64) * TILE
+    offsets = tl.arange(0, TILE)
+    inside = offsets < numel - start
+    x = load_values(x_ptr + start, offsets, inside, MASKED)
+    bits = 1 - ((x <= low) | (x >= high)).to(tl.int32)
+    if MASKED:
+        bits = tl.where(inside, bits, 0)
+    bits = bits.reshape(TILE // 8, 8) << tl.arange(0, 8)[None, :]
+    at = tl.arange(0, TILE // 8)
+    packed = tl.sum(bits, 1).to(tl.uint8)
+    if MASKED:
+        tl.store(out_ptr + start // 8 + at, packed, mask=at * 8 < numel - start)
+    else:
+        tl.store(out_ptr + start // 8 + at, packed)
+
+
+@triton.jit
+def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Bits to two values."""
+    start = tl.program_id(0).to(tl.int64) * TILE
+    at = tl.arange(0, TILE // 8)
+    if MASKED:
+        packed = tl.load(bits_ptr + start // 8 + at, mask=at * 8 < numel - start, other=0).to(tl.int32)
+    else:
+        packed = tl.load(bits_ptr + start // 8 + at).to(tl.int32)
+    bits = (packed[:, None] >> tl.arange(0, 8)[None, :]) & 1
+    values = tl.where(bits.reshape(TILE) != 0, inside_value, outside_value)
+    store_values(out_ptr + start, values, tl.arange(0, TILE) < numel - start, MASKED)
+
+
+# --- Codes to values to what follows from them ---
+
+NO_NORM = tl.constexpr(0)
+CHANNELS = tl.constexpr(1)
+ROWS = tl.constexpr(2)
+IDENTITY = tl.constexpr(0)
+RELU = tl.constexpr(1)
+GELU = tl.constexpr(2)
+GELU_TANH = tl.constexpr(3)
+SILU = tl.constexpr(4)
+
+
+@triton.jit
+def tanh(x):
+    """By exp, which does not overflow here."""
+    t = tl.exp(-2.0 * tl.abs(x))
+    y = (1.0 - t) / (1.0 + t)
+    return tl.where(x < 0.0, -y, y)
+
+
+@triton.jit
+def erf(x):
+    """Abramowitz and Stegun 7.1.26: within 1.5e-7, and half the instructions of the library's."""
+    a = tl.abs(x)
+    t = 1.0 / (1.0 + 0.3275911 * a)
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    y = 1.0 - tail * tl.exp(-a * a)
+    return tl.where(x < 0.0, -y, y)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """GELU, its approximation by tanh, or SiLU."""
+    if ACTIVATION == GELU:
+        return 0.5 * x * (1.0 + erf(x * 0.7071067811865476))
+    elif ACTIVATION == GELU_TANH:
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == SILU:
+        return x / (1.0 + tl.exp(-x))
+    else:
+        return x
+
+
+@triton.jit
+def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
+    """The channel of each value of a tile; next to each other where the tile and the channels allow it."""
+    if INNER == 1 and TILE % CHANNEL_COUNT == 0:
+        return tl.arange(0, TILE) % CHANNEL_COUNT
+    elif INNER == 1 and CHANNEL_COUNT % TILE == 0:
+        return (start % CHANNEL_COUNT).to(tl.int32) + tl.arange(0, TILE)
+    else:
+        place = (start % (CHANNEL_COUNT * INNER)).to(tl.int32) + tl.arange(0, TILE)
+        return (place // INNER) % CHANNEL_COUNT
+
+
+@triton.jit
+def normed(
+    x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """x normalised by its channel's or its row's statistics, then scaled and shifted by its channel's."""
+    channel = channel_of(start, CHANNEL_COUNT, INNER, TILE)
+    if NORM == CHANNELS:
+        x = (x - tl.load(mean_ptr + channel)) * tl.load(deviation_ptr + channel)
+    else:
+        if CHANNEL_COUNT % TILE == 0:
+            row = start // CHANNEL_COUNT
+            x = (x - tl.load(mean_ptr + row)) * tl.load(deviation_ptr + row)
+        else:
+            rows = start // CHANNEL_COUNT + ((start % CHANNEL_COUNT).to(tl.int32) + tl.arange(0, TILE)) // CHANNEL_COUNT
+            x = (x - tl.load(mean_ptr + rows, mask=inside, other=0.0)) * tl.load(deviation_ptr + rows, mask=inside, other=0.0)
+    if HAS_WEIGHT:
+        x = x * tl.load(weight_ptr + channel)
+    if HAS_BIAS:
+        x = x + tl.load(bias_ptr + channel)
+    return x
+
+
+@triton.jit
+def recompute_kernel(
+    codes_ptr, out_ptr, scales_ptr, minimums_ptr, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, bits_ptr, first_tile, numel, num_bytes,
+    num_blocks, ELEMENT: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
+    MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of one long row, as drawn above."""
+    tile = tl.program_id(0).to(tl.int64) + first_tile
+    start = tile * TILE
+    inside = tl.arange(0, TILE) < numel - start
+    BLOCKS: tl.constexpr = TILE // BLOCK_LEN
+    at = tile * BLOCKS + tl.arange(0, BLOCKS)
+    code_start = tile * (TILE * ELEMENT[1] // 8)
+    codes = load_codes(codes_ptr + code_start, num_bytes - code_start, ELEMENT[1], TILE, MASKED).reshape(BLOCKS, BLOCK_LEN)
+    scale = load_shared(scales_ptr, at, at < num_blocks, SCALE)
+    minimum = load_shared(minimums_ptr, at, at < num_blocks, MINIMUM) if MINIMUM != NONE else scale
+    x = decode_blocks(codes, scale, minimum, 1.0, codes_ptr, ELEMENT, SCALE, MINIMUM, False).reshape(TILE)
+    if NORM != NO_NORM:
+        x = normed(
+            x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM, HAS_WEIGHT, HAS_BIAS, CHANNEL_COUNT, INNER, TILE
+        )
+    if ACTIVATION == RELU:
+        bytes_at = tl.arange(0, TILE // 8)
+        packed = tl.load(bits_ptr + start // 8 + bytes_at, mask=bytes_at * 8 < numel - start, other=0).to(tl.int32)
+        kept = ((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1).reshape(TILE)
+        x = tl.where(kept != 0, x, 0.0)
+    else:
+        x = activated(x, ACTIVATION)
+    store_values(out_ptr + start, x, inside, MASKED)
+
+
+# --- Launches for flat tensors, many of them in a step ---
+
 STEPS = {
-    "": recomputing.IDENTITY,
-    "relu": recomputing.RELU,
-    "gelu": recomputing.GELU,
-    "gelu_tanh": recomputing.GELU_TANH,
-    "silu": recomputing.SILU,
+    "": IDENTITY,
+    "relu": RELU,
+    "gelu": GELU,
+    "gelu_tanh": GELU_TANH,
+    "silu": SILU,
 }
 
 
@@ -48,7 +206,7 @@ class Flat(NamedTuple):
     num_blocks: int
     scale: torch.dtype
     minimum: torch.dtype | None
-    launches: list[quick.Launch]
+    launches: list[Launch]
 
 
 def encode_flat(x: Tensor, how: Any, seed: Seed) -> Parts:
@@ -96,15 +254,15 @@ def _flat(numel: int, how: Any, wide: bool) -> Flat:
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
-    """`out`: one bit for each value of flat `x`; see `codec/masks.py`."""
+    """`out`: one bit for each value of flat `x`; see `codec/recompute.py`."""
     x = x.view(torch.uint8) if x.dtype is torch.bool else bf16_as_integers(x)
-    return _launch_mask(masks.pack_mask_kernel, x, out, (low, high), x.numel(), out)
+    return _launch_mask(pack_mask_kernel, x, out, (low, high), x.numel(), out)
 
 
 def unpack_mask(bits: Tensor, out: Tensor, inside: float, outside: float) -> Tensor:
     """`out`, flat: one of two values for each bit."""
     plain = out.view(torch.uint8) if out.dtype is torch.bool else out
-    _launch_mask(masks.unpack_mask_kernel, bits, plain, (inside, outside), out.numel(), out)
+    _launch_mask(unpack_mask_kernel, bits, plain, (inside, outside), out.numel(), out)
     return out
 
 
@@ -114,11 +272,14 @@ def _launch_mask(kernel: Any, source: Tensor, target: Tensor, values: tuple[floa
     return out
 
 
+MASK_KERNELS = {"pack_mask_kernel": pack_mask_kernel, "unpack_mask_kernel": unpack_mask_kernel}
+
+
 @lru_cache(maxsize=1024)
-def _mask_launch(name: str, numel: int) -> quick.Launch:
+def _mask_launch(name: str, numel: int) -> Launch:
     tile = 4096
     constants = {"MASKED": numel % tile != 0, "TILE": tile, "num_warps": 4}
-    return quick.Launch(getattr(masks, name), triton.cdiv(numel, tile), (numel,), constants)
+    return Launch(MASK_KERNELS[name], triton.cdiv(numel, tile), (numel,), constants)
 
 
 @cache
@@ -146,10 +307,10 @@ def recompute(packed: PackedTensor, steps: Steps, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> list[quick.Launch]:
+def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> list[Launch]:
     """Full tiles, and what is left; `norm`: channels, inner, whether by row, has a weight, has a bias."""
     channels, inner, by_row, has_weight, has_bias = norm or (1, 1, False, False, False)
-    kind = recomputing.NO_NORM if norm is None else recomputing.ROWS if by_row else recomputing.CHANNELS
+    kind = NO_NORM if norm is None else ROWS if by_row else CHANNELS
     tile = _recompute_tile(format, norm)
     constants = {
         "ELEMENT": element_constants(format.element, Overflow.SATURATE), **block_constants(format), "NORM": kind.value,
@@ -160,9 +321,7 @@ def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bo
     sizes = (numel, format.row_bytes(numel), format.blocks_per_row(numel))
     parts = ((0, numel // tile, False), (numel // tile, int(numel % tile > 0), True))
     return [
-        quick.Launch(recomputing.recompute_kernel, count, (first, *sizes), {**constants, "MASKED": masked})
-        for first, count, masked in parts
-        if count
+        Launch(recompute_kernel, count, (first, *sizes), {**constants, "MASKED": masked}) for first, count, masked in parts if count
     ]
 
 

@@ -1,7 +1,16 @@
-"""The host's side of the kernels: what they cover, the constants they are compiled with, their tiles, and their launches."""
+"""The host's side of the kernels: what they cover, the constants they are compiled with, their tiles, and their launches.
+
+Launching a kernel again without Triton's binding of arguments, which takes 60 to 80 microseconds for some thirty of them.
+
+A `Launch` is a kernel with its grid, its constants and those arguments that do not change. The first call for a device and dtypes goes
+through Triton and keeps the compiled kernel, later ones call that directly. What else Triton compiles for is the same each time: pointers
+are multiples of 16 (if one is not, Triton binds), and integers that it looks at are among those that do not change. Where Triton is
+interpreted, has launch hooks (a profiler), or its launcher takes other arguments, every launch goes through Triton.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, lru_cache
 from math import frexp
@@ -12,11 +21,110 @@ import torch
 import triton
 from torch import Tensor
 
-from paredown.codec.kernels import numbers, pack, quick, run_time
+from paredown.codec.kernels import numbers, pack, runtime_formats
 from paredown.codec.reference import Encoding, Parts, table_limits
 from paredown.formats.element import Element, Kind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
+
+log = logging.getLogger("paredown")
+_is_quick = not triton.knobs.runtime.interpret
+BIG = 1 << 31
+
+
+class Launch:
+    """`kernel[grid](*pointers, *fixed, *scalars, **constants)` as one call of pointers and scalars.
+
+    `scalars` are floats, or integers that the kernel is not specialised for.
+    """
+
+    __slots__ = ("_compiled", "_rest", "constants", "fixed", "grid", "kernel")
+
+    def __init__(self, kernel: Any, grid: int, fixed: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        self.kernel, self.grid, self.fixed, self.constants = kernel, grid, fixed, constants
+        self._compiled: dict[Any, Any] = {}
+        self._rest: tuple[Any, ...] = ()
+
+    def __call__(self, pointers: tuple[Tensor | None, ...], scalars: tuple[int | float, ...] = ()) -> None:
+        global _is_quick
+        assert pointers[0] is not None and pointers[1] is not None
+        index = pointers[0].get_device()
+        if index >= 0 and index != torch.cuda.current_device():  # a model that lies on several GPUs
+            with torch.cuda.device(index):
+                self(pointers, scalars)
+            return
+        address = 0
+        for pointer in pointers:
+            if pointer is not None:
+                address |= pointer.data_ptr()
+        if address & 15 or not _is_quick or _has_hooks() or any(s >= BIG for s in scalars):
+            self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
+            return
+        key = (index, pointers[0].dtype, pointers[1].dtype)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
+            self._compiled[key] = compiled
+            names = self.kernel.arg_names[len(pointers) + len(self.fixed) + len(scalars) :]
+            self._rest = tuple(self.constants[name] for name in names)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        try:
+            compiled.run(
+                self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *pointers, *self.fixed, *scalars, *self._rest,
+            )  # fmt: skip
+        except TypeError:
+            log.info("This Triton launches kernels otherwise than 3.6 to 3.9: every launch is bound by Triton, more slowly.")
+            _is_quick = False
+            self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
+
+
+class Repeated:
+    """Launches again and again with the same pointers but one: they go as numbers, which the launcher need not ask tensors for.
+
+    `pointers`: None stands where `out` goes. The tensors are kept.
+    """
+
+    __slots__ = ("_compiled", "_index", "_launches", "_numbers", "_pointers")
+
+    def __init__(self, launches: list[Launch], pointers: tuple[Tensor | None, ...]) -> None:
+        self._launches, self._pointers = launches, pointers
+        self._numbers = [None if p is None else p.data_ptr() for p in pointers]
+        self._index = next(p.get_device() for p in pointers if p is not None)
+        self._compiled: dict[torch.dtype, list[tuple[Any, tuple[Any, ...]]]] = {}
+
+    def __call__(self, out: Tensor) -> None:
+        compiled, address = self._compiled.get(out.dtype), out.data_ptr()
+        if compiled is None or address & 15 or _has_hooks() or torch.cuda.current_device() != self._index:
+            self._launch(out)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        numbers = [address if number is None else number for number in self._numbers]
+        for grid, (kernel, rest) in zip((launch.grid for launch in self._launches), compiled, strict=True):
+            kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *numbers, *rest)
+
+    def _launch(self, out: Tensor) -> None:
+        """By way of `Launch`; the next time it is quick, if that found it can be."""
+        pointers = tuple(out if p is None else p for p in self._pointers)
+        for launch in self._launches:
+            launch(pointers)
+        assert pointers[0] is not None and pointers[1] is not None
+        key = (self._index, pointers[0].dtype, pointers[1].dtype)
+        if (
+            _is_quick
+            and all(key in launch._compiled for launch in self._launches)
+            and not any((n or 0) & 15 for n in self._numbers)
+        ):
+            self._compiled[out.dtype] = [(launch._compiled[key], (*launch.fixed, *launch._rest)) for launch in self._launches]
+
+
+def _has_hooks() -> bool:
+    hook = triton.knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+# --- The host's side of the kernels ---
 
 FP32 = Format.parse("fp32")
 WIDTHS = (1, 2, 4, 6, 8, 16)
@@ -75,7 +183,7 @@ def decoder(parts: Parts, encoding: Encoding, rows: int, cols: int) -> Callable[
     shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
     table = _table(encoding.format.element, Rounding.NEAREST_EVEN, parts.codes.device)
     pointers = (parts.codes, None, *shared, parts.tensor_scale, table)
-    launch = quick.Repeated(decodes(rows, cols, encoding.format), pointers)
+    launch = Repeated(decodes(rows, cols, encoding.format), pointers)
 
     def decode(out: Tensor) -> Tensor:
         launch(out)
@@ -94,7 +202,7 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Ten
 
 
 def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Seed, out: Tensor) -> Tensor:
-    """`x` rounded to the element that `spec` describes when the kernel runs; see `run_time.describe`."""
+    """`x` rounded to the element that `spec` describes when the kernel runs; see `runtime_formats.describe`."""
     random = random_of(seed, x.numel(), rounding)
     for launch in round_trips(x.numel(), rounding, random.step_in_memory, random.wide):
         launch((bf16_as_integers(x), out, spec, random.step), random.scalars)
@@ -110,23 +218,21 @@ def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, 
 
 
 def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, tile: int) -> None:
-    """Many tensors in one launch; `run_time.round_many_kernel` says what the first two hold when it runs."""
+    """Many tensors in one launch; `runtime_formats.round_many_kernel` says what the first two hold when it runs."""
     constants = {"ROUNDING": ROUNDINGS[rounding].value, "TILE": tile, "num_warps": 4, "enable_fp_fusion": False}
-    run_time.round_many_kernel[(owners.numel(),)](owners, table, step, **constants)
+    runtime_formats.round_many_kernel[(owners.numel(),)](owners, table, step, **constants)
 
 
 @lru_cache(maxsize=4096)
-def round_trips(
-    numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False
-) -> list[quick.Launch]:
+def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False) -> list[Launch]:
     """Launches for so many values."""
     where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
     constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}
-    launches: list[quick.Launch] = []
+    launches: list[Launch] = []
     for tiles in _tiles(1, numel, FP32, "round_trip"):
         first_tile, _, cols, _, _ = tiles.offsets
         own = {name: tiles.constants[name] for name in ("MASKED", "TILE", "num_warps", "enable_fp_fusion")}
-        launches.append(quick.Launch(run_time.round_trip_kernel, tiles.count, (cols, first_tile), {**constants, **own}))
+        launches.append(Launch(runtime_formats.round_trip_kernel, tiles.count, (cols, first_tile), {**constants, **own}))
     return launches
 
 
@@ -148,7 +254,7 @@ def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: Parts, *, 
 
 
 @lru_cache(maxsize=4096)
-def encodes(rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: bool, wide: bool) -> list[quick.Launch]:
+def encodes(rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: bool, wide: bool) -> list[Launch]:
     """Launches for (rows, cols); `how`: format, rounding, overflow and the rule of scales."""
     format, rounding, overflow, rule = how
     lowest, highest = table_limits(format.element, rounding) if format.element.kind is Kind.TABLE else (0.0, 0.0)
@@ -164,15 +270,15 @@ def encodes(rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: 
         **block_constants(format),
     }
     tiles = _tiles(rows, cols, format, "encode")
-    return [quick.Launch(pack.encode_kernel, t.count, (*limits, *t.offsets), {**constants, **t.constants}) for t in tiles]
+    return [Launch(pack.encode_kernel, t.count, (*limits, *t.offsets), {**constants, **t.constants}) for t in tiles]
 
 
 @lru_cache(maxsize=4096)
-def decodes(rows: int, cols: int, format: Format) -> list[quick.Launch]:
+def decodes(rows: int, cols: int, format: Format) -> list[Launch]:
     """Launches for (rows, cols)."""
     constants = {"ELEMENT": element_constants(format.element, Overflow.SATURATE), **block_constants(format)}
     tiles = _tiles(rows, cols, format, "decode")
-    return [quick.Launch(pack.decode_kernel, t.count, t.offsets, {**constants, **t.constants}) for t in tiles]
+    return [Launch(pack.decode_kernel, t.count, t.offsets, {**constants, **t.constants}) for t in tiles]
 
 
 # --- what the kernels are compiled with -------------------------------------------------------------------------------
@@ -207,8 +313,8 @@ def block_constants(format: Format) -> dict[str, int]:
 
 @cache
 def device_spec(element: Element, overflow: Overflow, device: torch.device) -> Tensor:
-    """`run_time.describe` in memory. It is shared: clone it before copying another into it."""
-    return torch.tensor(run_time.describe(element, overflow), dtype=torch.int32, device=device)
+    """`runtime_formats.describe` in memory. It is shared: clone it before copying another into it."""
+    return torch.tensor(runtime_formats.describe(element, overflow), dtype=torch.int32, device=device)
 
 
 @cache

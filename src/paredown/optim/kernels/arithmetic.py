@@ -2,6 +2,18 @@
 
 A root and a reciprocal are approximated by the special function unit and corrected by one step of Newton's method whose residual is exact,
 which rounds correctly between the range that is checked or known; the compiler's own root and division also branch for what lies outside.
+
+Where the values of a tile are: offsets and masks, loads and stores, scales, random bits.
+
+A tile is NB blocks of BLOCK values that follow each other, counted along the rows. Where rows end with a block they have no gaps, and a
+whole tile is one RUN of memory. Otherwise each block is found from its row, and what lies past the end of the row or the tensor is masked:
+EVEN if rows have a multiple of 16 values, which are then read together, RAGGED if not. In a RUN and in EVEN tiles the index of a block's
+first value in the whole tensor is a multiple of 4.
+
+    row 0   [ b0        | b1        | b2  ]        block b: row b // blocks_per_row, first column (b % blocks_per_row) * BLOCK
+    row 1   [ b3        | b4        | b5  ]        scales are (rows, blocks_per_row): that of block b is at b
+
+TILE is the compile-time tuple (RUN, EVEN or RAGGED; NB; BLOCK), and `at` is (number of the tile, cols, blocks_per_row, number of blocks).
 """
 
 from __future__ import annotations
@@ -9,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paredown.codec.kernels.numbers import as_bits, as_float
+from paredown.codec.kernels.numbers import BF16, E8M0, HIGH_INDEX, INDEX_STEP, MULTIPLIER_2, as_bits, as_float, random_bits
 from paredown.codec.kernels.pack import INTERPRETED
 
 SGD = tl.constexpr(0)
@@ -107,3 +119,145 @@ def apply_rule(p, g, m, v, h, RULE: tl.constexpr):
         p = fused(-h[5], sign, p * h[0])
         m = fused(h[3], m, h[4] * g)
     return p, m, v, r
+
+
+# --- Where the values of a tile are ---
+
+RUN = tl.constexpr(0)
+EVEN = tl.constexpr(1)
+RAGGED = tl.constexpr(2)
+
+PLACE_1 = tl.constexpr(0x7EB9D1C9)
+PLACE_2 = tl.constexpr(0x73270133)
+PLACE_3 = tl.constexpr(0x60BDADCF)
+
+
+@triton.jit
+def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
+    """Where the blocks of a tile start (NB,), and how many places of the row are left there; VALUES share one place."""
+    b = at[0] * TILE[1] + tl.arange(0, TILE[1])
+    row = b // at[2]
+    col = (b - row * at[2]) * (TILE[2] // VALUES)
+    places_per_row = (at[1] + VALUES - 1) // VALUES
+    return row * places_per_row + col, tl.where(b < at[3], places_per_row - col, 0).to(tl.int32)
+
+
+@triton.jit
+def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
+    """Offsets (NB, BLOCK / VALUES) from the tile's start if it is a RUN, else from the tensor's, and which are inside."""
+    width = tl.arange(0, TILE[2] // VALUES)[None, :]
+    if TILE[0] == RUN:
+        offsets = tl.arange(0, TILE[1])[:, None] * (TILE[2] // VALUES) + width
+        return offsets, offsets >= 0
+    else:
+        starts, left = block_starts(at, VALUES, TILE)
+        offsets, inside = starts[:, None] + width, width < left[:, None]
+        if TILE[0] == EVEN:
+            offsets = tl.multiple_of(tl.max_contiguous(offsets, (1, 16 // VALUES)), (1, 16 // VALUES))
+            inside = tl.max_constancy(inside, (1, 16 // VALUES))
+        return offsets, inside
+
+
+@triton.jit
+def run_start(at, VALUES: tl.constexpr, TILE: tl.constexpr):
+    """Where the offsets of `places` start."""
+    return at[0] * (TILE[1] * TILE[2] // VALUES) if TILE[0] == RUN else tl.zeros_like(at[0])
+
+
+@triton.jit
+def load_2d(ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr):
+    """What lies at the places of a tile, 0 outside."""
+    offsets, inside = places(at, VALUES, TILE)
+    ptr = ptr + run_start(at, VALUES, TILE)
+    if TILE[0] == RUN:
+        return tl.load(ptr + offsets)
+    else:
+        return tl.load(ptr + offsets, mask=inside, other=0)
+
+
+@triton.jit
+def store_2d(ptr, x, broken, at, VALUES: tl.constexpr, TILE: tl.constexpr):
+    """Store at the places of a tile, but for blocks that are broken."""
+    offsets, inside = places(at, VALUES, TILE)
+    ptr = ptr + run_start(at, VALUES, TILE)
+    keep = tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2] // VALUES))
+    tl.store(ptr + offsets, x, mask=keep if TILE[0] == RUN else keep & inside)
+
+
+@triton.jit
+def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
+    """The stored scales (NB,) as int32: float32 bits, bf16 bits, or codes."""
+    if SCALE == BF16:
+        ptr = ptr.to(tl.pointer_type(tl.uint16))
+    elif SCALE != E8M0:
+        ptr = ptr.to(tl.pointer_type(tl.int32))
+    b = at[0] * TILE[1] + tl.arange(0, TILE[1])
+    if TILE[0] == RUN:
+        return tl.load(ptr + b).to(tl.int32)
+    else:
+        return tl.load(ptr + b, mask=b < at[3], other=0).to(tl.int32)
+
+
+@triton.jit
+def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexpr):
+    """The inverse of `load_scales`, but for blocks that are broken."""
+    b = at[0] * TILE[1] + tl.arange(0, TILE[1])
+    keep = ~broken if TILE[0] == RUN else ~broken & (b < at[3])
+    if SCALE == BF16:
+        tl.store(ptr.to(tl.pointer_type(tl.int16)) + b, stored.to(tl.int16), mask=keep)
+    elif SCALE != E8M0:
+        tl.store(ptr.to(tl.pointer_type(tl.int32)) + b, stored, mask=keep)
+    else:
+        tl.store(ptr + b, stored.to(tl.uint8), mask=keep)
+
+
+@triton.jit
+def high_key(index):
+    """`rounding.high_key`, on the device."""
+    high = (index >> 32).to(tl.uint32) * HIGH_INDEX
+    return (high ^ (high >> 15)) * MULTIPLIER_2
+
+
+@triton.jit
+def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
+    """Codec's random bits of a tile's values. A RUN lies within one multiple of 2^32 (see `launch.py`), a block may pass into the next."""
+    if TILE[0] == RUN:
+        offsets, _ = places(at, 1, TILE)
+        start = first_index + run_start(at, 1, TILE)
+        k0 = start.to(tl.uint32) * INDEX_STEP + k0  # what is alike for the tile is multiplied once
+        return random_bits(offsets.to(tl.uint32), k0, k1 ^ high_key(start))
+    else:
+        starts, _ = block_starts(at, 1, TILE)
+        starts = starts + first_index
+        low = starts.to(tl.uint32)[:, None] + tl.arange(0, TILE[2]).to(tl.uint32)[None, :]
+        is_next = low < starts.to(tl.uint32)[:, None]
+        k1 = tl.where(is_next, (k1 ^ high_key(starts + TILE[2]))[:, None], (k1 ^ high_key(starts))[:, None])
+        return random_bits(low, k0, k1)
+
+
+@triton.jit
+def place_multiplier(place):
+    """What the bits of four values are multiplied with to get those of one of them; see `reference.py`."""
+    return tl.where(place == 0, 1, tl.where(place == 1, PLACE_1, tl.where(place == 2, PLACE_2, PLACE_3))).to(tl.uint32)
+
+
+@triton.jit
+def update_bits(first_index, k0, k1, at, TILE: tl.constexpr):
+    """The random bits of an update. Blocks start with a multiple of 4, but in RAGGED: four values of a thread share a calculation."""
+    if TILE[0] == RUN:
+        offsets, _ = places(at, 1, TILE)
+        fours = (first_index + run_start(at, 1, TILE)) >> 2
+        k0 = fours.to(tl.uint32) * INDEX_STEP + k0
+        bits = random_bits((offsets >> 2).to(tl.uint32), k0, k1 ^ high_key(fours))
+        return bits * place_multiplier(offsets & 3)
+    else:
+        starts, _ = block_starts(at, 1, TILE)
+        starts = starts + first_index
+        offsets = tl.arange(0, TILE[2])[None, :]
+        if TILE[0] == RAGGED:
+            offsets = offsets + (starts & 3).to(tl.int32)[:, None]
+        fours = starts >> 2
+        low = fours.to(tl.uint32)[:, None] + (offsets >> 2).to(tl.uint32)
+        is_next = low < fours.to(tl.uint32)[:, None]
+        k1 = tl.where(is_next, (k1 ^ high_key(fours + TILE[2]))[:, None], (k1 ^ high_key(fours))[:, None])
+        return random_bits(low, k0, k1) * place_multiplier(offsets & 3)

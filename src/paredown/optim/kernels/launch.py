@@ -1,4 +1,12 @@
-"""The host's side of the kernels: what they cover, the constants they are compiled with, the table of tensors, and the launches."""
+"""The host's side of the kernels: what they cover, the constants they are compiled with, the table of tensors, and the launches.
+
+Sums of squares of many packed tensors, in two launches whatever their number: one number for each tile, then one for each tensor.
+
+    tile      squares[i] = sum over its values of (code value * scale)^2
+    tensor    sum of its tiles, in their order: the same bits every time, which atomic additions would not give
+
+A tensor is one long row here: rows that end within a block go another way.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +16,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from paredown.codec.kernels.launch import ROUNDINGS, SCALES, element_constants
-from paredown.codec.kernels.quick import Launch
+from paredown.codec.kernels.launch import ROUNDINGS, SCALES, Launch, element_constants
+from paredown.codec.kernels.numbers import BF16, FP32, decode_values, load_scale
+from paredown.codec.kernels.pack import load_codes, load_shared
 from paredown.codec.packed import PackedTensor
 from paredown.formats.element import Kind as ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
-from paredown.optim.kernels import arithmetic, places, slots, update
-from paredown.optim.kernels.folding import fold_kernel
+from paredown.optim.kernels import arithmetic, slots, update
+from paredown.optim.kernels.update import fold_kernel
+from paredown.optim.reference import How, Slot, SlotKind, Unit
 from paredown.optim.rules import Rule, as_float32
-from paredown.optim.units import How, Kind, Slot, Unit
 
 RULE_NUMBERS = {
     "sgd": arithmetic.SGD.value,
@@ -34,7 +45,7 @@ NUM_HYPERS = 12  # of a row: at most 9 numbers, and room to 16 bytes
 TILE, RAGGED_TILE = 2048, 1024  # values; 16 and 8 for each thread
 WARPS = 4
 MAX_REGISTERS = 96  # 20 warps at a time: loads of one cover the arithmetic of others
-RUN, EVEN, RAGGED = places.RUN.value, places.EVEN.value, places.RAGGED.value
+RUN, EVEN, RAGGED = arithmetic.RUN.value, arithmetic.EVEN.value, arithmetic.RAGGED.value
 MOST_TURNS = 8  # tiles of a program: finding its tensor takes 200 operations, which 16 values of each thread alone do not carry
 PROGRAMS = 4096  # at least, before one takes more: some for each processor
 MOST_BLOCKS = 64  # of a tile: as many as are sampled together
@@ -57,7 +68,7 @@ def covers(how: How) -> bool:
     )
 
 
-def _covers_kind(kind: Kind, block: int) -> bool:
+def _covers_kind(kind: SlotKind, block: int) -> bool:
     if kind.format is None:
         return kind.dtype in STORAGES and kind.roots == 0
     return kind.format.block == block and covers_format(kind.format)
@@ -79,7 +90,7 @@ def covers_format(format: Format) -> bool:
 
 
 @cache
-def slot_constants(kind: Kind, is_weight: bool, has_residue: bool) -> tuple[Any, Any]:
+def slot_constants(kind: SlotKind, is_weight: bool, has_residue: bool) -> tuple[Any, Any]:
     """(SLOT, ELEMENT) as `slots.py` documents them."""
     stored = kind.stored
     element = stored.element
@@ -220,7 +231,7 @@ def _launches(how: How, has_factor: bool, is_aligned: bool, counts: tuple[int, .
 
 
 def tile_constant(shape: int, block: int) -> tuple[int, int, int]:
-    """TILE, as `places.py` documents it."""
+    """TILE, as `arithmetic.py` documents it."""
     return shape, tile_blocks(shape, block), block
 
 
@@ -285,13 +296,15 @@ def fold(
     k0, k1 = signed_keys(seed)
     has_factor = factor is not None and not is_first
     arguments = (packed.codes, packed.scales, grad, factor if has_factor else packed.codes)
-    kind = Kind(packed.format, None, rounding, 0)
+    kind = SlotKind(packed.format, None, rounding, 0)
     for launch in _folds(kind, grad.dtype, packed.shape, seed.first_index, has_factor, is_first):
         launch(arguments, (seed.first_index, k0, k1, weight))
 
 
 @lru_cache(maxsize=4096)
-def _folds(kind: Kind, dtype: torch.dtype, shape: torch.Size, first_index: int, has_factor: bool, is_first: bool) -> list[Launch]:
+def _folds(
+    kind: SlotKind, dtype: torch.dtype, shape: torch.Size, first_index: int, has_factor: bool, is_first: bool
+) -> list[Launch]:
     format = kind.stored
     assert format.block is not None
     slot, element = slot_constants(kind, False, False)
@@ -301,3 +314,97 @@ def _folds(kind: Kind, dtype: torch.dtype, shape: torch.Size, first_index: int, 
     }  # fmt: skip
     rows, cols = format.rows_and_cols(shape)
     return _both(fold_kernel, tiles_of(rows, cols, first_index, format.block), cols, format.block, constants)
+
+
+# --- Sums of squares of many packed tensors, in two launches whatever their number ---
+
+SQUARES_TILE = 4096
+SQUARES_COLUMNS = 4  # address of codes, address of scales, number of values, first tile
+
+
+@triton.jit
+def squares_kernel(
+    owners_ptr, table_ptr, squares_ptr, ELEMENT: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, COLS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile: [ c0 c1 c2 c3 | c4 c5 c6 c7 ] with scales [ s0 | s1 ] to (c0 s0)^2 + ... + (c7 s1)^2."""
+    pid = tl.program_id(0)
+    row = table_ptr + tl.load(owners_ptr + pid) * COLS
+    numel = tl.load(row + 2)
+    start = (pid - tl.load(row + 3)) * TILE
+    codes_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.uint8)), 16)
+    if SCALE == FP32:
+        scales_ptr = tl.load(row + 1).to(tl.pointer_type(tl.int32))
+    elif SCALE == BF16:
+        scales_ptr = tl.load(row + 1).to(tl.pointer_type(tl.int16))
+    else:
+        scales_ptr = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+    BLOCKS: tl.constexpr = TILE // BLOCK_LEN
+    byte = start * ELEMENT[1] // 8
+    codes = load_codes(codes_ptr + byte, tl.cdiv(numel * ELEMENT[1], 8) - byte, ELEMENT[1], TILE, True)
+    at = start // BLOCK_LEN + tl.arange(0, BLOCKS)
+    scale = load_scale(load_shared(scales_ptr, at, at * BLOCK_LEN < numel, SCALE), SCALE)
+    values = decode_values(codes, table_ptr, ELEMENT).reshape(BLOCKS, BLOCK_LEN) * scale[:, None]
+    values = tl.where((start + tl.arange(0, TILE) < numel).reshape(BLOCKS, BLOCK_LEN), values, 0.0)
+    tl.store(squares_ptr + pid, tl.sum((values * values).reshape(TILE), 0))
+
+
+@triton.jit
+def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
+    """The sum of the squares of each tensor, whose tiles end at ends[i + 1]."""
+    tensor = tl.program_id(0)
+    start, end = tl.load(ends_ptr + tensor), tl.load(ends_ptr + tensor + 1)
+    total = tl.zeros((CHUNK,), tl.float32)
+    while start < end:
+        at = start + tl.arange(0, CHUNK)
+        total += tl.load(squares_ptr + at, mask=at < end, other=0.0)
+        start += CHUNK
+    tl.store(totals_ptr + tensor, tl.sum(total, 0))
+
+
+@cache
+def covers_squares(format: Format, shape: torch.Size) -> bool:
+    """Whether a tensor of this shape is one long row of blocks of integers or floats."""
+    rows, cols = format.rows_and_cols(shape)
+    block = format.block or 0
+    return (
+        0 < block <= SQUARES_TILE
+        and block & (block - 1) == 0
+        and (rows == 1 or cols % block == 0)
+        and format.minimum is None
+        and not format.has_tensor_scale
+        and format.element.width in (4, 8)
+        and format.element.table == ()
+    )
+
+
+def square_sums(tensors: Sequence[PackedTensor]) -> Tensor:
+    """The sum of the squares of each tensor, float32; all have one format and lie on one device."""
+    format, device = tensors[0].format, tensors[0].device
+    counts = [-(-t.shape.numel() // SQUARES_TILE) for t in tensors]
+    ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    table = np.empty((len(tensors), SQUARES_COLUMNS), np.int64)
+    table[:, 0] = [t.codes.data_ptr() for t in tensors]
+    table[:, 1] = [0 if t.scales is None else t.scales.data_ptr() for t in tensors]
+    table[:, 2], table[:, 3] = [t.shape.numel() for t in tensors], ends[:-1]
+    owners = np.repeat(np.arange(len(tensors), dtype=np.int64), counts)
+    there = torch.from_numpy(np.concatenate([table.ravel(), ends, owners])).to(device, non_blocking=True)
+    squares, totals = torch.empty(int(ends[-1]), device=device), torch.empty(len(tensors), device=device)
+    constants = _constants(format)
+    tables = there[: table.size], there[table.size : table.size + len(ends)], there[table.size + len(ends) :]
+    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+        squares_kernel[(len(owners),)](
+            tables[2], tables[0], squares, **constants, COLS=SQUARES_COLUMNS, TILE=SQUARES_TILE, num_warps=4
+        )
+        totals_kernel[(len(tensors),)](squares, tables[1], totals, CHUNK=1024, num_warps=4)
+    return totals
+
+
+@cache
+def _constants(format: Format) -> dict[str, Any]:
+    assert format.scale is not None
+    return {
+        "ELEMENT": element_constants(format.element, Overflow.SATURATE),
+        "BLOCK_LEN": format.block,
+        "SCALE": SCALES[format.scale.name].value,
+    }

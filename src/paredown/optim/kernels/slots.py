@@ -1,4 +1,4 @@
-"""Device functions for the slots of a tile (`places.py`): read as float32 (NB, BLOCK), and encoded and stored again.
+"""Device functions for the slots of a tile (`arithmetic.py`): read as float32 (NB, BLOCK), and encoded and stored again.
 
 SLOT is a compile-time tuple, made in `launch.py`, and ELEMENT is that of `codec/kernels/numbers.py`:
 
@@ -28,8 +28,7 @@ from paredown.codec.kernels.numbers import (
     store_scale,
 )
 from paredown.codec.kernels.pack import INTERPRETED, nan_max
-from paredown.optim.kernels.arithmetic import USES_PTX, expanded, fused, reciprocal
-from paredown.optim.kernels.places import RUN, load_2d, load_scales, places, store_2d
+from paredown.optim.kernels.arithmetic import RUN, USES_PTX, expanded, fused, load_2d, load_scales, places, reciprocal, store_2d
 
 ABSENT = tl.constexpr(0)
 BLOCKS = tl.constexpr(1)

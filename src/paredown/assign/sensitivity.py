@@ -1,0 +1,218 @@
+"""How much gradients suffer when one slot alone is rounded: `Sensitivities`, measured by `probe` and read by `assign`.
+
+An error is the sum over parameters of |difference|^2 / |gradient|^2: relative for each parameter, squared, and additive over slots
+(the errors of single tensors added up to 0.99 of the error of all of them together, on a ResNet and on a GPT).
+
+A format that was not probed is interpolated: an error falls as 4^-bits, where bits are the significant ones of the element (int8 has 7,
+e4m3 4, int4 3; `plan/storage.py`), between two that were measured on the line through their logarithms.
+
+>>> measured = Sensitivities({"fc1:input": {"int4/64@bf16": 0.08}, "fc2:input": {"int4/64@bf16": 0.004, "int8/64@bf16": 0.00001}})
+>>> measured.of("fc1:input", "int4/64@bf16"), measured.of("fc1:input", "int2/64@bf16"), measured.of("fc3:input", "int4/64@bf16")
+(0.08, 1.28, None)
+>>> measured
+Sensitivities of 2 slots at step 0, the worst first
+             int8/64@bf16  int4/64@bf16
+  fc1:input             -          0.08
+  fc2:input         1e-05         0.004
+
+What rounding a slot does to gradients, before anything was measured: the role table.
+
+A squared error, relative for each parameter, as `Sensitivities` have it: the row of the operation times 4^-bits, bits being the significant
+ones of the format's element, and more where it is rounded stochastically. It does not grow with the size of the tensor: the input of a
+linear layer enters the gradient of that layer's weight alone, however long it is, so that at equal error the larger tensor is the
+better one to lower.
+
+The rows of activations are medians over six networks of `paredown.models` after 60 steps, one slot in int8 at a time
+(docs/decisions/013). They lie close together: what sets slots apart is what was pinned before, the size, and `probe`.
+
+>>> slot_error([Saver("fc:input", "linear", "input", Use.VALUE)], Format.parse("int8/64@bf16")) == 0.55 * 4.0**-7
+True
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import exp, log
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from paredown.errors import FormatError, PlanError
+from paredown.formats.catalog import find_format
+from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding, default_rounding
+from paredown.plan.storage import significant_bits
+from paredown.roles import Role
+from paredown.serial import COUNT, brief, check_fields, is_text, object_parts, read_json
+from paredown.trace.operations import Use
+from paredown.trace.trace import Saver
+
+VERSION = 1  # of the JSON
+SHOWN = 12  # slots that repr prints
+NAN = float("nan")
+LARGEST = 1e300  # an infinite error, so that all are numbers of JSON
+
+
+@dataclass(frozen=True, repr=False)
+class Sensitivities:
+    """Squared gradient errors by slot and format, as they were measured at a step of training.
+
+    A slot has the name that it has in a trace; one that is no activation has its role in front ("moment1=fc.weight").
+    """
+
+    errors: Mapping[str, Mapping[str, float]] = field(hash=False)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.errors, Mapping):
+            raise PlanError(f"sensitivities are {{slot: {{format: error}}}}, not {type(self.errors).__name__}.")
+        check_fields(self, {"step": COUNT}, "measurement of sensitivities", PlanError)
+        errors = {name: _row(name, row) for name, row in self.errors.items()}
+        object.__setattr__(self, "errors", errors)
+
+    def of(self, name: str, format: str | Format) -> float | None:
+        """The error of this slot in `format`, measured or interpolated; None for a slot that was not probed."""
+        row = self.errors.get(name)
+        if not row:
+            return None
+        text = str(find_format(format))
+        return row[text] if text in row else _interpolated(row, text)
+
+    def known(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that were probed."""
+        return [name for name in names if self.errors.get(name)]
+
+    def __len__(self) -> int:
+        return len(self.errors)
+
+    def __repr__(self) -> str:
+        formats = sorted({text for row in self.errors.values() for text in row}, key=lambda text: (-_bits(text), text))
+        worst = sorted(self.errors, key=lambda name: -max(self.errors[name].values(), default=0.0))
+        cells = [["", *formats]]
+        for name in worst[:SHOWN]:
+            row = self.errors[name]
+            cells.append([name, *(f"{row[text]:.3g}" if text in row else "-" for text in formats)])
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in cells
+        ]
+        more = [f"  ... {len(worst) - SHOWN} more"] if len(worst) > SHOWN else []
+        head = f"Sensitivities of {len(worst)} slot{'s' * (len(worst) != 1)} at step {self.step}, the worst first"
+        return "\n".join([head, *(f"  {line}" for line in lines), *more])
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: version, step and the errors."""
+        return {"version": VERSION, "step": self.step, "errors": {name: dict(row) for name, row in self.errors.items()}}
+
+    @staticmethod
+    def from_json(value: Any) -> Sensitivities:
+        """The sensitivities whose `to_json` is `value`."""
+        parts = object_parts(value, "file of sensitivities", ("step", "errors"), ("version", "errors"), VERSION, PlanError)
+        return Sensitivities(parts["errors"], parts.get("step", 0))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8", newline="\n")
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Sensitivities:
+        """The sensitivities that `save` wrote."""
+        value = read_json(path, "file of sensitivities", PlanError, hint="They are written by sensitivities.save(path).")
+        try:
+            return Sensitivities.from_json(value)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+
+
+def _row(name: str, row: Any) -> dict[str, float]:
+    """The errors of one slot, formats in their one spelling."""
+    if not is_text(name):
+        raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
+    if not isinstance(row, Mapping):
+        raise PlanError(f"sensitivities of {name!r} are {{format: error}}, not {type(row).__name__}.")
+    found: dict[str, float] = {}
+    for text, error in row.items():
+        try:
+            format = str(find_format(text))
+        except (FormatError, TypeError) as reason:
+            raise PlanError(f"sensitivities of {brief(name)}, {brief(text)}: {reason}") from None
+        found[format] = _error(error, f"sensitivities of {brief(name)}: the error of {brief(text)}")
+    return found
+
+
+def _error(error: Any, what: str) -> float:
+    """A squared error as a number of JSON; an infinite one is LARGEST."""
+    try:
+        value = NAN if isinstance(error, str | bytes | bool) else float(error)  # numbers of numpy and torch are floats too
+    except (TypeError, ValueError, OverflowError):
+        value = NAN
+    if not value >= 0:
+        raise PlanError(
+            f"{what} is {brief(error)}; a squared error is a number from 0 up that a float64 holds. Probe the slot again."
+        )
+    return min(value, LARGEST)
+
+
+@cache
+def _bits(text: str) -> int:
+    return significant_bits(find_format(text))
+
+
+def _interpolated(row: Mapping[str, float], text: str) -> float:
+    """The error of a format by its significant bits: between the nearest two that were measured, or 4 times as much for a bit less."""
+    bits = _bits(text)
+    points = sorted((_bits(measured), error) for measured, error in row.items())
+    below = [point for point in points if point[0] <= bits]
+    above = [point for point in points if point[0] >= bits]
+    if not below or not above:
+        at, error = above[0] if above else below[-1]
+        return min(error * 4.0 ** (at - bits), LARGEST)
+    (low, more), (high, less) = below[-1], above[0]
+    if low == high or not 0 < less <= more:
+        return more
+    share = (bits - low) / (high - low)
+    return exp((1 - share) * log(more) + share * log(less))
+
+
+# --- What rounding a slot does to gradients, before anything was measured ---
+
+STOCHASTIC = 2.5  # times the error of rounding to nearest
+OTHER = 1.0  # an operation without a row
+OF_OPS: Mapping[str, float] = MappingProxyType(
+    {
+        "conv": 0.6,
+        "linear": 0.55,
+        "matmul": 0.6,
+        "mul": 0.65,
+        "batch_norm": 1.1,
+        "layer_norm": 0.5,
+        "group_norm": 0.5,
+        "rms_norm": 0.5,
+        "gelu": 0.55,
+        "silu": 0.55,
+        "scaled_dot_product_attention": 0.15,  # of each operand; its errors grow with the logits, for which it is pinned
+    }
+)
+# Backward subtracts a sum over the output from the gradient of every logit, and after some training little is left (1 to 8 in 2 bits).
+OF_OPERANDS: Mapping[tuple[str, str], float] = MappingProxyType({("scaled_dot_product_attention", "output"): 3.0})
+# Of parameters, and not measured: a weight's rounding enters every forward pass from then on, a moment's the next updates.
+OF_ROLES: Mapping[Role, float] = MappingProxyType({Role.WEIGHT: 16.0, Role.MOMENT1: 4.0, Role.MOMENT2: 4.0, Role.GRADIENT: 1.0})
+RESIDUE_BITS = 8  # that a residue adds to its weight
+
+
+def slot_error(savers: Iterable[Saver], format: Format) -> float:
+    """The predicted error of an activation in `format`: those of the operations that need its values, added."""
+    rows = [OF_OPERANDS.get((saver.op, saver.operand)) or OF_OPS.get(saver.op, OTHER) for saver in savers if saver.use is Use.VALUE]
+    is_stochastic = default_rounding(format.element.width, is_sum=False) is Rounding.STOCHASTIC
+    return sum(rows) * 4.0 ** -significant_bits(format) * (STOCHASTIC if is_stochastic else 1.0)
+
+
+def parameter_error(formats: Mapping[Role, Format]) -> float:
+    """The predicted error of a parameter with its gradient and moments in these formats."""
+    residue = RESIDUE_BITS * (Role.RESIDUE in formats)
+    bits = {role: significant_bits(format) + residue * (role is Role.WEIGHT) for role, format in formats.items()}
+    return sum(OF_ROLES.get(role, 0.0) * 4.0**-count for role, count in bits.items())

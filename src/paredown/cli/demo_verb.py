@@ -1,0 +1,237 @@
+"""`paredown demo`: the main job from end to end on handwritten digits, a few minutes on two cores of a CPU.
+
+    trace -> footprint -> what earlier tasks say -> a handful of trials -> frontier -> pick -> training with it and as written -> a page
+
+Every number that is called measured is: errors on unseen digits, peaks by torch's profiler. Nothing is read but the digits and the prior
+that the package carries.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paredown.cli.application import SHOW, Exit, JsonOption, NeededBudget, app, verb
+from paredown.cli.output import bar, emit, head, say, table, tell, waiting
+from paredown.cli.train_verb import AS_WRITTEN, Run, told
+
+if TYPE_CHECKING:
+    from paredown.cli.subject import Subject
+    from paredown.pick.answer import Picked
+    from paredown.tasks.task import Task
+    from paredown.trace.trace import Trace
+
+TASK = "digits#batch=128,side=16,lr=0.1,model=resnet18,width=8"
+WIDEST = 100  # letters of a line
+SHOWN_ROLES = ("activation", "weight", "gradient", "moment1", "temporary", "input")
+
+
+@verb(app, "demo", "paredown demo", "paredown demo --budget 50% --evaluations 3", panel=SHOW)
+def demo(
+    budget: NeededBudget = "40%",
+    evaluations: Annotated[int, typer.Option(min=0, help="Short trainings, to choose by.")] = 4,
+    steps: Annotated[int, typer.Option(min=4, help="Of a short training; the last two take twice as many.")] = 40,
+    prior: Annotated[str | None, typer.Option(help="Earlier tasks, by name or file.", show_default=False)] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where plan.json, picked.json and report.html go.")
+    ] = Path("demo"),
+    is_json: JsonOption = False,
+) -> None:
+    """A small ResNet on handwritten digits in 40 % of its memory: plan, trials, pick, training, page. A few minutes on two cores."""
+    begun, shown = time.perf_counter(), Shown(is_quiet=is_json)
+    with waiting("starting torch"):
+        import torch
+
+        from paredown.cli.subject import find_any_task, of_task
+
+        torch.set_num_threads(1)  # small tensors gain nothing from a second thread, and a busy machine makes it wait
+        task = find_any_task(f"{TASK},steps={steps}")
+        subject = of_task(task, "cpu")
+    out.mkdir(parents=True, exist_ok=True)
+    _footprint(shown, subject.trace(), budget)
+    picked = _picked(shown, task, budget, evaluations, prior)
+    if picked.plan is None:
+        say(picked.reason)
+        raise typer.Exit(Exit.DOES_NOT_FIT)
+    runs = _trained(shown, task, picked)
+    files = _written(subject, picked, runs, out)
+    result = Result(picked, runs[0], runs[1], time.perf_counter() - begun)
+    if is_json:
+        emit({**result.to_json(), "files": files})
+    else:
+        tell(*result.in_words(files))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is told on the way; nothing where only JSON is wanted."""
+
+    is_quiet: bool
+
+    def tell(self, title: str, lines: Sequence[str]) -> None:
+        """A part with its title."""
+        if not self.is_quiet:
+            tell(head(title), *lines, "")
+
+
+def _footprint(shown: Shown, trace: Trace, budget: str) -> None:
+    """What one step keeps, by arithmetic."""
+    from paredown.plan.footprint import footprint
+    from paredown.sizes import parse_bytes, say_bytes
+
+    foot = footprint(trace)
+    roles = {role.value: size for role, size in foot.by_role.items()}
+    rows = [(role, say_bytes(roles[role]), f"{roles[role] / foot.peak_bytes:.0%}") for role in SHOWN_ROLES if role in roles]
+    allowed = parse_bytes(budget, whole=foot.peak_bytes)
+    lines = [f"  {line}" for line in table(("kept", "bytes", "of the peak"), rows)]
+    last = f"Predicted peak {say_bytes(foot.peak_bytes)}; the budget is {budget} of it, {say_bytes(allowed)}."
+    shown.tell("1. One training step of a small ResNet on 128 digits, followed without running it", [*lines, last])
+
+
+def _picked(shown: Shown, task: Task, budget: str, evaluations: int, prior: str | None) -> Picked:
+    """What earlier tasks and a few trials say."""
+    from paredown.cli.pick_verbs import front
+    from paredown.pick.pick import pick
+    from paredown.report.studies import study_of_pick
+
+    with bar("2. short trainings") as report:
+        picked = pick(task, budget, evaluations, prior=prior, device="cpu", progress=report)
+    labels = {_key(point.plan): point.label for point in picked.frontier.points}
+    trials = [
+        (
+            labels.get(_key(trial.plan), "a plan"),
+            f"{trial.error:.4f}" if trial.error is not None else trial.status.value,
+            f"{trial.seconds or 0:.1f}",
+        )
+        for trial in picked.trials
+    ]
+    lines = [f"  {line}" for line in table(("plan", "error", "seconds"), trials)] if trials else ["  none"]
+    learned = f"Learned from {picked.prior}: {len(picked.frontier.points)} plans have a predicted error, and these were tried:"
+    shown.tell("2. Plans that fit, and a few short trainings", [learned, *lines])
+    study = study_of_pick(picked)
+    points = [f"  {line}" for line in front(study, is_all=False)]
+    shown.tell(
+        "3. The frontier: what no other plan is expected to beat in both bytes and error", [*points, *_wrapped(picked.reason)]
+    )
+    return picked
+
+
+def _key(plan: Any) -> Any:
+    return plan.rules, plan.recompute
+
+
+def _trained(shown: Shown, task: Task, picked: Picked) -> list[Run]:
+    """The same training as written and with the picked plan."""
+    from paredown.plan.plan import Plan
+
+    assert picked.plan is not None
+    longer = replace(task, steps=2 * task.steps, name=task.name.replace(f"steps={task.steps}", f"steps={2 * task.steps}"))
+    runs = [Run(AS_WRITTEN, Plan()), Run(picked.label, picked.plan)]
+    for run in runs:
+        run.train(longer, seed=1, device="cpu", mode="store")
+    lines = [f"  {line}" for line in told(longer.name, runs)[1:]]
+    shown.tell(f"4. {longer.steps} steps, as written and with the picked plan, from the same start", lines)
+    return runs
+
+
+def _written(subject: Subject, picked: Picked, runs: Sequence[Run], out: Path) -> dict[str, str]:
+    """The plan, the answer and the page."""
+    from paredown.cli.inputs import answer_json, write_json
+    from paredown.cli.report_verbs import with_memory
+    from paredown.report.page import write
+    from paredown.report.record import Record
+    from paredown.report.studies import plans_to_show
+
+    assert picked.plan is not None and subject.task is not None
+    picked.plan.save(out / "plan.json")
+    write_json(out / "picked.json", answer_json(picked))
+    with _session(subject.task, picked) as session:
+        record = Record.of_pick(picked, title="paredown demo: digits in less memory", session=session)
+    record = with_memory(record, subject, plans_to_show(picked))
+    labels = {point.label: point.plan for point in picked.frontier.points}
+    write(record.with_trials([run.trial for run in runs], labels), out / "report.html")
+    return {name: str(out / file) for name, file in (("plan", "plan.json"), ("answer", "picked.json"), ("page", "report.html"))}
+
+
+@contextmanager
+def _session(task: Task, picked: Picked) -> Generator[Any]:
+    """A session that has seen one step: what was asked for and what was given."""
+    import torch
+
+    from paredown.tasks.training import Loop, Setting
+
+    assert picked.plan is not None
+    setting = Setting(task, picked.plan, 0, torch.device("cpu"))
+    x, answers = next(task.data.batches(task.batch, seed=0, device=setting.device))
+    model = setting.model()
+    with setting.session(model) as session:
+        loop = Loop(setting, model, session)  # held: a session asks the optimizer that is there
+        loop.step(x, answers, task.recipe.lr)
+        yield session if picked.plan.rules else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out."""
+
+    picked: Picked
+    written: Run
+    packed: Run
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        budget = {"budget_bytes": self.picked.budget_bytes, "full_bytes": self.picked.full_bytes, "seconds": self.seconds}
+        runs = {"as_written": self.written.trial.to_json(), "with_plan": self.packed.trial.to_json()}
+        return {"task": self.picked.task, "picked": self.picked.label, "reason": self.picked.reason, **budget, **runs}
+
+    def in_words(self, files: dict[str, str]) -> list[str]:
+        """What was saved, what it cost, and what to type for one's own model."""
+        lines = [*_wrapped(self._saved()), *_wrapped(self._cost()), ""]
+        lines += [f"The page: {files['page']} (open it in a browser). The plan: {files['plan']}.", "", head("For your own model")]
+        return [*lines, *(f"  {line}".rstrip() for line in ADVICE)]
+
+    def _saved(self) -> str:
+        from paredown.sizes import say_bytes
+
+        before, after = self.written.trial.measured_peak_bytes, self.packed.trial.measured_peak_bytes
+        expected, written = self.packed.trial.predicted_peak_bytes, self.written.trial.predicted_peak_bytes
+        if not (before and after and expected and written):
+            return "Saved: unknown, since the peak could not be measured here."
+        more = say_bytes(max(after - expected, 0))
+        return (
+            f"Saved: the peak of a step was {say_bytes(after)} instead of {say_bytes(before)}, measured: {1 - after / before:.0%} less. "
+            f"Predicted were {say_bytes(expected)} instead of {say_bytes(written)}; the {more} more are scratch inside of the CPU's "
+            "operators, packing included, which predictions leave out."
+        )
+
+    def _cost(self) -> str:
+        before, after = self.written.trial, self.packed.trial
+        if before.error is None or after.error is None:
+            return f"Cost: {self.packed.name} ended as {after.status.value}, as written as {before.status.value}."
+        slower = (after.seconds or 0.0) / (before.seconds or 1.0)
+        return (
+            f"Cost: {after.error:.1%} of the unseen digits were read wrong instead of {before.error:.1%} (one seed: a point or two are "
+            f"chance), and the training took {slower:.1f}x as long on one core of a CPU. All of this took {self.seconds:.0f} s."
+        )
+
+
+ADVICE = (
+    "paredown estimate model.py:make --input 3x224x224 --budget 8GiB   will it fit?",
+    "paredown plan model.py:make --input 3x224x224 --budget 8GiB       a plan",
+    "paredown pick tasks.py:mine --budget 8GiB --report report.html    after trials",
+    "",
+    "session = paredown.apply(paredown.Plan.load('plan.json'), model)  then train",
+)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, min(get_terminal_size().columns, WIDEST))

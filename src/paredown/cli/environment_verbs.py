@@ -1,0 +1,185 @@
+"""`paredown env` and `paredown formats`: what is here, and which formats there are."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+import paredown
+from paredown.cli.application import ALONE, EXTRAS, LOOK, Exit, JsonOption, app, verb
+from paredown.cli.output import emit, head, table, tell
+
+OLDEST_TORCH = (2, 11)
+GIB = 1 << 30
+
+
+class Package(NamedTuple):
+    """A package by its import name, and what it is for."""
+
+    name: str
+    use: str
+
+
+PACKAGES = (
+    Package("torch", "everything"),
+    Package("numpy", "everything"),
+    Package("triton", "quick kernels on a GPU"),
+    Package("scipy", "pick: learning from earlier tasks"),
+    Package("sqlalchemy", "sweeps and stores"),
+    Package("psycopg", "stores on PostgreSQL"),
+    Package("ray", "sweeps on a cluster"),
+    Package("pyarrow", "exports as Parquet"),
+    Package("safetensors", "weights in safetensors files"),
+    Package("transformers", "models from a Hugging Face config"),
+    Package("PIL", "pictures in folders"),
+)
+REQUIRED = ("torch", "numpy")
+
+
+@verb(app, "env", "paredown env", "paredown env --json", panel=LOOK)
+def env(is_json: JsonOption = False) -> None:
+    """What is here, what is missing, and what to do about it."""
+    packages = [{"name": p.name, "version": _version(p.name), "use": p.use} for p in PACKAGES]
+    machine = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
+    device = _device() if packages[0]["version"] else {}
+    value = {
+        "paredown": paredown.__version__,
+        **machine,
+        "memory_bytes": _memory(),
+        **device,
+        "packages": packages,
+        "data": _data(),
+    }
+    advice = _advice(value)
+    if is_json:
+        emit({**value, "advice": advice})
+    else:
+        tell(*_told(value), "", *([head("To do"), *(f"  {line}" for line in advice)] if advice else ["Nothing is missing."]))
+    if any(p["version"] is None for p in packages if p["name"] in REQUIRED):
+        raise typer.Exit(Exit.ERROR)
+
+
+def _version(name: str) -> str | None:
+    """Of an installed package; None where it is not."""
+    if find_spec(name) is None:
+        return None
+    try:
+        return metadata.version(ALONE.get(name, name))
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def _device() -> dict[str, Any]:
+    """GPUs, and what serves the codec here."""
+    torch = import_module("torch")
+    cuda = torch.cuda
+    num = cuda.device_count()
+    free = [cuda.mem_get_info(i) for i in range(num)]
+    gpus = [{"name": cuda.get_device_name(i), "free_bytes": free[i][0], "total_bytes": free[i][1]} for i in range(num)]
+    return {"cuda": torch.version.cuda, "gpus": gpus, "kernels": "triton" if num and find_spec("triton") else "torch"}
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _data() -> dict[str, Any]:
+    """Whether the folder of PAREDOWN_DATA is there; its name is nobody's business."""
+    folder = os.environ.get("PAREDOWN_DATA", "")
+    return {"PAREDOWN_DATA": "set" if folder else "not set", "is_there": bool(folder) and os.path.isdir(folder)}
+
+
+def _advice(value: dict[str, Any]) -> list[str]:
+    """What to type, most needed first."""
+    missing = [p["name"] for p in value["packages"] if p["version"] is None]
+    torch = next(p["version"] for p in value["packages"] if p["name"] == "torch")
+    advice = ["torch is missing: pip install torch"] if torch is None else []
+    if torch and tuple(int(part) for part in torch.split("+")[0].split(".")[:2] if part.isdigit()) < OLDEST_TORCH:
+        advice.append(f"torch {torch} is too old: pip install 'torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}'")
+    if torch and not value["gpus"]:
+        has_gpu = shutil.which("nvidia-smi") is not None
+        built = (
+            "this torch is built without CUDA: install one that has it (pytorch.org)"
+            if value["cuda"] is None
+            else "check nvidia-smi"
+        )
+        advice += [f"a GPU is here and torch does not see it; {built}"] if has_gpu else []
+    for name in missing:
+        use = next(p.use for p in PACKAGES if p.name == name)
+        wanted = f"'paredown[{EXTRAS[name]}]'" if name in EXTRAS else ALONE.get(name, name)
+        if name not in REQUIRED and (name != "triton" or value.get("gpus")):
+            advice.append(f"for {use}: pip install {wanted}")
+    if value["data"]["PAREDOWN_DATA"] == "set" and not value["data"]["is_there"]:
+        advice.append("PAREDOWN_DATA names no folder: correct it, or unset it")
+    return advice
+
+
+def _told(value: dict[str, Any]) -> list[str]:
+    memory = f", {value['memory_bytes'] / GIB:.1f} GiB of memory" if value["memory_bytes"] else ""
+    lines = [
+        head(f"paredown {value['paredown']}"),
+        f"  Python {value['python']} on {value['system']}, {value['cores']} cores{memory}",
+    ]
+    for gpu in value.get("gpus", ()):
+        lines.append(
+            f"  {gpu['name']}: {gpu['free_bytes'] / GIB:.1f} of {gpu['total_bytes'] / GIB:.1f} GiB free, CUDA {value['cuda']}"
+        )
+    lines += [] if value.get("gpus") else ["  no GPU: plans and footprints for one are made all the same (--device cuda)"]
+    rows = [(p["name"], p["version"] or "not here", p["use"]) for p in value["packages"]]
+    return [*lines, "", *(f"  {line}" for line in table(("package", "version", "for"), rows, left=3))]
+
+
+@verb(app, "formats", "paredown formats", "paredown formats int4/64@bf16 --shape 4096x4096", panel=LOOK)
+def formats(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[FORMAT]...", help="Names of the catalog, or texts.", show_default=False)
+    ] = None,
+    shape: Annotated[str, typer.Option(metavar="SHAPE", help="Of a tensor whose bytes are told.")] = "1024x1024",
+    is_json: JsonOption = False,
+) -> None:
+    """Number formats: bits a value, the largest and the smallest, and the bytes of a tensor."""
+    from paredown.formats.catalog import ROWS, find_format
+
+    notes = {row.name: (row.text, row.note) for row in ROWS}
+    sizes = _shape(shape)
+    rows = []
+    for name in names or notes:
+        found = find_format(name)
+        element = found.element
+        largest, smallest = float(element.max_value), float(element.smallest)
+        value = {
+            "name": name,
+            "format": str(found),
+            "bits_per_value": found.bits_per_value,
+            "largest": largest,
+            "smallest": smallest,
+        }
+        rows.append({**value, "nbytes": found.nbytes(sizes), "note": notes.get(name, ("", ""))[1]})
+    if is_json:
+        emit({"shape": list(sizes), "formats": rows})
+        return
+    cells = [
+        (r["name"], r["format"], f"{r['bits_per_value']:g}", f"{r['largest']:g}", f"{r['smallest']:g}", str(r["nbytes"]), r["note"])
+        for r in rows
+    ]
+    tell(*table(("name", "format", "bits a value", "largest", "smallest", f"bytes of {shape}", "for"), cells, left=2))
+    tell(
+        "",
+        "Largest and smallest are the element's; a block's scale multiplies them. Any format may be spelled: element/block@scale+minimum.",
+    )
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    parts = text.lower().split("x")
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise typer.BadParameter(f"shape {text!r} cannot be read; write 4096x4096.", param_hint="--shape")
+    return tuple(int(part) for part in parts)

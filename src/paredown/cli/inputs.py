@@ -1,0 +1,114 @@
+"""JSON files that verbs write and read; whatever is in one, reading it gives a value or a sentence.
+
+What verbs that show things are given: a store, or a JSON file that pick, train or a report wrote. Nothing that a file names is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paredown import serial
+from paredown.errors import ParedownError, PlanError, ReportError
+
+if TYPE_CHECKING:
+    from paredown.pick.answer import Frontier, Picked
+    from paredown.report.record import Record
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """The value in a file, whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8", newline="\n")
+    part.replace(path)
+
+
+def check_places(files: Mapping[str, Path | None]) -> None:
+    """A sentence before the work rather than after it where a file, here by its option, cannot be written."""
+    for option, path in files.items():
+        if path is not None and path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder; give a file.", param_hint=option)
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}.", param_hint=option)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says."""
+    if not path.is_file():
+        raise PlanError(f"there is no file {path}.")
+    return serial.read_json(path, "JSON file", PlanError)
+
+
+def without_files(value: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what `pick --json` says beside it: which files it wrote."""
+    return {name: part for name, part in value.items() if name != "files"}
+
+
+def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
+    """A frontier, or that of a pick, and the pick."""
+    from paredown.pick.answer import Frontier, Picked
+
+    value = read_json(path)
+    try:
+        if isinstance(value, dict) and "frontier" in value:
+            picked = Picked.from_json(without_files(value))
+            return picked.frontier, picked
+        return Frontier.from_json(value), None
+    except ParedownError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def answer_json(picked: Picked) -> dict[str, Any]:
+    """A pick as a JSON value, its sentences without absolute paths: what failed says where it lay."""
+    from paredown.report.record import scrub
+
+    value = picked.to_json()
+    trials = [{**trial, "reason": scrub(trial["reason"])} for trial in value["trials"]]
+    return value | {"trials": trials, "reason": scrub(picked.reason), "notes": [scrub(note) for note in picked.notes]}
+
+
+# --- What verbs that show things are given ---
+
+
+def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Record:
+    """The record of a file that ends in .json, or of a store."""
+    if not source.lower().endswith(".json"):
+        return _of_store(source, sweep, title)
+    value = read_json(Path(source))
+    try:
+        return _of_value(value, title)
+    except ParedownError as error:
+        raise ReportError(f"{source}: {error}") from None
+
+
+def _of_store(address: str, sweep: str | None, title: str) -> Record:
+    from paredown.report.record import Record
+    from paredown.report.store_record import open_to_read
+
+    with open_to_read(address) as store:
+        return Record.of_store(store, sweep=sweep, title=title)
+
+
+def _of_value(value: Any, title: str) -> Record:
+    """A record itself, an answer of pick, or runs of train, told apart by what they have."""
+    from paredown.pick.answer import Picked
+    from paredown.report.record import Record
+    from paredown.tasks.trial import Trial
+
+    if isinstance(value, dict) and "frontier" in value:
+        return Record.of_pick(Picked.from_json(without_files(value)), title=title)
+    if isinstance(value, dict) and "title" not in value and isinstance(value.get("runs"), list):
+        runs = [
+            {name: part for name, part in run.items() if name != "name"} if isinstance(run, dict) else run for run in value["runs"]
+        ]
+        return Record.of_trials(title or "Runs of a task", [Trial.from_json(run) for run in runs])
+    if isinstance(value, dict) and "rules" in value:
+        raise ReportError(
+            "this is a plan, and says nothing of trials. To read it: paredown explain FILE. A page is made of a store, or of what "
+            "pick --record or train --out wrote."
+        )
+    return Record.from_json(value)

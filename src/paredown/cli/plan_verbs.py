@@ -1,0 +1,181 @@
+"""`paredown plan` and `paredown explain`: a plan under a budget, and any plan in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paredown.cli.application import (
+    CHOOSE,
+    LOOK,
+    AutocastOption,
+    DeviceOption,
+    InputOption,
+    JsonOption,
+    ModelArgument,
+    NeededBudget,
+    OptimizerOption,
+    SeedOption,
+    app,
+    spelled,
+    verb,
+)
+from paredown.cli.output import emit, head, table, tell, waiting
+
+if TYPE_CHECKING:
+    from paredown.cli.subject import Subject
+    from paredown.plan.plan import Plan
+    from paredown.trace.trace import Trace
+
+SHOWN_SLOTS = 40
+MethodOption = Annotated[str, typer.Option(help="role, sensitivity (one forward pass and 16 backwards), size, operator or random.")]
+RecomputeOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--recompute/--no-recompute",
+        help="Compute layers again in backward: also where errors would be large, or never.",
+        show_default=False,
+    ),
+]
+
+
+@verb(
+    app,
+    "plan",
+    "paredown plan digits#batch=256 --budget 50% -o plan.json",
+    "paredown plan gpt2/config.json --device cuda --batch 16 --budget 8GiB",
+    panel=CHOOSE,
+)
+def make_plan(
+    model: ModelArgument,
+    budget: NeededBudget,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
+    method: MethodOption = "role",
+    recompute: RecomputeOption = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step.", show_default=False)] = None,
+    input: InputOption = None,
+    optimizer: OptimizerOption = None,
+    device: DeviceOption = None,
+    autocast: AutocastOption = None,
+    seed: SeedOption = 0,
+    is_json: JsonOption = False,
+) -> None:
+    """A format for every tensor of a step, so that its predicted peak is within a budget; by arithmetic alone."""
+    with waiting("making a plan"):
+        from paredown.cli.subject import Asked, find_subject
+        from paredown.plan.footprint import footprint
+
+        subject = find_subject(model, Asked(batch, input, device, autocast, optimizer))
+        errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
+        made = subject.plan_within(budget, method=method, sensitivities=errors, seed=seed, recompute=recompute)
+        foot, written = footprint(subject.trace(made), made), footprint(subject.trace())
+        allowed = _budget(budget, written.peak_bytes)
+    made.save(out)
+    if is_json:
+        sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "written_bytes": written.peak_bytes}
+        emit({"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(out), "plan": made.to_json()})
+        return
+    fit = repr(foot.fits(allowed))
+    again = spelled(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
+    hint = f"The plan is in {out}. What it does: paredown explain {out} --model {again}"
+    tell(made.reason, fit[0].upper() + fit[1:], "", hint)
+
+
+def _budget(text: str, whole: int) -> int:
+    from paredown.sizes import parse_bytes
+
+    return parse_bytes(text, whole=whole)
+
+
+def _probed(subject: Subject, trace: Trace) -> Any:
+    """Measured gradient errors; a model without numbers cannot be measured."""
+    from paredown.errors import PlanError
+    from paredown.session.probe import probe
+
+    if any(p.is_meta for p in subject.model.parameters()):
+        raise PlanError(
+            "method sensitivity runs the model, and this one has shapes alone: take a task, or a function that returns (model, batch)."
+        )
+    return probe(subject.model, subject.batch, trace, loss=subject.loss)
+
+
+@verb(
+    app,
+    "explain",
+    "paredown explain plan.json",
+    "paredown explain plan.json --model digits#batch=256",
+    "paredown explain lpmm",
+    panel=LOOK,
+)
+def explain(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="Slot by slot on this model.", show_default=False)] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step.", show_default=False)] = None,
+    input: InputOption = None,
+    optimizer: OptimizerOption = None,
+    device: DeviceOption = None,
+    autocast: AutocastOption = None,
+    is_json: JsonOption = False,
+) -> None:
+    """A plan in words; with --model slot by slot: what is lowered, pinned or left, and why."""
+    from paredown.cli.subject import read_plan
+
+    found = read_plan(plan)
+    if model is None:
+        value: dict[str, Any] = {"words": found.explain().splitlines(), "plan": found.to_json()}
+    else:
+        with waiting("following one step"):
+            from paredown.cli.subject import Asked, find_subject
+
+            value = _slots(find_subject(model, Asked(batch, input, device, autocast, optimizer)), found)
+    if is_json:
+        emit(value)
+    else:
+        tell(*value["words"], *_told(value))
+
+
+def _slots(subject: Subject, plan: Plan) -> dict[str, Any]:
+    from paredown.plan.explanation import explain_slots
+    from paredown.plan.footprint import footprint
+
+    trace = subject.trace(plan)
+    peaks = {"written_bytes": footprint(subject.trace()).peak_bytes, "peak_bytes": footprint(trace, plan).peak_bytes}
+    slots = [
+        {"slot": row.slot, "role": row.role.value, "written_bytes": row.written_bytes, "nbytes": row.nbytes}
+        | {"format": row.format, "what": row.what, "why": row.why}
+        for row in explain_slots(trace, plan)
+    ]
+    return {"words": plan.explain().splitlines(), "plan": plan.to_json(), "model": subject.name, **peaks, "slots": slots}
+
+
+def _told(value: dict[str, Any]) -> list[str]:
+    """The largest slots first."""
+    from paredown.sizes import say_bytes
+
+    if "slots" not in value:
+        return []
+    rows = sorted(value["slots"], key=lambda row: -row["written_bytes"])
+    cells = [
+        (
+            row["slot"],
+            row["role"],
+            say_bytes(row["written_bytes"]),
+            say_bytes(row["nbytes"]),
+            row["format"],
+            row["what"],
+            row["why"],
+        )
+        for row in rows[:SHOWN_SLOTS]
+    ]
+    more = [f"... {len(rows) - SHOWN_SLOTS} smaller ones; --json has all"] if len(rows) > SHOWN_SLOTS else []
+    peaks = f"Peak {say_bytes(value['peak_bytes'])} instead of {say_bytes(value['written_bytes'])}, predicted."
+    return [
+        "",
+        head(f"On {value['model']}"),
+        peaks,
+        "",
+        *table(("slot", "role", "as written", "waits as", "format", "what", "why"), cells, left=2),
+        *more,
+    ]

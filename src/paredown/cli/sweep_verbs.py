@@ -1,0 +1,249 @@
+"""`paredown sweep run|status|export|merge` and `paredown worker`: many trials, resumable. docs/sweeps.md is the guide.
+
+How work on a store is shown: a picture on a terminal, JSON lines in a pipe.
+
+On a terminal: a bar, trials a minute, the time left and the best so far. Into a pipe: one JSON object a line, `finished` for each result
+once it is in the store, and `progress` now and then.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paredown.cli.application import (
+    ENGINES_HELP,
+    MANY,
+    EngineOption,
+    JsonOption,
+    PatienceOption,
+    SlotsOption,
+    StoreOption,
+    SweepOption,
+    TasksOption,
+    app,
+    kept_in_store,
+    verb,
+)
+from paredown.cli.output import clean, emit, say, tell, to_json
+from paredown.errors import ParedownError
+
+if TYPE_CHECKING:
+    from paredown.sweeps.engines.engine import Engine
+    from paredown.sweeps.status import Progress, Watcher
+    from paredown.sweeps.store import Claim, Store
+    from paredown.sweeps.worker import Duty
+    from paredown.tasks.trial import Trial
+
+
+PIPE_SECONDS = 10.0  # between lines of progress in a pipe
+SHOWN_BEST = 5
+BAR_WIDTH = 60
+
+
+def work_on(opened: Store, engine: Engine, duty: Duty, *, is_json: bool) -> None:
+    """Work on a store, and show how it gets on."""
+    from paredown.sweeps.status import Watcher
+    from paredown.sweeps.worker import work
+
+    is_terminal = sys.stdout.isatty() and not is_json
+    watcher = Watcher(opened, duty.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
+    with _terminal(watcher) if is_terminal else _pipe(watcher) as (told, idle, say):
+        work(opened, engine, replace(duty, told=told, idle=idle, say=say))
+
+
+Voices = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "Callable[[str], object]"]
+
+
+@contextmanager
+def _pipe(watcher: Watcher) -> Generator[Voices]:
+    """JSON lines: results as they come, progress at times and at the end. What else is printed goes to stderr."""
+    lines = partial(print, file=sys.stdout, flush=True)
+
+    def told(claim: Claim, trial: Trial) -> None:
+        figures = {"task": trial.task, "seed": trial.seed, "status": trial.status.value, "error": trial.error}
+        lines(to_json({"event": "finished", "key": claim.key, "sweep": claim.sweep, **figures, "reason": trial.reason}))
+
+    def idle(*, is_due: bool = False) -> None:
+        for progress in watcher.look(is_due=is_due):
+            lines(to_json(progress.to_json()))
+
+    with redirect_stdout(sys.stderr):
+        try:
+            yield told, idle, say
+        finally:
+            idle(is_due=True)
+
+
+@contextmanager
+def _terminal(watcher: Watcher) -> Generator[Voices]:
+    """A picture that is drawn over itself."""
+    from rich.live import Live
+
+    with Live(refresh_per_second=4) as live:
+
+        def idle(*, is_due: bool = False) -> None:
+            if found := watcher.look(is_due=is_due):
+                live.update(_picture(found))
+
+        def told(claim: Claim, trial: Trial) -> None:
+            if trial.reason:
+                live.console.print(clean(f"{trial.task}, seed {trial.seed}: {trial.status.value}: {trial.reason}"), markup=False)
+
+        try:
+            yield told, idle, lambda sentence: live.console.print(clean(sentence), markup=False)
+        finally:
+            idle(is_due=True)
+
+
+def _picture(found: list[Progress]) -> Any:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid()
+    for progress in found:
+        table.add_row(ProgressBar(total=max(progress.counts.total, 1), completed=progress.counts.finished, width=BAR_WIDTH))
+        table.add_row(Text(clean(str(progress))))  # as it is: a name may look like markup
+        for one in progress.best[:SHOWN_BEST]:
+            table.add_row(Text(clean(f"  best of {one}")))
+    return table
+
+
+# --- `paredown sweep run|status|export|merge` and `paredown worker` ---
+
+sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Many trials: tasks x plans x seeds, resumable.")
+app.add_typer(sweep_app, name="sweep", rich_help_panel=MANY)
+
+
+@verb(sweep_app, "run", "paredown sweep run sweep.toml --slots 4", "paredown sweep run sweep.toml --again failed,killed")
+def sweep_run(
+    file: Annotated[Path, typer.Argument(help="The sweep, a TOML file.")],
+    store: StoreOption = None,
+    tasks: TasksOption = None,
+    slots: SlotsOption = None,
+    engine: Annotated[str | None, typer.Option(help=f"{ENGINES_HELP} (default: what suits the sweep)", show_default=False)] = None,
+    patience: PatienceOption = 20.0,
+    again: Annotated[str, typer.Option(help="Statuses to run once more, such as failed,killed.")] = "",
+    is_json: JsonOption = False,
+) -> None:
+    """Run a sweep to its end. Killed and started again, it goes on with what is left."""
+    from paredown.sweeps.runner import TaskFolder, add_sweep, engine_for, make_engine
+    from paredown.sweeps.sweep import load_sweep
+    from paredown.sweeps.worker import Duty, beat_every
+    from paredown.tasks.evaluate import predicted_bytes
+    from paredown.tasks.trial import Status
+
+    found = load_sweep(file)
+    folder = TaskFolder((tasks or found.folder).resolve())
+    with kept_in_store(), open_store(store or found.store or str(file.with_suffix(".db"))) as opened:
+        added = add_sweep(found.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
+        reopened = opened.reopen(found.sweep.name, _statuses(again, Status)) if again else 0
+        chosen = engine or engine_for(found.sweep)
+        counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
+        say(f"{counts}; store {opened.database.name}, engine {chosen}")
+        duty = Duty(found.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
+        work_on(opened, make_engine(chosen, folder, slots=slots), duty, is_json=is_json)
+
+
+@verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)
+def worker(
+    store: StoreOption = None,
+    tasks: TasksOption = None,
+    sweep: SweepOption = None,
+    slots: SlotsOption = None,
+    engine: EngineOption = "local",
+    patience: PatienceOption = 20.0,
+    stays: Annotated[bool, typer.Option("--stay", help="Wait for new trials when all are finished.")] = False,
+    is_json: JsonOption = False,
+) -> None:
+    """Join the sweeps of a store, from any machine. Without --tasks only built-in tasks are run."""
+    from paredown.sweeps.runner import TaskFolder, make_engine
+    from paredown.sweeps.worker import Duty, beat_every
+
+    with ExitStack() as stack:
+        stack.enter_context(kept_in_store())
+        none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
+        folder = TaskFolder(Path(tasks or str(none)).resolve())
+        opened = stack.enter_context(open_store(needed(store), may_create=False))
+        duty = Duty(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
+        work_on(opened, make_engine(engine, folder, slots=slots), duty, is_json=is_json)
+
+
+@verb(sweep_app, "status", "paredown sweep status --store trials.db")
+def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None:
+    """How far the sweeps of a store are; in a pipe a JSON object a sweep."""
+    from paredown.sweeps.status import count, find_best
+
+    with open_store(needed(store), may_create=False) as opened:
+        for counts in count(opened):
+            best = find_best(opened, counts.sweep)
+            if sys.stdout.isatty() and not is_json:
+                tell(str(counts), *(f"  best of {one}" for one in best))
+            else:
+                emit({"event": "status", **counts.to_json(), "best": [one.to_json() for one in best]})
+
+
+@verb(sweep_app, "export", "paredown sweep export trials.csv --store trials.db")
+def sweep_export(
+    to: Annotated[Path, typer.Argument(help="A file ending in .csv, .json or .parquet.")],
+    store: StoreOption = None,
+    sweep: SweepOption = None,
+    is_json: JsonOption = False,
+) -> None:
+    """Write the trials of a store to a file."""
+    from paredown.sweeps.export import export
+
+    with open_store(needed(store), may_create=False) as opened:
+        num = export(opened, to, sweep=sweep)
+    if is_json:
+        emit({"trials": num, "file": str(to)})
+    else:
+        say(f"{num} trials in {to}")
+
+
+@verb(sweep_app, "merge", "paredown sweep merge other.db --store trials.db")
+def sweep_merge(
+    source: Annotated[str, typer.Argument(help="The store to take trials from; it stays as it is.")],
+    store: StoreOption = None,
+    is_json: JsonOption = False,
+) -> None:
+    """Bring the trials of another store into --store."""
+    from paredown.sweeps.export import merge
+
+    with open_store(source, may_create=False) as other, open_store(needed(store)) as into:
+        merged = merge(into, other)
+        if is_json:
+            emit({"store": into.database.name, **asdict(merged)})
+        else:
+            say(f"{into.database.name}: {merged}")
+
+
+def needed(store: str | None) -> str:
+    """The store that was named."""
+    if not store:
+        raise ParedownError("which store? Give --store FILE or URL, or set PAREDOWN_STORE.")
+    return store
+
+
+def open_store(address: str, *, may_create: bool = True) -> Store:
+    """The store there; what has to be waited for is said."""
+    from paredown.sweeps.store import Store
+
+    return Store(address, may_create=may_create, say=say)
+
+
+def _statuses(text: str, kind: Any) -> list[Any]:
+    allowed = {status.value: status for status in kind}
+    wrong = [word for word in text.split(",") if word.strip() not in allowed]
+    if wrong:
+        raise ParedownError(f"--again: status {wrong[0]!r} is unknown. Allowed: {', '.join(allowed)}.")
+    return [allowed[word.strip()] for word in text.split(",")]

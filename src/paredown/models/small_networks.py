@@ -1,0 +1,359 @@
+"""A network of linear layers with ReLU between them.
+
+ConvNeXt: a depthwise convolution of 7 x 7 and a two-layer network on the channels of each place, around a sum.
+
+    x <- x + scale * shrink(gelu(expand(norm(depthwise(x)))))
+
+A patch embedding of 4 x 4 comes first; between the groups of layers a norm and a convolution of 2 x 2 halve height and width. Defaults
+are ConvNeXt-T's, with its arithmetic; random depth, which its training adds, is left out.
+
+U-Net: down through halved pictures and doubled channels, up again with what the way down left on each level.
+
+x -> down.0 -> down.1 -> ... -> bottom -> up.0 -> up.1 -> ... -> head
+       |         +-----------------------------cat
+       +------------------------------------------------cat
+
+SqueezeNet for pictures of 32 x 32, with batch norm: layers that squeeze the channels and expand them again.
+
+    x -> stem -> pool -> fire2, 3, 4 -> pool -> fire5, 6, 7, 8 -> pool -> fire9 -> conv10 -> mean
+
+`width` scales every channel count; 1.0 has 734,986 parameters with 10 classes.
+
+ShuffleNet-v2 for pictures of 32 x 32: half of the channels pass a layer by, then both halves are interleaved.
+
+    x = (a, b) by channels -> (a, f(b)) -> channels of both in turn         f: 1 x 1, 3 x 3 each channel for itself, 1 x 1
+
+A first layer of each group has two ways with stride 2 and no half that passes by. `width` scales the channels; 1.0 has 1,263,854
+parameters with 10 classes.
+
+MobileNet-v2 for pictures of 32 x 32: 1 x 1 up, 3 x 3 each channel for itself, 1 x 1 down, around a sum where nothing strides.
+
+`width` scales the channels between the layers; 1.0 has 2,296,922 parameters with 10 classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from paredown.models.resnet import conv1x1, conv3x3, shortcut
+
+
+@final
+class MLP(nn.Module):
+    """Linear layers from each of `sizes` to the next, ReLU between them.
+
+    >>> [tuple(p.shape) for p in MLP(sizes=(4, 8, 2)).parameters()]
+    [(8, 4), (8,), (2, 8), (2,)]
+    """
+
+    def __init__(self, *, sizes: Sequence[int] = (784, 256, 256, 10)) -> None:
+        super().__init__()
+        pairs = ((nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(sizes))
+        self.layers = nn.Sequential(*[module for pair in pairs for module in pair][:-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (num, sizes[-1]) of inputs (num, ...) that flatten to sizes[0] values each."""
+        return self.layers(x.flatten(1))
+
+
+# --- ConvNeXt ---
+
+EPSILON = 1e-6
+START_SCALE = 1e-6  # of the layer scale: each layer starts as nearly the identity
+
+
+@final
+class ChannelNorm(nn.Module):
+    """Layer norm over the channels of (num, channels, height, width)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim, eps=EPSILON)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape, each place normalised by itself."""
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@final
+class ConvNeXtLayer(nn.Module):
+    """Depthwise convolution, norm, linear, GELU, linear, layer scale, sum."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(dim, dim, 7, padding=3, groups=dim)
+        self.norm = nn.LayerNorm(dim, eps=EPSILON)
+        self.expand, self.gelu, self.shrink = nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        self.scale = nn.Parameter(torch.full((dim,), START_SCALE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(num, dim, height, width) to the same."""
+        out = self.depthwise(x).permute(0, 2, 3, 1)  # channels last, for norm and linear maps
+        out = self.shrink(self.gelu(self.expand(self.norm(out))))
+        return x + (self.scale * out).permute(0, 3, 1, 2)
+
+
+@final
+class ConvNeXt(nn.Module):
+    """Groups of layers with a halving before each but the first, then the mean over places, a norm and a linear head."""
+
+    def __init__(
+        self, *, depths: Sequence[int] = (3, 3, 9, 3), dims: Sequence[int] = (96, 192, 384, 768), num_classes: int = 1000
+    ) -> None:
+        super().__init__()
+        stem = nn.Sequential(nn.Conv2d(3, dims[0], 4, stride=4), ChannelNorm(dims[0]))
+        halvings = (nn.Sequential(ChannelNorm(a), nn.Conv2d(a, b, 2, stride=2)) for a, b in pairwise(dims))
+        self.shrinks = nn.ModuleList([stem, *halvings])
+        self.groups = nn.ModuleList(
+            nn.Sequential(*(ConvNeXtLayer(dim) for _ in range(depth))) for depth, dim in zip(depths, dims, strict=True)
+        )
+        self.norm = nn.LayerNorm(dims[-1], eps=EPSILON)
+        self.head = nn.Linear(dims[-1], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
+        for shrink, group in zip(self.shrinks, self.groups, strict=True):
+            x = group(shrink(x))
+        return self.head(self.norm(x.mean((2, 3))))
+
+
+# --- U-Net ---
+
+
+def double_conv(num_in: int, num_out: int) -> nn.Sequential:
+    """Twice: a convolution of 3 x 3, batch norm, ReLU."""
+    return nn.Sequential(
+        *(nn.Conv2d(num_in, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(num_out, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
+    )
+
+
+@final
+class Up(nn.Module):
+    """Doubles height and width, joins what the way down left there, and convolves both."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.grow = nn.ConvTranspose2d(num_in, num_out, 2, stride=2)
+        self.convs = double_conv(2 * num_out, num_out)
+
+    def forward(self, x: Tensor, left: Tensor) -> Tensor:
+        """(num, num_in, h, w) and (num, num_out, 2h, 2w) to the latter's shape."""
+        return self.convs(torch.cat([left, self.grow(x)], dim=1))
+
+
+@final
+class UNet(nn.Module):
+    """A picture in, logits of a class for each of its pixels out; `depth` halvings, which height and width must allow."""
+
+    def __init__(self, *, num_channels: int = 3, num_classes: int = 2, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        widths = [width << level for level in range(depth + 1)]
+        self.down = nn.ModuleList(double_conv(a, b) for a, b in zip([num_channels, *widths], widths[:-1], strict=False))
+        self.pool = nn.MaxPool2d(2)
+        self.bottom = double_conv(widths[-2], widths[-1])
+        self.up = nn.ModuleList(Up(2 * num_out, num_out) for num_out in reversed(widths[:-1]))
+        self.head = nn.Conv2d(width, num_classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (num_pictures, num_classes, height, width)."""
+        levels: list[Tensor] = []
+        for down in self.down:
+            levels.append(down(x))
+            x = self.pool(levels[-1])
+        x = self.bottom(x)
+        for up in self.up:
+            x = up(x, levels.pop())
+        return self.head(x)
+
+
+# --- SqueezeNet for pictures of 32 x 32, with batch norm ---
+
+
+def scaled(channels: int, width: float, unit: int = 2) -> int:
+    """`channels` times `width`, a multiple of `unit` and at least one.
+
+    >>> scaled(96, 1.0), scaled(16, 0.1), scaled(116, 0.25)
+    (96, 2, 30)
+    """
+    return max(unit, -int(-channels * width // unit) * unit)
+
+
+def conv_norm(num_in: int, num_out: int, size: int, *rest: nn.Module) -> nn.Sequential:
+    """A convolution that keeps height and width, its norm, and what comes after."""
+    return nn.Sequential(nn.Conv2d(num_in, num_out, size, padding=size // 2), nn.BatchNorm2d(num_out), *rest)
+
+
+@final
+class Fire(nn.Module):
+    """1 x 1 down, then half of the outputs by 1 x 1 and half by 3 x 3."""
+
+    def __init__(self, num_in: int, num_out: int, squeezed: int) -> None:
+        super().__init__()
+        self.squeeze, self.relu = conv_norm(num_in, squeezed, 1, nn.ReLU()), nn.ReLU()
+        self.expand1, self.expand3 = conv_norm(squeezed, num_out // 2, 1), conv_norm(squeezed, num_out // 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(num, num_in, height, width) to (num, num_out, height, width)."""
+        x = self.squeeze(x)
+        return self.relu(torch.cat([self.expand1(x), self.expand3(x)], 1))
+
+
+@final
+class SqueezeNet(nn.Module):
+    """Eight fire layers between two convolutions."""
+
+    def __init__(self, *, num_classes: int = 10, width: float = 1.0) -> None:
+        super().__init__()
+        a, b, c, d, e = (scaled(n, width) for n in (96, 128, 256, 384, 512))
+        narrow = [scaled(n, width) for n in (16, 32, 48, 64)]
+        self.stem = conv_norm(3, a, 3, nn.ReLU())
+        self.pool1, self.pool4, self.pool8 = (nn.MaxPool2d(2) for _ in range(3))
+        self.fire2, self.fire3 = Fire(a, b, narrow[0]), Fire(b, b, narrow[0])
+        self.fire4, self.fire5 = Fire(b, c, narrow[1]), Fire(c, c, narrow[1])
+        self.fire6, self.fire7 = Fire(c, d, narrow[2]), Fire(d, d, narrow[2])
+        self.fire8, self.fire9 = Fire(d, e, narrow[3]), Fire(e, e, narrow[3])
+        self.conv10 = nn.Conv2d(e, num_classes, 1)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
+        x = self.pool4(self.fire4(self.fire3(self.fire2(self.pool1(self.stem(x))))))
+        x = self.pool8(self.fire8(self.fire7(self.fire6(self.fire5(x)))))
+        x = self.fire9(x)
+        return self.avgpool(self.conv10(x)).flatten(1)
+
+
+# --- ShuffleNet-v2 for pictures of 32 x 32 ---
+
+DEPTHS = (4, 8, 4)
+
+
+def depthwise(channels: int, stride: int) -> nn.Conv2d:
+    """3 x 3, each channel for itself."""
+    return nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """The channels of the two halves in turn.
+
+    >>> interleaved(torch.arange(4.0).view(1, 4, 1, 1)).flatten().tolist()
+    [0.0, 2.0, 1.0, 3.0]
+    """
+    num, channels, height, width = x.shape
+    return x.view(num, 2, channels // 2, height, width).permute(0, 2, 1, 3, 4).reshape(num, channels, height, width)
+
+
+def way(num_in: int, num_out: int, stride: int) -> nn.Sequential:
+    """1 x 1, depthwise, 1 x 1."""
+    return nn.Sequential(
+        *(conv1x1(num_in, num_out), nn.BatchNorm2d(num_out), nn.ReLU()),
+        *(depthwise(num_out, stride), nn.BatchNorm2d(num_out)),
+        *(conv1x1(num_out, num_out), nn.BatchNorm2d(num_out), nn.ReLU()),
+    )
+
+
+@final
+class Passing(nn.Module):
+    """A layer that half of the channels pass by."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.num_passing = channels // 2
+        self.way = way(channels - self.num_passing, channels - self.num_passing, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        return interleaved(torch.cat([x[:, : self.num_passing], self.way(x[:, self.num_passing :])], 1))
+
+
+@final
+class Halving(nn.Module):
+    """A layer of two ways that halves height and width."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        half = num_out // 2
+        self.short = nn.Sequential(
+            *(depthwise(num_in, 2), nn.BatchNorm2d(num_in)), *(conv1x1(num_in, half), nn.BatchNorm2d(half), nn.ReLU())
+        )
+        self.way = way(num_in, half, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(num, num_in, height, width) to (num, num_out, height / 2, width / 2)."""
+        return interleaved(torch.cat([self.short(x), self.way(x)], 1))
+
+
+@final
+class ShuffleNet(nn.Module):
+    """A 3 x 3 convolution, three groups of layers, another 1 x 1 and a linear head."""
+
+    def __init__(self, *, num_classes: int = 10, width: float = 1.0) -> None:
+        super().__init__()
+        before = scaled(24, width)
+        self.stem = nn.Sequential(conv3x3(3, before), nn.BatchNorm2d(before), nn.ReLU())
+        layers: list[nn.Module] = []
+        for channels, depth in zip((scaled(n, width, 4) for n in (116, 232, 464)), DEPTHS, strict=True):
+            layers += [Halving(before, channels), *(Passing(channels) for _ in range(depth - 1))]
+            before = channels
+        self.layers, last = nn.Sequential(*layers), scaled(1024, width)
+        self.last = nn.Sequential(conv1x1(before, last), nn.BatchNorm2d(last), nn.ReLU())
+        self.avgpool, self.fc = nn.AvgPool2d(4), nn.Linear(last, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
+        return self.fc(self.avgpool(self.last(self.layers(self.stem(x)))).flatten(1))
+
+
+# --- MobileNet-v2 for pictures of 32 x 32 ---
+
+# (expansion, channels, layers, stride of the first)
+GROUPS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+
+
+@final
+class Inverted(nn.Module):
+    """One layer: wide inside, narrow outside."""
+
+    def __init__(self, num_in: int, num_out: int, expansion: int, stride: int) -> None:
+        super().__init__()
+        wide = num_in * expansion
+        self.way = nn.Sequential(
+            *(conv1x1(num_in, wide), nn.BatchNorm2d(wide), nn.ReLU()),
+            *(depthwise(wide, stride), nn.BatchNorm2d(wide), nn.ReLU()),
+            *(conv1x1(wide, num_out), nn.BatchNorm2d(num_out)),
+        )
+        self.has_sum = stride == 1
+        self.downsample = shortcut(num_in, num_out, 1) if self.has_sum else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(num, num_in, height, width) to (num, num_out, ...), height and width divided by the stride."""
+        out = self.way(x)
+        return out + (x if self.downsample is None else self.downsample(x)) if self.has_sum else out
+
+
+@final
+class MobileNet(nn.Module):
+    """A 3 x 3 convolution, seventeen layers, a 1 x 1 and a linear head."""
+
+    def __init__(self, *, num_classes: int = 10, width: float = 1.0) -> None:
+        super().__init__()
+        before = scaled(32, width)
+        self.stem = nn.Sequential(conv3x3(3, before), nn.BatchNorm2d(before), nn.ReLU())
+        layers: list[nn.Module] = []
+        for expansion, channels, depth, stride in GROUPS:
+            for number in range(depth):
+                layers.append(Inverted(before, scaled(channels, width), expansion, stride if number == 0 else 1))
+                before = scaled(channels, width)
+        self.layers, last = nn.Sequential(*layers), scaled(1280, width)
+        self.last = nn.Sequential(conv1x1(before, last), nn.BatchNorm2d(last), nn.ReLU())
+        self.avgpool, self.fc = nn.AvgPool2d(4), nn.Linear(last, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, 32, 32)."""
+        return self.fc(self.avgpool(self.last(self.layers(self.stem(x)))).flatten(1))

@@ -1,0 +1,302 @@
+"""Gradients on their way: a hook on each parameter takes a gradient when it is complete, and the plain tensor is freed inside backward.
+
+    Accumulator   gradient --fold--> packed accumulator; p.grad shows it, a PackedGradient; later backwards add to it
+    Releaser      gradient --update--> parameter, at once; p.grad keeps its shape and has no values, a ReleasedGradient
+
+The first gradient after p.grad = None starts the sum, as in torch. One that somebody assigned is taken over at the next backward or step.
+Under backward(create_graph=True) gradients have a graph, which codes cannot have: they stay plain until the step.
+Plain gradients are sums; what the accumulator holds is multiplied with its `weight` (1 / microbatches).
+
+>>> from paredown.codec.packed import encode
+>>> p = torch.nn.Parameter(torch.zeros(2, 64))
+>>> Accumulator(p, PackedGradient(encode(p.detach(), "int8/64@bf16", order="logical"), Seed(0))).attach()
+>>> for _ in range(2):
+...     (127 * p).sum().backward()
+>>> p.grad
+PackedGradient(int8/64@bf16, shape=(2, 64), float32 on cpu, 132 bytes)
+>>> torch.nn.utils.clip_grad_norm_(p, 1.0), p.grad.norm()
+(tensor(2873.6819), tensor(1.0000))
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from paredown.codec.packed import PackedTensor
+from paredown.errors import OptimError
+from paredown.formats.rounding import Seed
+from paredown.optim.gradient_ops import run
+from paredown.optim.packed_gradient import GradientSum, GradientTensor, Lease
+
+aten = torch.ops.aten
+GONE = (
+    "release=True updates in backward and frees each gradient there, so that there is nothing left to read, clip or scale"
+    " ({op}). Use release=False: packed gradients take clip_grad_norm_, clip_grad_value_ and GradScaler."
+)
+SECOND = (
+    "release=True updates in backward; a second backward came before step(): use microbatches=K (release=False) to add gradients up,"
+    " or call step() after each backward."
+)
+NOT_ZEROED = (
+    "release=True used the last gradient and freed it, so that a new one cannot be added to it: call zero_grad() between step() and"
+    " backward, or use release=False."
+)
+
+
+class PackedGradient(GradientTensor):
+    """What p.grad shows of a packed accumulator: a tensor that does what torch asks of gradients, `gradient_ops.py` says how.
+
+    `packed` has logical order; fold n draws the bits of `seed` at step n; `factor`, a float32 tensor of no dimensions that holds 1, is made
+    where none is given.
+    """
+
+    @staticmethod
+    def __new__(
+        cls: type[PackedGradient], packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None
+    ) -> PackedGradient:
+        """A tensor with the shape, dtype and device of the parameter, over the codes of `packed`."""
+        return cls.over(Lease(GradientSum.over(packed, seed, weight=weight, factor=factor)), packed.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+class _Hook(ABC):
+    """Something that takes the gradients of one parameter. It does not keep the parameter alive."""
+
+    def __init__(self, parameter: Tensor, name: str) -> None:
+        if parameter.is_complex():
+            raise OptimError(
+                f"{name} is complex, and packed gradients hold real numbers: give torch.view_as_real(p), or tier='full'."
+            )
+        self.name = name
+        self._parameter = weakref.ref(parameter)
+        self._handle: Any = None
+
+    @property
+    def parameter(self) -> Tensor:
+        """Whose gradients these are."""
+        parameter = self._parameter()
+        if parameter is None:
+            raise OptimError(f"{self.name} is gone, and so are its gradients.")
+        return parameter
+
+    def attach(self) -> None:
+        """Take gradients from now on."""
+        if self._handle is None:
+            parameter = self.parameter
+            is_frozen = not parameter.requires_grad  # hooks outlast freezing, but are made on what has a gradient
+            parameter.requires_grad_(True)
+            self._handle = parameter.register_post_accumulate_grad_hook(self._called)
+            if is_frozen:
+                parameter.requires_grad_(False)
+
+    def remove(self) -> None:
+        """Take no more; what is in p.grad stays."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _called(self, parameter: Tensor) -> None:
+        if torch.is_grad_enabled():  # under create_graph
+            with torch.no_grad():
+                self._called(parameter)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = parameter.grad
+            if grad is not None:
+                self._arrived(parameter, grad)
+
+    @abstractmethod
+    def _arrived(self, parameter: Tensor, grad: Tensor) -> None:
+        """`grad`, which is p.grad, has been added to."""
+
+
+class Accumulator(_Hook):
+    """Folds the gradients of a parameter into the buffers of `gradient`, which p.grad shows from then on."""
+
+    def __init__(self, parameter: Tensor, gradient: PackedGradient, *, name: str = "a parameter") -> None:
+        super().__init__(parameter, name)
+        self.gradient = gradient
+
+    def collect(self) -> bool:
+        """Whether there is a gradient. One that is plain, or somebody's own, is folded now."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            parameter = self.parameter
+            grad = parameter.grad
+            if grad is not None and not self.gradient.lent(grad):
+                self._take(parameter, grad.detach())
+            return grad is not None
+
+    def _arrived(self, parameter: Tensor, grad: Tensor) -> None:
+        if not (grad.requires_grad or self.gradient.lent(grad)):  # else it has a graph, or autograd has added in place
+            self._take(parameter, grad)
+
+    def _take(self, parameter: Tensor, grad: Tensor) -> None:
+        try:
+            self.gradient.total.before_start()
+        except OptimError as error:
+            raise OptimError(f"{self.name}: {error}") from None
+        lent = self.gradient.lend(grad.dtype)
+        try:
+            if isinstance(grad, PackedGradient):  # of other buffers, and weighted
+                self.gradient.total.store(grad.decode(torch.float32))
+            else:
+                self.gradient.total.fold(grad, weight=self.gradient.weight, is_first=True)
+        except OptimError as error:
+            raise OptimError(f"{self.name}: {error}") from None
+        parameter.grad = lent
+
+
+class Mean(_Hook):
+    """Multiplies each gradient of a parameter by `weight` before it is added to p.grad, which thereby is a mean, and plain."""
+
+    def __init__(self, parameter: Tensor, weight: float, before_start: Callable[[], None], *, name: str = "a parameter") -> None:
+        super().__init__(parameter, name)
+        self._weight, self._before_start = weight, before_start
+
+    def attach(self) -> None:
+        """Take gradients from now on."""
+        parameter = self.parameter
+        is_frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)
+        self._handle = parameter.register_hook(self._weighted)
+        if is_frozen:
+            parameter.requires_grad_(False)
+
+    def _weighted(self, grad: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            is_first = self.parameter.grad is None
+        if is_first:
+            try:
+                self._before_start()
+            except OptimError as error:
+                raise OptimError(f"{self.name}: {error}") from None
+        return grad * self._weight
+
+    def _arrived(self, parameter: Tensor, grad: Tensor) -> None:
+        pass
+
+
+def clear_factors(gradients: Iterable[PackedGradient]) -> None:
+    """Set the factors of gradients that nobody sees any more to 1, in two launches: what the next backward does one by one."""
+    totals = [g.total for g in gradients if g.is_scaled and not g.is_lent]
+    if totals:
+        factors = [total.factor for total in totals]
+        torch._foreach_zero_(factors)
+        torch._foreach_add_(factors, 1.0)
+    for total in totals:
+        total.is_scaled = False
+
+
+class Releaser(_Hook):
+    """Gives each gradient of a parameter to `update` when it is complete; p.grad then has no values.
+
+    `is_updated` says whether there was an update since the last step().
+    """
+
+    def __init__(
+        self, parameter: Tensor, update: Callable[[Tensor], None], is_updated: Callable[[], bool], *, name: str = "a parameter"
+    ) -> None:
+        super().__init__(parameter, name)
+        self._update, self._is_updated = update, is_updated
+
+    def use(self, grad: Tensor) -> None:
+        """Update with `grad`, if it is the first since the last step()."""
+        if grad.layout is not torch.strided:
+            raise OptimError(
+                f"{self.name} has a sparse gradient, and packed state is dense. Make the embedding with sparse=False, or use"
+                " torch.optim.SparseAdam for it."
+            )
+        if self._is_updated():
+            raise OptimError(f"{self.name}: {SECOND}")
+        self._update(grad)
+
+    def refuse_sum(self) -> NoReturn:
+        """Refuse a gradient on top of one that was used."""
+        raise OptimError(f"{self.name}: {SECOND if self._is_updated() else NOT_ZEROED}")
+
+    def _arrived(self, parameter: Tensor, grad: Tensor) -> None:
+        if not isinstance(grad, ReleasedGradient):  # which has passed on what autograd added
+            self.use(grad.detach())
+            parameter.grad = ReleasedGradient(grad, self)
+
+
+class ReleasedGradient(Tensor):
+    """What p.grad shows of a gradient that was used in backward: its shape, and a sentence for everything else."""
+
+    _releaser: weakref.ref[Releaser]
+    _is_zero: bool
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[ReleasedGradient], like: Tensor, releaser: Releaser) -> ReleasedGradient:
+        """A tensor like `like` without memory."""
+        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        made._releaser, made._is_zero = weakref.ref(releaser), False
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._foreach_zero_.default:
+            return _zero_each(args[0])
+        if not isinstance(args[0], ReleasedGradient) or func not in (aten.zero_.default, aten.detach.default, aten.add_.Tensor):
+            raise OptimError(GONE.format(op=str(func).removeprefix("aten.").split(".")[0]))
+        released: ReleasedGradient = args[0]
+        if func is aten.zero_.default:
+            released._is_zero = True
+        elif func is aten.add_.Tensor:
+            released._add(args[1])
+        return released if func is not aten.detach.default else released._alias()
+
+    def _add(self, grad: Tensor) -> None:
+        """Autograd adds to p.grad after zero_grad(set_to_none=False)."""
+        releaser = self._releaser()
+        if releaser is None or torch._C._current_graph_task_id() == -1:
+            raise OptimError(GONE.format(op="add_"))
+        if not self._is_zero:
+            releaser.refuse_sum()
+        releaser.use(grad.detach())
+        self._is_zero = False
+
+    def _alias(self) -> ReleasedGradient:
+        releaser = self._releaser()
+        if releaser is None:
+            raise OptimError(GONE.format(op="detach"))
+        return ReleasedGradient(self, releaser)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """None are held."""
+        return 0
+
+    def __repr__(self, **_: Any) -> str:
+        return f"ReleasedGradient(shape={tuple(self.shape)}, used in backward)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # the copy of a parameter has no gradient
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OptimError(GONE.format(op="saving"))
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused."""
+        raise OptimError(GONE.format(op="numpy"))
+
+    def tolist(self) -> Any:
+        """Refused."""
+        raise OptimError(GONE.format(op="tolist"))
+
+
+def _zero_each(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()

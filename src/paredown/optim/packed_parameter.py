@@ -1,0 +1,378 @@
+"""What packed parameters are to code outside of their modules: a torch.optim step, an average of weights, a penalty, a log, a copy.
+
+    what is asked                                       what it gets
+    size, dtype, device, grad, hooks, zeros_like ...    what the parameter says of itself; nothing is decoded
+    p.data, p.detach(), and views without a gradient    a `WeightView`: the same weight under another size and strides
+    p.data = x                                          x is encoded, and its dtype, device and size become the parameter's; where those
+                                                        cannot be packed (float64), it becomes an ordinary parameter for good
+    a function that writes (p.add_, p[0] = 1, out=p)    it writes into decoded values, which are encoded again, rounded to nearest;
+                                                        several in a row on one parameter round once
+    any other function                                  the decoded values; gradients go straight to the parameter
+    copies, pickles, repr                               those of an ordinary parameter
+    data_ptr, share_memory_, resize_, nn.Parameter(p)   an error in a sentence: there is no memory to point to
+
+Every function decodes anew, so loops over single values are slow: take p.detach().clone() first. A view that was taken keeps the values
+it was taken from as long as it lives, and what is written into it goes to the weight. Views with a gradient are of a copy.
+
+Some functions of torch never ask: torch.tensor(p), torch.Tensor(p), torch.as_tensor(p, dtype=...), other.new_tensor(p), and
+other.data = p.data. Builds for CUDA raise an error for these; builds without it read from no memory, and crash. Take p.detach().clone().
+"""
+
+# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paredown.errors import OptimError
+from paredown.optim.packed_weight import KEY, NO_MEMORY, Weight, weight_of
+
+MAKES_PARAMETER = nn.Parameter.__new__.__code__
+NEW_PARAMETER = (
+    "nn.Parameter(p) of a packed weight: there is no memory that both could share. Put parametrizations such as weight_norm on before "
+    "paredown.apply (session.close() gives the plain model back); for a copy, take nn.Parameter(p.detach().clone())."
+)
+HELD = "_held"  # of a view: the decoded values that it was taken from, and the weight's version by then
+LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
+VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag"))  # attributes that are values; all others are said without decoding
+# functions that ask nothing of the values
+SIZES = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "dim_order", "__len__")
+KINDS = ("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device")
+OTHERS = (
+    "is_same_size",
+    "is_set_to",
+    "has_names",
+    "_is_view",
+    "_is_zerotensor",
+    "_use_count",
+    "__dir__",
+    "result_type",
+    "can_cast",
+)
+GRADIENTS = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_", "grad", "backward")
+LIKES = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+NEW = ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "_has_compatible_shallow_copy_type")
+ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, *GRADIENTS, *LIKES, *NEW))
+REFUSED = frozenset(("data_ptr", "__cuda_array_interface__", "share_memory_", "resize_", "resize_as_"))
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor", "lshift", "rshift")
+WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in OPERATORS)))
+STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
+
+
+class PackedParameter(nn.Parameter):
+    """A parameter that waits packed: `weight_of(p)` has its codes."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = plain(self)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        copy = plain(self)
+        vars(copy).update({name: value for name, value in vars(self).items() if name != KEY})
+        return copy.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return repr(plain(self))
+
+    def as_subclass(self, cls: Any) -> Any:
+        """The decoded values as another class; torch's own does not ask `__torch_function__`."""
+        return _computed(Tensor.as_subclass, "as_subclass", (self, cls), {})
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return respond(func, args, kwargs or {})
+
+
+class WeightView(Tensor):
+    """A packed weight under another size and strides, without a gradient; what is written into it is encoded."""
+
+    @staticmethod
+    def __new__(cls: type[WeightView], weight: Weight, like: Tensor, base: Tensor | None = None) -> WeightView:
+        """A view of `weight` with the shape, dtype and device of `like`."""
+        view: WeightView = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            like.size(),
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=weight.dtype,
+            device=weight.packed.device,
+        )
+        if hasattr(torch._C, "_set_storage_access_error_msg"):  # another tensor's .data may be set to this
+            torch._C._set_storage_access_error_msg(view, NO_MEMORY)
+        vars(view).update({KEY: weight, HELD: None if base is None else (weight.version, base)})
+        return view
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._copy()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copy().__reduce_ex__(protocol)
+
+    def _copy(self) -> Tensor:
+        values = _value(self).clone()
+        return nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values  # nn.Parameter(p.data)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(_value(self))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return respond(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls from C++, such as DistributedDataParallel's: what the operation says it writes is encoded."""
+        kwargs = kwargs or {}
+        values = Values(tracks_gradients=False)
+        result = func(*values.of(args), **values.of(kwargs))
+        for work in [leaf for leaf in tree_leaves(result) if hasattr(leaf, "wait")]:
+            work.wait()
+        if func._schema.is_mutable or func.namespace == "c10d":
+            values.store_all()
+        return values.back(result)
+
+
+class Decoded(torch.autograd.Function):
+    """The values of a packed parameter, whose gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor) -> Tensor:
+        """The decoded values of the packed parameter."""
+        ctx.weight = weight = _weight(packed)
+        return _of_base(packed, weight.decode())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """The gradient, unchanged, for the parameter."""
+        return grad
+
+
+def respond(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`answer`, where torch.compile does not follow."""
+    if "torch._dynamo" not in sys.modules:
+        return answer(func, args, kwargs)
+    return _undisturbed()(func, args, kwargs)
+
+
+respond._torchdynamo_disable = True  # type: ignore[attr-defined]
+respond._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "a weight waits packed here. Compile the model before paredown.apply, or call it once without fullgraph=True"
+)
+
+
+@cache
+def _undisturbed() -> Any:
+    return torch.compiler.disable(answer)
+
+
+def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function of torch gives, some of whose arguments wait packed."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        owner = func.__self__
+        return _attribute(func, name, getattr(owner, "__name__", None) or owner.fget.__name__, args)
+    first: Any = args[0] if args else None
+    if name in REFUSED and _is_packed(first):
+        raise OptimError(f"{name} of a packed weight: {NO_MEMORY}")
+    if name in ABOUT or (name == "type" and len(args) == 1 and not kwargs):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name in STORAGES:
+        storage = torch.UntypedStorage(0, device=args[0].device)
+        return (
+            storage if name == "untyped_storage" else torch.TypedStorage(wrap_storage=storage, dtype=args[0].dtype, _internal=True)
+        )
+    if name == "detach" and _is_packed(first):
+        if type(first) is PackedParameter and _is_making_parameter():
+            raise OptimError(NEW_PARAMETER)
+        return _alias(first)
+    return _computed(func, name, args, kwargs)
+
+
+def _is_making_parameter() -> bool:
+    """Whether nn.Parameter(p) asks, whose own message speaks of other things."""
+    frame = sys._getframe(1)
+    for _ in range(6):  # over `__torch_function__` and what torch.compile puts around
+        if frame is None or frame.f_code is MAKES_PARAMETER:
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+def _attribute(func: Any, verb: str, name: str, args: tuple[Any, ...]) -> Any:
+    if name in REFUSED:
+        raise OptimError(f"{name} of a packed weight: {NO_MEMORY}")
+    if name == "data":
+        return _alias(args[0]) if verb == "__get__" else _set_data(*args)
+    if name in VALUES:
+        return _computed(func, name, args, {})
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args)
+
+
+def _set_data(packed: Tensor, values: Tensor) -> None:
+    weight = _weight(packed)
+    if type(packed) is WeightView:
+        raise OptimError("setting .data of a view of a packed weight: write into it with copy_(), or set p.data of the parameter.")
+    if not (_is_packed(values) and weight_of(values) is weight and _is_whole(values)):
+        weight.store(_value(values) if _is_packed(values) else values)
+
+
+def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of the decoded values; those that it wrote are encoded again."""
+    is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
+    writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
+    values, first = Values(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
+    args, kwargs = values.of(args), values.of(kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    if is_collective and hasattr(result, "wait"):
+        result.wait()
+    values.store_changed(writes_unseen=is_collective or name.startswith("_fused_"))
+    values.tell(result, first)
+    return values.back(result)
+
+
+class Values:
+    """The decoded values of the packed tensors in the arguments of one call."""
+
+    def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
+        self._tracks, self._writes = tracks_gradients, writes  # writes: by its name, the call goes on with what was written last
+        self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded once for all tensors of a weight, and its version by then
+        self._pairs: dict[int, tuple[Tensor, Tensor, Any, int]] = {}  # id -> packed, its values, their node and version
+
+    def of(self, arguments: Any) -> Any:
+        """The same arguments with values in place of packed tensors."""
+        return tree_map(lambda leaf: self._value(leaf) if _is_packed(leaf) else leaf, arguments)
+
+    def _value(self, packed: Tensor) -> Tensor:
+        if id(packed) not in self._pairs:
+            if self._tracks and packed.requires_grad:
+                value: Tensor = Decoded.apply(packed)  # type: ignore[assignment]
+            else:
+                value = _of_base(packed, self._base(packed))
+            self._pairs[id(packed)] = packed, value, value.grad_fn, value._version
+        return self._pairs[id(packed)][1]
+
+    def _base(self, packed: Tensor) -> Tensor:
+        weight = _weight(packed)
+        if weight not in self._bases:
+            base = weight.written if self._writes else None
+            base = _held(packed) if base is None else base
+            base = weight.decode() if base is None else base
+            self._bases[weight] = base, base._version
+        return self._bases[weight][0]
+
+    def store_changed(self, *, writes_unseen: bool) -> None:
+        """Encode what was written. As in torch, a parameter with a gradient is not written where gradients are followed."""
+        for packed, value, node, version in self._pairs.values():
+            if node is not None and value._version != version:
+                if value.grad_fn is not node:
+                    raise RuntimeError(LEAF)
+                base = _weight(packed).decode()
+                _of_base(packed, base).copy_(value.detach())
+                self._store(_weight(packed), base)
+        for weight, (base, version) in self._bases.items():
+            if base._version != version or writes_unseen:
+                self._store(weight, base)
+
+    def store_all(self) -> None:
+        """Encode all of it."""
+        for weight, (base, _) in self._bases.items():
+            self._store(weight, base)
+
+    def _store(self, weight: Weight, base: Tensor) -> None:
+        if len(self._bases) + sum(node is not None for _, _, node, _ in self._pairs.values()) == 1:
+            weight.write(base)
+        else:
+            weight.store(base)
+        for packed, *_ in self._pairs.values():
+            if _weight(packed) is weight:
+                if HELD in vars(packed):  # a view: it goes on with what it wrote, as others see it
+                    vars(packed)[HELD] = None
+                if isinstance(packed, nn.Parameter):
+                    torch._C._increment_version((packed,))
+
+    def tell(self, result: Any, first: int) -> None:
+        """Tell the session what was computed from which values, so that none are kept for backward."""
+        used = [(_weight(packed), value) for packed, value, *_ in self._pairs.values()]
+        on_use = next((weight.on_use for weight, _ in used if weight.on_use is not None), None)
+        if on_use is not None:
+            on_use(result, first, used)
+
+    def back(self, result: Any) -> Any:
+        """The result, with packed tensors in place of their own values and of views of these."""
+        originals = {id(value): packed for packed, value, *_ in self._pairs.values()}
+        storages = {base.untyped_storage()._cdata: (weight, base) for weight, (base, _) in self._bases.items()}
+
+        def backed(leaf: Any) -> Any:
+            if id(leaf) in originals:
+                return originals[id(leaf)]
+            if (
+                type(leaf) is Tensor
+                and storages
+                and leaf.grad_fn is None
+                and leaf.layout is torch.strided
+                and leaf.device.type != "meta"
+            ):
+                found = storages.get(leaf.untyped_storage()._cdata)
+                if found is not None and leaf.dtype is found[0].dtype:
+                    return WeightView(found[0], leaf, found[1])
+            return leaf
+
+        return tree_map(backed, result)
+
+
+def _is_packed(thing: Any) -> bool:
+    return type(thing) is PackedParameter or type(thing) is WeightView
+
+
+def _weight(packed: Tensor) -> Weight:
+    weight = weight_of(packed)
+    assert weight is not None
+    return weight
+
+
+def _held(packed: Tensor) -> Tensor | None:
+    """The values that a view was taken from, if they are still those of the weight."""
+    held = vars(packed).get(HELD)
+    return held[1] if held is not None and held[0] == _weight(packed).version else None
+
+
+def _of_base(packed: Tensor, base: Tensor) -> Tensor:
+    if type(packed) is not WeightView or _is_whole(packed):
+        return base
+    with torch._C.DisableTorchFunctionSubclass():
+        return base.as_strided(packed.size(), packed.stride(), packed.storage_offset())
+
+
+def _is_whole(packed: Tensor) -> bool:
+    weight = _weight(packed)
+    with torch._C.DisableTorchFunctionSubclass():
+        return packed.size() == weight.size and packed.stride() == weight.stride and packed.storage_offset() == 0
+
+
+def _value(packed: Tensor) -> Tensor:
+    base = _held(packed)
+    return _of_base(packed, _weight(packed).decode() if base is None else base)
+
+
+def _alias(packed: Tensor) -> WeightView:
+    with torch._C.DisableTorchFunctionSubclass():
+        view = WeightView(_weight(packed), packed)
+    vars(view)[HELD] = vars(packed).get(HELD)
+    return view
+
+
+def plain(parameter: PackedParameter) -> nn.Parameter:
+    """An ordinary parameter with the same values."""
+    return nn.Parameter(_weight(parameter).decode(), parameter.requires_grad)

@@ -1,0 +1,349 @@
+"""State to and from dictionaries: packed as it is, or as torch.optim has it; bitsandbytes' 8-bit state can be read.
+
+`state_dict()` has plain tensors alone, so `torch.load(weights_only=True)` and distributed checkpoints take it:
+
+    state[i]["step"]                                      number of updates of parameter i
+    state[i]["exp_avg.codes"], ["exp_avg.scales"]         a packed moment, bit for bit; ["exp_avg"] a plain one
+    state[i]["weight.codes"], ["weight.scales"]           the parameter, where it waits packed
+    state[i]["gradient.codes"], ..., or ["gradient"]      what was gathered so far, between microbatches
+    state[i]["folds"]                                     how often gradients were folded: it numbers random bits
+    param_groups[j]["updates"], ["waiting"], ["seed"]     where the run stood
+
+Rows of codes are rows of the parameter: a spread parameter (DTensor) has spread codes, and any number of processes can load them. Loading
+checks all of it before it changes anything. torch's own method would cast codes to the parameter's dtype; it sees none of them.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paredown.codec.packed import PackedTensor, encode
+from paredown.codec.reference import Parts
+from paredown.errors import OptimError
+from paredown.optim.parameter_state import Entry, fill_state, local, parts_in, put, roots_of
+from paredown.optim.rules import from_stored_root, stored_root
+from paredown.roles import Role
+
+if TYPE_CHECKING:
+    from paredown.optim.base import Optimizer
+
+RUN = ("updates", "waiting", "seed")
+ODD = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # what a state of strangers may raise
+BNB_BLOCK = 256
+BNB_NEST = "__bnb_optimizer_quant_state__"  # where it puts what FSDP is not to see
+BNB_NAMES = ("state1", "state2")
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the optimizer's `state_dict()` returns."""
+    for entry in optimizer.entries:
+        if entry.weight is not None:
+            entry.weight.gather()
+            put(optimizer.state[entry.parameter], "weight", entry.weight.packed.parts)
+    made = base()
+    run = {"updates": optimizer.updates, "waiting": optimizer._waiting, "seed": optimizer.seed}
+    made["param_groups"] = [{**group, **run} for group in made["param_groups"]]
+    for entry in optimizer.entries:
+        state = dict(made["state"].get(entry.number, {}))
+        _add_gradient(entry, state, optimizer._waiting)
+        if not state:
+            continue
+        if not optimizer.is_torchs(entry):
+            state["step"] = torch.tensor(float(entry.step))
+        made["state"][entry.number] = state
+        if isinstance(entry.parameter, DTensor):
+            made["state"][entry.number] = {name: _spread(value, entry.parameter) for name, value in state.items()}
+    return made
+
+
+def _add_gradient(entry: Entry, state: dict[str, Any], waiting: int) -> None:
+    """How often was folded; between microbatches, what was gathered so far."""
+    if entry.gradient is not None:
+        state["folds"] = torch.tensor(entry.gradient.folds)
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = entry.parameter.grad
+    if waiting and grad is not None:
+        if entry.gradient is not None and entry.gradient.lent(grad):
+            put(state, "gradient", entry.gradient.packed.parts)
+            state["gradient.factor"] = entry.gradient.factor
+        else:
+            state["gradient"] = local(grad).detach()
+
+
+def _spread(value: Any, like: DTensor) -> Any:
+    """A state tensor of this process as its part of the whole one."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    whole = like.shape if value.shape == like._local_tensor.shape else torch.Size((like.shape[0], *value.shape[1:]))
+    strides = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(value, like.device_mesh, like.placements, run_check=False, shape=whole, stride=strides)
+
+
+def export_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state in float32, as torch.optim's optimizer of the same name loads it."""
+    state: dict[int, dict[str, Any]] = {}
+    for entry in optimizer.entries:
+        held = optimizer.state.get(entry.parameter)
+        if not held:
+            continue
+        rule = optimizer.rule_for(optimizer.param_groups[entry.group])
+        out = {name: _decoded(entry, role, name, held) for role, name in zip(rule.roles, rule.names, strict=True)}
+        step = held["step"] if optimizer.is_torchs(entry) and "step" in held else torch.tensor(float(entry.step))
+        state[entry.number] = {**out, "step": step} if len(rule.roles) > 1 else out
+    groups, start = [], 0
+    for i, group in enumerate(optimizer.param_groups):
+        count = len(group["params"])
+        groups.append({**optimizer._torch_options(i), "params": list(range(start, start + count))})
+        start += count
+    return {"state": state, "param_groups": groups}
+
+
+def _decoded(entry: Entry, role: Role, name: str, held: dict[str, Any]) -> Tensor:
+    format = entry.choices.format(role)
+    if format is None or format.block is None or f"{name}.codes" not in held:
+        return held[name].float() if name in held else torch.zeros_like(entry.parameter, dtype=torch.float32)
+    shape = local(entry.parameter).shape
+    value = PackedTensor(format, shape, torch.float32, tuple(range(len(shape))), parts_in(held, name)).decode()
+    return from_stored_root(value, roots_of(role, format))
+
+
+# --- in ---------------------------------------------------------------------------------------------------------------
+
+
+def load_state_dict(optimizer: Optimizer, given: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
+    """Take over what `state_dict`, torch.optim or bitsandbytes saved; an error leaves everything as it was."""
+    groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
+    run = optimizer.updates, optimizer._waiting, optimizer.seed
+    try:
+        _load(optimizer, given, base)
+    except ODD as error:
+        for group, old in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(old)
+        optimizer.state = state
+        optimizer.updates, optimizer._waiting, optimizer.seed = run
+        if isinstance(error, OptimError):
+            raise
+        raise OptimError(
+            f"the state cannot be read: {type(error).__name__}: {error}. Give what opt.state_dict() returned, as it was saved."
+        ) from error
+
+
+def _load(optimizer: Optimizer, given: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        has = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+        raise OptimError(
+            f"the state of an optimizer has 'state' and 'param_groups'; this has {has}. Give what opt.state_dict() returned."
+        )
+    before = [dict(group) for group in optimizer.param_groups]
+    old_ids = [i for group in given["param_groups"] for i in group["params"]]
+    if len(given["param_groups"]) != len(before) or len(old_ids) != len(optimizer.entries):
+        raise OptimError(
+            f"the state is of {len(old_ids)} parameters in {len(given['param_groups'])} groups; this optimizer has "
+            f"{len(optimizer.entries)} in {len(before)}. It belongs to another model or other groups."
+        )
+    taken: dict[Any, Any] = {}
+
+    def keep(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        taken.update(state["state"])
+        new = {
+            old: _new_state(optimizer, entry, taken.get(old) or {}) for old, entry in zip(old_ids, optimizer.entries, strict=True)
+        }
+        taken.clear()
+        taken.update(new)
+        return {**state, "state": {}}
+
+    handle = optimizer.register_load_state_dict_pre_hook(keep)  # after the user's own
+    try:
+        base(dict(given))
+    finally:
+        handle.remove()
+    _restore_groups(optimizer, before)
+    for old, entry in zip(old_ids, optimizer.entries, strict=True):
+        _take(optimizer, entry, taken[old])
+
+
+def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
+    """Formats are this optimizer's own; what the saved groups lack stays as it was."""
+    first = optimizer.param_groups[0] if optimizer.param_groups else {}
+    optimizer.updates, optimizer._waiting = int(first.get("updates", 0)), int(first.get("waiting", 0))
+    optimizer.seed = int(first.get("seed", optimizer.seed))
+    ours = optimizer.memory.defaults()
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        for name in RUN:
+            group.pop(name, None)
+        group.update({name: old[name] for name in ours})
+        for name, value in old.items():
+            group.setdefault(name, value)
+
+
+def _new_state(optimizer: Optimizer, entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter, checked, in this optimizer's formats and on the parameter's device."""
+    source = {name: _mine(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
+    if not source:
+        return {}
+    rule = optimizer.rule_for(optimizer.param_groups[entry.group])
+    if "state1" in source or "state2" in source:
+        source = _from_bitsandbytes(entry, source, rule.names)
+    _check_names(entry, source, rule.names)
+    new: dict[str, Any] = {}
+    if "gradient" in source:
+        new["gradient"] = _same(entry, "gradient", source.pop("gradient"), local(entry.parameter))
+    if optimizer.is_torchs(entry):
+        return {**new, **_torchs_state(entry, source)}
+    wanted: dict[str, Any] = {}
+    fill_state(entry, rule, wanted)
+    new |= {"step": int(source.get("step", 1 if len(rule.roles) == 1 else 0)), "folds": int(source.get("folds", 0))}
+    for role, name in zip(rule.roles, rule.names, strict=True):
+        new.update(_moment(entry, role, name, source, wanted))
+    if "residue" in wanted:
+        new["residue"] = _same(entry, "residue", source.get("residue", wanted["residue"]), wanted["residue"])
+    return {**new, **_packed_state(entry, source)}
+
+
+def _check_names(entry: Entry, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Refuse the state of another optimizer."""
+    own = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
+    strange = [name for name in source if not name.startswith(own)]
+    if strange and not any(name.startswith(names) for name in source if names):
+        raise OptimError(
+            f"{entry.name}: the state has {', '.join(sorted(strange)[:5])}, and this optimizer keeps {', '.join(names) or 'nothing'}: "
+            "it belongs to another optimizer."
+        )
+
+
+def _torchs_state(entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter that stays as it is."""
+    packed = [name for name in source if name.endswith(".codes")]
+    if packed:
+        raise OptimError(
+            f"{entry.name}: the state has {', '.join(packed)}, packed, and this optimizer keeps it as it is (tier 'full'). Make the "
+            "optimizer with the same tier or plan, or load export_state()."
+        )
+    device, dtype = entry.parameter.device, entry.parameter.dtype
+    return {n: v if n == "step" or not isinstance(v, Tensor) else v.to(device, dtype) for n, v in source.items()}
+
+
+def _packed_state(entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The codes of the parameter and of its accumulator, where the state has them."""
+    new: dict[str, Any] = {}
+    for prefix, there in (("weight", entry.weight), ("gradient", entry.gradient)):
+        if f"{prefix}.codes" not in source:
+            continue
+        if there is None:
+            raise OptimError(
+                f"{entry.name}: the state has a packed {prefix}, and here it is plain. Apply the same plan to the model before the "
+                "optimizer is made, then load."
+            )
+        expected: dict[str, Any] = {}
+        put(expected, prefix, there.packed.parts)
+        if prefix == "gradient":
+            expected["gradient.factor"] = there.factor  # type: ignore[union-attr]
+        new.update({part: _same(entry, part, source.get(part), tensor) for part, tensor in expected.items()})
+    return new
+
+
+def _moment(entry: Entry, role: Role, name: str, source: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """One moment: codes as they are, or a plain one encoded."""
+    expected = {part: tensor for part, tensor in wanted.items() if part == name or part.startswith(f"{name}.")}
+    if expected.keys() <= source.keys():
+        return {part: _same(entry, part, source[part], tensor) for part, tensor in expected.items()}
+    if name not in source:
+        if any(part.startswith(f"{name}.") for part in source):
+            raise OptimError(
+                f"{entry.name}: {name} was saved packed, and this optimizer keeps it plain: it is of another tier. Make the optimizer "
+                "with the tier or plan it was saved with, or load export_state()."
+            )
+        return expected
+    value = source[name]
+    if value is None:
+        return expected
+    format = entry.choices.format(role)
+    if tuple(value.shape) != tuple(local(entry.parameter).shape):
+        raise OptimError(_shapes(entry, name, value, local(entry.parameter)))
+    if format is None or format.block is None:
+        return {name: value.to(expected[name].device, expected[name].dtype).contiguous().clone()}
+    value = value.detach().to(local(entry.parameter).device, torch.float32)
+    value = stored_root(value, roots_of(role, format))
+    out: dict[str, Any] = {}
+    put(out, name, encode(value, format, order="logical").parts)
+    return out
+
+
+def _same(entry: Entry, name: str, value: Any, like: Tensor) -> Tensor:
+    """`value` on the device of `like`, if it is of its shape and dtype."""
+    if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
+        raise OptimError(_shapes(entry, name, value, like))
+    return value.detach().to(like.device, copy=True).contiguous()
+
+
+def _shapes(entry: Entry, name: str, value: Any, like: Tensor) -> str:
+    found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    return (
+        f"{entry.name}: {name} in the state is {found}, and {tuple(like.shape)} {like.dtype} is expected here: it belongs to another model "
+        "or another tier. Load it into an optimizer made as the one that saved it."
+    )
+
+
+def _mine(value: Any, entry: Entry) -> Any:
+    """This process's rows of a state tensor."""
+    if isinstance(value, DTensor):
+        return value._local_tensor
+    if not isinstance(value, Tensor) or value.dim() == 0 or not isinstance(entry.parameter, DTensor):
+        return value
+    rows, cols = entry.rows_and_cols
+    first = entry.first_index // cols
+    return value[first : first + rows] if value.shape[0] == entry.parameter.shape[0] else value
+
+
+def _from_bitsandbytes(entry: Entry, source: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """bitsandbytes' state as plain tensors: value = qmap[code] * absmax of its block of 256, or the tensor itself where it is 32-bit."""
+    out: dict[str, Any] = {"step": source.get("step", 0)}
+    for mine, theirs in zip(names, BNB_NAMES, strict=False):
+        codes = source.get(theirs)
+        if codes is None:
+            continue
+        if codes.dtype is torch.uint8:
+            scale = source[f"absmax{theirs[-1]}"].float().repeat_interleave(BNB_BLOCK)[: codes.numel()]
+            codes = source[f"qmap{theirs[-1]}"].float()[codes.long().flatten()] * scale
+        out[mine] = codes.float().view(entry.parameter.shape)
+    return out
+
+
+def _take(optimizer: Optimizer, entry: Entry, new: dict[str, Any]) -> None:
+    """Put a checked state in place: packed weights and accumulators into their own memory."""
+    p, grad = entry.parameter, new.pop("gradient", None)
+    if grad is not None:
+        p.grad = grad
+    if not optimizer.is_torchs(entry):
+        entry.step, entry.updated, folds = new.pop("step", 0), False, new.pop("folds", 0)
+        if entry.weight is not None and "weight.codes" in new:
+            _copy(entry.weight.packed.parts, parts_in(new, "weight"))
+            entry.weight.changed()
+        if entry.gradient is not None:
+            if "gradient.codes" in new:
+                p.grad = entry.gradient.lend(p.dtype)
+                _copy(entry.gradient.packed.parts, parts_in(new, "gradient"))
+                entry.gradient.factor.copy_(new["gradient.factor"])
+                entry.gradient.total.is_scaled = True
+            total = entry.gradient.total
+            total.folds, total.seed = folds, replace(total.seed, value=optimizer.seed)
+        new = {name: value for name, value in new.items() if not name.startswith(("weight.", "gradient."))}
+    if new:
+        optimizer.state[p] = new
+
+
+def _copy(to: Parts, source: Parts) -> None:
+    for mine, value in zip(to.tensors(), source.tensors(), strict=True):
+        mine.copy_(value)

@@ -1,0 +1,277 @@
+"""The assignments that the mixed-precision paper compares, as plans for `apply(plan, model, mode="simulate")`.
+
+    all_high, all_low         one level for everything (gradients of parameters stay high)
+    operator                  HFP8: what a product takes and its weight in e4m3, the gradient of what it made in e5m2; the ends are high
+    amp                       torch's autocast: products low, losses and softmax high, the rest as wide as the widest that it takes
+
+`FORMATS` are those of HFP8, written as this library writes elements: every code is a number, 1-4-3 has the bias 11 (exponents from -10
+to 4), rounding is to nearest with ties away from zero; forward what is too large becomes the largest value, backward infinity, for the loss
+scaler to see. Otherwise than in the paper's code NaN stays NaN.
+
+>>> from paredown.formats.element import Element
+>>> [(Element.parse(text).max_value, Element.parse(text).smallest) for text in (FORMATS.forward, FORMATS.backward)]
+[(30.0, 0.0001220703125), (114688.0, 1.52587890625e-05)]
+>>> Element.parse(FORMATS.high).max_value
+8581545984.0
+
+Precision demotion of "Training with Mixed-Precision Floating-Point Assignments": groups of tensors go low, largest first.
+
+Counted are, for each value of an outline, the tensor itself and its gradient, and for each parameter the same; a group is what one product
+made, everything after it up to the next product, and the parameters that take it. Starting from all high, whole groups go low until
+the share of low numbers reaches a ratio. Gradients of parameters stay high always, so that the share ends below 1.
+
+    ratio_low = numbers in low tensors / all numbers         bytes against float32 = (2 - ratio_low) / 4, for 16 and 8 bits
+
+It is the sum over all tensors of a step, not a peak, and nothing that an optimizer keeps is in it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from paredown.errors import PlanError
+from paredown.formats.rounding import Overflow, Rounding
+from paredown.plan.plan import Plan
+from paredown.plan.selectors import slot_key
+from paredown.plan.storage import Assignment
+from paredown.roles import Role
+from paredown.simulate.outline import INPUT, Outline
+
+Low = frozenset[tuple[Role, str]]  # the tensors that are low, by role and name
+ALL_HIGH: Low = frozenset()
+BYTES_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One tensor in the paper's sense."""
+
+    role: Role
+    name: str
+    numel: int
+    group: int
+
+    @property
+    def key(self) -> tuple[Role, str]:
+        """What tells it from the others."""
+        return self.role, self.name
+
+    @property
+    def may_be_low(self) -> bool:
+        """All but the gradients of parameters."""
+        return self.role is not Role.GRADIENT
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that go low together."""
+
+    number: int
+    tensors: tuple[Counted, ...]
+
+    @property
+    def numel(self) -> int:
+        """Numbers in all of them."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+def tensors_of(outline: Outline) -> list[Counted]:
+    """Every tensor that is counted, with its group: a parameter belongs to that of the first value it meets."""
+    group, groups, found = -1, list[int](), list[Counted]()
+    seen: set[str] = set()
+    for value in outline.values:
+        group += value.is_product or value.op == INPUT or group < 0
+        groups.append(group)
+        found += [Counted(role, value.name, value.numel, group) for role in (Role.ACTIVATION, Role.ERROR)]
+        first = groups[value.sources[0]] if value.sources else group
+        for name in (name for name in value.weights if name not in seen):
+            seen.add(name)
+            found += [Counted(role, name, outline.weights[name], first) for role in (Role.WEIGHT, Role.GRADIENT)]
+    return found
+
+
+def groups_of(outline: Outline) -> list[Group]:
+    """All groups in the order of their opening."""
+    tensors = tensors_of(outline)
+    numbers = sorted({tensor.group for tensor in tensors})
+    return [Group(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
+
+
+def total_bytes(outline: Outline) -> int:
+    """Bytes of all tensors in float32."""
+    return BYTES_FP32 * sum(tensor.numel for tensor in tensors_of(outline))
+
+
+def low_ratio(outline: Outline, low: Low) -> float:
+    """The share of numbers in low tensors."""
+    tensors = tensors_of(outline)
+    return sum(t.numel for t in tensors if t.key in low) / sum(t.numel for t in tensors)
+
+
+def memory_factor(ratio: float) -> float:
+    """How many times smaller than float32 all tensors are, in 16 bits and 8.
+
+    >>> memory_factor(0.0), memory_factor(1.0)
+    (2.0, 4.0)
+    """
+    return 4 / (2 - ratio)
+
+
+# --- orders -----------------------------------------------------------------------------------------------------------
+
+
+def decreasing(groups: Sequence[Group], seed: int) -> list[Group]:
+    """The largest first: the paper's own."""
+    return sorted(groups, key=lambda group: (-group.numel, group.number))
+
+
+def increasing(groups: Sequence[Group], seed: int) -> list[Group]:
+    """The smallest first."""
+    return sorted(groups, key=lambda group: (group.numel, group.number))
+
+
+def shuffled(groups: Sequence[Group], seed: int) -> list[Group]:
+    """By chance."""
+    return random.Random(seed).sample(list(groups), len(groups))
+
+
+ORDERS: dict[str, Callable[[Sequence[Group], int], list[Group]]] = {
+    "decreasing": decreasing,
+    "increasing": increasing,
+    "random": shuffled,
+}
+
+
+def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
+    """The tensors of the fewest groups in this order that reach `ratio`; of all groups where none do."""
+    if order not in ORDERS or not 0 <= ratio <= 1:
+        raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; found {ratio} and {order!r}.")
+    groups = ORDERS[order](groups_of(outline), seed)
+    needed = ratio * sum(group.numel for group in groups)
+    low: set[tuple[Role, str]] = set()
+    reached = 0
+    for group in groups:
+        if reached >= needed:
+            break
+        low |= _lowered(group.tensors)
+        reached += sum(tensor.numel for tensor in group.tensors if tensor.may_be_low)
+    return frozenset(low)
+
+
+def demote_top(outline: Outline, count: int) -> Low:
+    """The tensors of the `count` largest groups."""
+    groups = decreasing(groups_of(outline), 0)[:count]
+    return frozenset(key for group in groups for key in _lowered(group.tensors))
+
+
+def _lowered(tensors: Iterable[Counted]) -> set[tuple[Role, str]]:
+    return {tensor.key for tensor in tensors if tensor.may_be_low}
+
+
+# --- The assignments that the mixed-precision paper compares, as plans for `apply(plan, model, mode="simulate")` ---
+
+# The lists of torch.autocast on CUDA, as far as this library names operations
+AMP_HIGH = frozenset(
+    (
+        *(
+            "softmax",
+            "log_softmax",
+            "layer_norm",
+            "group_norm",
+            "norm",
+            "rsqrt",
+            "exp",
+            "log",
+            "pow",
+            "sum",
+            "prod",
+            "cumsum",
+            "dist",
+        ),
+        *("nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy_with_logits"),
+        *("cosine_similarity", "softplus"),
+    )
+)
+ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What high and low mean: low has a format forward and another one backward."""
+
+    forward: str = "e4m3b11f"
+    backward: str = "e5m2f"
+    high: str = "e6m9f"
+    rounding: Rounding = Rounding.NEAREST_AWAY
+
+    def of(self, role: Role, *, is_low: bool) -> Assignment:
+        """The assignment of a tensor of this role."""
+        is_backward = role in (Role.ERROR, Role.GRADIENT)
+        low = self.backward if is_backward else self.forward
+        overflow = Overflow.NONFINITE if is_backward else Overflow.SATURATE
+        return Assignment.parse(low if is_low and role is not Role.GRADIENT else self.high, self.rounding, overflow)
+
+
+FORMATS = Formats()
+
+
+def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str = "") -> Plan:
+    """Everything high but what is `low`, which is named slot by slot."""
+    high = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
+    names = [
+        (slot_key(name, role), formats.of(role, is_low=True)) for role, name in sorted(low, key=lambda key: (key[0].value, key[1]))
+    ]
+    share = f"{low_ratio(outline, low):.1%} of all numbers low"
+    return Plan((*high, *names), reason=f"{reason}: {share}" if reason else share)
+
+
+def high_plan(formats: Formats = FORMATS) -> Plan:
+    """Everything high: also what promotion raises tensors to."""
+    return Plan(tuple((role.value, formats.of(role, is_low=False)) for role in ROLES), reason="everything high")
+
+
+# --- baselines --------------------------------------------------------------------------------------------------------
+
+
+def operator(outline: Outline) -> Low:
+    """HFP8: the operands of products, but for the first one and the last."""
+    products = [place for place, value in enumerate(outline.values) if value.is_product]
+    low: set[tuple[Role, str]] = set()
+    for value in (outline.values[place] for place in products):
+        low |= {(Role.ACTIVATION, outline.values[source].name) for source in value.sources}
+        low |= {(Role.WEIGHT, name) for name in value.weights} | {(Role.ERROR, value.name)}
+    return frozenset(low) - _ends(outline, products)
+
+
+def _ends(outline: Outline, products: list[int]) -> Low:
+    """What stays high: the first product with what it takes and makes, the group of the last one and what it takes."""
+    first, last = (outline.values[place] for place in (products[0], products[-1]))
+    values = [first, *(outline.values[source] for source in (*first.sources, *last.sources))]
+    kept = {(role, value.name) for value in values for role in (Role.ACTIVATION, Role.ERROR)}
+    kept |= {(Role.WEIGHT, name) for name in (*first.weights, *last.weights)}
+    return frozenset(kept | {tensor.key for tensor in groups_of(outline)[-1].tensors})
+
+
+def amp(outline: Outline) -> Low:
+    """torch.autocast: the widest input decides for operations that no list names."""
+    is_low: list[bool] = []
+    low: set[tuple[Role, str]] = set()
+    for value in outline.values:
+        inputs = [is_low[source] for source in value.sources]
+        is_low.append(value.is_product or (value.op not in AMP_HIGH and bool(inputs) and all(inputs)))
+        if is_low[-1]:
+            low |= {(Role.ACTIVATION, value.name), (Role.ERROR, value.name)}
+        if value.is_product:
+            low |= {(Role.WEIGHT, name) for name in value.weights}
+    return frozenset(low)
+
+
+BASELINES: dict[str, Callable[[Outline], Low]] = {
+    "all_high": lambda outline: ALL_HIGH,
+    "all_low": partial(demote, ratio=1.0),
+    "operator": operator,
+    "amp": amp,
+}

@@ -1,0 +1,260 @@
+"""What `pick` answers: a `Picked`, with the `Frontier` of all plans that it knows of, a `Point` each.
+
+>>> points = (
+...     Point("lpmm", Plan.preset("lpmm"), 400, 0.12, 0.01, on_front=True),
+...     Point("as written", Plan(), 1000, 0.10, 0.01, on_front=True),
+... )
+>>> frontier = Frontier(points, "error", full_bytes=1000)
+>>> frontier.best("60%").label, frontier.best(1000).label
+('lpmm', 'as written')
+>>> frontier.best("10%")
+Traceback (most recent call last):
+    ...
+paredown.errors.BudgetError: no plan fits 100 B; the smallest, lpmm, needs 400 B. Raise the budget, or lower the batch.
+>>> Frontier.from_json(frontier.to_json()) == frontier
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+from paredown.errors import BudgetError, PlanError
+from paredown.plan.plan import Plan
+from paredown.serial import COUNT, SUMMED, TEXT, Check, brief, check_fields, is_count, object_parts, or_none
+from paredown.sizes import parse_bytes, say_bytes
+from paredown.tasks.trial import Trial
+
+VERSION = 2  # of the JSON: 1 has what all points take beyond their prediction, 2 what each of them needs
+SOURCES = ("measured", "prior", "features")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan for a task: bytes at the peak, and the error that training under it has on average, as far as is known.
+
+    `mean` and `deviation` are of the mean over runs, in units of the task's metric; `measured` is the mean of the finished trials, None
+    where there is none. `source`: whether it was measured, is a plan of earlier tasks, or is judged by its features alone. `fits`: whether
+    it is within the budget; None where no budget was given. `trains`: False where a trial had no memory, on a GPU also one of a smaller
+    plan, or failed. `num_trials`: behind `measured`, those that a store knew included. `needed_bytes`: what it is expected to take where
+    trials took more than predicted.
+    """
+
+    label: str
+    plan: Plan
+    predicted_bytes: int
+    mean: float
+    deviation: float
+    measured: float | None = None
+    measured_bytes: int | None = None
+    on_front: bool = False
+    fits: bool | None = None
+    source: str = "prior"
+    trains: bool = True
+    num_trials: int = 0
+    needed_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, POINT_CHECKS, "point", PlanError)
+
+    @property
+    def needs(self) -> int:
+        """The bytes that a budget has to have for it."""
+        return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: all fields by name."""
+        return {row.name: getattr(self, row.name) for row in fields(self)} | {"plan": self.plan.to_json()}
+
+    @staticmethod
+    def from_json(value: Any) -> Point:
+        """The point whose `to_json` is `value`; PlanError says why it is none."""
+        parts = _parts(value, Point, "point")
+        parts["plan"] = Plan.from_json(parts["plan"])
+        return Point(**parts)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """All points, the least bytes first; `full_bytes`: of the step as it is written, which percentages are of."""
+
+    points: tuple[Point, ...]
+    metric: str = "error"
+    full_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "points", tuple(sorted(self.points, key=lambda point: (point.predicted_bytes, point.mean))))
+        check_fields(self, FRONTIER_CHECKS, "frontier", PlanError)
+
+    def front(self) -> tuple[Point, ...]:
+        """The points that no other is expected to beat in both bytes and error."""
+        return tuple(point for point in self.points if point.on_front)
+
+    def best(self, budget: int | str) -> Point:
+        """The point of least mean error within the budget, of equals the one of fewest bytes."""
+        budget_bytes = parse_bytes(budget, whole=self.full_bytes)
+        within = [point for point in self.points if point.trains and point.needs <= budget_bytes]
+        if not within:
+            raise BudgetError(self._why(budget_bytes))
+        return min(within, key=lambda point: (point.mean, point.predicted_bytes))
+
+    def find(self, label: str) -> Point:
+        """The point of that label."""
+        for point in self.points:
+            if point.label == label:
+                return point
+        raise PlanError(f"no point is called {label!r}. There are: {', '.join(point.label for point in self.points)}.")
+
+    def _why(self, budget_bytes: int) -> str:
+        if not self.points:
+            return f"no plan fits {say_bytes(budget_bytes)}: the frontier is empty."
+        least = min(self.points, key=lambda point: (not point.trains, point.needs))
+        smallest = f"the smallest, {least.label}, needs {say_bytes(least.needs)}"
+        return f"no plan fits {say_bytes(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        points = [point.to_json() for point in self.points]
+        return {"version": VERSION, "metric": self.metric, "full_bytes": self.full_bytes, "points": points}
+
+    @staticmethod
+    def from_json(value: Any) -> Frontier:
+        """The frontier whose `to_json` is `value`; PlanError says why it is none."""
+        value, excess = _without_excess(value)
+        parts = _parts(value, Frontier, "frontier")
+        points = (Point.from_json(point) for point in _list(parts["points"], "points"))
+        parts["points"] = tuple(_beyond(point, excess) if excess else point for point in points)
+        return Frontier(**parts)
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The plan to take for a task within a budget, and why; `plan` None: nothing fits, and `reason` says what would.
+
+    `ties`: labels of other plans that fit and may be as good. `trials`: what was measured for it. `seconds`: what that took.
+    `prior`: which earlier tasks were learned from; `used`: those that weigh most, (name, weight), weights of all adding up to 1. `label`:
+    the picked point's; `notes`: what else was found.
+    """
+
+    task: str
+    plan: Plan | None
+    frontier: Frontier
+    reason: str
+    budget_bytes: int
+    full_bytes: int
+    trials: tuple[Trial, ...] = ()
+    ties: tuple[str, ...] = ()
+    seconds: float = 0.0
+    prior: str = ""
+    used: tuple[tuple[str, float], ...] = ()
+    label: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, PICKED_CHECKS, "pick", PlanError)
+
+    @property
+    def point(self) -> Point | None:
+        """The point of the plan that was picked; None where nothing fits."""
+        return None if self.plan is None else self.frontier.find(self.label)
+
+    def __repr__(self) -> str:
+        what = f"{self.label} for {self.task}" if self.plan is not None else f"nothing for {self.task}"
+        trials = f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)}"
+        return f"Picked({what} within {say_bytes(self.budget_bytes)}, {trials}): {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: version and all fields by name."""
+        value: dict[str, Any] = {"version": VERSION} | {row.name: getattr(self, row.name) for row in fields(self)}
+        value |= {"plan": None if self.plan is None else self.plan.to_json(), "frontier": self.frontier.to_json()}
+        value |= {"trials": [trial.to_json() for trial in self.trials], "used": [list(pair) for pair in self.used]}
+        return value | {"ties": list(self.ties), "notes": list(self.notes)}
+
+    @staticmethod
+    def from_json(value: Any) -> Picked:
+        """The pick whose `to_json` is `value`; PlanError says why it is none."""
+        parts = _parts(value, Picked, "pick")
+        parts["plan"] = None if parts["plan"] is None else Plan.from_json(parts["plan"])
+        parts["frontier"] = Frontier.from_json(parts["frontier"])
+        parts["trials"] = tuple(Trial.from_json(trial) for trial in _list(parts.get("trials", []), "trials"))
+        parts["used"] = tuple(tuple(_list(pair, "used")) for pair in _list(parts.get("used", []), "used"))
+        parts |= {name: tuple(_list(parts.get(name, []), name)) for name in ("ties", "notes")}
+        return Picked(**parts)
+
+
+# --- what may stand where -----------------------------------------------------------------------------------------------
+
+
+def _are(kind: type, value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, kind) for part in value)
+
+
+def _is_used(value: Any) -> bool:
+    return _are(tuple, value) and all(len(pair) == 2 and isinstance(pair[0], str) and SUMMED.holds(pair[1]) for pair in value)
+
+
+PLAN = Check(lambda value: isinstance(value, Plan), "a Plan")
+TEXTS = Check(lambda value: _are(str, value), "texts")
+FLAG = Check(lambda value: isinstance(value, bool), "true or false")
+FROM_0 = Check(lambda value: SUMMED.holds(value) and value >= 0, "a finite number from 0 up")
+Checks = Mapping[str, Check]
+POINT_CHECKS: Checks = {
+    "label": TEXT,
+    "plan": PLAN,
+    "predicted_bytes": COUNT,
+    "mean": SUMMED,
+    "deviation": FROM_0,
+    "measured": or_none(SUMMED),
+    "measured_bytes": or_none(COUNT),
+    "needed_bytes": or_none(COUNT),
+    "num_trials": COUNT,
+    **dict.fromkeys(("on_front", "trains"), FLAG),
+    "fits": or_none(FLAG),
+    "source": Check(lambda value: value in SOURCES, f"one of {', '.join(SOURCES)}"),
+}
+FRONTIER_CHECKS: Checks = {
+    "points": Check(lambda value: _are(Point, value), "points"),
+    "metric": TEXT,
+    "full_bytes": or_none(COUNT),
+}
+PICKED_CHECKS: Checks = {
+    **dict.fromkeys(("task", "reason", "prior", "label"), TEXT),
+    **dict.fromkeys(("budget_bytes", "full_bytes"), COUNT),
+    **dict.fromkeys(("ties", "notes"), TEXTS),
+    "plan": or_none(PLAN),
+    "frontier": Check(lambda value: isinstance(value, Frontier), "a Frontier"),
+    "trials": Check(lambda value: _are(Trial, value), "trials"),
+    "seconds": SUMMED,
+    "used": Check(_is_used, "pairs of a name and a weight"),
+}
+
+
+def _without_excess(value: Any) -> tuple[Any, int]:
+    """A frontier's JSON without the excess that version 1 has for all points, and that."""
+    if not isinstance(value, dict) or value.get("version") != 1 or "excess_bytes" not in value:
+        return value, 0
+    excess = value["excess_bytes"]
+    if not is_count(excess):
+        raise PlanError(f"excess_bytes of a frontier is {COUNT.expected}, not {brief(excess)}.")
+    return {name: part for name, part in value.items() if name != "excess_bytes"}, excess
+
+
+def _beyond(point: Point, excess_bytes: int) -> Point:
+    """A point of version 1: what was measured took what it took, the others their prediction and the excess."""
+    needs = point.measured_bytes or point.predicted_bytes + excess_bytes
+    return replace(point, needed_bytes=needs if needs > point.predicted_bytes else None)
+
+
+def _parts(value: Any, kind: Any, what: str) -> dict[str, Any]:
+    """The fields of a JSON object, the version looked at and left out."""
+    names = [row.name for row in fields(kind)]
+    needed = {row.name for row in fields(kind) if row.default is MISSING}
+    return object_parts(value, what, names, needed, VERSION, PlanError)
+
+
+def _list(value: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise PlanError(f"{name} is a list, not {brief(value)}.")
+    return value

@@ -1,0 +1,121 @@
+"""Slot by slot: what a plan lowers, what is pinned, what stays, and why. `explain_slots(trace, plan)` prints as a table.
+
+lowered     it waits in the format
+pinned      likewise, and may not go below 8 bits
+exact       bits of a mask or integers of the smallest width, without loss
+follows     it is computed from another slot that waits, and takes nothing
+again       its module is computed again in backward
+kept        the plan leaves it as it is
+stays       no plan can change it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from paredown.formats.catalog import is_small
+from paredown.formats.format import Format
+from paredown.plan.checkpointed_trace import recomputed
+from paredown.plan.footprint import slot_bytes
+from paredown.plan.plan import Plan
+from paredown.plan.replay import Choice, choices, given_to, moment_bytes, parameter_of
+from paredown.roles import Role
+from paredown.sizes import say_bytes
+from paredown.trace.trace import Slot, Trace
+
+HEAD = ("slot", "role", "as written", "waits as", "what", "why")
+SMALL = "it is small: biases, norms and small layers stay as they are"
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one slot. `nbytes`: what waits of it; `written_bytes`: what the step as it is written keeps."""
+
+    slot: str
+    role: Role
+    written_bytes: int
+    nbytes: int
+    format: str
+    what: str
+    why: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table."""
+        waits = f"{say_bytes(self.nbytes)} {self.format}".strip()
+        return self.slot, self.role.value, say_bytes(self.written_bytes), waits, self.what, self.why
+
+
+class Fates(tuple[Fate, ...]):
+    """All slots that a plan could speak of, as a tuple that prints as a table."""
+
+    __slots__ = ()
+
+    def __new__(cls, rows: Iterable[Fate] = ()) -> Fates:
+        """A tuple of `rows`."""
+        return super().__new__(cls, rows)
+
+    def that(self, what: str) -> Fates:
+        """Those of one kind: "lowered", "pinned", "stays" and so on."""
+        return Fates(row for row in self if row.what == what)
+
+    def __repr__(self) -> str:
+        cells = [HEAD, *(row.cells for row in self)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(HEAD))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def explain_slots(trace: Trace, plan: Plan) -> Fates:
+    """What `plan` makes of every activation, weight, gradient and moment of the step, and why."""
+    return Fates([*_activations(trace, plan), *_parameters(trace, plan)])
+
+
+def _activations(trace: Trace, plan: Plan) -> Iterator[Fate]:
+    then = recomputed(trace, plan.recompute)
+    chosen, slots = choices(then, plan), {slot.name: slot for slot in then.activations}
+    for slot in trace.activations:
+        now = slots.get(slot.name)
+        if now is None:
+            yield Fate(slot.name, slot.role, slot.nbytes, 0, "", "again", "its module is computed again in backward")
+        else:
+            choice = chosen[slot.name]
+            what, why = _what(now, choice, plan)
+            yield Fate(slot.name, slot.role, slot.nbytes, slot_bytes(now, choice), str(choice.format or ""), what, why)
+
+
+def _what(slot: Slot, choice: Choice, plan: Plan) -> tuple[str, str]:
+    if slot.stays:
+        return "stays", slot.stays
+    if choice.recomputed:
+        return "follows", f"from {slot.recomputed_from}"
+    if choice.packs and choice.format is None:
+        return "exact", "backward needs a bit, an index or a shape of it"
+    if choice.packs and slot.pin is not None:
+        return "pinned", f"{slot.pin.significant_bits} significant bits or more: {slot.pin.reason}"
+    if choice.packs:
+        return "lowered", f"saved by {slot.savers[0].op}"
+    return "kept", choice.reason or ("the plan changes nothing" if plan.changes_nothing else "the plan leaves it as it is")
+
+
+def _parameters(trace: Trace, plan: Plan) -> Iterator[Fate]:
+    weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
+    for slot in trace.slots:
+        of = weights.get(slot.name) if slot.role is not Role.ACTIVATION else None
+        of = parameter_of(slot, weights) if slot.role in (Role.MOMENT1, Role.MOMENT2) else of
+        if of is None or slot.role not in (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
+            continue
+        gets = given_to(of, plan)
+        format: Format | None = {Role.WEIGHT: gets.weight, Role.GRADIENT: gets.gradient}.get(slot.role)
+        nbytes = slot.nbytes if format is None else format.nbytes(slot.shape)
+        if slot.role in (Role.MOMENT1, Role.MOMENT2):
+            nbytes = moment_bytes(slot, of, gets, plan)
+            format = None if is_small(of.shape) or gets.is_full else plan.find((slot.name,), slot.role).format
+        what, why = ("lowered", "paredown.optim serves it") if format is not None else _left(of)
+        yield Fate(slot.name, slot.role, slot.nbytes, nbytes, str(format or ""), what, why)
+
+
+def _left(weight: Slot) -> tuple[str, str]:
+    if weight.stays:
+        return "stays", weight.stays
+    return ("stays", SMALL) if is_small(weight.shape) else ("kept", "the plan leaves it as it is")

@@ -1,1 +1,0 @@
-"""What to train, and what came of it: tasks, trials and sweeps."""

@@ -1,1 +1,0 @@
-"""Which plan to take: arithmetic on outlines, traces, plans and measured errors; nothing here runs a model."""

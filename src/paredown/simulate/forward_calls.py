@@ -1,0 +1,375 @@
+"""Follows the operations of a forward pass: every tensor that one makes is told to a `Listener`, with the name of its slot.
+
+    layer3.0.conv1:output     what `layer3.0.conv1`, a module of torch.nn without children, made
+    encoder.3:add.output      what a sum written in the forward of `encoder.3` made; a second one is `encoder.3:add#2.output`
+    relu@2:output             of the second call of `relu` in one forward pass
+
+These are the names that `Watch` gives to what operations save of their own outputs. An operation is what torch does in one call below
+Python: functions that are written in Python themselves (multi-head attention) are followed inside, and the cross entropy is its two halves,
+log_softmax and nll_loss. Views, copies and casts move values and make none: their results are the value that they came from. It leaves out
+what runs outside of Python's sight: compiled and scripted parts. What checkpointing computes again in backward is followed from module
+to module, each call taken for the module's first.
+
+Operations as torch names them, told alike for all their forms, and who is told of them.
+
+A tensor bears a mark that says which value it is to a listener: it stays with the tensor, and views and copies inherit it.
+"""
+
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from types import FunctionType
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax, nll_loss
+from torch.overrides import TorchFunctionMode
+
+from paredown.trace.autograd_graph import next_number
+from paredown.trace.module_watch import Hook, is_plain_leaf
+
+MARK = "_paredown_value"  # the attribute of a tensor that says what it is, and to whom
+MOVES = frozenset(
+    (
+        *("reshape", "flatten", "contiguous", "clone", "detach", "expand", "repeat", "repeat_interleave", "roll", "flip", "unfold"),
+        *("to", "type", "float", "half", "bfloat16", "getitem", "index_select", "gather", "take_along_dim"),
+        *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
+    )
+)
+READS = frozenset(("get", "set", "delete"))  # attributes of tensors
+SAME_OP = {
+    **dict.fromkeys(("conv_transpose", "convolution"), "conv"),
+    **dict.fromkeys(("mm", "addmm"), "linear"),
+    **dict.fromkeys(("bmm", "baddbmm", "einsum", "mv"), "matmul"),
+    **dict.fromkeys(("adaptive_avg_pool",), "avg_pool"),
+    **dict.fromkeys(("adaptive_max_pool", "max_pool2d_with_indices"), "max_pool"),
+    **dict.fromkeys(("feature_dropout", "native_dropout", "alpha_dropout"), "dropout"),
+    **{"nll_loss_nd": "nll_loss", "truediv": "div", "_softmax": "softmax"},
+}
+PRODUCTS = frozenset(("conv", "linear", "matmul"))  # where a group of the mixed-precision paper ends
+CHECKS = re.compile("has_torch_function(_unary|_variadic)?")
+
+
+@dataclass(eq=False, slots=True)
+class Source:
+    """A value that an operation takes: what it is, and where autograd sends its gradient."""
+
+    value: Any
+    edge: tuple[Any, int]  # node of autograd and the number of its output
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One call: its name, what it takes, and the first node of autograd that it may have made."""
+
+    name: str  # of what it makes, without "output"
+    op: str
+    sources: list[Source]
+    weights: list[nn.Parameter]
+    first: int
+    num_unknown: int = 0  # floats that it takes and that are neither
+
+    def output_name(self, number: int) -> str:
+        """The name of its output; those after the first are numbered."""
+        return f"{self.name}output{number if number > 1 else ''}"
+
+
+class Listener(ABC):
+    """Who is told."""
+
+    @abstractmethod
+    def taken(self, weight: nn.Parameter) -> Tensor:
+        """What an operation gets in place of a parameter."""
+
+    @abstractmethod
+    def begins(self, operation: Operation) -> None:
+        """An operation is about to run."""
+
+    @abstractmethod
+    def made(self, operation: Operation, out: Tensor, number: int) -> Any:
+        """An output, which may be changed in place; the answer is the value that later operations take."""
+
+    def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
+        """A view or a copy of a value, with a name of its own if it is a part, such as half of the channels: what it is known as.
+
+        Beside it stands what later operations take.
+        """
+        return value, out
+
+
+def mark(tensor: Tensor, listener: Listener, value: Any) -> None:
+    """From now on `tensor` is this value to this listener."""
+    setattr(tensor, MARK, (listener, value))
+
+
+def known(tensor: Tensor, listener: Listener) -> Any:
+    """What a tensor is to this listener; None where it is nothing, or something to another one."""
+    marked = getattr(tensor, MARK, None)
+    return marked[1] if marked is not None and marked[0] is listener else None
+
+
+def leaves(values: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from leaves(value)
+    elif isinstance(values, dict):
+        yield from leaves(list(values.values()))
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether it is a parameter; asking its type first takes a tenth of the time."""
+    return type(tensor) is nn.Parameter or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter))
+
+
+def replaced(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = nn.Parameter) -> Any:
+    """The same nest with something else for its parameters, or for all of its tensors."""
+    if isinstance(values, Tensor):
+        return by(values) if kind is Tensor or is_weight(values) else values
+    if isinstance(values, dict):
+        return {key: replaced(value, by, kind) for key, value in values.items()}
+    return type(values)([replaced(value, by, kind) for value in values]) if type(values) in (tuple, list) else values
+
+
+@cache
+def op_of(func: Any) -> str:
+    """The name of an operation, alike for its forms: conv2d and conv1d are conv, `+`, add and add_ are add.
+
+    >>> [op_of(f) for f in (nn.functional.conv2d, Tensor.__iadd__, Tensor.relu_, nn.functional.avg_pool2d)]
+    ['conv', 'add', 'relu', 'avg_pool']
+    """
+    text = getattr(func, "__name__", "")
+    plain = text.strip("_")
+    if text.startswith("__") and plain[:1] in "ir" and plain[1:] in ("add", "sub", "mul", "truediv", "matmul", "pow", "div"):
+        plain = plain[1:]
+    plain = re.sub("[123]d$", "", plain)
+    return SAME_OP.get(plain, plain)
+
+
+@cache
+def reopened(func: FunctionType) -> Callable[..., Any]:
+    """A function of torch without its first look for modes: called inside of one, its body runs, and what that calls is seen."""
+    checks = {name: _no for name in func.__globals__ if CHECKS.fullmatch(name)}
+    made = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
+def _no(*args: Any) -> bool:
+    return False
+
+
+# --- Follows the operations of a forward pass ---
+
+# What a person looks at, and what begins another pass
+NOT_OF_THE_MODEL = frozenset((Tensor.__repr__, Tensor.__format__, Tensor.backward, Tensor.register_hook, Tensor.__deepcopy__))
+NO_BACKWARD = -1
+CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """A module whose forward is running."""
+
+    path: str
+    is_plain_leaf: bool
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def prefix(self, op: str) -> str:
+        """What stands before the operand in the name of the next operation of this kind."""
+        self.counts[op] = count = self.counts.get(op, 0) + 1
+        if self.is_plain_leaf and len(self.counts) == 1 and count == 1:
+            return f"{self.path}:"
+        return f"{self.path}:{op}." if count == 1 else f"{self.path}:{op}#{count}."
+
+
+@final
+class Calls(TorchFunctionMode):
+    """Follows operations while it is entered, under the path of the module that runs."""
+
+    def __init__(self, model: nn.Module, listener: Listener) -> None:
+        super().__init__()
+        self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
+        self._model, self._listener = model, listener
+        self._running = threading.local()
+        self._handles: list[Any] = []
+
+    # --- where ----------------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Hooks on all modules but the model itself, which say where the forward pass is."""
+        for module in self._paths:
+            if module is not self._model and not isinstance(module, torch.jit.ScriptModule):
+                self._handles.append(module.register_forward_pre_hook(Hook(self._enter)))
+                self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
+
+    def detach(self) -> None:
+        """Remove them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def following(self, path: str = "") -> Generator[None]:
+        """Operations inside are followed, under this path where no module runs."""
+        self.start(path)
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def start(self, path: str = "") -> None:
+        """A forward pass begins, maybe inside of another that is followed."""
+        outer = self._running.frames if self.is_running else None
+        if outer is None:
+            self.__enter__()
+            self._running.open, self._running.outer = list[Any](), list[Any]()
+        self._running.outer.append((outer, getattr(self._running, "times", None)))
+        self._running.frames = [Frame(path, not path and is_plain_leaf(self._model))]
+        self._running.times = dict[str, int]()
+
+    def stop(self) -> None:
+        """It ended."""
+        self._running.frames, self._running.times = self._running.outer.pop()
+        if not self.is_running:
+            self.__exit__(None, None, None)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Operations inside are not followed, also where this is inside of what is."""
+        frames, self._running.frames = getattr(self._running, "frames", None), None
+        try:
+            yield
+        finally:
+            self._running.frames = frames
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this thread is inside a forward pass."""
+        return getattr(self._running, "frames", None) is not None
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self.is_running and torch._C._current_graph_task_id() != NO_BACKWARD:
+            self.start()  # a part that checkpointing computes again, in backward
+            self._running.again = module
+        if self.is_running:
+            path, is_leaf = self._paths.get(module) or ("", False)
+            self._running.times[path] = times = self._running.times.get(path, 0) + 1
+            self._running.frames.append(Frame(path if times == 1 else f"{path}@{times}", is_leaf))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.is_running and len(self._running.frames) > 1:
+            self._running.frames.pop()
+            if len(self._running.frames) == 1 and getattr(self._running, "again", None) is module:
+                self._running.again = None
+                self.stop()
+
+    # --- what -----------------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_running or func in NOT_OF_THE_MODEL:
+            return func(*args, **kwargs)
+        if isinstance(func, FunctionType) and func not in self._running.open:
+            return self._inside(func, args, kwargs)
+        if func is CROSS_ENTROPY and (halves := _halves(*args, **kwargs)) is not None:
+            with self:
+                return halves()
+        op = op_of(func)
+        return func(*args, **kwargs) if op in READS or op == "" else self._run(func, op, args, kwargs)
+
+    def _inside(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
+        """The body of a function that is written in Python, followed."""
+        self._running.open.append(func)
+        try:
+            with self:
+                return reopened(func)(*args, **kwargs)
+        finally:
+            self._running.open.pop()
+
+    def _run(self, func: Any, op: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        tensors = [t for t in leaves((args, kwargs)) if t.is_floating_point()]
+        if not tensors:
+            return func(*args, **kwargs)
+        if op in MOVES:
+            return self._moved(self._call(func, args, kwargs, tensors), op, tensors)
+        versions = [_version(t) for t in tensors]
+        values = [(t, known(t, self._listener)) for t in tensors]
+        sources = [Source(value, (t.grad_fn, t.output_nr)) for t, value in values if value is not None]
+        weights = [cast("nn.Parameter", t) for t in tensors if is_weight(t)]
+        frame, num_unknown = self._running.frames[-1], len(tensors) - len(sources) - len(weights)
+        operation = Operation("", op, sources, weights, next_number(), num_unknown)
+        self._listener.begins(operation)
+        out = self._call(func, args, kwargs, tensors)
+        storages = {_storage(t) for t, version in zip(tensors, versions, strict=True) if _version(t) == version}
+        if tensors[0].is_inference() and _is_in_place(func.__name__):
+            storages.discard(_storage(tensors[0]))  # it has no versions to tell
+        made = [t for t in leaves(out) if t.is_floating_point() and _storage(t) not in storages]
+        if not made or is_weight(made[0]):
+            return self._moved(out, op, tensors)
+        operation.name = frame.prefix(op)
+        for number, tensor in enumerate(made, 1):
+            mark(tensor, self._listener, self._listener.made(operation, tensor, number))
+        return out
+
+    def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
+        """`out`, known as the value that it came from, or as a part of it."""
+        source = next((t for t in tensors if known(t, self._listener) is not None), None)
+        return out if source is None else replaced(out, lambda tensor: self._part(tensor, source, op), Tensor)
+
+    def _part(self, tensor: Tensor, source: Tensor, op: str) -> Tensor:
+        if not tensor.is_floating_point() or tensor is source:
+            return tensor
+        is_part = 0 < tensor.numel() < source.numel()
+        name = f"{self._running.frames[-1].prefix(op)}output" if is_part else ""
+        value, tensor = self._listener.moved(known(source, self._listener), tensor, name)
+        mark(tensor, self._listener, value)
+        return tensor
+
+    def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
+        if any(is_weight(t) for t in tensors) and not func.__name__.endswith("_"):
+            args, kwargs = replaced(args, self._listener.taken), replaced(kwargs, self._listener.taken)
+        return func(*args, **kwargs)
+
+
+def _halves(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Callable[[], Tensor] | None:
+    """The cross entropy as torch computes it, in two operations; None in its other forms."""
+    if target.is_floating_point() or label_smoothing > 0:
+        return None
+    name = ("none", "mean", "sum")[int(reduction)]
+    return lambda: nll_loss(
+        log_softmax(x, 0 if x.dim() == 1 else 1), target, weight, ignore_index=int(ignore_index), reduction=name
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was changed in place; tensors of inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument: relu_, __iadd__."""
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,180 @@
+"""The tensors of one training step as the mixed-precision papers count them: an output for every operation, saved or not.
+
+`outline` runs the forward pass and the loss once on fake tensors. A `Value` is an input of the model or what one operation made; in
+backward there is a gradient beside it. Its names are its own and those under which operations save it, so that a plan for `conv2:input`
+speaks of what `relu1:output` is. In-place operations make values too.
+
+>>> found = outline(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), (torch.empty(2, 8),))
+>>> [(value.name, value.op, value.numel, value.weights) for value in found.values]
+[('input1', 'input', 16, ()), ('0:output', 'linear', 8, ('0.weight', '0.bias')), ('1:output', 'relu', 8, ())]
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from paredown.roles import Role
+from paredown.simulate.forward_calls import PRODUCTS, Calls, Listener, Operation, mark
+from paredown.trace.autograd_graph import Saved, tensors_in
+from paredown.trace.fake_tensors import Fakes, check_model, faked
+from paredown.trace.module_watch import Watch
+
+LOSS = "loss"
+INPUT = "input"
+PART = "part"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor: what made it from which values (places in the outline), with which weights, and how many numbers it has."""
+
+    name: str
+    op: str
+    numel: int
+    sources: tuple[int, ...] = ()
+    weights: tuple[str, ...] = ()
+    saved_as: tuple[str, ...] = ()
+    num_uses: int = 0  # operations that take it
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its own and those of its savers."""
+        return (self.name, *(name for name in self.saved_as if name != self.name))
+
+    @property
+    def is_product(self) -> bool:
+        """Whether a convolution or a matrix product made it."""
+        return self.op in PRODUCTS
+
+
+@dataclass(frozen=True)
+class Outline:
+    """All values in the order of their making, and the numbers in each parameter."""
+
+    values: tuple[Value, ...]
+    weights: dict[str, int]
+
+    @cached_property
+    def users(self) -> dict[int, list[int]]:
+        """Place of a value -> the places of those that are made from it."""
+        found: dict[int, list[int]] = {place: [] for place in range(len(self.values))}
+        for place, value in enumerate(self.values):
+            for source in value.sources:
+                found[source].append(place)
+        return found
+
+    def slots(self) -> list[tuple[tuple[str, ...], Role]]:
+        """Names and role of every slot, for `Plan.check`."""
+        pairs = [(value.names, role) for value in self.values for role in (Role.ACTIVATION, Role.ERROR)]
+        roles = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
+        return [*pairs, *(((name,), role) for name in self.weights for role in roles)]
+
+    def __repr__(self) -> str:
+        total = sum(value.numel for value in self.values)
+        products = sum(value.is_product for value in self.values)
+        return f"Outline({len(self.values)} values of {total:,} numbers, {products} products, {len(self.weights)} parameters)"
+
+
+def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Outline:
+    """The values of one step of `model` on `batch`, a tuple of its arguments, the last one the target when `loss` is given."""
+    check_model(model)
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    args, targets = (parts[:-1], parts[-1:]) if loss is not None else (parts, ())
+    return of_call(model, args, {}, None if loss is None else lambda output, fakes: loss(output, *fakes.batch(targets)))
+
+
+def of_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, Fakes], Any] | None = None
+) -> Outline:
+    """The outline of one call of `model`, and of what `after` does with its output; of a training pass where no gradient is wanted now."""
+    fakes = Fakes()
+    with faked(model, fakes):
+        if not torch.is_grad_enabled():
+            model.train()  # dropout makes values then
+        names = {id(p): name for name, p in model.named_parameters()}
+        seen = Seen(names)
+        calls = Calls(model, seen)
+        watch = Watch(model, seen.saved)
+        with fakes.mode, torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            args, kwargs = seen.inputs(fakes.batch((args, kwargs)))
+            calls.attach()
+            watch.attach()
+            with calls.following():
+                output = model(*args, **kwargs)
+            calls.detach()
+            watch.detach()
+            with calls.following(LOSS):
+                _ = after(output, fakes) if after is not None else None
+        return seen.outline({name: p.numel() for name, p in model.named_parameters()})
+
+
+@final
+class Seen(Listener):
+    """Writes down what it is told; keeps the tensors, so that none takes the memory of another."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names, self._rows = names, list[dict[str, Any]]()
+        self._kept: list[Tensor] = []
+        self._places: dict[int, int] = {}  # storage -> the value that lies there now
+        self._saved: list[tuple[str, ...]] = []
+
+    def inputs(self, values: Any) -> Any:
+        """The same, each float a value."""
+        for number, tensor in enumerate(tensors_in(values), 1):
+            if tensor.is_floating_point():
+                self._add(tensor, name=f"{INPUT}{number}", op=INPUT, sources=(), weights=())
+        return values
+
+    def taken(self, weight: nn.Parameter) -> Tensor:
+        """Itself."""
+        return weight
+
+    def begins(self, operation: Operation) -> None:
+        """Nothing."""
+
+    def made(self, operation: Operation, out: Tensor, number: int) -> int:
+        """Its place."""
+        sources = tuple(dict.fromkeys(source.value for source in operation.sources))
+        weights = tuple(dict.fromkeys(self._names[id(w)] for w in operation.weights if id(w) in self._names))
+        return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
+
+    def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
+        """Who saves the copy saves the value; a part is one of its own, as the paper counts."""
+        self._kept.append(out)
+        self._places.setdefault(out.untyped_storage()._cdata, value)
+        return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out
+
+    def saved(self, saved: Saved) -> None:
+        """One tensor that autograd saved: the value has this name too."""
+        tensor = saved.tensor
+        if tensor is None or saved.kind not in ("activation", "input") or not tensor.is_floating_point():
+            return
+        place = self._places.get(tensor.untyped_storage()._cdata)
+        if place is not None:
+            self._rows[place]["saved_as"].append(saved.name)
+
+    def outline(self, weights: dict[str, int]) -> Outline:
+        """All of it."""
+        uses = [0] * len(self._rows)
+        for row in self._rows:
+            for source in row["sources"]:
+                uses[source] += 1
+        rows = [{**row, "num_uses": n, "saved_as": tuple(row["saved_as"])} for row, n in zip(self._rows, uses, strict=True)]
+        return Outline(tuple(Value(**cast("dict[str, Any]", row)) for row in rows), weights)
+
+    def _add(self, tensor: Tensor, **row: Any) -> int:
+        place = len(self._rows)
+        self._rows.append({**row, "numel": tensor.numel(), "saved_as": []})
+        self._kept.append(tensor)
+        if row["op"] != PART:
+            self._places[tensor.untyped_storage()._cdata] = place
+        mark(tensor, self, place)
+        return place

@@ -1,0 +1,86 @@
+"""Sizes as people write them, and as people read them.
+
+A size is a count of bytes, or text: a number and a unit, or a share of something whole. `8GB` is 8 * 1000^3 bytes, `8GiB` is
+8 * 1024^3. The arithmetic is exact, and what is left of a byte is dropped, so that a budget never grows by rounding.
+
+>>> parse_bytes("1.5GiB"), parse_bytes("8 GB"), parse_bytes("60%", whole=1001)
+(1610612736, 8000000000, 600)
+>>> say_bytes(1739461755)
+'1.62 GiB'
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from operator import index
+
+from paredown.errors import BudgetError
+from paredown.serial import brief
+
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+# --- Sizes as people write them, and as people read them ---
+
+PREFIXES = "KMGTP"
+UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{ending}".lower(): base**power
+    for power, prefix in enumerate(PREFIXES, 1)
+    for ending, base in (("B", 1000), ("iB", 1024))
+}
+LARGEST = 1 << 200  # bytes that are said in units
+TEXT = re.compile(r"\s*(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*(?P<unit>[A-Za-z]*|%)\s*")
+ALLOWED = "a size is a whole number of bytes from 0 up, or text such as '8GiB', '1.5 GB' or '60%'"
+
+
+def parse_bytes(size: int | str, *, whole: int | None = None) -> int:
+    """The bytes that `size` means; a percentage is taken of `whole`."""
+    if isinstance(size, str):
+        return _parse_text(size, whole)
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise BudgetError(f"size {brief(size)} is of type {type(size).__name__}; {ALLOWED}.")
+    if size < 0:
+        raise BudgetError(f"size {brief(size)} is below 0; {ALLOWED}.")
+    return index(size)
+
+
+def _parse_text(text: str, whole: int | None) -> int:
+    match = TEXT.fullmatch(text)
+    if match is None:
+        raise BudgetError(f"size {text!r} cannot be read; {ALLOWED}.")
+    number, unit = Fraction(match["number"]), match["unit"].lower()
+    if unit == "%":
+        if whole is None:
+            raise BudgetError(f"size {text!r} is a share, and there is nothing here to take it of: write bytes, such as '8GiB'.")
+        return int(number * whole / 100)
+    if unit not in UNITS:
+        raise BudgetError(f"size {text!r}: unit {match['unit']!r} is unknown{_hint(match['number'], unit)}; {ALLOWED}.")
+    return int(number * UNITS[unit])
+
+
+def _hint(number: str, unit: str) -> str:
+    """What a lone prefix could mean: 8G is 8GiB to some and 8GB to others."""
+    prefix = unit[:1].upper()
+    return f": write {number}{prefix}iB or {number}{prefix}B" if prefix and prefix in PREFIXES else ""
+
+
+def say_bytes(count: int) -> str:
+    """`count` in the largest binary unit that it fills, with two decimals.
+
+    >>> say_bytes(0), say_bytes(1023), say_bytes(2**20 - 1), say_bytes(-3 * 2**29)
+    ('0 B', '1023 B', '1.00 MiB', '-1.50 GiB')
+
+    >>> say_bytes(10**6000)
+    '2^19931 B or more'
+    """
+    if abs(count) > LARGEST:  # a float has no room for it, nor a screen for its digits
+        return f"{'-' * (count < 0)}2^{count.bit_length() - 1} B or more"
+    if abs(count) < 1024:
+        return f"{count} B"
+    value, unit = count / 1024, PREFIXES[0]
+    for prefix in PREFIXES[1:]:
+        if round(abs(value), 2) < 1024:
+            break
+        value, unit = value / 1024, prefix
+    return f"{value:.2f} {unit}iB"

@@ -1,0 +1,1 @@
+"""Tasks x plans x seeds: the store of trials, workers and engines."""

@@ -1,0 +1,204 @@
+"""How far a store is: counts by state and status, and the least error of each task.
+
+>>> print(Counts("widths", waiting=3, running=1, by_status={"done": 5, "diverged": 1}))
+widths: 6 of 10 finished (5 done, 1 diverged), 1 running, 3 waiting
+
+How a sweep gets on: finished, trials a minute, time left, the best so far. Numbers only; cli/sweep_verbs.py draws them.
+
+The rate is that of the last WINDOW_SECONDS as this process saw the store's count grow, so trials of other machines count too.
+
+>>> pace = Pace()
+>>> [pace.add(finished, now) for finished, now in ((4, 0.0), (5, 30.0), (7, 60.0))]
+[None, 2.0, 3.0]
+>>> say_seconds(3725)
+'1 h 2 min'
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, and_, func, select
+
+from paredown.plan.plan import Plan
+from paredown.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, check_columns, check_text, readable
+from paredown.sweeps.store import Store
+from paredown.tasks.trial import Status
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The trials of one sweep, by state; finished ones by status."""
+
+    sweep: str
+    waiting: int = 0
+    running: int = 0
+    by_status: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def finished(self) -> int:
+        """Those that have a result."""
+        return sum(self.by_status.values())
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.waiting + self.running + self.finished
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{num} {status}" for status, num in self.by_status.items())
+        finished = f"{self.finished} of {self.total} finished" + (f" ({kinds})" if kinds else "")
+        return f"{self.sweep}: {finished}, {self.running} running, {self.waiting} waiting"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        counts = {"sweep": self.sweep, "total": self.total, "finished": self.finished}
+        return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
+
+
+class Best(NamedTuple):
+    """The finished trial of least error on a task."""
+
+    task: str
+    error: float
+    plan: Plan
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task}: error {self.error:.4f} with {say_plan(self.plan)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        return {"task": self.task, "error": self.error, "seed": self.seed, "plan": self.plan.to_json()}
+
+
+def count(store: Store) -> list[Counts]:
+    """The counts of every sweep, by name."""
+    columns = (TRIALS.c.sweep, TRIALS.c.state, TRIALS.c.status)
+    rows = store.database.read(lambda c: c.execute(select(*columns, func.count()).group_by(*columns)).all())
+    found: dict[str, dict[str, int]] = {}
+    for sweep, state, status, num in rows:
+        found.setdefault(check_text(sweep, "the name of a sweep"), {})[status if state == FINISHED else state] = num
+    return [_counts(sweep, nums) for sweep, nums in sorted(found.items())]
+
+
+def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str] = ()) -> int:
+    """Trials that have no result yet, of tasks other than `without`."""
+    conditions = [TRIALS.c.state != FINISHED]
+    conditions += [] if sweep is None else [TRIALS.c.sweep == sweep]
+    conditions += [TRIALS.c.task.not_in(without)] if without else []
+    return store.database.read(lambda c: c.scalar(select(func.count()).where(and_(*conditions)))) or 0
+
+
+def find_best(store: Store, sweep: str) -> list[Best]:
+    """For each task of a sweep, the trial of least error among those that are done."""
+    done = and_(TRIALS.c.sweep == sweep, TRIALS.c.status == Status.DONE.value, TRIALS.c.error.is_not(None))
+
+    def work(connection: Connection) -> list[Best]:
+        turn = func.row_number().over(partition_by=TRIALS.c.task, order_by=(TRIALS.c.error, TRIALS.c.place)).label("turn")
+        ranked = select(TRIALS.c.task, TRIALS.c.error, TRIALS.c.plan, TRIALS.c.seed, turn).where(done).subquery()
+        rows = connection.execute(select(ranked).where(ranked.c.turn == 1).order_by(ranked.c.task)).all()
+        return [_best(row) for row in rows]
+
+    return store.database.read(work)
+
+
+def _best(row: Any) -> Best:
+    with readable("a trial"):
+        check_columns(row)
+        return Best(row.task, row.error, Plan.from_json(json.loads(row.plan)), row.seed)
+
+
+def say_plan(plan: Plan) -> str:
+    """A plan in a few words."""
+    said = [f"{key} {assignment}" for key, assignment in plan.rules[:3]]
+    more = [f"{len(plan.rules) - 3} rules more"] if len(plan.rules) > 3 else []
+    again = [f"{', '.join(plan.recompute)} computed again"] if plan.recompute else []
+    return ", ".join([*said, *more, *again]) or "nothing packed"
+
+
+def _counts(sweep: str, nums: dict[str, int]) -> Counts:
+    by_status = {status.value: nums[status.value] for status in Status if status.value in nums}
+    return Counts(sweep, nums.get(WAITING, 0), nums.get(RUNNING, 0), by_status)
+
+
+# --- How a sweep gets on ---
+
+WINDOW_SECONDS = 300.0
+UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+@dataclass
+class Pace:
+    """Trials a minute, from counts at times of one monotonic clock."""
+
+    _seen: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+
+    def add(self, finished: int, now: float) -> float | None:
+        """The rate so far; None while there is none."""
+        self._seen.append((now, finished))
+        while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_SECONDS:
+            self._seen.popleft()
+        start, first = self._seen[0]
+        return 60 * (finished - first) / (now - start) if now > start and finished > first else None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One moment of a sweep."""
+
+    counts: Counts
+    trials_per_minute: float | None
+    best: tuple[Best, ...]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this rate; None while it is not known."""
+        left = self.counts.total - self.counts.finished
+        return 60 * left / self.trials_per_minute if self.trials_per_minute else None
+
+    def __str__(self) -> str:
+        rate = f"{self.trials_per_minute:.1f} trials/min" if self.trials_per_minute else "no rate yet"
+        left = f", {say_seconds(self.seconds_left)} left" if self.seconds_left else ""
+        return f"{self.counts}; {rate}{left}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value, one line of a pipe."""
+        rates = {"trials_per_minute": self.trials_per_minute, "seconds_left": self.seconds_left}
+        return {"event": "progress", **self.counts.to_json(), **rates, "best": [one.to_json() for one in self.best]}
+
+
+class Watcher:
+    """Looks at a sweep of a store, or at all of them (None), at most every `seconds`."""
+
+    def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
+        self._store, self._sweep, self._seconds = store, sweep, seconds
+        self._paces: dict[str, Pace] = {}
+        self._next = 0.0
+
+    def look(self, *, is_due: bool = False) -> list[Progress]:
+        """The sweeps now; none if the last look is not long ago, unless this one is due."""
+        now = time.monotonic()
+        if now < self._next and not is_due:
+            return []
+        self._next = now + self._seconds
+        return [self._progress(one, now) for one in count(self._store) if self._sweep in (None, one.sweep)]
+
+    def _progress(self, counts: Counts, now: float) -> Progress:
+        pace = self._paces.setdefault(counts.sweep, Pace())
+        return Progress(counts, pace.add(counts.finished, now), tuple(find_best(self._store, counts.sweep)))
+
+
+def say_seconds(seconds: float) -> str:
+    """A duration in its two largest units."""
+    left, parts = round(seconds), list[str]()
+    for size, unit in UNITS:
+        if left >= size or (unit == "s" and not parts):
+            parts.append(f"{left // size} {unit}")
+            left %= size
+    return " ".join(parts[:2])

@@ -1,0 +1,1 @@
+"""Tasks: a model, data and steps; training one under a plan gives a Trial."""

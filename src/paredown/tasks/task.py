@@ -1,0 +1,150 @@
+"""A task: the model, data and steps that plans are judged on.
+
+>>> from torch import nn
+>>> from paredown.tasks.data import Examples
+>>> x, y = torch.randn(100, 8), torch.arange(100) % 4
+>>> task = Task("mine", lambda seed: nn.Linear(8, 4), Examples(x[:80], y[:80], x[80:], y[80:]), steps=20, batch=16)
+>>> task
+Task(mine: 20 steps of 16, sgdm at 0.05; 80 to learn from, 20 to be judged by, 4 answers)
+>>> Task("mine", task.make_model, task.data, batch=128)
+Traceback (most recent call last):
+    ...
+paredown.errors.TaskError: task 'mine': a batch of 128 is larger than the 80 training examples. Take a smaller batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath, PureWindowsPath
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paredown.errors import TaskError
+from paredown.models.transformer import token_loss
+from paredown.plan.selectors import closest
+from paredown.tasks.data import Data
+
+Loss = Callable[[Any, Tensor], Tensor]  # (output, answers) -> one number, the mean over the batch
+
+
+class Rule(NamedTuple):
+    """An optimizer by name: the class in paredown.optim, and arguments that its name implies."""
+
+    kind: str
+    options: Mapping[str, Any]
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "sgd": Rule("SGD", {}),
+        "sgdm": Rule("SGD", {"momentum": 0.9}),
+        "adamw": Rule("AdamW", {}),
+        "lion": Rule("Lion", {}),
+    }
+)
+SCHEDULES = ("cosine", "constant")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a task is optimized: a rule of RULES, its peak learning rate, further arguments of the rule, and what happens around its step.
+
+    `schedule`: "cosine" goes up in the first tenth of the run and then down to a hundredth, "constant" does not. `max_norm` clips
+    gradients. `loss_scale`: where torch's scaler of losses starts; None: no scaler. `loss_factor`: by which the loss is multiplied, and
+    gradients of parameters are divided before anything is done with them: it keeps small gradients of activations from being lost.
+    """
+
+    optimizer: str = "sgdm"
+    lr: float = 0.05
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    schedule: str = "cosine"
+    max_norm: float | None = None
+    loss_scale: float | None = None
+    loss_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for what, value, allowed in (("optimizer", self.optimizer, RULES), ("schedule", self.schedule, SCHEDULES)):
+            if value not in allowed:
+                raise TaskError(
+                    f"{what} {value!r} is unknown. Closest: {closest(str(value), allowed)}. Allowed: {', '.join(allowed)}."
+                )
+        for what in ("lr", "max_norm", "loss_scale", "loss_factor"):
+            value = getattr(self, what)
+            if value is not None and not value > 0:
+                raise TaskError(f"{what} is {value}; it is above 0.")
+
+
+def share_wrong(output: Tensor, answers: Tensor) -> Tensor:
+    """The share of answers that differ from the likeliest one: logits (..., num_answers) against (...)."""
+    return (output.argmax(-1) != answers).float().mean()
+
+
+METRICS: Mapping[str, Loss | None] = MappingProxyType({"error": share_wrong, "loss": None})  # None: the task's own loss
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Task:
+    """What to train and how to judge it. `make_model(seed)` makes a fresh model on the CPU; torch is seeded when it is called.
+
+    `loss(output, answers)` is the mean over a batch; cross entropy unless given. `metric`: "error" is the share of wrong answers,
+    "loss" the loss, a function is called like the loss and gives the mean error of a batch; lower is better. `autocast`: the dtype of
+    the context around forward and loss. `stops_early`: whether a hopeless trial ends before its last step. `channels_last`: whether the
+    model lies so on a GPU, where convolutions are quicker and take no room to turn tensors round; a model that calls `view` may not.
+    """
+
+    name: str
+    make_model: Callable[[int], nn.Module]
+    data: Data
+    steps: int = 500
+    batch: int = 64
+    recipe: Recipe = Recipe()
+    loss: Loss = token_loss
+    metric: str | Loss = "error"
+    autocast: torch.dtype | None = None
+    stops_early: bool = True
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            self._check()
+        except TaskError as error:
+            raise TaskError(f"task {self.name!r}: {error}") from None
+
+    def _check(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
+            raise TaskError("a task has a name, one line of text.")
+        if PurePath(self.name).is_absolute() or PureWindowsPath(self.name).is_absolute():
+            raise TaskError("the name is written into every trial and must not be an absolute path.")
+        if not isinstance(self.data, Data):
+            raise TaskError(f"data is of type {type(self.data).__name__}; give paredown.tasks.data.Examples or Text.")
+        for what, value in (("steps", self.steps), ("batch", self.batch)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise TaskError(f"{what} is {value!r}; it is a whole number from 1 up.")
+        if self.batch > self.data.num_train:
+            raise TaskError(
+                f"a batch of {self.batch} is larger than the {self.data.num_train} training examples. Take a smaller batch."
+            )
+        if isinstance(self.metric, str) and self.metric not in METRICS:
+            raise TaskError(
+                f"metric {self.metric!r} is unknown. Allowed: {', '.join(METRICS)}, or a function of output and answers."
+            )
+        if self.autocast is not None and not isinstance(self.autocast, torch.dtype):
+            raise TaskError(f"autocast is a dtype such as torch.bfloat16, or None, not {self.autocast!r}.")
+
+    @property
+    def judge(self) -> Loss:
+        """The mean error of a batch."""
+        return (METRICS[self.metric] or self.loss) if isinstance(self.metric, str) else self.metric
+
+    @property
+    def blind_loss(self) -> float | None:
+        """The loss of a model that knows nothing, where that is known: cross entropy with equal odds."""
+        return self.data.blind_loss if self.loss is token_loss else None
+
+    def __repr__(self) -> str:
+        how = f"{self.steps} steps of {self.batch}, {self.recipe.optimizer} at {self.recipe.lr:g}"
+        return f"Task({self.name}: {how}; {repr(self.data).partition('(')[2]}"

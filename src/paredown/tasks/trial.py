@@ -1,0 +1,132 @@
+"""A trial is one measured run of a plan on a task with a seed; one that went wrong is a trial too, and says why.
+
+>>> trial = Trial("digits", Plan.preset("lpmm"), 0, Status.DONE, error=0.025, loss=0.11, measured_peak_bytes=2**20, seconds=3.5)
+>>> trial
+Trial(digits, seed 0, 4 rules: done, error 0.0250, loss 0.1100, peak 1.00 MiB measured, 3.5 s)
+>>> Trial.from_json(trial.to_json()) == trial
+True
+>>> Trial("digits", Plan(), 1, Status.DIVERGED, reason="the loss is nan at step 12 of 400")
+Trial(digits, seed 1, no rules: diverged: the loss is nan at step 12 of 400)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from paredown.errors import PlanError
+from paredown.plan.plan import Plan
+from paredown.serial import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    WHOLE,
+    Check,
+    brief,
+    check_fields,
+    is_number,
+    is_text,
+    is_whole,
+    object_parts,
+    or_none,
+)
+from paredown.sizes import say_bytes
+
+VERSION = 1  # of the JSON
+
+
+class Status(str, Enum):
+    """How a trial ended."""
+
+    DONE = "done"
+    DIVERGED = "diverged"
+    STOPPED = "stopped"  # hopeless, and stopped early
+    OUT_OF_MEMORY = "out_of_memory"
+    KILLED = "killed"
+    FAILED = "failed"  # its code raised
+
+
+@dataclass(frozen=True, repr=False)
+class Trial:
+    """What came of training a task under a plan. None: not known. Numbers are finite: a loss that is not is told in `reason`."""
+
+    task: str  # its name
+    plan: Plan
+    seed: int
+    status: Status
+    error: float | None = None  # the task's metric as an error: the share of wrong answers, or the loss of a text
+    loss: float | None = None  # mean over the test split
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    seconds: float | None = None
+    curve: tuple[tuple[int, float], ...] = ()  # (step, training loss), steps from 1
+    reason: str = ""  # why it is not done, or why it was stopped
+    device: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plan, Plan):
+            raise PlanError(f"the plan of a trial is a Plan, not {type(self.plan).__name__}.")
+        if not isinstance(self.status, str) or self.status not in tuple(Status):
+            raise PlanError(f"status {brief(self.status)} is unknown. Allowed: {', '.join(status.value for status in Status)}.")
+        object.__setattr__(self, "status", Status(self.status))
+        check_fields(self, CHECKS, "trial", PlanError)
+        object.__setattr__(self, "curve", tuple((int(step), float(loss)) for step, loss in self.curve))
+        object.__setattr__(self, "versions", dict(self.versions))
+
+    def __repr__(self) -> str:
+        num_rules = len(self.plan.rules)
+        rules = "no rules" if not num_rules else f"{num_rules} rule{'s' * (num_rules > 1)}"
+        rules += ", layers computed again" if self.plan.recompute else ""
+        said = f"{self.status.value}: {self.reason}" if self.reason else self.status.value
+        return f"Trial({self.task}, seed {self.seed}, {rules}: {', '.join([said, *self._figures()])})"
+
+    def _figures(self) -> list[str]:
+        """What is known, in words."""
+        found: list[str] = []
+        found += [f"error {self.error:.4f}"] if self.error is not None else []
+        found += [f"loss {self.loss:.4f}"] if self.loss is not None else []
+        found += [f"peak {say_bytes(self.measured_peak_bytes)} measured"] if self.measured_peak_bytes is not None else []
+        found += [f"{say_bytes(self.predicted_peak_bytes)} predicted"] if self.predicted_peak_bytes is not None else []
+        found += [f"{self.seconds:.1f} s"] if self.seconds is not None else []
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value: version and all fields by name."""
+        value: dict[str, Any] = {"version": VERSION} | {name: getattr(self, name) for name in NAMES}
+        curve = [[step, loss] for step, loss in self.curve]
+        return value | {"plan": self.plan.to_json(), "status": self.status.value, "curve": curve, "versions": dict(self.versions)}
+
+    @staticmethod
+    def from_json(value: Any) -> Trial:
+        """The trial whose `to_json` is `value`; PlanError says why it is none."""
+        rest = object_parts(value, "trial", NAMES, REQUIRED, VERSION, PlanError)
+        rest["plan"] = Plan.from_json(rest["plan"])
+        return Trial(**rest)
+
+
+NAMES = tuple(row.name for row in fields(Trial))
+REQUIRED = {"version", "task", "plan", "seed", "status"}
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(is_text, (*value, *value.values())))
+
+
+def _is_curve(value: Any) -> bool:
+    pairs = isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
+    return pairs and all(is_whole(step) and is_number(loss) for step, loss in value)
+
+
+CHECKS: dict[str, Check] = {
+    "task": TEXT,
+    "seed": WHOLE,
+    **dict.fromkeys(("error", "loss", "seconds"), or_none(NUMBER)),
+    **dict.fromkeys(("predicted_peak_bytes", "measured_peak_bytes"), or_none(COUNT)),
+    "curve": Check(_is_curve, "pairs of a step and a finite loss"),
+    **dict.fromkeys(("reason", "device", "commit"), TEXT),
+    "versions": Check(_are_texts, "a mapping of texts"),
+}

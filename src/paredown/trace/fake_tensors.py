@@ -1,0 +1,380 @@
+"""Describes on fake CPU tensors what a step does on CUDA: the form that operations have there, autocast, and devices by name.
+
+A plain CPU trace of GPT-2 (16 x 1024) says 40 GiB of saved tensors; with these forms it says what a GPU keeps. Tables:
+
+    FORMS       operations with another form on CUDA: attention, dropout, RNNs, rms_norm (batch norm and pooling save the same on both)
+    LOWER       what autocast runs in 16 bits: its inputs are cast, those of parameters once a step
+    CAST        what it runs in float32, by casting its inputs; SET_DTYPE: by telling the kernel
+    PROMOTE     what it runs in the widest dtype of its inputs
+
+`autocast("cuda")` turns itself off where there is no CUDA, and a fake tensor on cuda aborts the process there: so the autocast state
+is set by hand, and any device that the model names becomes the CPU. Functions of torch that are written in Python, such as
+F.multi_head_attention_forward, would run with the mode off; their bodies are run with it on.
+
+A model whose tensors have shapes and no memory, for the time of a trace.
+
+Parameters and buffers give place to fake tensors on the CPU of the same sizes and strides: tied ones stay tied, models on the meta
+device get tensors like any other. Whatever the forward pass does to its modules meanwhile (counters, caches, hooks, recurrent layers
+that keep lists of their weights) is undone at the end, also after an error.
+"""
+
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from types import FunctionType
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+from paredown.errors import TraceError
+from paredown.trace import device_ops
+from paredown.trace.module_watch import Hook
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+PACKED = "PackedParameter"  # a weight that waits packed in a session: it has all that a trace asks for
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
+
+class Fakes:
+    """Makes fake tensors for real ones, the same one for the same tensor."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while one is made
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the original, which is kept so that the id stays its own
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A fake on the CPU for `tensor`; the tensor itself if it is one of these."""
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+            return tensor
+        there = self._made.get(id(tensor))
+        if there is None:
+            self._made[id(tensor)] = there = (tensor, self._make(tensor))
+        return there[1]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:
+            raise TraceError(f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}; a trace follows dense tensors alone.")
+        with torch.device("cpu"), self.mode, self.around():
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            return fake.requires_grad_(tensor.requires_grad)
+
+    def batch(self, batch: Any) -> Any:
+        """The same nest of containers with fake tensors."""
+        return tree_map_only(Tensor, self.of, batch)
+
+
+def check_model(model: nn.Module) -> None:
+    """TraceError where the parameters of `model` are not plain tensors."""
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"the model is a torch.nn.Module, not {type(model).__name__}: trace_step(model, batch, ...).")
+    if type(model).__name__ in WRAPPERS:
+        raise TraceError(f"the model is wrapped in {type(model).__name__}: trace what is inside, trace_step(model.module, ...).")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = type(tensor)
+        if kind in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
+            raise TraceError(f"{name!r} has no shape yet: run the model once on a batch, then trace it.")
+        if kind.__name__ == "DTensor":
+            raise TraceError(
+                f"{name!r} is a DTensor: trace the model before fully_shard or distribute_tensor, with one rank's batch."
+            )
+        if not (kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor) or kind.__name__ == PACKED):
+            raise TraceError(f"{name!r} is a {kind.__name__}, not a plain tensor: trace the model as it was before.")
+
+
+@contextmanager
+def faked(model: nn.Module, fakes: Fakes) -> Generator[None]:
+    """`model` with fake parameters and buffers, and without hooks of paredown's own."""
+    modules = list(model.modules())
+    before = [_state_of(module) for module in modules]
+    randomness = torch.get_rng_state(), random.getstate()
+    try:
+        for module in modules:
+            for tensors in cast("tuple[dict[str, Any], ...]", (module._parameters, module._buffers)):
+                tensors.update({name: fakes.of(t) for name, t in tensors.items() if t is not None})
+            for hooks in (getattr(module, name) for name in HOOKS):
+                for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
+                    del hooks[key]
+            module._compiled_call_impl = None  # a compiled module runs as it was written
+        yield
+    finally:
+        for module, state in zip(modules, before, strict=True):
+            _restore(module, *state)
+        torch.set_rng_state(randomness[0])
+        random.setstate(randomness[1])
+
+
+def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes of a module, and copies of those that are containers."""
+    attributes = dict(vars(module))
+    return attributes, {name: value.copy() for name, value in attributes.items() if isinstance(value, dict | list | set)}
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
+    now = vars(module)
+    for name in [name for name in now if name not in attributes]:
+        del now[name]
+    now.update(attributes)
+    for name, copy in copies.items():
+        held = attributes[name]
+        if isinstance(held, list):
+            held[:] = copy
+        elif not _same(held, copy):
+            held.clear()
+            held.update(copy)
+
+
+def _same(held: Any, copy: Any) -> bool:
+    """Whether a dict or set holds the very things that it did, in the same order."""
+    if isinstance(held, set):
+        return held == copy
+    return len(held) == len(copy) and all(a == b and held[a] is copy[b] for a, b in zip(held, copy, strict=True))
+
+
+# --- Describes on fake CPU tensors what a step does on CUDA ---
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def casts_on_cuda(op: str) -> bool:
+    """Whether autocast knows an operation in this version of torch, which it can be asked also where there is no CUDA."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
+
+
+LOWER = _names("""
+    _convolution addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
+    conv_transpose3d convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear
+    lstm_cell matmul mm mv prelu rmatmul rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention _scaled_dot_product_flash_attention
+    _thnn_fused_gru_cell _thnn_fused_lstm_cell lstm gru rnn_tanh rnn_relu _cudnn_rnn
+""")
+CAST = _names("""
+    acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity dist erfinv exp expm1
+    frobenius_norm group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p log2 logsumexp
+    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nll_loss_nd norm
+    nuclear_norm pdist poisson_nll_loss pow rdiv reciprocal renorm rms_norm rpow rsqrt rtruediv sinh smooth_l1_loss soft_margin_loss
+    softplus tan triplet_margin_loss _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+""") - (_names("") if casts_on_cuda("rms_norm") else _names("rms_norm"))
+SET_DTYPE = _names("cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum")
+PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot")
+BANNED = _names("binary_cross_entropy")  # autocast refuses it on CUDA
+HALVES = (torch.float16, torch.bfloat16)
+CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+IN_PYTHON = ("torch.nn.functional", "torch.functional")
+ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
+NOT_HERE = frozenset({"cuda", "pin_memory", "record_stream"})  # methods that move a tensor, or concern a device
+
+
+@final
+class Elsewhere(TorchFunctionMode):
+    """Runs a model's operations on fake tensors as `device` would."""
+
+    def __init__(self, device: str, fakes: Fakes) -> None:
+        super().__init__()
+        self._is_cuda = device == "cuda"
+        self._fakes = fakes
+        self._bodies: dict[Any, Callable[..., Any] | None] = {}
+        self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # autocast's own cache: parameters, once a step
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if name in ATTRIBUTES:
+            return func(*args, **kwargs)
+        if isinstance(func, FunctionType) and func.__module__ in IN_PYTHON:
+            body = self._body(func)
+            if body is not None:
+                with self:
+                    return body(*args, **kwargs)
+        args, kwargs = self._brought(name, args, kwargs)
+        if name in NOT_HERE:
+            return args[0]
+        if not self._is_cuda:
+            return func(*args, **kwargs)
+        name = name.strip("_") if name.startswith("__") else name
+        args, kwargs = self._autocast(name, args, kwargs)
+        form = FORMS.get(name)
+        done = form(*args, **kwargs) if form is not None else NotImplemented
+        return func(*args, **kwargs) if done is NotImplemented else done
+
+    def _body(self, func: FunctionType) -> Callable[..., Any] | None:
+        """`func` without its question whether a mode is on."""
+        if func not in self._bodies:
+            checks = [check for check in CHECKS if check in func.__code__.co_names]
+            body = None
+            if checks:
+                names = {**func.__globals__, **dict.fromkeys(checks, lambda *args: False)}
+                body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+                body.__kwdefaults__ = func.__kwdefaults__
+            self._bodies[func] = body
+        return self._bodies[func]
+
+    def _brought(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with fakes for real tensors that the model holds somewhere, and the CPU for any device."""
+        if any(type(arg) is not FakeTensor and isinstance(arg, Tensor | list | tuple) for arg in (*args, *kwargs.values())):
+            args, kwargs = tree_map_only(Tensor, self._fakes.of, (args, kwargs))
+        if name == "to" or "device" in kwargs:
+            args, kwargs = tree_map(_on_cpu, (args, kwargs))
+        return args, kwargs
+
+    # --- autocast -----------------------------------------------------------------------------------------------------------
+
+    def _autocast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not torch.is_autocast_enabled("cuda"):
+            return args, kwargs
+        if name in BANNED:
+            raise TraceError(
+                f"{name} under autocast is refused by torch on CUDA: take {name}_with_logits, or disable autocast around it."
+            )
+        if name in LOWER:
+            lower = torch.get_autocast_dtype("cuda")
+            return self._cast(args, kwargs, (torch.float32, *HALVES), lower)
+        if name in CAST:
+            return self._cast(args, kwargs, HALVES, torch.float32)
+        if name in PROMOTE and any(isinstance(a, Tensor) and a.dtype is torch.float32 for a in args):
+            return self._cast(args, kwargs, HALVES, torch.float32)
+        if name in SET_DTYPE and args and isinstance(args[0], Tensor) and args[0].dtype in HALVES and "dtype" not in kwargs:
+            return args, {**kwargs, "dtype": torch.float32}
+        return args, kwargs
+
+    def _cast(self, args: Any, kwargs: Any, of: tuple[torch.dtype, ...], to: torch.dtype) -> tuple[Any, Any]:
+        def cast(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in of or tensor.dtype is to:
+                return tensor
+            if not (
+                tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32 and torch.is_autocast_cache_enabled()
+            ):
+                return tensor.to(to)
+            key = (id(tensor), to)
+            if key not in self._casts:
+                self._casts[key] = (tensor, tensor.to(to))
+            return self._casts[key][1]
+
+        return tree_map_only(Tensor, cast, (args, kwargs))
+
+    @contextmanager
+    def autocast(self, dtype: torch.dtype | None) -> Generator[None]:
+        """Autocast for the target, on for the time of the context if there is a dtype; the casts of parameters live as long."""
+        if not self._is_cuda:
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                yield
+            return
+        before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", dtype is not None)
+        torch.set_autocast_dtype("cuda", dtype or before[1])
+        try:
+            with _autocast_means_cuda():
+                yield
+        finally:
+            torch.set_autocast_enabled("cuda", before[0])
+            torch.set_autocast_dtype("cuda", before[1])
+            self._casts.clear()
+
+
+@contextmanager
+def _autocast_means_cuda() -> Generator[None]:
+    """What a model writes as torch.autocast(x.device.type) or torch.autocast("cuda") means the target, also where there is no CUDA."""
+    kind = torch.amp.autocast_mode.autocast
+    common = torch.cuda.amp.common
+    before = kind.__init__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported
+
+    def begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        before[0](self, "cuda" if device_type == "cpu" else device_type, *args, **kwargs)
+
+    kind.__init__, common.amp_definitely_not_available = begin, lambda: False
+    torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
+    try:
+        yield
+    finally:
+        kind.__init__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported = before
+
+
+def _on_cpu(value: Any) -> Any:
+    """The CPU in place of a device."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, str):
+        with suppress(RuntimeError):
+            torch.device(value)
+            return "cpu"
+    return value
+
+
+# --- the forms: the operation's own arguments, and NotImplemented where it is the same on CUDA ------------------------------------
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    grouped = bool(options.get("enable_gqa")) and key.shape[-3] != query.shape[-3]
+    done = device_ops.attention(query, key, value, attn_mask, causal=is_causal, grouped=grouped)
+    if done is not None:
+        return done
+    plain = torch.ops.aten._scaled_dot_product_attention_math
+    return plain(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+
+
+def _dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Any:
+    return torch.native_dropout(input, p, True)[0] if train and 0 < p < 1 and input.numel() else NotImplemented
+
+
+def _softmax(node: str) -> Callable[..., Any]:
+    def form(input: Tensor, dim: Any = None, dtype: torch.dtype | None = None, **names: Any) -> Any:
+        return device_ops.Softmax.apply(input, node) if dtype is torch.float32 and input.dtype is torch.float16 else NotImplemented
+
+    return form
+
+
+def _cross_entropy(input: Tensor, target: Tensor, weight: Any = None, reduction: int = 1, *rest: Any, **named: Any) -> Any:
+    smoothing = named.get("label_smoothing", 0.0) or sum(rest[1:])
+    if not (torch.is_autocast_enabled("cuda") and input.dtype in HALVES) or target.is_floating_point() or smoothing:
+        return NotImplemented
+    # log_softmax is told the input's dtype, which autocast leaves alone; nll_loss then casts what comes out of it
+    logs = torch.ops.aten._log_softmax(input, 1 if input.dim() > 1 else 0, False).float()
+    return torch._C._nn.nll_loss_nd(logs, target, weight, reduction, *rest[:1], **named)
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    return device_ops.RMSNorm.apply(input, weight, len(normalized_shape))
+
+
+def _recurrent(kind: str) -> Callable[..., Any]:
+    def form(x: Tensor, states: Any, *rest: Any) -> Any:
+        if isinstance(rest[0], Tensor):  # a packed sequence: (data, batch_sizes, states, weights, ...)
+            return NotImplemented
+        weights, _, num_layers, _, _, _, batch_first = rest
+        held = states if isinstance(states, tuple | list) else (states,)
+        return device_ops.recurrent(kind, x, tuple(held), list(weights), num_layers, batch_first)
+
+    return form
+
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
+    "softmax": _softmax("Softmax"),
+    "log_softmax": _softmax("LogSoftmax"),
+    "cross_entropy_loss": _cross_entropy,
+    "rms_norm": _rms_norm,
+    **{kind: _recurrent(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+}

@@ -1,0 +1,85 @@
+"""What `pick` writes and says beside the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paredown import Plan, evaluate, pick
+from paredown.cli.pick_verbs import record_of
+from paredown.pick.priors import made_up, write
+from paredown.sweeps import measurement
+from paredown.tasks.lookup import find_task
+from paredown.tasks.trial import Trial
+from tests.cli.commands import ask, asked_json
+
+MLP = "digits#model=mlp,steps=3"
+
+
+@pytest.fixture
+def prior(folder: Path) -> str:
+    """A made-up prior in a file."""
+    write(made_up(), folder / "few.json")
+    return "few.json"
+
+
+def test_what_failed_is_told_without_where_it_lay(folder: Path, prior: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, whole = 0, measurement.evaluate
+
+    def once(task: object, plan: Plan, **options: object) -> Trial:
+        nonlocal count
+        count += 1
+        if count == 1:
+            raise FileNotFoundError(2, "No such file or directory", str(folder / "my tables" / "words.txt"))
+        return whole(task, plan, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measurement, "evaluate", once)
+    words = ("pick", MLP, "--budget", "80%", "--evaluations", "2", "--prior", prior, "--device", "cpu", "--record", "picked.json")
+    value = asked_json(*words)
+    written = Path("picked.json").read_text()
+    assert {key: part for key, part in value.items() if key != "files"} == json.loads(written)
+    assert "No such file or directory: 'words.txt'" in written, "it is told"
+    assert str(folder) not in written
+
+
+# --- one number for one peak ----------------------------------------------------------------------------------------------
+
+
+def test_peaks_are_those_that_trials_predict(folder: Path) -> None:
+    """An optimizer whose state no plan formats takes scratch of its own."""
+    names = ("as_written", "activations8", "lpmm")
+    plans = [Plan(), Plan.preset("activations8"), Plan.preset("lpmm")]
+    expected = [evaluate(MLP, plan, device="cpu").predicted_peak_bytes for plan in plans]
+    words = [word for name in names for word in ("--plan", name)]
+    value = asked_json("estimate", MLP, "--device", "cpu", "--budget", "100%", *words)
+    assert [row["peak_bytes"] for row in value["plans"]] == expected and value["budget_bytes"] == expected[0]
+    for name, peak in zip(names, expected, strict=True):
+        told = asked_json("explain", name, "--model", MLP, "--device", "cpu")
+        assert (told["peak_bytes"], told["written_bytes"]) == (peak, expected[0])
+
+
+@pytest.mark.parametrize("budget", ["1.05MiB", "80%", "99%", "100%"])
+def test_a_plan_for_a_budget_is_within_it_when_it_trains(folder: Path, budget: str) -> None:
+    made = asked_json("plan", MLP, "--budget", budget, "--device", "cpu")
+    run = asked_json("train", MLP, "--budget", budget, "--device", "cpu")["runs"][-1]
+    assert run["predicted_peak_bytes"] == made["peak_bytes"] <= made["budget_bytes"]
+    assert run["plan"]["rules"] == made["plan"]["rules"]
+    assert made["written_bytes"] == evaluate(MLP, Plan(), device="cpu").predicted_peak_bytes
+
+
+def test_the_page_of_a_pick_has_the_peaks_of_its_frontier(folder: Path) -> None:
+    picked = pick(MLP, "90%", 0, prior=made_up(), device="cpu")
+    study = record_of(picked, find_task(MLP), "cpu").studies[0]
+    peaks = {point.label: point.predicted_bytes for point in picked.frontier.points}
+    assert len(study.kept) > 2 and {row.label: row.peak_bytes for row in study.kept}.items() <= peaks.items()
+    assert record_of(picked, find_task(MLP), "cuda").studies[0].kept != study.kept, "that of another device is another"
+
+
+def test_columns_say_how_wide_their_bands_are(folder: Path, prior: str) -> None:
+    _, out, _ = ask("pick", MLP, "--budget", "90%", "--evaluations", "0", "--prior", prior, "--device", "cpu")
+    assert "+- 9 of 10" in out
+    asked_json("train", MLP, "--device", "cpu", "-o", "runs.json")
+    _, out, _ = ask("frontier", "runs.json")
+    assert "+- seeds" in out and "9 of 10" not in out

@@ -1,0 +1,145 @@
+"""`pick` where measured peaks have to fit, as on a GPU: what trials take beyond their prediction, and plans without memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from paredown import Plan, Trial, pick
+from paredown.pick import pick as pick_module
+from paredown.pick.answer import Frontier, Point
+from paredown.pick.pick_loop import Picking, why_none_trains
+from paredown.report.studies import study_of_pick
+from paredown.sizes import say_bytes
+from paredown.tasks.trial import Status
+from tests.pick.test_pick import PRIOR, as_earlier, make_task, tried
+
+__all__ = ["tried"]
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured peaks count, though this is a CPU."""
+    monkeypatch.setattr(pick_module, "Picking", lambda **given: Picking(**{**given, "is_strict": True}))
+
+
+def test_a_trial_that_was_broken_off_says_nothing_of_the_excess(tried: Any) -> None:
+    """What it had reached is below its prediction: plans still need what the others took beyond theirs."""
+    tried()
+    before = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
+    predicted = {point.plan: point.predicted_bytes for point in before.frontier.points}
+    excess = (before.budget_bytes - min(predicted.values())) // 2
+
+    def rule(plan: Plan, seed: int) -> Any:
+        if len(ran) == 2:
+            return {"status": Status.OUT_OF_MEMORY, "error": None, "measured_peak_bytes": 10, "reason": "out of memory"}
+        return {"error": as_earlier(plan, seed), "measured_peak_bytes": predicted[plan] + excess}
+
+    ran = tried(rule)
+    found = pick(make_task(), "75%", 3, prior=PRIOR, device="cpu")
+    assert len(ran) >= 2 and found.trials[1].status is Status.OUT_OF_MEMORY
+    assert all(point.predicted_bytes + excess <= before.budget_bytes for point in found.frontier.points if point.fits)
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_what_trials_take_beyond_their_prediction_counts_for_all_plans(tried: Any, is_small: bool) -> None:
+    """As on a GPU, whose measured peaks have to fit: a small excess leaves some plans, a large one none: two trials."""
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    budget = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").budget_bytes
+    smallest = min(predicted.values())
+    excess = (budget - smallest) // 2 if is_small else budget
+    ran = tried(lambda plan, seed: {"error": as_earlier(plan, seed), "measured_peak_bytes": predicted[plan] + excess})
+    found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
+    if is_small:
+        assert found.point is not None and found.point.predicted_bytes + excess <= budget
+        assert found.frontier.best("75%") == found.point and Frontier.from_json(found.frontier.to_json()) == found.frontier
+        assert {point.label for point in found.frontier.points if point.fits} == {
+            point.label for point in points if point.predicted_bytes + excess <= budget
+        }
+        assert study_of_pick(found).picks[0].nbytes == smallest + excess, "the lowest budget of its page has a plan"
+    else:
+        assert found.plan is None and len(ran) == 2 and predicted[ran[1][0]] == smallest, (
+            "the smallest before nothing is said to fit"
+        )
+        assert f"up to {say_bytes(excess)} more than predicted" in found.reason and "channels_last" in found.reason
+
+
+def test_a_plan_takes_what_the_nearest_trial_took_beyond(tried: Any) -> None:
+    """Large plans take far more than predicted, small ones as much: what is small still fits, and a page of it moves with its budget."""
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    middle = sorted(predicted.values())[len(predicted) // 2]
+
+    def peak(plan: Plan) -> int:
+        return predicted[plan] * (2 if predicted[plan] > middle else 1)
+
+    tried(lambda plan, seed: {"error": as_earlier(plan, seed), "measured_peak_bytes": peak(plan)})
+    found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
+    peaks = {trial.plan: trial.measured_peak_bytes or 0 for trial in found.trials}
+    assert max(peaks[plan] - predicted[plan] for plan in peaks) > 0, "a trial that says so"
+    for point in found.frontier.points:
+        gaps = {plan: abs(predicted[plan] - point.predicted_bytes) for plan in peaks}
+        near = [point.plan] if point.plan in peaks else [plan for plan, gap in gaps.items() if gap == min(gaps.values())]
+        assert point.needs == point.predicted_bytes + max(peaks[plan] - predicted[plan] for plan in near)
+        assert point.fits == (point.needs <= found.budget_bytes) and point.trains
+    assert found.point is not None and peak(found.point.plan) <= found.budget_bytes
+    study = study_of_pick(found)
+    assert study.picks[0].nbytes == min(point.needs for point in found.frontier.points)
+    assert all(found.frontier.find(step.label).needs <= step.nbytes for step in study.picks)
+    said = {mark.label: (mark.nbytes, mark.predicted_bytes) for mark in study.marks}
+    assert said == {p.label: (p.needs, p.predicted_bytes if p.needs > p.predicted_bytes else None) for p in found.frontier.points}
+
+
+def test_of_plans_of_one_size_each_has_its_own_measured_peak(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was measured high does not count for its twin in size, which was measured low."""
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    high, low = next((a.plan, b.plan) for a, b in pairwise(points) if a.predicted_bytes == b.predicted_bytes)
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(pick_module, "Picking", lambda **found: given.setdefault("it", Picking(**{**found, "is_strict": True})))
+    pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
+    picking = given["it"]
+    place = {row.plan: i for i, row in enumerate(picking.candidates.rows)}
+    peaks = {high: predicted[high] * 2, low: predicted[low]}
+    picking.learn([Trial("blobs", plan, 0, Status.DONE, error=0.1, measured_peak_bytes=peak) for plan, peak in peaks.items()])
+    needed = picking.expected()
+    assert (needed[place[high]], needed[place[low]]) == (predicted[high] * 2, predicted[low])
+
+
+def test_a_gpu_without_memory_for_a_plan_has_none_for_larger_ones(tried: Any) -> None:
+    tried()
+    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
+    predicted = {point.plan: point.predicted_bytes for point in points}
+    middle = sorted(predicted.values())[len(predicted) // 3]
+
+    def rule(plan: Plan, seed: int) -> Any:
+        no_memory = {"status": Status.OUT_OF_MEMORY, "error": None, "reason": "out of memory after 0 of 12 steps"}
+        return no_memory if predicted[plan] > middle else {"error": as_earlier(plan, seed), "measured_peak_bytes": predicted[plan]}
+
+    ran = tried(rule)
+    found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
+    sizes = [predicted[plan] for plan, _ in ran]
+    short = [size for size in sizes if size > middle]
+    assert short and short == sorted(short, reverse=True) and len(set(short)) == len(short), "each is smaller than the one before"
+    assert found.point is not None and found.point.predicted_bytes < min(short)
+    notes = {mark.label: mark.note for mark in study_of_pick(found).marks}
+    for point in found.frontier.points:
+        assert point.trains == (point.predicted_bytes < min(short))
+        had = "it could not be trained" if point.plan in dict(ran) else "there was no memory for it, or for a smaller plan"
+        assert (had in notes[point.label]) == (not point.trains)
+
+
+def test_the_smallest_that_is_named_is_one_that_may_train() -> None:
+    """A plan that had no memory is no advice, however little it was predicted to take."""
+    short = Point("short", Plan(), 300, 0.1, 0.1, trains=False, needed_bytes=400)
+    other = Point("other", Plan.preset("half"), 350, 0.1, 0.1, needed_bytes=450)
+    assert "with that the smallest, other, needs 450 B" in why_none_trains([short, other], [])
+    assert "the smallest, other, took 420 B" in why_none_trains(
+        [short, Point("other", Plan(), 350, 0.1, 0.1, measured_bytes=420)], []
+    )

@@ -1,0 +1,149 @@
+"""Modules that are computed again: as a part of plans, and in the trace of the step that they make."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paredown import Plan, PlanError, Role, footprint, trace_step
+from paredown.models import MODELS
+from paredown.plan.checkpointed_trace import modules_of, recomputed
+from tests.trace.steps import traced
+
+
+def test_plans_say_and_keep_it(tmp_path: Path) -> None:
+    plan = Plan.uniform(activation="int8/64@bf16").recomputing("layers.1").recomputing("layers.0", "layers.1")
+    assert plan.recompute == ("layers.1", "layers.0")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert "computed again in backward: layers.1, layers.0" in repr(plan)
+    assert plan.explain().splitlines()[-2] == "computed again in backward: layers.1, layers.0"
+    assert plan.set("head:input", None).recompute == plan.recompute
+    assert plan != Plan.uniform(activation="int8/64@bf16")
+    assert (
+        str(plan.diff(Plan.uniform(activation="int8/64@bf16").recomputing("layers.0"))[0])
+        == "module layers.1: computed again -> no rule"
+    )
+    assert not plan.diff(plan)
+    assert "computed again" in plan._repr_html_()
+
+
+def test_files_of_version_1_are_read(tmp_path: Path) -> None:
+    old = {
+        "version": 1,
+        "reason": "",
+        "made_for": {},
+        "rules": [["activation", {"format": "bf16", "rounding": None, "overflow": None}]],
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(old))
+    assert Plan.load(tmp_path / "plan.json") == Plan.uniform(activation="bf16")
+
+
+@pytest.mark.parametrize("wrong", ["layers.0", [3], [""], {"layers.0": True}])
+def test_bad_modules_are_a_sentence(wrong: object) -> None:
+    with pytest.raises(PlanError, match="recompute is a list of modules by path or pattern"):
+        Plan.from_json({"version": 2, "rules": [], "recompute": wrong})
+
+
+def test_what_waits_and_what_does_not() -> None:
+    """By hand: of each layer only its input waits, and the rest of it is there again when its backward begins."""
+    trace = traced("gpt")
+    again = recomputed(trace, ("layers.*",))
+    inside = {slot.name for slot in trace.activations} - {slot.name for slot in again.activations}
+    assert inside and all(name.startswith("layers.") for name in inside)
+    assert {slot.name for slot in again.activations if slot.name.startswith("layers.")} == {
+        "layers.0.norm1:input",
+        "layers.1.norm1:input",
+    }
+    assert all(again.slot(f"layers.{i}.norm1:input").stays for i in (0, 1))
+    foot = footprint(trace, Plan().recomputing("layers.*"))
+    kept, written = foot.by_role[Role.ACTIVATION], footprint(trace).by_role[Role.ACTIVATION]
+    assert written - kept == sum(trace.slot(name).nbytes for name in inside)
+    assert foot.peak_bytes < footprint(trace).peak_bytes
+    assert foot.as_written.peak_bytes == footprint(trace).peak_bytes
+    assert "recomputed" in repr(foot) and "computed again in backward: layers.0, layers.1" in repr(foot)
+
+
+def test_casts_of_weights_do_not_wait() -> None:
+    """Autocast's copies of the weights of linear layers, two bytes a value: of layers that are computed again none is left in between."""
+    model, ids = MODELS["gpt"](vocabulary=64, dim=64, num_layers=3, num_heads=2, context=32), torch.randint(64, (4, 32))
+    trace = trace_step(model, {"ids": ids, "targets": ids}, optimizer="adamw", device="cuda", autocast=torch.bfloat16)
+    plans = Plan(), Plan().recomputing("layers.*"), Plan.uniform(weight="int8/64@bf16").recomputing("layers.*")
+    kept = [footprint(trace, plan).by_role[Role.TEMPORARY] for plan in plans]
+    casts = sum(2 * p.numel() for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2)
+    assert kept[0] - kept[1] == casts
+    assert kept[2] <= kept[1]
+
+
+def test_what_a_module_returns_is_asked_for_first() -> None:
+    """The last ReLU of a residual layer asks for its own result: the layer is computed again beside the gradient of that."""
+    trace = traced("resnet18")
+    again = recomputed(trace, ("layer1.1",))
+    first = next(
+        made for made in trace.outputs if made.phase == "backward" and made.op == "threshold_backward" and made.module == "layer1.1"
+    )
+    births = {made.birth for made in again.outputs if made.op == "recomputed"}
+    assert len(births) == 1 and births.pop() <= first.birth
+    result = again.slot("layer2.0.conv1:input")
+    assert result.death < trace.slot("layer2.0.conv1:input").death  # the ReLU has a second one
+
+
+def test_what_the_caller_holds_stays() -> None:
+    """Hidden states that a model returns are there until the step ends, whoever computes them again."""
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            hidden = [x]
+            for layer in self.layers:
+                hidden.append(layer(hidden[-1]))
+            return hidden[-1], hidden
+
+    trace = trace_step(Returns(), (torch.empty(64, 64), torch.empty(1)), loss=lambda out, _: out[0].mean(), device="cpu")
+    again = recomputed(trace, ("layers.*",))
+    for slot in (slot for slot in again.activations if slot.name.endswith(".0:input")):
+        assert slot.death >= trace.slot(slot.name).dropped
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan.uniform(weight="int8/64@bf16")])
+def test_casts_of_frozen_weights(plan: Plan) -> None:
+    """Autocast's cache has none of them: they wait for backward, packed or not, and in a layer that is computed again they do not."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3)))
+    model.requires_grad_(False)
+    x = torch.empty(64, 128, requires_grad=True)
+    trace = trace_step(model, (x, torch.empty(1)), loss=lambda out, _: out.mean(), device="cuda", autocast=torch.bfloat16)
+    kept = [footprint(trace, one).by_role[Role.TEMPORARY] for one in (plan, plan.recomputing("*"))]
+    casts, inputs = 3 * 2 * 128 * 128, 2 * 2 * 64 * 128  # the inputs of the second and third layer wait instead
+    assert kept[0] - kept[1] == casts - inputs
+
+
+def test_a_pattern_without_a_module() -> None:
+    with pytest.raises(PlanError, match=r"recompute 'layer\.0' is no module\. Closest of \d+: 'layers\.0"):
+        footprint(traced("gpt"), Plan().recomputing("layer.0"))
+
+
+class Shared(nn.Module):
+    """One layer, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x))
+
+
+def test_a_module_that_is_called_twice_is_noted() -> None:
+    batch = torch.empty(128, 64), torch.empty(128, 64)
+    trace = trace_step(Shared(), batch, loss=nn.functional.mse_loss, device="cpu")
+    assert "layer" in modules_of(trace)
+    foot = footprint(trace, Plan().recomputing("layer"))
+    assert foot.peak_bytes == footprint(trace).peak_bytes
+    assert any("'layer' is called 2 times" in note for note in foot.notes)

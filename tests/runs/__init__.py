@@ -1,1 +1,0 @@
-"""Tests of tasks, data and trials."""

@@ -1,0 +1,66 @@
+"""What a probe takes is foreseen from above, and a guard probes with as much as its budget has room for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import paredown as pare
+from paredown.roles import Role
+from paredown.session.changes import THE_PROBE
+from paredown.session.guard_steps import probe_bytes, within
+from paredown.tasks.evaluate import CpuMeter
+from tests.session.nets import INT4
+from tests.session.test_guards import MANY, Loud, Run, traced
+from tests.trace.steps import step_of
+
+INT4_PLAN = pare.Plan.uniform(activation=INT4)
+
+
+SIZES = {("gpt", 1), ("gpt", 16), ("vit", 4), ("resnet18", 1), ("resnet18", 4)}  # the others in `make test-all`
+ALL_SIZES = [
+    pytest.param(name, num, marks=[] if (name, num) in SIZES else pytest.mark.full)
+    for name in ("gpt", "vit", "resnet18")
+    for num in (1, 4, 16)
+]
+
+
+@pytest.mark.parametrize(("name", "num"), ALL_SIZES)
+def test_a_probe_takes_no_more_than_foreseen(name: str, num: int) -> None:
+    """Measured beside the model and its optimizer; and not much less, or guards would probe with too little."""
+    model, batch, loss = step_of(name, 16)
+    trace = pare.trace_step(model, batch, loss=loss, device="cpu", optimizer="adamw")
+    part = tuple(tensor[:num] for tensor in batch)
+    pare.probe(model, part, trace, loss=loss, backwards=8)
+    meter = CpuMeter()
+    meter.start()
+    pare.probe(model, part, trace, loss=loss, backwards=8)
+    meter.stop()
+    by_role = pare.footprint(trace).by_role
+    beside = sum(nbytes for role, nbytes in by_role.items() if role not in (Role.ACTIVATION, Role.TEMPORARY))
+    foreseen = probe_bytes(trace, pare.Plan(), part) - beside
+    assert meter.bytes is not None and foreseen / 3 <= meter.bytes <= foreseen
+
+
+@pytest.mark.parametrize("batch", [MANY, {"x": MANY[0], "y": MANY[1], "scale": torch.ones(3)}])
+def test_as_many_examples_as_there_is_room_for(batch: Any) -> None:
+    trace = traced(Loud(), MANY)
+    least, most = (probe_bytes(trace, INT4_PLAN, MANY, num_examples=num) for num in (1, 1024))
+    assert within(batch, trace, INT4_PLAN, 2 * most) is batch
+    assert within(batch, trace, INT4_PLAN, least - 1000) is None
+    part: Any = within(batch, trace, INT4_PLAN, (least + most) // 2)
+    tensors = list(part.values()) if isinstance(part, dict) else list(part)
+    assert 500 < len(tensors[0]) == len(tensors[1]) < 520
+    assert torch.equal(tensors[0], MANY[0][: len(tensors[0])])
+    assert [len(tensor) for tensor in tensors[2:]] in ([], [3]), "what has no examples stays"
+
+
+def test_a_guard_says_that_there_is_no_room_to_probe() -> None:
+    tight = Run(INT4_PLAN, pare.Guard(traced(Loud()), batch=(MANY[0][:8], MANY[1][:8]), loss=mse_loss)).steps(12)
+    assert tight.session.sensitivities is None
+    (told_once,) = [action for action in tight.session.actions if action.slot == THE_PROBE]
+    assert (told_once.step, told_once.after) == (10, "left out")
+    assert "one example would take" in told_once.why

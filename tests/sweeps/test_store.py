@@ -1,0 +1,294 @@
+"""A store on both databases: trials are added once, claimed by one, finished once; and what happens between commit and answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sqlalchemy")
+
+from sqlalchemy import Connection, inspect, select, text, update
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+from paredown.errors import StoreError
+from paredown.plan.plan import Plan
+from paredown.sweeps import database
+from paredown.sweeps.database import META, TRIALS
+from paredown.sweeps.export import rows
+from paredown.sweeps.status import Counts, count, find_best
+from paredown.sweeps.store import MAX_ATTEMPTS, Added, Claim, Ended, Fate, Store
+from paredown.sweeps.sweep import Method, Sweep
+from paredown.tasks.trial import Status, Trial
+from tests.support.trials import PLANS, done, draw
+
+
+def ended(claim: Claim, **changes: Any) -> Ended:
+    """A claim with its result."""
+    spec = claim.spec
+    return Ended(claim, Trial(spec.task, spec.plan, spec.seed, **{"status": Status.DONE, "error": 0.5, **changes}))
+
+
+def results(store: Store) -> dict[str, Any]:
+    """Key to error of what is finished."""
+    return {row["key"]: row["error"] for row in rows(store) if row["state"] == "finished"}
+
+
+def test_adding_again_adds_nothing_and_keeps_results(address: str) -> None:
+    with Store(address) as store:
+        trials = draw("a", "b", seeds=range(120), plans=PLANS)  # more than one batch
+        assert store.add("s", trials) == Added(480, 0)
+        written = store.finish("w", ended(store.claim("w", 1)[0]))
+        assert written.fate is Fate.COUNTED
+        assert store.add("s", [*trials, *draw("c")]) == Added(1, 480)
+        assert store.add("other", trials) == Added(480, 0), "another sweep has its own trials"
+        assert count(store) == [Counts("other", waiting=480), Counts("s", waiting=480, by_status={"done": 1})]
+
+
+def test_waiting_trials_take_new_settings_and_finished_ones_do_not(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a", seeds=(0, 1)))
+        store.finish("w", ended(store.claim("w", 1)[0]))
+        store.add("s", draw("a", seeds=(0, 1), timeout=7.0))
+        assert [claim.spec.settings.timeout_seconds for claim in store.claim("w", 9)] == [7.0]
+
+
+def test_a_raised_share_goes_on_with_what_ran_at_its_new_odds(address: str) -> None:
+    plans = tuple(Plan.preset(name) for name in ("safe", "half", "lpmm", "activations4"))
+    smaller = Sweep("s", ("a", "b", "c"), plans, method=Method.UNIFORM, share=0.3, draw_seed=3)
+    larger = replace(smaller, share=0.6)
+    with Store(address) as store:
+        taken = store.add("s", smaller.draw()).num_new
+        finished = store.claim("w", 1)[0]
+        store.finish("w", ended(finished))
+        assert store.add("s", larger.draw()).num_there == taken, "the larger draw has all of the smaller one"
+        assert {row["propensity"] for row in rows(store)} == {0.6}, "also of what has run"
+        store.add("s", smaller.draw())
+        assert {row["propensity"] for row in rows(store)} == {0.6}, "a smaller draw takes nothing back"
+        assert set(results(store)) == {finished.key}
+
+
+def test_claims_are_in_turn_and_no_more_than_asked(address: str) -> None:
+    with Store(address) as store:
+        trials = draw("a", "b", seeds=range(20), plans=PLANS)
+        store.add("s", trials)
+        first, second = store.claim("w", 3), store.claim("v", 200)
+        assert [claim.spec for claim in first + second] == [one.spec for one in trials]
+        assert (len(first), len(second)) == (3, 77)
+        assert store.claim("w", 5) == []
+
+
+def test_claims_of_a_sweep_and_without_tasks(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a", "b"))
+        store.add("t", draw("a"))
+        assert [claim.sweep for claim in store.claim("w", 9, sweep="t")] == ["t"]
+        assert [claim.spec.task for claim in store.claim("w", 9, without=("a", "x"))] == ["b"]
+
+
+def test_many_threads_never_claim_the_same(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a", seeds=range(120)))
+        start = threading.Barrier(6)
+
+        def claims(worker: str) -> list[str]:
+            start.wait()
+            return [claim.key for _ in range(25) for claim in store.claim(worker, 1)]
+
+        with ThreadPoolExecutor(6) as pool:
+            keys = [key for found in pool.map(claims, "uvwxyz") for key in found]
+        assert len(keys) == len(set(keys)) == 120
+
+
+def test_the_first_result_counts(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a"))
+        claim = store.claim("w", 1)[0]
+        assert store.leave("w") == 1, "as if it were dead"
+        again = store.claim("v", 1)[0]
+        assert again.key == claim.key and again.token != claim.token and again.attempt == 2
+        assert store.finish("w", ended(claim, error=0.25)).fate is Fate.COUNTED, "it lived, and what it finished is not lost"
+        assert store.finish("v", ended(again, error=0.75)).fate is Fate.LATE
+        assert results(store) == {claim.key: 0.25}
+
+
+def test_a_freed_trial_that_is_finished_is_not_run_again(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a"))
+        claim = store.claim("w", 1)[0]
+        store.leave("w")
+        store.finish("w", ended(claim))
+        assert store.claim("v", 1) == []
+
+
+def test_deaths_are_counted_and_end_as_killed(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a", "b"))
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            process, worker = store.claim("w", 2)
+            assert process.attempt == worker.attempt == attempt
+            fate = store.finish("w", Ended(process, None, "its process was ended by SIGKILL")).fate
+            assert fate is (Fate.AGAIN if attempt < MAX_ATTEMPTS else Fate.COUNTED)
+            store.leave("w")
+        assert count(store) == [Counts("s", by_status={"killed": 2})]
+        reasons = [row["reason"] for row in rows(store)]
+        assert reasons == [
+            f"its process was ended by SIGKILL; so it went {MAX_ATTEMPTS} times, and it is not tried again",
+            f"its worker died; so it went {MAX_ATTEMPTS} times, and it is not tried again",
+        ]
+
+
+def test_giving_back_is_no_death(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a", "b"))
+        for _ in range(MAX_ATTEMPTS + 2):
+            claims = store.claim("w", 2)
+            assert [claim.attempt for claim in claims] == [1, 1]
+            store.give_back(claims)
+        stale = store.claim("w", 1)
+        store.leave("w")
+        store.claim("v", 1)
+        store.give_back(stale)
+        assert count(store)[0].running == 1, "what another holds is not ours to give back"
+
+
+def test_a_worker_is_freed_only_if_it_did_not_beat_since(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a"))
+        store.claim("w", 1)
+        seen = store.beats()["w"]
+        store.beat("w")
+        assert store.free("w", seen) == 0
+        assert store.free("w", seen + 1) == 1
+        assert store.beats() == {}
+        store.beat("w")
+        assert store.beats() == {"w": 1}, "it lives after all, and is known again"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lost_answer_loses_and_doubles_nothing(address: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks before or after each commit; every call is repeated and finds what the first one did."""
+    with Store(address) as store:
+        store.add("s", draw("a", seeds=range(10)))
+        run, calls = store.database._run, iter(range(1000))
+
+        def broken(work: Callable[[Connection], Any], options: dict[str, Any]) -> Any:
+            is_first = next(calls) % 2 == 0
+            if is_first and when == "before":
+                raise OperationalError("", {}, Exception("database is locked"))
+            found = run(work, options)
+            if is_first:
+                raise OperationalError("", {}, Exception("database is locked"))
+            return found
+
+        monkeypatch.setattr(store.database, "_run", broken)
+        told: list[str] = []
+        written, claims = store.exchange("w", [], 2)
+        while claims:
+            results_now = [ended(claim) for claim in claims]
+            written, claims = store.exchange("w", results_now, 2)
+            told += [one.claim.key for one, fate in zip(results_now, written, strict=True) if fate.fate is Fate.COUNTED]
+        monkeypatch.undo()
+        assert len(told) == len(set(told)) == 10
+        assert set(results(store)) == set(told)
+        assert {row.attempts for row in store.database.read(lambda c: c.execute(select(TRIALS)).all())} == {1}
+
+
+def test_the_database_itself_refuses_half_a_result(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a"))
+        for wrong in ({"state": "finished"}, {"result": "{}"}, {"state": "running"}, {"worker": "w"}):
+            with pytest.raises(IntegrityError):
+                store.database.write(lambda c, wrong=wrong: c.execute(update(TRIALS).values(**wrong)))
+
+
+def test_results_come_back_as_they_were(address: str) -> None:
+    curve = ((1, 2.5), (2, 1e-30))
+    with Store(address) as store:
+        store.add("s", draw("a", plans=PLANS[1:]))
+        claim = store.claim("w", 1)[0]
+        trial = Trial("a", PLANS[1], 0, Status.DIVERGED, loss=0.1, curve=curve, reason="ünï\n'\"", versions={"torch": "2"})
+        store.finish("w", Ended(claim, trial))
+        assert Trial.from_json(rows(store)[0]["trial"]) == trial
+
+
+def test_the_best_of_each_task_is_the_least_error_that_is_done(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a", "b", "c", seeds=range(3)))
+        errors = {("a", 0): 0.3, ("a", 1): 0.2, ("a", 2): 0.1, ("b", 0): 0.5, ("b", 1): 0.4, ("b", 2): 0.6}
+        for claim in store.claim("w", 9):
+            which = (claim.spec.task, claim.spec.seed)
+            status = Status.DIVERGED if which in (("a", 2), ("c", 0)) else Status.DONE
+            store.finish("w", ended(claim, status=status, error=errors.get(which)))
+        assert [(best.task, best.seed, best.error) for best in find_best(store, "s")] == [("a", 1, 0.2), ("b", 1, 0.4)]
+
+
+def test_trials_that_failed_can_be_run_again(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a", seeds=range(3)))
+        for claim, status in zip(store.claim("w", 3), (Status.DONE, Status.FAILED, Status.KILLED), strict=True):
+            store.finish("w", ended(claim, status=status))
+        assert store.reopen("s", [Status.FAILED, Status.KILLED]) == 2
+        assert [claim.attempt for claim in store.claim("w", 9)] == [1, 1]
+
+
+def test_a_newer_store_is_refused_and_left_alone(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a"))
+        store.database.write(lambda c: c.execute(update(META).values(value="7")))
+    for may_create in (True, False):
+        with pytest.raises(
+            StoreError, match=r"is of version 7; this paredown reads up to 1\. Nothing was changed\. Update paredown"
+        ):
+            Store(address, may_create=may_create)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "MIGRATIONS", [()] * 7)
+        with Store(address) as store:
+            assert count(store)[0].waiting == 1
+
+
+def test_an_older_store_is_migrated_once_and_keeps_its_trials(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store(address) as store:
+        store.add("s", draw("a"))
+        store.finish("w", ended(store.claim("w", 1)[0]))
+        before = rows(store)
+    steps = [(), ("ALTER TABLE paredown_trials ADD COLUMN note TEXT", "UPDATE paredown_trials SET note = 'old'")]
+    monkeypatch.setattr(database, "MIGRATIONS", steps)
+    with ThreadPoolExecutor(4) as pool:  # a second ADD COLUMN would be refused
+        stores = list(pool.map(lambda i: Store(address, may_create=i % 2 == 0), range(4)))
+    with stores[0] as store:
+        assert "note" in {column["name"] for column in store.database.read(lambda c: inspect(c).get_columns("paredown_trials"))}
+        assert store.database.read(lambda c: c.scalar(text("SELECT note FROM paredown_trials"))) == "old"
+        assert rows(store) == before
+    for store in stores:
+        store.close()
+
+
+def test_a_migration_that_fails_changes_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(address).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            database, "MIGRATIONS", [(), ("ALTER TABLE paredown_trials ADD COLUMN note TEXT", "UPDATE paredown_trials SET x = 1")]
+        )
+        with pytest.raises(Exception, match="x"):
+            Store(address)
+    with Store(address) as store:
+        assert "note" not in {column["name"] for column in store.database.read(lambda c: inspect(c).get_columns("paredown_trials"))}
+
+
+def test_many_open_a_new_store_at_once(address: str) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        stores = list(pool.map(lambda _: Store(address), range(8)))
+    assert stores[0].add("s", draw("a")) == Added(1, 0)
+    assert all(count(store)[0].waiting == 1 for store in stores)
+    for store in stores:
+        store.close()
+
+
+def test_helpers_tell_results_apart() -> None:
+    trials = [done(one.spec) for one in draw("a", seeds=range(50), plans=PLANS)]
+    assert len({trial.error for trial in trials}) == 100

@@ -1,0 +1,275 @@
+"""`evaluate`: the training as it is written, or under a plan, the same again; what it measures, and what it says of its place."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from getpass import getuser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import paredown
+from paredown import Plan, Trial, evaluate
+from paredown.tasks.data import Examples
+from paredown.tasks.task import Recipe, Task
+from paredown.tasks.training import learning_rate
+from paredown.tasks.trial import Status
+from tests.tasks.made import CPU, blobs, examples, make_task, net, run
+
+SAME = ("status", "error", "loss", "predicted_peak_bytes", "curve", "reason")
+
+
+def results(trial: Trial) -> tuple[Any, ...]:
+    return tuple(getattr(trial, name) for name in SAME)
+
+
+def by_hand(task: Task, seed: int) -> tuple[list[float], float, float]:
+    """Losses of all steps, error and loss of the test split, with torch alone."""
+    torch.manual_seed(seed)
+    model = task.make_model(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches, losses = task.data.batches(task.batch, seed=seed, device=CPU), []
+    for step in range(task.steps):
+        x, y = next(batches)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, task.steps, 0.1)
+        loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert isinstance(task.data, Examples)
+    logits = model(task.data.x_test)
+    wrong = (logits.argmax(1) != task.data.y_test).float().mean().item()
+    return losses, wrong, cross_entropy(logits, task.data.y_test).item()
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_without_rules_it_is_torchs_training_to_the_bit(seed: int) -> None:
+    task = make_task()
+    with torch.random.fork_rng():
+        losses, error, loss = by_hand(task, seed)
+    trial = run(task, seed=seed)
+    assert trial.status is Status.DONE
+    assert [value for _, value in trial.curve] == losses
+    assert trial.error == pytest.approx(error, abs=1e-7)
+    assert trial.loss == pytest.approx(loss, rel=1e-5)  # a mean of two batches in place of one
+
+
+PLANS = {
+    "as written": Plan(),
+    "activations4": Plan.preset("activations4"),
+    "lpmm": Plan.preset("lpmm"),
+    "both": Plan.uniform(activation="int4/64@bf16", weight="int8/64@e8m0", gradient="int8/64@bf16", moment1="int8/64@bf16"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_task_plan_and_seed_decide_the_trial(name: str) -> None:
+    task = make_task(lambda seed: nn.Sequential(net(seed), nn.Dropout(0.1)), steps=6)
+    torch.manual_seed(1)
+    first = run(task, PLANS[name], seed=3)
+    torch.manual_seed(2)
+    torch.rand(7)
+    again = run(task, PLANS[name], seed=3)
+    assert results(again) == results(first)
+    assert again.measured_peak_bytes == pytest.approx(first.measured_peak_bytes, abs=1024), "small tables are made once"
+    assert run(task, PLANS[name], seed=4).curve != first.curve
+    assert first.plan == PLANS[name] and first.seed == 3
+
+
+def test_plans_learn_and_differ() -> None:
+    task = make_task(steps=30)
+    trials = {name: run(task, plan) for name, plan in PLANS.items()}
+    for name, trial in trials.items():
+        assert trial.error is not None and trial.error < 0.1, f"{name}: {trial}"
+    assert len({trial.curve for trial in trials.values()}) == len(PLANS)
+
+
+def test_torch_is_afterwards_as_it_was() -> None:
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    run(make_task(steps=2), Plan.preset("activations4"))
+    assert torch.equal(torch.rand(3), expected)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_bytes_are_predicted_and_measured() -> None:
+    task = make_task(lambda seed: nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4)))
+    task = replace(task, recipe=Recipe("sgdm", 0.1, {"weight_decay": 1e-4}))  # for which torch's SGD takes scratch
+    trial = run(task)
+    assert trial.measured_peak_bytes is not None and trial.predicted_peak_bytes is not None
+    weights = 4 * sum(p.numel() for p in task.make_model(0).parameters())
+    assert trial.measured_peak_bytes > 3 * weights, "weights, gradients and momentum are there at once"
+    assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.05)
+    packed = run(replace(task, steps=3), Plan.preset("lpmm"))
+    assert packed.predicted_peak_bytes is not None and packed.predicted_peak_bytes < trial.predicted_peak_bytes
+
+
+class Choosy(nn.Module):
+    """What it does depends on numbers, which a trace has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(2 * x if x.sum().item() > 0 else x)
+
+
+def test_a_step_that_cannot_be_followed_is_measured_alone() -> None:
+    trial = run(make_task(lambda seed: Choosy(), steps=3))
+    assert trial.status is Status.DONE and trial.predicted_peak_bytes is None
+    assert trial.measured_peak_bytes is not None
+
+
+def test_data_and_its_order_are_no_part_of_a_peak() -> None:
+    x, y = blobs(50_000, seed=0)
+    few, many = (run(make_task(data=Examples(x[:num], y[:num], x[:64], y[:64]), steps=3)) for num in (64, 50_000))
+    assert many.measured_peak_bytes == pytest.approx(few.measured_peak_bytes, abs=4096), "the order of 50,000 takes 400,000 bytes"
+
+
+def test_progress_is_told_and_the_curve_is_the_same() -> None:
+    told: list[tuple[int, int, float]] = []
+    trial = run(make_task(steps=9), progress=lambda *row: told.append(row))
+    assert told == [(step, 9, loss) for step, loss in trial.curve]
+    assert len(told) == 9
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("sgd", 0.1),
+        Recipe("sgdm", 0.1, {"nesterov": True}, "constant"),
+        Recipe("adamw", 0.01, max_norm=1.0),
+        Recipe("lion", 3e-3),
+        Recipe("adamw", 0.01, loss_scale=1024.0, max_norm=1.0),
+    ],
+)
+@pytest.mark.parametrize("plan", ["as written", "lpmm"])
+def test_recipes_learn(recipe: Recipe, plan: str) -> None:
+    trial = run(make_task(recipe=recipe, steps=20), PLANS[plan])
+    assert trial.status is Status.DONE
+    assert trial.curve[-1][1] < 0.7 * trial.curve[0][1]
+
+
+def test_a_scaled_loss_is_told_unscaled() -> None:
+    plain, scaled = (run(make_task(recipe=Recipe("sgdm", 0.1, loss_scale=scale), steps=5)) for scale in (None, 1024.0))
+    for (_, a), (_, b) in zip(plain.curve, scaled.curve, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_autocast_is_around_forward_and_loss_and_judging() -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    class Spy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.inner(x)
+            if not isinstance(out, torch._subclasses.FakeTensor):  # type: ignore[attr-defined]
+                seen.append((self.training, out.dtype))
+            return out
+
+    trial = run(make_task(lambda seed: Spy(), steps=3, autocast=torch.bfloat16))
+    assert seen == [(True, torch.bfloat16)] * 3 + [(False, torch.bfloat16)] * 2
+    assert trial.status is Status.DONE
+
+
+def test_metrics() -> None:
+    data = examples()
+    task = make_task(data=data, steps=20)
+    by_name, by_loss = run(task), run(replace(task, metric="loss"))
+    assert by_loss.error == by_loss.loss == by_name.loss
+    own = run(replace(task, metric=lambda output, answers: (output.argmax(1) != answers).float().mean() + 1))
+    assert own.error == pytest.approx((by_name.error or 0) + 1)
+
+
+def test_numbers_as_answers() -> None:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    data = Examples(x[:48], x[:48, :1], x[48:], x[48:, :1])
+    task = Task("line", lambda seed: nn.Linear(8, 1), data, 30, 16, Recipe("sgdm", 0.1), loss=mse_loss, metric="loss")
+    trial = run(task)
+    assert trial.status is Status.DONE and trial.error is not None and trial.error < 0.2
+
+
+# --- what a trial says of its place -----------------------------------------------------------------------------------
+
+
+def test_a_trial_knows_versions_and_no_place() -> None:
+    trial = run(make_task(steps=2))
+    assert trial.versions["torch"] == torch.__version__ and trial.versions["paredown"] == paredown.__version__
+    assert trial.device.endswith(" CPU") and trial.seconds is not None and trial.seconds > 0
+    text = json.dumps(trial.to_json())
+    root = Path(paredown.__file__).parents[2]
+    assert bool(trial.commit) == (root / ".git").exists()
+    for secret in (str(root), str(Path.home()) + "/", str(Path.cwd())):
+        assert secret not in text
+    words = text.replace('"', " ").split()
+    assert socket.gethostname() not in words and (getuser() == "root" or getuser() not in words)
+
+
+# --- other modes and devices ------------------------------------------------------------------------------------------
+
+
+def test_simulate_mode_rounds_and_measures_nothing() -> None:
+    task, plan = make_task(steps=20), Plan.uniform(activation="e4m3fn", error="e5m2", weight="e4m3fn", master="bf16")
+    trial = run(task, plan, mode="simulate")
+    assert trial.status is Status.DONE and trial.error is not None and trial.error < 0.1
+    assert trial.measured_peak_bytes is None
+    assert results(run(task, plan, mode="simulate")) == results(trial)
+    assert trial.curve != run(task).curve
+    assert run(task, Plan(), mode="simulate").curve == run(task).curve, "nothing is rounded"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PLANS)
+def test_a_gpu_gives_the_same_again(name: str) -> None:
+    task = "digits#steps=30,autocast=bf16"
+    first = evaluate(task, PLANS[name], device="cuda")
+    assert first.status is Status.DONE
+    assert results(evaluate(task, PLANS[name], device="cuda")) == results(first)
+    assert first.measured_peak_bytes is not None and first.device == torch.cuda.get_device_name()
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_what_is_predicted() -> None:
+    """The data, 68 MB on the device, is no part of the step."""
+    x = torch.randint(256, (4096, 3, 74, 74), dtype=torch.uint8)
+    data = Examples(x, torch.arange(4096) % 4, x[:64], torch.arange(64) % 4)
+    layers = (
+        nn.Conv2d(3, 64, 3),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 4),
+    )
+    task = make_task(lambda seed: nn.Sequential(*layers), data=data, steps=4, batch=128, channels_last=True)
+    trial = evaluate(task, Plan(), device="cuda")
+    assert trial.measured_peak_bytes is not None and trial.predicted_peak_bytes is not None
+    assert trial.measured_peak_bytes == pytest.approx(trial.predicted_peak_bytes, rel=0.15)
+
+
+def test_a_factor_of_the_loss_changes_nothing_where_nothing_is_rounded() -> None:
+    """1024 is a power of two: every gradient is as it was, to the bit."""
+    plain, scaled = (run(make_task(recipe=Recipe("sgdm", 0.1, loss_factor=factor))) for factor in (None, 1024.0))
+    assert plain.curve == scaled.curve and plain.error == scaled.error
+    packed = [run(make_task(recipe=Recipe("sgdm", 0.1, loss_factor=f)), Plan.preset("lpmm")).curve[0] for f in (None, 1024.0)]
+    assert packed[0] == packed[1], "packed gradients are divided too"
+
+
+def test_a_factor_keeps_small_gradients_from_being_lost() -> None:
+    """Gradients of activations below the smallest value of a format, rounded to nearest, are zero without it."""
+    plan = Plan.uniform(error="e2m1", rounding="nearest_even", overflow="saturate")
+    lost, kept = (run(make_task(recipe=Recipe("sgdm", 0.1, loss_factor=f)), plan, mode="simulate").error for f in (None, 1024.0))
+    assert lost is not None and kept is not None and kept < 0.2 < lost

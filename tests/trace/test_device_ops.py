@@ -1,0 +1,147 @@
+"""What CUDA's operations take for themselves: as its allocator showed on one H200, in traces, and on a GPU that is there."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from paredown import Trace, footprint, trace_step
+from paredown.plan.checkpointed_trace import recomputed
+from paredown.trace.device_ops import PROCESSORS, THREADS, sum_scratch
+
+SEEN = (  # rows, columns, bytes: blocks of gpu_reduce_kernel in memory snapshots on one H200, torch 2.11
+    (16384, 1024, 134217728),
+    (25216, 3072, 138412032),
+    (49920, 256, 102236160),
+)
+
+
+class Wide(nn.Module):
+    """Its peak is where the gradient of the bias is summed."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 1024, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def mean(x: Tensor, *_: Any) -> Tensor:
+    return x.mean()
+
+
+def traced(model: nn.Module, x: Tensor, device: str = "cuda", **more: Any) -> Trace:
+    return trace_step(model, (x, x), loss=mean, device=device, **more)
+
+
+@pytest.mark.parametrize(("rows", "columns", "nbytes"), SEEN)
+def test_partial_sums_are_those_of_a_gpu(rows: int, columns: int, nbytes: int) -> None:
+    assert sum_scratch(rows, columns) == nbytes
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1024), (512, 1024), (1000, 3), (4, 100_000), (2048, 1 << 20)])
+def test_few_rows_or_many_columns_need_none(rows: int, columns: int) -> None:
+    """Of fewer than 256 numbers a thread, or where columns alone fill the GPU."""
+    assert sum_scratch(rows, columns) == 0
+
+
+def test_large_tensors_are_summed_half_by_half_and_wide_numbers_take_twice_as_much() -> None:
+    """Above 2 GiB the first half alone, as the second one comes after it."""
+    assert sum_scratch(131072, 16384, torch.bfloat16) == sum_scratch(32768, 16384, torch.bfloat16)
+    assert sum_scratch(16384, 1024, torch.float64) == sum_scratch(16384, 1024, torch.int32) == 2 * SEEN[0][2]
+
+
+@pytest.mark.parametrize("dims", [(), (0,), (-1,), (0, 1), (1,)])
+def test_other_sums_take_none(dims: tuple[int, ...]) -> None:
+    """All of it, along rows, and a number alone: traced, and without scratch."""
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean().sum(0) if dims == (0,) else x.sum(dims)
+
+    x = torch.empty(16384, 1024, requires_grad=True)
+    assert not [made for made in traced(Sum(), x).outputs if made.dtype == "uint8"]
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_gradient_of_a_bias_counts_on_cuda_alone(has_bias: bool) -> None:
+    x = torch.empty(4, 4096, 64)
+    for device in ("cuda", "cpu"):
+        sums = [made.nbytes for made in traced(Wide(has_bias), x, device).outputs if made.op == "sum" and made.dtype == "uint8"]
+        assert sums == ([SEEN[0][2]] if has_bias and device == "cuda" else [])
+
+
+def test_it_is_there_while_the_sum_runs_and_no_longer() -> None:
+    trace = traced(Wide(), torch.empty(4, 4096, 64))
+    scratch = next(made for made in trace.outputs if made.dtype == "uint8")
+    assert scratch.birth == scratch.death > trace.backward_at
+    assert footprint(trace).peak_bytes > footprint(traced(Wide(False), torch.empty(4, 4096, 64))).peak_bytes + scratch.nbytes // 2
+
+
+def test_float32_attention_adds_gradients_of_queries_up_in_blocks() -> None:
+    """100761600 bytes for 768 x 4 heads of 65 places and 16 numbers, seen on one H200: two blocks of 64 x 64 and a lock each."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled_dot_product_attention(x, x, x)
+
+    x = torch.empty(768, 4, 65, 16, requires_grad=True)
+    assert 100761600 in [made.nbytes for made in traced(Attention(), x).outputs if made.phase == "backward"]
+
+
+def test_recomputed_tensors_are_gone_while_gradients_are_summed() -> None:
+    """The input of the second layer, which its node takes, is freed before the gradient of the bias is summed; as written it is not."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 1024)))
+    trace = traced(model, torch.empty(4, 4096, 64))
+    scratch = next(made for made in trace.outputs if made.op == "sum" and made.dtype == "uint8" and made.module == "0.2")
+    slot = next(slot for slot in trace.activations if slot.name == "0.2:input")
+    assert slot.death >= scratch.birth
+    again = [made for made in recomputed(trace, ("0",)).outputs if made.op == "recomputed" and made.module == slot.module]
+    assert max(made.death for made in again if made.shape == slot.shape) < scratch.birth
+
+
+class Residual(nn.Module):
+    """The name `x` holds the first sum until the last layer is done, and no layer takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(64, 64)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        x = self.layers(torch.cat([x, x + 1.0], dim=1))
+        return x
+
+
+def test_what_a_name_holds_is_no_input_of_a_layer() -> None:
+    trace = traced(Residual(), torch.empty(8, 128, 64), "cpu")
+    held = next(made for made in trace.outputs if made.op == "addmm" and made.module == "start")
+    assert held.death > held.used, "the program holds it"
+    again = recomputed(trace, ("layers.*",))
+    there = [made for made in again.outputs if made.op == "addmm" and made.module == "start"]
+    assert [made.death for made in there] == [held.death]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(1500, 64), (5000, 96), (16384, 1024), (25216, 3072), (9000, 10), (300_000, 7)])
+def test_a_gpu_takes_as_much(rows: int, columns: int, dtype: torch.dtype) -> None:
+    found = torch.cuda.get_device_properties(0)
+    if (found.multi_processor_count, found.max_threads_per_multi_processor) != (PROCESSORS, THREADS):
+        pytest.skip(f"the arithmetic is for {PROCESSORS} processors, here are {found.multi_processor_count}")
+    gc.collect()  # what earlier tests hold is freed before, not while it is measured
+    x = torch.ones(rows, columns, dtype=dtype, device="cuda")
+    x.sum(0)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    x.sum(0)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken == pytest.approx(sum_scratch(rows, columns), abs=64 * 1024), "with the result and counters of blocks"

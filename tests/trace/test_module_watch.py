@@ -1,0 +1,155 @@
+"""What Watch reports: every tensor that autograd saves in the model, against torch's own hooks, with names that stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paredown.models import MODELS, random_batch
+from paredown.trace.autograd_graph import Saved
+from paredown.trace.module_watch import Watch
+from paredown.trace.operations import ROWS, Use, row_of
+
+
+def watched(model: nn.Module, *inputs: Any) -> list[Saved]:
+    """All that a forward pass reports."""
+    found: list[Saved] = []
+    watch = Watch(model, found.append)
+    watch.attach()
+    model(*inputs)
+    watch.detach()
+    return found
+
+
+def saved_by_hooks(model: nn.Module, *inputs: Any) -> list[tuple[int, ...]]:
+    """Shapes of all that autograd hands to hooks."""
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*inputs)
+    return sorted(shapes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_that_autograd_saves_is_reported(name: str) -> None:
+    torch.manual_seed(0)
+    model, (x, _) = MODELS[name](), random_batch(name, 2)
+    expected = saved_by_hooks(model, x)
+    found = sorted(tuple(saved.tensor.shape) for saved in watched(model, x) if saved.tensor is not None)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_are_unique_and_stay(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    one, two, larger = ([saved.name for saved in watched(model, random_batch(name, num)[0])] for num in (2, 2, 3))
+    assert one == two == larger
+    assert len(set(one)) == len(one)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_inputs_are_told_apart(name: str) -> None:
+    torch.manual_seed(0)
+    model, (x, _) = MODELS[name](), random_batch(name, 2)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    buffers = {b.untyped_storage().data_ptr() for b in model.buffers()}
+    for saved in watched(model, x):
+        assert saved.tensor is not None
+        at = saved.tensor.untyped_storage().data_ptr()
+        expected = "weight" if at in parameters else "buffer" if at in buffers else "input" if at == x.data_ptr() else "activation"
+        assert saved.kind == expected or saved.tensor.numel() == 0, saved.name
+
+
+class Named(nn.Module):
+    """One of each place that a name can come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu, self.norm = nn.Conv2d(3, 3, 1), nn.ReLU(), nn.BatchNorm2d(3)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.conv(x))
+        x = self.relu(self.norm(x * x.exp()))
+        x = x * torch.tanh(x) * 2 + functional.gelu(x)
+        return self.inner(x) * x
+
+
+def test_names() -> None:
+    found = watched(Named(), torch.randn(2, 3, 8, 8))
+    names = [s.name for s in found if s.kind == "activation" and s.use is not Use.EXACT and s.tensor is not None and s.tensor.dim()]
+    assert names == [
+        *("relu:output", ":exp.output", ":mul.other", ":mul.input", "norm:input", "relu@2:output"),
+        *(
+            ":tanh.output",
+            ":mul#2.other",
+            ":mul#2.input",
+            ":gelu.input",
+            "inner.0:input",
+            "inner.1:output",
+            ":mul#4.other",
+            ":mul#4.input",
+        ),
+    ]
+
+
+def test_nothing_is_reported_without_gradients_or_outside() -> None:
+    model, found = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), []
+    watch = Watch(model, found.append)
+    watch.attach()
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    model[0](torch.randn(2, 4))
+    assert not found
+    before = torch.randn(2, 4, requires_grad=True).exp().sin()
+    model(before)
+    assert [saved.name for saved in found if saved.kind != "weight"] == ["0:input", "1:output"]  # not what came before
+    assert watch.where() == ""
+    watch.detach()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_second_forward_pass_does_not_report_the_first() -> None:
+    model, found = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), []
+    watch = Watch(model, found.append)
+    watch.attach()
+    model(model(torch.randn(2, 4)))
+    assert [saved.name for saved in found if saved.kind != "weight"] == ["0:input", "1:output", "0:input", "1:output"]
+
+
+def test_grad_mode_is_what_it_was() -> None:
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).exp()
+            with torch.no_grad():
+                y = self.b(h)
+                assert not torch.is_grad_enabled()
+            assert torch.is_grad_enabled()
+            return h * y
+
+    assert not [saved for saved in watched(Teacher(), torch.randn(2, 4)) if saved.module == "b"]
+
+
+def test_rows_are_of_nodes_that_exist() -> None:
+    """A row under a name that autograd does not use would never be read."""
+    names = {
+        name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward") for name in dir(torch._C._functions)
+    }
+    made_elsewhere = {"CheckpointFunction", "CompiledFunction"}
+    missing = {name for name in ROWS if name not in names} - made_elsewhere if len(names) > 100 else set()
+    assert not missing
+    assert row_of("ConvolutionBackward0") is ROWS["Convolution"]
+    assert row_of("NoSuchBackward7").op == "NoSuchBackward7"
