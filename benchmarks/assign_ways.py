@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from train_activations import Task
 
 import paredown as pare
-from paredown.assign.problem import Search, ladder_of
+from paredown.assign.problem import AssignmentProblem, ladder_of
 from paredown.assign.strategies import METHODS as ASSIGN_METHODS
 from paredown.plan.footprint import peak_of
-from paredown.plan.replay import choices
+from paredown.plan.replay import slot_storages
 from paredown.roles import Role
 from paredown.trace import operations
 from paredown.trace.operations import Use
@@ -161,7 +161,7 @@ def kept_bytes(trace: pare.Trace, plan: pare.Plan) -> int:
 
 def size_peak(trace: pare.Trace, levels: tuple[str | None, ...], share: float) -> int:
     """The peak when the largest activations were lowered one by one until a share of the bytes is low."""
-    search = Search.of(trace, ASSIGN_METHODS["size"], ladder=ladder_of(levels))
+    search = AssignmentProblem.of(trace, ASSIGN_METHODS["size"], ladder=ladder_of(levels))
     low = ladder_of(levels)[-1]
     for point in sorted(search.points, key=lambda point: point.error):
         formats = {name: format for (name, _), format in search.formats(point).items()}
@@ -174,7 +174,7 @@ def low_share(trace: pare.Trace, plan: pare.Plan, low: str | None) -> float | No
     """The share of the bytes that could be at the low level which are."""
     if low is None:
         return None
-    wanted, found = pare.Format.parse(low), choices(trace, plan)
+    wanted, found = pare.Format.parse(low), slot_storages(trace, plan)
     return _share(trace, {name for name, choice in found.items() if choice.format == wanted})
 
 

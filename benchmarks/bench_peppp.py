@@ -27,7 +27,7 @@ import numpy as np
 from measure import RESULTS, machine
 from numpy.typing import NDArray
 
-from paredown.papers.peppp_cross_validation import SETTINGS, Cache, Judged, Matrices, judge, trials
+from paredown.papers.peppp_cross_validation import SETTINGS, Cache, Matrices, PickerScores, judge, trials
 from paredown.papers.peppp_experiment_design import PICKERS, Picker, Pooled
 from paredown.pick.posterior import Prior, propose
 
@@ -49,7 +49,7 @@ class Job:
     is_released: bool = False
 
 
-Found = dict[tuple[str, str, int, bool], Judged]
+Found = dict[tuple[str, str, int, bool], PickerScores]
 
 
 def matrices() -> Matrices:

@@ -32,12 +32,12 @@ from looked import Looked, Row
 from measure import RESULTS, machine
 
 from paredown.pick import priors
-from paredown.pick.candidates import NAMES, Candidate, Candidates, Step, features_of
+from paredown.pick.candidates import NAMES, Candidate, Candidates, TaskStep, features_of
 from paredown.pick.mixture import find_twins
-from paredown.pick.pick_loop import Picking
-from paredown.pick.prior_data import Earlier, PlanRow, TaskRow
-from paredown.pick.seed_effects import levelled, listed
-from paredown.pick.task_prior import Learned, blind_error, is_calm, scaled
+from paredown.pick.pick_loop import PickLoop
+from paredown.pick.prior_data import PlanRow, PriorData, TaskRow
+from paredown.pick.seed_effects import runs_of_task, without_seed_effects
+from paredown.pick.task_prior import TaskPrior, blind_error, is_calm, scaled
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
 from paredown.sizes import parse_bytes
@@ -53,10 +53,10 @@ BUDGETS = (("stored", "40%"), ("stored", "60%"), ("simulated", "22%"), ("release
 class Case:
     """A task that is new, and what was known before."""
 
-    earlier: Earlier
+    earlier: PriorData
     row: int
     budget_bytes: int
-    before: Earlier
+    before: PriorData
     truths: dict[str, np.ndarray]  # (plans,)
 
     @property
@@ -83,24 +83,24 @@ class Case:
         """Those within the budget."""
         return np.array([c for c in self.columns if self.earlier.memory[self.row, c] <= self.budget_bytes])
 
-    def picking(self) -> Picking:
+    def picking(self) -> PickLoop:
         """A pick of this task that knows what was known before."""
         task, memory = self.earlier.tasks[self.row], self.earlier.memory[self.row]
         plans = {c: _plan(self.earlier, c) for c in range(len(self.earlier.plans))}
         points = np.array([features_of(plan) if not plan.recompute else np.full(len(NAMES), np.nan) for plan in plans.values()])
         rows = tuple(Candidate(self.earlier.plans[c].label, plans[c], int(memory[c]), c, points[c]) for c in self.columns)
-        step = Step(lambda plan: 0, None, int(task.full_bytes or 0))
+        step = TaskStep(lambda plan: 0, None, int(task.full_bytes or 0))
         unit = task.blind or blind_error(task.metric, task.answers)
-        learned = Learned.of(self.before, task.family)
-        return Picking(task.name, task.metric, unit, self.budget_bytes, step, Candidates(rows, points), learned)
+        learned = TaskPrior.of(self.before, task.family)
+        return PickLoop(task.name, task.metric, unit, self.budget_bytes, step, Candidates(rows, points), learned)
 
-    def looked(self, picking: Picking, draw: int) -> Looked:
+    def looked(self, picking: PickLoop, draw: int) -> Looked:
         """Where trials come from."""
         place = {(row.plan.rules, row.plan.recompute): row.column for row in picking.candidates.rows}
         return Looked(self.earlier.tasks[self.row].name, self.runs, place, draw)
 
 
-def _plan(earlier: Earlier, column: int) -> Plan:
+def _plan(earlier: PriorData, column: int) -> Plan:
     """The plan of a column; one that is made for each task has a name of its own here."""
     row = earlier.plans[column]
     return Plan.from_json(row.plan) if row.plan is not None else Plan(recompute=(f"column {column}",))
@@ -145,9 +145,9 @@ WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
 # --- truths ---------------------------------------------------------------------------------------------------------------
 
 
-def cases(earlier: Earlier, budget: str) -> Iterator[Case]:
+def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
     """Each task with pictures; all rows of its data are left out. Runs of twins are those of each other."""
-    whole = Learned.of(earlier)
+    whole = TaskPrior.of(earlier)
     earlier = replace(earlier, runs=with_twins(earlier.runs, whole.twins))
     runs = scaled(earlier)
     for row, task in enumerate(earlier.tasks):
@@ -174,27 +174,27 @@ def with_twins(runs: np.ndarray, twins: np.ndarray) -> np.ndarray:
 
 def seed_means(runs: np.ndarray, calm: np.ndarray) -> np.ndarray:
     """Means of one task's plans (plans, seeds) without what seeds do to all of them; NaN where nobody looked."""
-    level = levelled(runs[None], calm[None])[0]
+    level = without_seed_effects(runs[None], calm[None])[0]
     seen = np.isfinite(level)
     return np.where(seen.any(axis=1), np.where(seen, level, 0.0).sum(axis=1) / np.maximum(seen.sum(axis=1), 1), np.nan)
 
 
-def level_means(earlier: Earlier, means: np.ndarray) -> np.ndarray:
+def level_means(earlier: PriorData, means: np.ndarray) -> np.ndarray:
     """Of each plan, the mean error of the plans of its level."""
     names = np.array([plan.level or f"plan {i}" for i, plan in enumerate(earlier.plans)])
     return np.array([np.nanmean(means[names == name]) for name in names])
 
 
-def smoothed(learned: Learned, runs: np.ndarray) -> np.ndarray:
+def smoothed(learned: TaskPrior, runs: np.ndarray) -> np.ndarray:
     """Means of the plans of a task by all of its runs (plans, seeds), and by what all tasks are like."""
-    mean, _ = learned.prior.after(listed(runs)).levels()
+    mean, _ = learned.prior.after(runs_of_task(runs)).levels()
     return mean[learned.prior.levels] + learned.prior.offsets
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(earlier: Earlier, budget: str) -> list[dict[str, Any]]:
+def rows_of(earlier: PriorData, budget: str) -> list[dict[str, Any]]:
     """A row for each task and way: how far the picks lie above the best, in noises of one run, and how many are within one."""
     found: list[dict[str, Any]] = []
     num_draws = NUM_DRAWS if len(earlier.tasks) < 50 else FEW_DRAWS
@@ -271,13 +271,13 @@ def main() -> None:
         save(rows)
 
 
-def named(name: str) -> Earlier:
+def named(name: str) -> PriorData:
     """A prior; "made up" is one that nobody measured, "released" is made of PEPPP's matrices."""
-    made = {"made up": lambda: priors.made_up(13, 30), "released": released}
+    made = {"made up": lambda: priors.made_up_prior(13, 30), "released": released}
     return made[name]() if name in made else replace(priors.load(name), name=os.path.basename(name))
 
 
-def released() -> Earlier:
+def released() -> PriorData:
     """PEPPP's 87 tasks; plans of a low format are a level. A task's classes, and its bytes in 32 bits, follow from its memory."""
     data = matrices()
     pairs = [(low, high) for low in LOW_FORMATS for high in HIGH_FORMATS]
@@ -285,7 +285,7 @@ def released() -> Earlier:
     per_bit = np.linalg.lstsq(words, data.memory.T * 2**23, rcond=None)[0].T  # numbers in low and in high words, (tasks, 2)
     tasks = [_released_task(i, *row) for i, row in enumerate(per_bit)]
     plans = [PlanRow(f"{low} {high}", peppp_plan(parse_peppp(low), parse_peppp(high)).to_json(), "", low) for low, high in pairs]
-    found = Earlier.of_runs("released", "simulate", tasks, plans, data.errors[..., None], memory=data.memory * 2**20)
+    found = PriorData.of_runs("released", "simulate", tasks, plans, data.errors[..., None], memory=data.memory * 2**20)
     groups = data.errors.reshape(len(tasks), len(LOW_FORMATS), len(HIGH_FORMATS))
     return replace(found, noise=np.sqrt(groups.var(axis=2, ddof=1).mean(axis=1)))
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from paredown.papers.peppp_completion import Effects, lost_share, split_variance
 from paredown.pick.mixture import find_twins
 from paredown.pick.pareto import undominated
-from paredown.pick.prior_data import Earlier
+from paredown.pick.prior_data import PriorData
 from paredown.pick.priors import available, load
-from paredown.pick.seed_effects import Parts, levelled, parts_of
+from paredown.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
 from paredown.pick.task_prior import is_calm
 
 Array = NDArray[np.float64]
@@ -32,12 +32,12 @@ WIDE = ("e4m3", "e4m4", "e5m2", "e5m3")  # low formats of 8 and 9 bits, but for 
 NOISE = 2.0  # deviations of a difference of means beyond which it is called one
 
 
-def lost(prior: Earlier) -> Array:
+def lost(prior: PriorData) -> Array:
     """Of what full precision learns, the share that plans lose; without what seeds do to all plans of a task."""
     return lost_share(means(prior), full_errors(prior), np.array([task.blind for task in prior.tasks], dtype=np.float64))
 
 
-def full_errors(prior: Earlier) -> Array:
+def full_errors(prior: PriorData) -> Array:
     """At full precision, (tasks,); where it did not run, the mean of the formats that lose nothing elsewhere."""
     errors = means(prior)
     full = errors[:, labels(prior).index(FULL)]
@@ -45,29 +45,29 @@ def full_errors(prior: Earlier) -> Array:
     return full if np.isfinite(full).all() else np.where(np.isfinite(full), full, np.nanmean(wide, axis=1))
 
 
-def means(prior: Earlier) -> Array:
+def means(prior: PriorData) -> Array:
     """Over seeds, (tasks, plans), without what seeds do to all plans of a task; NaN where nobody looked."""
-    runs = levelled(prior.runs, is_calm(prior))
+    runs = without_seed_effects(prior.runs, is_calm(prior))
     counts = np.isfinite(runs).sum(axis=2)
     return np.where(counts > 0, np.nansum(runs, axis=2) / np.maximum(counts, 1), np.nan)
 
 
-def rests(prior: Earlier) -> Array:
+def rests(prior: PriorData) -> Array:
     """Of each task the deviation of a run that neither its plan nor its seed explains; NaN where no plan ran twice."""
     return np.sqrt([part.rest for part in parts(prior)])
 
 
-def parts(prior: Earlier) -> list[Parts]:
+def parts(prior: PriorData) -> list[VarianceParts]:
     """Variances of seeds and of the rest, of each task; by plans of which every run learned."""
-    return [parts_of(runs) for runs in np.where(is_calm(prior)[..., None], prior.runs, np.nan)]
+    return [variance_parts_of(runs) for runs in np.where(is_calm(prior)[..., None], prior.runs, np.nan)]
 
 
-def labels(prior: Earlier) -> list[str]:
+def labels(prior: PriorData) -> list[str]:
     """Of the plans."""
     return [plan.label for plan in prior.plans]
 
 
-def complete(prior: Earlier) -> Array:
+def complete(prior: PriorData) -> Array:
     """Which tasks ran under every plan."""
     return np.isfinite(prior.errors).all(axis=1)
 
@@ -87,7 +87,7 @@ def told(effects: Effects) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in vars(effects).items()}
 
 
-def heads(prior: Earlier) -> dict[str, Any]:
+def heads(prior: PriorData) -> dict[str, Any]:
     """Size and noise."""
     rows = complete(prior)
     noise = {
@@ -116,7 +116,7 @@ def singular_shares(errors: Array) -> list[float]:
     return [round(float(share), 4) for share in (values / values.sum())[:5]]
 
 
-def on_fronts(prior: Earlier, groups: Sequence[str]) -> dict[str, int]:
+def on_fronts(prior: PriorData, groups: Sequence[str]) -> dict[str, int]:
     """How many points of the tasks' fronts each group of plans has, complete rows alone."""
     found = dict.fromkeys(groups, 0)
     for row in np.flatnonzero(complete(prior)):
@@ -128,7 +128,7 @@ def on_fronts(prior: Earlier, groups: Sequence[str]) -> dict[str, int]:
 # --- simulated --------------------------------------------------------------------------------------------------------
 
 
-def simulated_facts(prior: Earlier) -> dict[str, Any]:
+def simulated_facts(prior: PriorData) -> dict[str, Any]:
     """By low format, by mantissa of the high format, and what of it is noise; plans that are the same to the last bit count once."""
     share, rows, low = lost(prior), complete(prior), np.array([plan.level for plan in prior.plans])
     names = [str(name) for name in dict.fromkeys(low) if name]
@@ -155,7 +155,7 @@ def simulated_facts(prior: Earlier) -> dict[str, Any]:
     }
 
 
-def _wide_errors(prior: Earlier, rows: Array) -> dict[str, list[float]]:
+def _wide_errors(prior: PriorData, rows: Array) -> dict[str, list[float]]:
     """Of sampled tasks, where full precision did not run: least, mean and largest error with WIDE formats, and that of a blind guess."""
     wide = prior.errors[:, [plan.level in WIDE for plan in prior.plans]]
     found: dict[str, list[float]] = {}
@@ -180,7 +180,7 @@ def _numbers(names: Array) -> NDArray[np.intp]:
     return np.unique(names, return_inverse=True)[1]
 
 
-def _noise_by(prior: Earlier, rows: Array, single: Array, names: Sequence[str]) -> dict[str, list[float | None]]:
+def _noise_by(prior: PriorData, rows: Array, single: Array, names: Sequence[str]) -> dict[str, list[float | None]]:
     """Deviations in (task, low format), the median over tasks: of different configurations with one seed, and of one with three seeds."""
     low = np.array([plan.level for plan in prior.plans])
     found: dict[str, list[float | None]] = {}
@@ -191,7 +191,7 @@ def _noise_by(prior: Earlier, rows: Array, single: Array, names: Sequence[str]) 
     return found
 
 
-def draw_simulated(prior: Earlier) -> None:
+def draw_simulated(prior: PriorData) -> None:
     """The matrix, and low formats by their bits."""
     chosen = [j for j, plan in enumerate(prior.plans) if plan.level]
     names = [task.name.removesuffix(" sumlast18") for task in prior.tasks]
@@ -216,7 +216,7 @@ def draw_simulated(prior: Earlier) -> None:
 # --- stored -----------------------------------------------------------------------------------------------------------
 
 
-def stored_facts(prior: Earlier) -> dict[str, Any]:
+def stored_facts(prior: PriorData) -> dict[str, Any]:
     """By activation format, by tier, and how well bytes were predicted."""
     share = lost(prior)
     parts = [(label if label != FULL else "as it is, full").partition(", ") for label in labels(prior)]
@@ -238,13 +238,13 @@ def stored_facts(prior: Earlier) -> dict[str, Any]:
     }
 
 
-def _effects(prior: Earlier, columns: Sequence[int], groups: Sequence[str]) -> dict[str, float]:
+def _effects(prior: PriorData, columns: Sequence[int], groups: Sequence[str]) -> dict[str, float]:
     """What plans have in common over tasks beyond their group; runs of the first seed, which all have, in deviations of their task."""
     runs = prior.runs[:, columns, 0] / rests(prior)[:, None]
     return told(split_variance(runs, np.unique(groups, return_inverse=True)[1]))
 
 
-def bytes_beside(prior: Earlier) -> dict[str, Any]:
+def bytes_beside(prior: PriorData) -> dict[str, Any]:
     """Measured peaks beside predicted ones: all, and by family."""
     ratio, apart = prior.measured / prior.memory, (prior.measured - prior.memory) / 2**20
     families = np.array([task.family for task in prior.tasks])
@@ -262,7 +262,7 @@ def bytes_beside(prior: Earlier) -> dict[str, Any]:
     }
 
 
-def _measured_share(prior: Earlier) -> Array:
+def _measured_share(prior: PriorData) -> Array:
     return prior.measured / prior.measured[:, [labels(prior).index(FULL)]]
 
 
@@ -271,24 +271,24 @@ def _means(values: Array, groups: Sequence[str]) -> dict[str, dict[str, float]]:
     return {name: figures(values[:, [one == name for one in groups]].mean(axis=1)) for name in dict.fromkeys(groups)}
 
 
-def _apart(prior: Earlier) -> Array:
+def _apart(prior: PriorData) -> Array:
     """How far plans lie above full precision, in deviations of that difference, (tasks, plans)."""
     errors, full = means(prior), labels(prior).index(FULL)
     deviation = rests(prior)[:, None] * np.sqrt(1 / prior.counts + 1 / prior.counts[:, [full]])
     return (errors - errors[:, [full]]) / deviation
 
 
-def above_full(prior: Earlier) -> dict[str, float]:
+def above_full(prior: PriorData) -> dict[str, float]:
     """The mean over tasks times the root of their number: one deviation is what noise alone comes to."""
     return {label: round(float(z.mean() * np.sqrt(len(z))), 2) for label, z in zip(labels(prior), _apart(prior).T, strict=True)}
 
 
-def within_noise(prior: Earlier) -> dict[str, int]:
+def within_noise(prior: PriorData) -> dict[str, int]:
     """On how many tasks a plan is not worse than full precision by more than NOISE deviations of the difference."""
     return {label: int((z <= NOISE).sum()) for label, z in zip(labels(prior), _apart(prior).T, strict=True)}
 
 
-def draw_stored(prior: Earlier) -> None:
+def draw_stored(prior: PriorData) -> None:
     """The matrix, plans in the order of their bytes: what is lost, and the same in deviations."""
     whole = np.array([task.full_bytes for task in prior.tasks], dtype=np.float64)
     order = np.argsort(np.nanmean(prior.memory / whole[:, None], axis=0), kind="stable")

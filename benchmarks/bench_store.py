@@ -26,9 +26,9 @@ from paredown.plan.plan import Plan
 from paredown.sweeps.database import parse_address
 from paredown.sweeps.engines.engine import InlineEngine, LocalEngine
 from paredown.sweeps.status import count
-from paredown.sweeps.store import Ended, Store
+from paredown.sweeps.store import EndedTrial, Store
 from paredown.sweeps.sweep import Sweep, TrialSpec
-from paredown.sweeps.worker import Duty, work
+from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.trial import Status, Trial
 
 PACKAGES = ("sqlalchemy", "psycopg", "torch")
@@ -66,7 +66,7 @@ def one_worker(address: str, num_trials: int) -> Row:
     seconds: list[float] = []
     claims = store.claim("bench", 1, sweep=name)
     while claims:
-        ended = [Ended(claim, noop(claim.spec)) for claim in claims]
+        ended = [EndedTrial(claim, noop(claim.spec)) for claim in claims]
         start = time.perf_counter()
         _, claims = store.exchange("bench", ended, 1, sweep=name)
         seconds.append(time.perf_counter() - start)
@@ -100,7 +100,7 @@ def long_lived(address: str, name: str, ready: object, go: object) -> None:
     with Store(address) as store:
         ready.release()
         go.wait()
-        work(store, InlineEngine(noop), Duty(sweep=name))
+        work(store, InlineEngine(noop), WorkerOptions(sweep=name))
 
 
 def own_process(address: str, num_trials: int) -> Row:

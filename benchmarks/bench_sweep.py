@@ -33,7 +33,7 @@ from paredown.codec.backend import find_kernels
 from paredown.models.resnet import SumLastResNet
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import peppp_element, peppp_plan
-from paredown.sweeps.engines.cuda_graphs import Bench
+from paredown.sweeps.engines.cuda_graphs import GraphBench
 from paredown.tasks.evaluate import evaluate, make_setting
 from paredown.tasks.lookup import find_task
 from paredown.tasks.task import Task
@@ -75,7 +75,7 @@ def plans() -> Iterator[Plan]:
 
 def graphs(task: Task, lanes: int) -> Iterator[float]:
     """Errors of trials, without end."""
-    bench, source = Bench(lanes), enumerate(plans())
+    bench, source = GraphBench(lanes), enumerate(plans())
     for number, plan in islice(source, 2 * lanes):
         bench.add(number, make_setting(task, plan, mode="peppp", device=DEVICE))
     while True:

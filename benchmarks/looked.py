@@ -15,8 +15,8 @@ from typing import Any, final
 
 import numpy as np
 
-from paredown.pick.mixture import once
-from paredown.pick.seed_effects import Parts, levelled, parts_of
+from paredown.pick.mixture import without_twins
+from paredown.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
 from paredown.plan.plan import Plan
 from paredown.sweeps.measurement import Measurer
 from paredown.tasks.trial import Status, Trial
@@ -36,14 +36,14 @@ class Row:
     calm: np.ndarray
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> VarianceParts:
         """What seeds do to all plans, and the rest, as variances."""
-        return parts_of(np.where(self.calm[:, None], self.runs, np.nan))
+        return variance_parts_of(np.where(self.calm[:, None], self.runs, np.nan))
 
     @cached_property
     def level(self) -> np.ndarray:
         """The runs without what seeds do to all."""
-        return levelled(self.runs[None], self.calm[None])[0]
+        return without_seed_effects(self.runs[None], self.calm[None])[0]
 
     @cached_property
     def named(self) -> list[str]:
@@ -52,7 +52,7 @@ class Row:
 
     def of_level(self, name: str) -> np.ndarray:
         """The runs of a level, those of twins once."""
-        found = once(self.runs[None], self.twins)[0][self.levels == name]
+        found = without_twins(self.runs[None], self.twins)[0][self.levels == name]
         return found[np.isfinite(found)]
 
     @cached_property

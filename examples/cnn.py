@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy, interpolate
 
 import paredown as pare
-from paredown.integrations.out_of_memory import explained
+from paredown.integrations.out_of_memory import explain_on_out_of_memory
 from paredown.models import resnet18
 from paredown.tasks.lookup import find_task
 
@@ -49,7 +49,7 @@ def main() -> None:
     # 3. The loop is the usual one.
     session = pare.apply(plan, model)
     opt = pare.optim.AdamW(model.parameters(), lr=3e-3)
-    with explained(trace, plan):  # no memory after all: which role grew, and which plan is next
+    with explain_on_out_of_memory(trace, plan):  # no memory after all: which role grew, and which plan is next
         for step, (x, y) in zip(range(options.steps), data, strict=False):
             x, y = batch(x, y)
             loss = cross_entropy(model(x), y)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paredown.pick.priors import made_up
+from paredown.pick.priors import made_up_prior
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_task_and_its_kin_are_left_out(bench: Any) -> None:
     """The last two rows are parts of the first one's data, as superclasses are of CIFAR-100, and are no cases of their own."""
-    made = made_up(6, 12)
+    made = made_up_prior(6, 12)
     first = made.tasks[0].data
     kin = tuple(replace(task, data=f"{first}/{number}") for number, task in enumerate(made.tasks[4:]))
     earlier = replace(made, tasks=(*made.tasks[:4], *kin))
@@ -39,7 +39,7 @@ def test_the_task_and_its_kin_are_left_out(bench: Any) -> None:
 
 
 def test_runs_are_looked_up(bench: Any) -> None:
-    named = made_up(6, 12, seeds=2)
+    named = made_up_prior(6, 12, seeds=2)
     earlier = replace(named, plans=tuple(replace(plan, level="") for plan in named.plans))
     case = next(bench.cases(earlier, "60%"))
     looked = case.looked(case.picking(), draw=0)
@@ -78,7 +78,7 @@ def test_runs_of_a_level_are_dealt_out_anew(bench: Any) -> None:
 
 def test_of_twins_one_is_tried_and_both_are_known(bench: Any) -> None:
     """All twelve plans of a level, the second six the first over again: trials are of six plans at most."""
-    earlier = made_up(9, 12, seeds=2)
+    earlier = made_up_prior(9, 12, seeds=2)
     runs = np.concatenate([earlier.runs[:, :6], earlier.runs[:, :6]], axis=1)
     runs[:, 6:, 1] = np.nan
     plans = tuple(replace(plan, level="all") for plan in earlier.plans)
@@ -99,7 +99,7 @@ def test_of_twins_one_is_tried_and_both_are_known(bench: Any) -> None:
 
 def test_rows_and_the_table(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "NUM_DRAWS", 2)
-    rows = bench.rows_of(made_up(9, 12), "60%")
+    rows = bench.rows_of(made_up_prior(9, 12), "60%")
     assert {row["way"] for row in rows} == set(bench.WAYS) and len(rows) == 9 * len(bench.WAYS)
     assert all(0 <= row[truth]["within"] <= 1 and row[truth]["above"] >= 0 for row in rows for truth in bench.TRUTHS)
     assert len(list(bench.table(rows))) == 1 + len(bench.WAYS)

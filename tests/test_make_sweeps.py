@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paredown.plan.plan import Plan
-from paredown.sweeps.store import Ended, Store
+from paredown.sweeps.store import EndedTrial, Store
 from paredown.sweeps.sweep import Sweep
 from paredown.tasks.trial import Status, Trial
 
@@ -57,7 +57,7 @@ def finish(store: Store, errors: dict[str, float], without: Sequence[str] = ()) 
     """Finish all trials but those of some tasks."""
     for claim in store.claim("w", len(errors), without=without):
         text = claim.spec.task
-        store.finish("w", Ended(claim, Trial(text, claim.spec.plan, 0, Status.DONE, error=errors[text], loss=1.0)))
+        store.finish("w", EndedTrial(claim, Trial(text, claim.spec.plan, 0, Status.DONE, error=errors[text], loss=1.0)))
 
 
 def test_rates_are_chosen_when_all_of_a_task_were_tried(make: Any, tmp_path: Path) -> None:

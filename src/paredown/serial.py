@@ -18,7 +18,7 @@ Text, whole numbers from 0 to 2^53 (what JavaScript counts exactly), finite numb
 tuples as lists, mappings of texts, NamedTuples as lists, dataclasses as objects. A field with a default may be missing; an unknown
 one is an error.
 
->>> read(tuple[int, ...], [1, -2], "sizes")
+>>> read_dataclass(tuple[int, ...], [1, -2], "sizes")
 Traceback (most recent call last):
     ...
 paredown.errors.ReportError: sizes[1]: a whole number from 0 to 2^53 is needed here; this is -2.
@@ -174,32 +174,34 @@ PLAIN: Mapping[Any, Check] = {
 }
 
 
-def read(kind: Any, value: Any, where: str) -> Any:
+def read_dataclass(kind: Any, value: Any, where: str) -> Any:
     """`value` as a `kind`; ReportError names the place in `where`."""
     if kind in PLAIN:
         check, needed = PLAIN[kind]
         return value if check(value) else _refuse(where, needed, value)
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:  # X | None
-        return None if value is None else read(next(part for part in inner if part is not NoneType), value, where)
+        return None if value is None else read_dataclass(next(part for part in inner if part is not NoneType), value, where)
     if origin is tuple:
         return _read_tuple(inner, value, where)
     if origin is Mapping:
         _need(isinstance(value, dict), where, "an object", value)
-        return {read(str, key, where): read(inner[1], part, f"{where}.{brief(key)}") for key, part in value.items()}
+        return {
+            read_dataclass(str, key, where): read_dataclass(inner[1], part, f"{where}.{brief(key)}") for key, part in value.items()
+        }
     if is_dataclass(kind):
         return _read_object(kind, value, where)
     names, hints = kind._fields, _hints(kind)
     _need(isinstance(value, list) and len(value) == len(names), where, f"a list of {', '.join(names)}", value)
-    return kind(*(read(hints[name], part, f"{where}.{name}") for name, part in zip(names, value, strict=True)))
+    return kind(*(read_dataclass(hints[name], part, f"{where}.{name}") for name, part in zip(names, value, strict=True)))
 
 
 def _read_tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     _need(isinstance(value, list), where, "a list", value)
     if inner[-1] is Ellipsis:
-        return tuple([read(inner[0], part, f"{where}[{i}]") for i, part in enumerate(value)])
+        return tuple([read_dataclass(inner[0], part, f"{where}[{i}]") for i, part in enumerate(value)])
     _need(len(value) == len(inner), where, f"a list of {len(inner)}", value)
-    return tuple(read(kind, part, f"{where}[{i}]") for i, (kind, part) in enumerate(zip(inner, value, strict=True)))
+    return tuple(read_dataclass(kind, part, f"{where}[{i}]") for i, (kind, part) in enumerate(zip(inner, value, strict=True)))
 
 
 def _read_object(kind: Any, value: Any, where: str) -> Any:
@@ -211,7 +213,7 @@ def _read_object(kind: Any, value: Any, where: str) -> Any:
     for row in rows:
         if row.default is MISSING and row.default_factory is MISSING and row.name not in value:
             raise ReportError(f"{where}: {row.name} is missing.")
-    return kind(**{name: read(hints[name], part, f"{where}.{name}") for name, part in value.items()})
+    return kind(**{name: read_dataclass(hints[name], part, f"{where}.{name}") for name, part in value.items()})
 
 
 @lru_cache(maxsize=64)
@@ -219,13 +221,13 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def dump(value: Any) -> Any:
-    """The JSON value that `read` takes."""
+def dump_dataclass(value: Any) -> Any:
+    """The JSON value that `read_dataclass` takes."""
     if is_dataclass(value):
-        return {row.name: dump(getattr(value, row.name)) for row in fields(value)}
+        return {row.name: dump_dataclass(getattr(value, row.name)) for row in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): dump(part) for key, part in value.items()}
-    return [dump(part) for part in value] if isinstance(value, tuple | list) else value
+        return {str(key): dump_dataclass(part) for key, part in value.items()}
+    return [dump_dataclass(part) for part in value] if isinstance(value, tuple | list) else value
 
 
 def _need(holds: bool, where: str, needed: str, value: Any) -> None:

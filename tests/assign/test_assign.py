@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paredown import BudgetError, Plan, footprint
 from paredown.assign.assign import assign
 from paredown.assign.options import LADDER
-from paredown.assign.problem import Search, rules_of
+from paredown.assign.problem import AssignmentProblem, rules_of
 from paredown.assign.strategies import METHODS, best_within, expected_error
 from paredown.plan.footprint import DEVICES
 from paredown.trace.trace import Trace
@@ -26,7 +26,7 @@ NAMES = [name for name, row in METHODS.items() if not row.needs_sensitivities]
 
 def peaks(trace: Trace) -> tuple[int, int]:
     """What no plan gets below, and the peak of the step as it is written."""
-    return Search.of(trace, METHODS["role"]).ledger.floor_bytes, footprint(trace).peak_bytes
+    return AssignmentProblem.of(trace, METHODS["role"]).ledger.floor_bytes, footprint(trace).peak_bytes
 
 
 @examples(scaled(200))
@@ -39,7 +39,7 @@ def test_the_budget_is_never_exceeded(seed: int, method: str, share: float) -> N
         plan = assign(trace, budget, method=method, seed=seed)
     except BudgetError as error:
         assert f"no plan of method {method!r}" in str(error)
-        assert method != "role" or budget < Search.of(trace, METHODS["role"]).smallest.peak_bytes
+        assert method != "role" or budget < AssignmentProblem.of(trace, METHODS["role"]).smallest.peak_bytes
         return
     assert footprint(trace, plan).peak_bytes <= budget
     assert Plan.from_json(plan.to_json()) == plan
@@ -49,7 +49,7 @@ def test_the_budget_is_never_exceeded(seed: int, method: str, share: float) -> N
 @given(seed=SEEDS, method=st.sampled_from(NAMES))
 def test_every_point_has_the_peak_that_a_footprint_has(seed: int, method: str) -> None:
     trace = random_trace(seed)
-    search = Search.of(trace, METHODS[method], seed=seed)
+    search = AssignmentProblem.of(trace, METHODS[method], seed=seed)
     for point in Random(seed).sample(search.points, min(3, len(search.points))):
         plan = Plan(rules_of(trace, search.formats(point), is_short=False))
         assert footprint(trace, plan).peak_bytes == point.peak_bytes
@@ -59,7 +59,7 @@ def test_every_point_has_the_peak_that_a_footprint_has(seed: int, method: str) -
 @given(seed=SEEDS, method=st.sampled_from(NAMES), shares=st.lists(st.floats(0, 1.1), min_size=2, max_size=5))
 def test_more_budget_is_never_worse(seed: int, method: str, shares: list[float]) -> None:
     trace = random_trace(seed)
-    search = Search.of(trace, METHODS[method], seed=seed)
+    search = AssignmentProblem.of(trace, METHODS[method], seed=seed)
     written = footprint(trace).peak_bytes
     least = min(search.smallest.peak_bytes, written)
     budgets = sorted(int(least + share * (written - least)) for share in shares)
@@ -100,7 +100,7 @@ def test_the_error_is_within_2_percent_of_the_least_there_is(seed: int, num: int
     there, since packing one more adds a decoded copy at another tick.
     """
     trace = random_trace(seed, num=num, has_parameters=False, is_simple=True)
-    search = Search.of(trace, METHODS["role"])
+    search = AssignmentProblem.of(trace, METHODS["role"])
     errors, peaks = all_errors_and_peaks(trace)
     assert search.smallest.peak_bytes == peaks.min()
     for budget in np.linspace(peaks.min(), peaks.max(), 10).astype(int):

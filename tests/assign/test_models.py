@@ -14,12 +14,12 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from paredown import BudgetError, Format, Plan, PlanError, Role, Sensitivities, Trace, apply, assign, footprint, optim, trace_step
 from paredown.assign.checkpointed_layers import added_seconds, layers_alone, repeated_layers
-from paredown.assign.problem import Search, ladder_of
+from paredown.assign.problem import AssignmentProblem, ladder_of
 from paredown.assign.strategies import METHODS, expected_error
 from paredown.models import MODELS, random_batch
 from paredown.models.resnet import resnet50
 from paredown.models.transformer import ViT
-from paredown.plan.checkpointed_trace import recomputed
+from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.explanation import explain_slots
 from paredown.trace.operations import Use
 from tests.trace.steps import step_of, traced
@@ -40,7 +40,7 @@ def trace_of(name: str, num: int = 32) -> Trace:
 def test_half_of_the_memory_is_enough_or_it_is_said_why_not(name: str, share: int) -> None:
     trace = trace_of(name)
     budget = footprint(trace).peak_bytes * share // 100
-    floor = Search.of(trace, METHODS["role"]).ledger.floor_bytes
+    floor = AssignmentProblem.of(trace, METHODS["role"]).ledger.floor_bytes
     try:
         plan = assign(trace, f"{share}%")
     except BudgetError as error:
@@ -49,7 +49,7 @@ def test_half_of_the_memory_is_enough_or_it_is_said_why_not(name: str, share: in
         return
     assert footprint(trace, plan).peak_bytes <= budget
     assert plan.made_for["budget_bytes"] == budget and "peak" in plan.reason
-    alone = layers_alone(trace, budget, lambda of, ladder: Search.of(of, METHODS["role"], ladder=ladder))
+    alone = layers_alone(trace, budget, lambda of, ladder: AssignmentProblem.of(of, METHODS["role"], ladder=ladder))
     if alone is not None:
         assert added_seconds(trace, plan) <= added_seconds(trace, Plan((), recompute=alone[2])), "never slower than layers alone"
     assert plan.recompute or floor <= budget
@@ -121,7 +121,7 @@ def test_layers_are_found_and_used_where_nothing_else_fits() -> None:
     assert sorted(repeated_layers(trace)) == [f"layers.{i}" for i in range(8)]
     assert repeated_layers(traced("resnet18", 32))[0].startswith("layer1.")
     levels = (None, "int8/64@bf16")
-    least = Search.of(trace, METHODS["role"], ladder=ladder_of(levels)).smallest.peak_bytes
+    least = AssignmentProblem.of(trace, METHODS["role"], ladder=ladder_of(levels)).smallest.peak_bytes
     with pytest.raises(BudgetError, match="Layers were not to be computed again"):
         assign(trace, least - 1, levels=levels, recompute=False)
     plan = assign(trace, least - 1, levels=levels)
@@ -132,7 +132,7 @@ def test_layers_are_found_and_used_where_nothing_else_fits() -> None:
 
 def test_layers_are_used_where_errors_would_be_large() -> None:
     trace = deep_trace()
-    floor = Search.of(trace, METHODS["role"]).smallest.peak_bytes
+    floor = AssignmentProblem.of(trace, METHODS["role"]).smallest.peak_bytes
     budget = int(1.1 * floor)
     assert not assign(trace, budget, recompute=False).recompute
     plan = assign(trace, budget, recompute=True)
@@ -157,8 +157,8 @@ def test_no_more_layers_than_are_needed(share: float, recompute: bool | None) ->
         if not slot.stays and Use.VALUE in slot.uses
     )
     if plan.recompute:
-        fewer = recomputed(trace, tuple(layers[: len(plan.recompute) - 1]))
-        best = Search.of(fewer, METHODS["role"], ladder=ladder).best(budget)
+        fewer = checkpointed_trace(trace, tuple(layers[: len(plan.recompute) - 1]))
+        best = AssignmentProblem.of(fewer, METHODS["role"], ladder=ladder).best(budget)
         assert best is None or best.error > borne
         assert set(plan.recompute) == set(layers[: len(plan.recompute)])
 
@@ -263,14 +263,14 @@ def test_a_budget_that_nothing_fits() -> None:
     said = r"no plan of method 'role' fits 1\.00 KiB; the smallest needs .* MiB\. Held up by '.* \("
     with pytest.raises(BudgetError, match=said) as error:
         assign(trace, "1KiB")
-    smallest = Search.of(trace, METHODS["role"]).smallest.peak_bytes
+    smallest = AssignmentProblem.of(trace, METHODS["role"]).smallest.peak_bytes
     assert "Raise the budget, lower the batch (now 0: (32, 64) int64" in str(error.value)
     assert footprint(trace, assign(trace, smallest, recompute=False)).peak_bytes == smallest
 
 
 def test_pins_that_contradict_the_budget() -> None:
     trace = traced("gpt", 32)
-    floor = Search.of(trace, METHODS["role"]).smallest.peak_bytes
+    floor = AssignmentProblem.of(trace, METHODS["role"]).smallest.peak_bytes
     with pytest.raises(BudgetError, match=r"The pins contradict this budget: without them .* backward exponentiates its errors"):
         assign(trace, floor - 1, recompute=False)
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paredown.assign.assign import assign
-from paredown.assign.repair import LEVELS, Repaired, Terms, bits_of, repair, settle
+from paredown.assign.repair import LEVELS, RepairedPlan, RepairTerms, bits_of, repair, replan
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import BudgetError
 from paredown.formats.format import Format
 from paredown.plan.footprint import footprint, peak_of
 from paredown.plan.plan import Plan
-from paredown.plan.replay import choices
+from paredown.plan.replay import slot_storages
 from paredown.roles import Role
 from paredown.trace.trace import Trace
 from tests.trace.steps import traced
@@ -37,14 +37,14 @@ def trace_of(name: str) -> Trace:
 @cache
 def packed(name: str, plan: str) -> list[str]:
     """Slots that wait in a format."""
-    return [slot for slot, chosen in choices(trace_of(name), PLANS[plan]).items() if chosen.format is not None]
+    return [slot for slot, chosen in slot_storages(trace_of(name), PLANS[plan]).items() if chosen.format is not None]
 
 
 def formats(trace: Trace, plan: Plan) -> dict[str, Format | None]:
-    return {name: chosen.format for name, chosen in choices(trace, plan).items()}
+    return {name: chosen.format for name, chosen in slot_storages(trace, plan).items()}
 
 
-def assert_sound(trace: Trace, plan: Plan, found: Repaired, budget_bytes: int, keeps: set[str]) -> None:
+def assert_sound(trace: Trace, plan: Plan, found: RepairedPlan, budget_bytes: int, keeps: set[str]) -> None:
     """What holds of every repair, by the real footprint and the real choices."""
     assert footprint(trace, found.plan).peak_bytes <= budget_bytes
     before, after = formats(trace, plan), formats(trace, found.plan)
@@ -66,7 +66,7 @@ def test_holds_the_budget_whatever_is_raised(data: st.DataObject) -> None:
     keeps = set(data.draw(st.lists(st.sampled_from(slots), max_size=5)))
     room = data.draw(st.integers(0, 1 << 18))
     budget = peak_of(trace, plan) + room
-    found = repair(plan, Terms(trace, budget), raised=raised, keeps=keeps)
+    found = repair(plan, RepairTerms(trace, budget), raised=raised, keeps=keeps)
     assert_sound(trace, plan, found, budget, keeps | set(found.raised))
     before, after = formats(trace, plan), formats(trace, found.plan)
     assert (*found.raised, *found.refused) == tuple(raised)
@@ -80,13 +80,13 @@ def test_raises_by_one_level(name: str) -> None:
     trace, plan = trace_of(name), PLANS["int4"]
     free = [s for s in packed(name, "int4") if trace.slot(s).pin is None and not trace.slot(s).recomputed_from]
     slot = next(s for s in free if not any(saver.is_centered for saver in trace.slot(s).savers))
-    found = repair(plan, Terms(trace, peak_of(trace, Plan())), raised=[slot])
+    found = repair(plan, RepairTerms(trace, peak_of(trace, Plan())), raised=[slot])
     assert formats(trace, found.plan)[slot] == Format.parse(INT8)
-    again = repair(found.plan, Terms(trace, peak_of(trace, Plan())), raised=[slot])
+    again = repair(found.plan, RepairTerms(trace, peak_of(trace, Plan())), raised=[slot])
     assert formats(trace, again.plan)[slot] == LEVELS[1]
-    last = repair(again.plan, Terms(trace, peak_of(trace, Plan())), raised=[slot])
+    last = repair(again.plan, RepairTerms(trace, peak_of(trace, Plan())), raised=[slot])
     assert formats(trace, last.plan)[slot] is None
-    assert repair(last.plan, Terms(trace, peak_of(trace, Plan())), raised=[slot]).moves == (), "it is at the top"
+    assert repair(last.plan, RepairTerms(trace, peak_of(trace, Plan())), raised=[slot]).moves == (), "it is at the top"
 
 
 @pytest.mark.parametrize("payer", ["layers.0.mlp.1:input", "layers.0.norm2:input", "layers.0.norm1:input"])
@@ -97,7 +97,7 @@ def test_the_least_sensitive_pay(payer: str) -> None:
         slot: {INT8: 1e-9, INT4: 1e-8, INT2: 1e-7} if slot in family else {INT8: 1e-4, INT4: 1e-2, INT2: 1.0} for slot in slots
     }
     raised = "layers.0.norm1:input" if payer != "layers.0.norm1:input" else "layers.0.norm2:input"
-    found = repair(plan, Terms(trace, peak_of(trace, plan), Sensitivities(errors)), raised=[raised])
+    found = repair(plan, RepairTerms(trace, peak_of(trace, plan), Sensitivities(errors)), raised=[raised])
     assert found.raised == (raised,)
     assert payer in {move.slot for move in found.moves if bits_of(move.after) < bits_of(move.before)}
 
@@ -106,7 +106,7 @@ def test_refuses_what_nobody_can_pay_for() -> None:
     trace, plan = trace_of("gpt"), PLANS["low"]
     peak = peak_of(trace, plan)
     at_peak = [slot for slot in packed("gpt", "low") if peak_of(trace, plan.set(f"activation={slot}", None)) > peak]
-    found = repair(plan, Terms(trace, peak), raised=at_peak)
+    found = repair(plan, RepairTerms(trace, peak), raised=at_peak)
     assert found.refused and found.refused == tuple(at_peak[len(found.raised) :])
     assert peak_of(trace, found.plan) <= peak
 
@@ -116,32 +116,32 @@ def test_refuses_what_nobody_can_pay_for() -> None:
 def test_settles_on_something_better_within_the_budget(name: str, key: str) -> None:
     trace, plan = trace_of(name), PLANS[key]
     budget = peak_of(trace, plan)
-    found = settle(plan, Terms(trace, budget))
+    found = replan(plan, RepairTerms(trace, budget))
     assert_sound(trace, plan, found, budget, set())
-    again = settle(found.plan, Terms(trace, budget))
+    again = replan(found.plan, RepairTerms(trace, budget))
     assert again.moves == (), "once settled it stays"
     keeps = set(packed(name, key)[:3])
-    kept = settle(plan, Terms(trace, budget), keeps=keeps)
+    kept = replan(plan, RepairTerms(trace, budget), keeps=keeps)
     assert_sound(trace, plan, kept, budget, keeps)
 
 
 def test_leaves_a_plan_of_assign_as_it_is() -> None:
     trace = trace_of("gpt")
     plan = assign(trace, "75%", levels=(None, "bf16", INT8, INT4, INT2))
-    assert settle(plan, Terms(trace, peak_of(trace, plan))).moves == ()
+    assert replan(plan, RepairTerms(trace, peak_of(trace, plan))).moves == ()
 
 
 def test_says_that_the_plan_is_over_the_budget() -> None:
     trace = trace_of("gpt")
     with pytest.raises(BudgetError, match="the plan to repair needs"):
-        repair(PLANS["int8"], Terms(trace, 1000), raised=[])
+        repair(PLANS["int8"], RepairTerms(trace, 1000), raised=[])
     with pytest.raises(BudgetError, match="the plan to repair needs"):
-        settle(PLANS["int8"], Terms(trace, 1000))
+        replan(PLANS["int8"], RepairTerms(trace, 1000))
 
 
 def test_names_that_are_no_slots_are_passed_over() -> None:
     trace, plan = trace_of("gpt"), PLANS["int8"]
-    found = repair(plan, Terms(trace, peak_of(trace, plan)), raised=["nobody"], keeps={"nobody else"})
+    found = repair(plan, RepairTerms(trace, peak_of(trace, plan)), raised=["nobody"], keeps={"nobody else"})
     assert found.plan == plan and not found.moves and not found.raised
 
 
@@ -150,6 +150,6 @@ def test_follows_a_plan_that_recomputes() -> None:
     plan = Plan((), recompute=("layers.0",)).set("activation", INT4)
     budget = peak_of(trace, plan)
     slots = [slot for slot in packed("gpt", "int4") if slot.startswith("layers.1.mlp")]
-    found = repair(plan, Terms(trace, budget + (1 << 16)), raised=slots)
+    found = repair(plan, RepairTerms(trace, budget + (1 << 16)), raised=slots)
     assert found.plan.recompute == ("layers.0",)
     assert peak_of(trace, found.plan) <= budget + (1 << 16)

@@ -9,7 +9,7 @@ import pytest
 
 from paredown import Plan, evaluate, pick
 from paredown.cli.pick_verbs import record_of
-from paredown.pick.priors import made_up, write
+from paredown.pick.priors import made_up_prior, write_prior
 from paredown.sweeps import measurement
 from paredown.tasks.lookup import find_task
 from paredown.tasks.trial import Trial
@@ -21,7 +21,7 @@ MLP = "digits#model=mlp,steps=3"
 @pytest.fixture
 def prior(folder: Path) -> str:
     """A made-up prior in a file."""
-    write(made_up(), folder / "few.json")
+    write_prior(made_up_prior(), folder / "few.json")
     return "few.json"
 
 
@@ -70,7 +70,7 @@ def test_a_plan_for_a_budget_is_within_it_when_it_trains(folder: Path, budget: s
 
 
 def test_the_page_of_a_pick_has_the_peaks_of_its_frontier(folder: Path) -> None:
-    picked = pick(MLP, "90%", 0, prior=made_up(), device="cpu")
+    picked = pick(MLP, "90%", 0, prior=made_up_prior(), device="cpu")
     study = record_of(picked, find_task(MLP), "cpu").studies[0]
     peaks = {point.label: point.predicted_bytes for point in picked.frontier.points}
     assert len(study.kept) > 2 and {row.label: row.peak_bytes for row in study.kept}.items() <= peaks.items()

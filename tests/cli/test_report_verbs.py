@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paredown import Plan, Trial
 from paredown.cli.report_verbs import _source, with_memory  # pyright: ignore[reportPrivateUsage]
-from paredown.cli.subject import Asked, find_subject
+from paredown.cli.subject import SubjectOptions, find_subject
 from paredown.report.record import Record
 from paredown.tasks.trial import Status
 
@@ -38,7 +38,7 @@ def test_runs_are_shown_as_they_are(folder: Path) -> None:
 
 def test_memory_is_shown_with_its_own_task() -> None:
     record = Record.of_trials("tasks", [trial("another"), trial(MLP)])
-    subject, plans = find_subject(MLP, Asked(device="cpu")), {"as written": Plan(), "lpmm": Plan.preset("lpmm")}
+    subject, plans = find_subject(MLP, SubjectOptions(device="cpu")), {"as written": Plan(), "lpmm": Plan.preset("lpmm")}
     studies = {study.task: len(study.kept) for study in with_memory(record, subject, plans).studies}
     assert studies == {"another": 0, MLP: 2}
     alone = Record.of_trials("tasks", [trial("another")])

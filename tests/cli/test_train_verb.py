@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import paredown as pare
-from paredown.cli.train_verb import Run, told
+from paredown.cli.train_verb import TrainingRun, runs_table
 from paredown.pick.answer import Picked
-from paredown.pick.priors import made_up, write
-from paredown.session.stored_tensors import Values
+from paredown.pick.priors import made_up_prior, write_prior
+from paredown.session.stored_tensors import StoredValues
 from paredown.tasks.evaluate import device_name
 from paredown.tasks.lookup import find_task
 from paredown.tasks.trial import Status, Trial
@@ -27,7 +27,7 @@ MLP = "digits#model=mlp,steps=6"
 @pytest.fixture
 def prior(folder: Path) -> str:
     """A made-up prior in a file."""
-    write(made_up(), folder / "made.json")
+    write_prior(made_up_prior(), folder / "made.json")
     return "made.json"
 
 
@@ -64,7 +64,7 @@ def test_verify_compares_gradients_before_the_training(folder: Path, monkeypatch
     assert found.ok and found.rows and checked["runs"][0]["loss"] == plain["runs"][0]["loss"], "the training is the same"
     status, out, _ = ask(*words, "--verify")
     assert status == 0 and out.index("Verification of ResNet: ok") < out.index("peak, measured")
-    monkeypatch.setattr(Values, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
+    monkeypatch.setattr(StoredValues, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
     status, out, err = ask(*words, "--verify")
     assert status == 4 and "not ok" in out and "off under the exact plan" in out and "peak, measured" not in out
     assert "activations8: gradients under the plan are not those of the unmodified model; nothing was trained" in err
@@ -253,6 +253,6 @@ def test_sources_name_nothing_that_is_run(folder: Path, prior: str) -> None:
 def test_much_more_than_predicted_is_said(measured: int | None, device: str, is_said: bool) -> None:
     sizes = {"predicted_peak_bytes": None if measured == 1152 else 1000, "measured_peak_bytes": measured}
     trial = Trial("t", pare.Plan(), 0, Status.DONE, error=0.1, device=device, **sizes)
-    lines = told("t", [Run("mine", pare.Plan(), trial)])
+    lines = runs_table("t", [TrainingRun("mine", pare.Plan(), trial)])
     assert ("mine took 151 B more than predicted" in lines[-1] and "channels_last" in lines[-1]) is is_said
     assert len(lines) == 3 + is_said

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paredown.codec import reference
-from paredown.codec.reference import Encoding, Parts
-from paredown.formats.element import Element, Kind
+from paredown.codec.reference import Encoding, PackedParts
+from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from tests.support.compare import assert_same_bits
@@ -75,7 +75,7 @@ BLOCKS = [
 ]
 
 
-def rounded_by_reference(x: Tensor, encoding: Encoding, given: Parts | None) -> tuple[Parts, Tensor, Tensor]:
+def rounded_by_reference(x: Tensor, encoding: Encoding, given: PackedParts | None) -> tuple[PackedParts, Tensor, Tensor]:
     """(packed, decoded, round_trip) of the reference."""
     bits = reference.random_bits(encoding.seed, encoding.seed.first_index, x.numel(), x.device).view(x.shape)
     packed = reference.encode_rows(x, encoding, given, bits)
@@ -83,13 +83,13 @@ def rounded_by_reference(x: Tensor, encoding: Encoding, given: Parts | None) -> 
     return packed, decoded, reference.round_trip_rows(x, encoding, given, bits)
 
 
-def moved(parts: Parts | None, device: str) -> Parts | None:
-    return parts and Parts(
+def moved(parts: PackedParts | None, device: str) -> PackedParts | None:
+    return parts and PackedParts(
         *(t if t is None else t.to(device) for t in (parts.codes, parts.scales, parts.minimums, parts.tensor_scale))
     )
 
 
-def assert_kernels_agree(x: Tensor, encoding: Encoding, device: str, given: Parts | None = None) -> None:
+def assert_kernels_agree(x: Tensor, encoding: Encoding, device: str, given: PackedParts | None = None) -> None:
     """round_trip and, where the kernels pack this width, encode and decode."""
     packed, decoded, round_trip = rounded_by_reference(x, encoding, given)
     here, there = x.to(device), moved(given, device)
@@ -169,7 +169,7 @@ def test_given_scales_without_an_inverse(scale: float, device: str) -> None:
     x = normal(4, 64)
     x[1] = 0.0
     for text in ("int8/64@fp32", "e4m3fn/64@fp32", "uint4/64@fp32+fp32", "nf4/64@fp32"):
-        given = Parts(None, torch.full((4, 1), scale), torch.full((4, 1), -2.0) if "+" in text else None)
+        given = PackedParts(None, torch.full((4, 1), scale), torch.full((4, 1), -2.0) if "+" in text else None)
         for overflow in OVERFLOWS:
             encoding = replace(make_encoding(text, "nearest_even", overflow), rule="given")
             assert_kernels_agree(x, encoding, device, given)
@@ -225,4 +225,4 @@ def test_what_the_kernels_cover() -> None:
         for scale in ("fp32", "bf16", "e8m0", "e4m3fn"):
             assert kernels.covers(make_encoding(f"{element}/64@{scale}", "nearest_even", "saturate"), "encode"), (element, scale)
     assert not kernels.covers(make_encoding("int3/64@bf16", "nearest_even", "saturate"), "encode")
-    assert Element.parse("nf4").kind is Kind.TABLE and Format.parse("nf4").block is None
+    assert Element.parse("nf4").kind is ElementKind.TABLE and Format.parse("nf4").block is None

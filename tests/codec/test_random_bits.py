@@ -129,7 +129,7 @@ def test_flipping_a_bit_of_the_index_flips_half_of_the_bits() -> None:
 @pytest.mark.parametrize("start", [0, 1, 2**31 - 5, 2**32 - 1000, 2**32, 2**33 - 7, 2**40 + 3])
 def test_the_fast_path_draws_the_same_bits(start: int) -> None:
     out = torch.empty(3, 700, dtype=torch.int32)
-    fast = cpu.random_bits(STREAMS["another"], start, out, cpu.Room())
+    fast = cpu.random_bits(STREAMS["another"], start, out, cpu.Scratch())
     assert torch.equal(fast.flatten().long() & 0xFFFFFFFF, random_bits(STREAMS["another"], start, 2100, CPU))
 
 

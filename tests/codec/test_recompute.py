@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paredown.codec.packed import encode
-from paredown.codec.recompute import NO_BOUND, Norm, Steps, pack_mask, recompute
+from paredown.codec.recompute import NO_BOUND, DecodeSteps, Norm, pack_mask, recompute
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -63,7 +63,7 @@ def test_relu_of_batch_norm(affine: bool, layout: torch.memory_format) -> None:
     x = normal(3, 5, 4, 6).to(memory_format=layout)
     norm, y = batch_norm(x, affine)
     expected = flat(y.relu())
-    steps = Steps(norm, "relu", pack_mask(flat(y), 0.0, NO_BOUND))
+    steps = DecodeSteps(norm, "relu", pack_mask(flat(y), 0.0, NO_BOUND))
     torch.testing.assert_close(recompute(flat(x), steps, torch.float32), expected, rtol=1e-5, atol=1e-5)
     packed = encode(flat(x), "int8/64@bf16")
     torch.testing.assert_close(recompute(packed, steps, torch.float32), expected, rtol=0.05, atol=0.1)
@@ -76,16 +76,16 @@ def test_layer_norm_and_activations(affine: bool, activation: str) -> None:
     x = normal(7, 3, 20)
     norm, y = layer_norm(x, affine)
     expected = ACTIVATIONS[activation](y).view(-1)
-    torch.testing.assert_close(recompute(x.view(-1), Steps(norm, activation), torch.float32), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(recompute(x.view(-1), DecodeSteps(norm, activation), torch.float32), expected, rtol=1e-5, atol=1e-5)
     plain = ACTIVATIONS[activation](x).view(-1)
-    torch.testing.assert_close(recompute(x.view(-1), Steps(activation=activation), torch.float32), plain)
+    torch.testing.assert_close(recompute(x.view(-1), DecodeSteps(activation=activation), torch.float32), plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_result_is_rounded_once(dtype: torch.dtype) -> None:
     packed = encode(normal(500).to(dtype), "int8/64@bf16")
     expected = functional.gelu(packed.decode(torch.float32)).to(dtype)
-    assert torch.equal(recompute(packed, Steps(activation="gelu"), dtype), expected)
+    assert torch.equal(recompute(packed, DecodeSteps(activation="gelu"), dtype), expected)
 
 
 def test_parameters_that_changed_are_refused() -> None:
@@ -93,7 +93,7 @@ def test_parameters_that_changed_are_refused() -> None:
     assert norm.bias is not None
     norm.bias.add_(1)
     with pytest.raises(RuntimeError, match="modified in place between forward and backward"):
-        recompute(normal(32), Steps(norm), torch.float32)
+        recompute(normal(32), DecodeSteps(norm), torch.float32)
 
 
 CASES: dict[str, tuple[tuple[int, ...], str, str]] = {  # shape, norm, layout
@@ -136,8 +136,8 @@ def test_kernels(device: str, case: str, affine: bool) -> None:
         bits = pack_mask(flat(y), 0.0, NO_BOUND) if activation == "relu" else None
         packed = encode(flat(x), format)
         assert kernels.covers_recompute(packed.format)
-        expected = recompute(packed, Steps(norm, activation, bits), torch.float32)
-        there = Steps(moved(norm, device), activation, bits if bits is None else bits.to(device))
+        expected = recompute(packed, DecodeSteps(norm, activation, bits), torch.float32)
+        there = DecodeSteps(moved(norm, device), activation, bits if bits is None else bits.to(device))
         found = kernels.recompute(packed.to(device), there, torch.float32)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
         if number == 0:

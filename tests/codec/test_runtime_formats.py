@@ -25,9 +25,9 @@ def layouts() -> list[Tensor]:
 @every_device
 @pytest.mark.parametrize("rounding", [Rounding.NEAREST_AWAY, Rounding.STOCHASTIC])
 def test_a_table_rounds_as_round_trip_does(rounding: Rounding, device: str) -> None:
-    from paredown.codec.runtime_formats import LiveTable
+    from paredown.codec.runtime_formats import RuntimeFormatTable
 
-    table = LiveTable(8, torch.device(device))
+    table = RuntimeFormatTable(8, torch.device(device))
     table.set({place: (Format.parse(text), Overflow.SATURATE) for place, text in enumerate(TEXTS)})
     table.set({7: (None, None)})
     table.set_seeds(dict.fromkeys(range(8), Seed(3, 5)))
@@ -48,9 +48,9 @@ def test_a_table_rounds_as_round_trip_does(rounding: Rounding, device: str) -> N
 @every_device
 @pytest.mark.parametrize("rounding", [Rounding.NEAREST_EVEN, Rounding.STOCHASTIC])
 def test_many_tensors_in_one_launch(rounding: Rounding, device: str) -> None:
-    from paredown.codec.runtime_formats import LiveTable
+    from paredown.codec.runtime_formats import RuntimeFormatTable
 
-    table, step = LiveTable(8, torch.device(device)), torch.tensor([2], dtype=torch.int32, device=device)
+    table, step = RuntimeFormatTable(8, torch.device(device)), torch.tensor([2], dtype=torch.int32, device=device)
     table.set({place: (Format.parse(text), Overflow.SATURATE) for place, text in enumerate(TEXTS)})
     table.set_seeds({place: Seed(3, place) for place in range(8)})
     given = [9 * normal(*shape) for shape in ((3, 700), (5,), (1024,), (1025,), (2, 3, 3, 3))]
@@ -64,9 +64,9 @@ def test_many_tensors_in_one_launch(rounding: Rounding, device: str) -> None:
 
 @every_device
 def test_a_row_that_is_replaced_is_read_anew(device: str) -> None:
-    from paredown.codec.runtime_formats import LiveTable
+    from paredown.codec.runtime_formats import RuntimeFormatTable
 
-    table, x, step = LiveTable(2, torch.device(device)), 3 * normal(50), torch.zeros(1, dtype=torch.int32, device=device)
+    table, x, step = RuntimeFormatTable(2, torch.device(device)), 3 * normal(50), torch.zeros(1, dtype=torch.int32, device=device)
     for text in TEXTS:
         table.set({1: (Format.parse(text), Overflow.NONFINITE)})
         ours = table.round_into(x.to(device), torch.empty_like(x, device=device), 1, Rounding.NEAREST_AWAY, step)

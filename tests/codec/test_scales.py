@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paredown.codec.packed import PackedTensor, encode
-from paredown.codec.reference import Encoding, Parts, decode_rows, encode_rows, random_bits, scale_values, tensor_scale_of
+from paredown.codec.reference import Encoding, PackedParts, decode_rows, encode_rows, random_bits, scale_values, tensor_scale_of
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from tests.oracles.blocks import Shared, affine_parts, block_values, covering_scale, tensor_scale
@@ -79,7 +79,7 @@ def test_nothing_lies_past_the_end(text: str, rounding: str) -> None:
     x = normal(400, 20, seed=5)
     x, format = x.abs() if one_sided(text) else x, Format.parse(text)
     encoding = Encoding(format, Rounding(rounding), Overflow.NONFINITE)
-    given = Parts(tensor_scale=tensor_scale_of(x.abs().max(), format)) if format.has_tensor_scale else None
+    given = PackedParts(tensor_scale=tensor_scale_of(x.abs().max(), format)) if format.has_tensor_scale else None
     parts = encode_rows(x, encoding, given, torch.full(x.shape, 2**32 - 1))
     assert decode_rows(parts, format, 20, torch.float32).isfinite().all()
 

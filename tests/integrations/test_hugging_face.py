@@ -11,14 +11,14 @@ from torch import Tensor
 
 import paredown as pare
 from paredown.errors import ApplyError, OptimError, VerificationError
-from paredown.session.stored_tensors import Values
+from paredown.session.stored_tensors import StoredValues
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
-from paredown.integrations.hugging_face import PareCallback, attach, optimizer_of  # noqa: E402
-from paredown.integrations.out_of_memory import explained  # noqa: E402
+from paredown.integrations.hugging_face import TrainerPlanCallback, attach, optimizer_of  # noqa: E402
+from paredown.integrations.out_of_memory import explain_on_out_of_memory  # noqa: E402
 
 PLAN = pare.Plan.preset("lpmm").set("activation", "int4/64@bf16")
 
@@ -180,7 +180,7 @@ def test_as_a_callback_with_an_optimizer_class(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(output_dir=str(tmp_path), learning_rate=2e-3, adam_beta2=0.95, use_cpu=True, report_to=[])
     found = optimizer_of(args, tier="half")
     assert found == (pare.optim.AdamW, {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "tier": "half"})
-    callback = PareCallback(PLAN)
+    callback = TrainerPlanCallback(PLAN)
     trainer = trainer_in(tmp_path, callbacks=[callback], max_steps=1, optimizer_cls_and_kwargs=optimizer_of(args, "lion"))
     assert callback.session is not None
     trainer.train()
@@ -190,7 +190,7 @@ def test_as_a_callback_with_an_optimizer_class(tmp_path: Path) -> None:
 
 def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     late = trainer_in(tmp_path)
-    late.add_callback(PareCallback(PLAN))
+    late.add_callback(TrainerPlanCallback(PLAN))
     with pytest.raises(ApplyError, match=r"comes too late.*attach\(trainer, plan\)"):
         late.train()
     with pytest.raises(ApplyError, match="takes a Plan, not str"):
@@ -245,7 +245,7 @@ def test_a_smaller_batch_is_found_and_the_error_is_explained(tmp_path: Path) -> 
             continue
         batch = {name: torch.empty(8, 64, dtype=torch.long) for name in ("input_ids", "labels")}
         trace = pare.trace_step(tiny(), batch, optimizer="adamw", device="cpu")
-        with pytest.raises(torch.OutOfMemoryError) as caught, explained(trace, PLAN):
+        with pytest.raises(torch.OutOfMemoryError) as caught, explain_on_out_of_memory(trace, PLAN):
             trainer.train()
         assert "grew most" in caught.value.__notes__[0]
         callback.close()
@@ -270,7 +270,7 @@ def test_verify_checks_the_first_batch_and_changes_no_bit(tmp_path: Path, option
 
 
 def test_verify_ends_a_training_whose_gradients_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Values, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
+    monkeypatch.setattr(StoredValues, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
     trainer = trainer_in(tmp_path)
     pared = attach(trainer, PLAN, verify=True)
     before = state(trainer.model)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paredown as pare
 from paredown.errors import ApplyError, VerificationError
-from paredown.session.stored_tensors import Values
+from paredown.session.stored_tensors import StoredValues
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
@@ -255,7 +255,7 @@ def test_verify_checks_the_first_batch_and_changes_no_bit(tmp_path: Path) -> Non
 
 
 def test_verify_ends_a_fit_whose_gradients_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Values, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
+    monkeypatch.setattr(StoredValues, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
     model, callback = Classifier(), PareCallback(PLAN, verify=True)
     with pytest.raises(VerificationError, match=r"(?s)off under the exact plan.*2:input"):
         trainer(tmp_path, callback).fit(model, batches())

@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 import paredown as pare
 from paredown.integrations.monitor import GIB, Monitor, numbers
-from paredown.integrations.out_of_memory import explain_out_of_memory, explained
+from paredown.integrations.out_of_memory import explain_on_out_of_memory, explain_out_of_memory
 
 PARTS = ("weight", "gradient", "optimizer")
 
@@ -95,10 +95,10 @@ def test_a_simulated_session_has_what_there_is() -> None:
 def test_lack_of_memory_names_the_role_and_the_next_plan() -> None:
     model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.GELU())))
     trace = pare.trace_step(model, (torch.empty(2048, 64), torch.empty(2048, 64)), loss=mse_loss, optimizer="adamw", device="cpu")
-    with pytest.raises(torch.OutOfMemoryError) as caught, explained(trace, pare.Plan.preset("activations8")):
+    with pytest.raises(torch.OutOfMemoryError) as caught, explain_on_out_of_memory(trace, pare.Plan.preset("activations8")):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert caught.value.__notes__[0].startswith("paredown: ") and "activations4" in caught.value.__notes__[0]
-    with pytest.raises(RuntimeError, match="other") as caught_other, explained(trace):
+    with pytest.raises(RuntimeError, match="other") as caught_other, explain_on_out_of_memory(trace):
         raise RuntimeError("another error")
     assert not hasattr(caught_other.value, "__notes__")
     assert explain_out_of_memory(ValueError("out of memory"), trace) is None

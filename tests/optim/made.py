@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from paredown.codec.packed import encode
-from paredown.codec.reference import Parts
+from paredown.codec.reference import PackedParts
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.optim.reference import Slot, Unit
+from paredown.optim.reference import UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES, stored_root
 from tests.support.compare import assert_same_bits
 
@@ -39,18 +39,18 @@ HYPERS = {
 }
 
 
-def slot(x: Tensor, stored: Stored) -> Slot:
+def slot(x: Tensor, stored: Stored) -> UpdateSlot:
     """`x` in a format, or as a plain tensor."""
     format, rounding, roots = stored
     x = stored_root(x, roots)
     if isinstance(format, torch.dtype):
-        return Slot(None, rounding, Parts(x.to(format).clone()), roots)
-    return Slot(Format.parse(format), rounding, encode(x, format, order="logical").parts, roots)
+        return UpdateSlot(None, rounding, PackedParts(x.to(format).clone()), roots)
+    return UpdateSlot(Format.parse(format), rounding, encode(x, format, order="logical").parts, roots)
 
 
 def unit(
     rule: str, stored: tuple[Stored, Stored, Stored, Stored], rows: int, cols: int, *, seed: int = 0, is_broken: bool = False
-) -> Unit:
+) -> UpdateUnit:
     """A parameter in the middle of training; `is_broken`: its gradient holds NaN and inf."""
     made = torch.Generator().manual_seed(seed)
     weight, first, second, gradient = stored
@@ -63,18 +63,18 @@ def unit(
     residue = None
     if stored is TIERS["safe"]:
         low = torch.randint(-128, 128, (rows, cols), generator=made, dtype=torch.int8)
-        residue = Slot(None, NEAREST, Parts(low))
-    return Unit(slot(x, weight), residue, moments, slot(g, gradient), rows, cols, tensor_id=seed + 2, first_index=0)
+        residue = UpdateSlot(None, NEAREST, PackedParts(low))
+    return UpdateUnit(slot(x, weight), residue, moments, slot(g, gradient), rows, cols, tensor_id=seed + 2, first_index=0)
 
 
-def moved_slot(slot: Slot, device: str) -> Slot:
+def moved_slot(slot: UpdateSlot, device: str) -> UpdateSlot:
     """A copy on a device."""
     parts = slot.parts
     copies = [None if t is None else t.clone().to(device) for t in (parts.codes, parts.scales, parts.minimums, parts.tensor_scale)]
-    return Slot(slot.format, slot.rounding, Parts(*copies), slot.roots)
+    return UpdateSlot(slot.format, slot.rounding, PackedParts(*copies), slot.roots)
 
 
-def moved(unit: Unit, device: str = "cpu") -> Unit:
+def moved(unit: UpdateUnit, device: str = "cpu") -> UpdateUnit:
     """A copy on a device."""
     return replace(
         unit,
@@ -87,13 +87,13 @@ def moved(unit: Unit, device: str = "cpu") -> Unit:
     )
 
 
-def tensors(unit: Unit) -> list[Tensor]:
+def tensors(unit: UpdateUnit) -> list[Tensor]:
     """All that an update writes."""
     slots = [unit.weight, *([] if unit.residue is None else [unit.residue]), *unit.moments]
     return [*(t for s in slots for t in s.parts.tensors()), unit.counters]
 
 
-def assert_same_unit(actual: Unit, expected: Unit) -> None:
+def assert_same_unit(actual: UpdateUnit, expected: UpdateUnit) -> None:
     """The same bits in all slots, and the same counters."""
     for mine, theirs in zip(tensors(actual), tensors(expected), strict=True):
         assert_same_bits(mine.cpu(), theirs.cpu())

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from paredown.codec import reference as codec
 from paredown.codec.packed import PackedTensor, encode
-from paredown.codec.reference import Parts
+from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
 from paredown.formats.format import Format
 from paredown.formats.rounding import WORD, Overflow, Rounding, Seed
 from paredown.optim import reference
 from paredown.optim.batched_update import Batch, fold, update_one
-from paredown.optim.reference import Slot, Unit
+from paredown.optim.reference import UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES
 from tests.optim.made import HYPERS, NEAREST, TIERS, assert_same_unit, moved, slot, tensors, unit
 from tests.support.compare import assert_same_bits
@@ -28,7 +28,7 @@ MOMENT_BITS = (0xA13FC965, 0xADB4A92D)
 PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)
 
 
-def decoded(slot: Slot, cols: int) -> Tensor:
+def decoded(slot: UpdateSlot, cols: int) -> Tensor:
     """The values of a slot, through codec."""
     if slot.format is None:
         return slot.codes.float()
@@ -39,7 +39,7 @@ def decoded(slot: Slot, cols: int) -> Tensor:
     return x * x if slot.roots else x
 
 
-def oracle_values(u: Unit, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+def oracle_values(u: UpdateUnit, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     """p' and the moments, in float32, from decoded slots; the gradient's scale takes the factor first."""
     rule, h = RULES[name], RULES[name].numbers(HYPERS[name])
     codes = u.gradient.codes.view(torch.int8).float()
@@ -49,14 +49,14 @@ def oracle_values(u: Unit, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     return rule.update(decoded(u.weight, u.cols), g, tuple(decoded(m, u.cols) for m in u.moments), h)
 
 
-def bits_of(u: Unit, step: int, seed: int, multiplier: int = 1) -> Tensor:
+def bits_of(u: UpdateUnit, step: int, seed: int, multiplier: int = 1) -> Tensor:
     """Four values draw once, and multiply."""
     drawn = codec.random_bits(Seed(seed, 8 * u.tensor_id, step), 0, u.first_index + u.rows * u.cols, torch.device("cpu")).tolist()
     bits = [drawn[i // 4] * PLACE_BITS[i % 4] * multiplier & WORD for i in range(u.first_index, u.first_index + u.rows * u.cols)]
     return torch.tensor(bits).view(u.rows, u.cols)
 
 
-def oracle_sticky(u: Unit, p: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+def oracle_sticky(u: UpdateUnit, p: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scale codes of int8/64@e8m0 with scales that stay where they can, one value at a time."""
     codes, scales = torch.zeros(u.rows, u.cols, dtype=torch.uint8), torch.empty_like(u.weight.parts.scales)
     for row in range(u.rows):
@@ -107,7 +107,7 @@ def test_lpmm(name: str) -> None:
             check_squares(u, moments[1])
 
 
-def check_squares(u: Unit, v: Tensor) -> None:
+def check_squares(u: UpdateUnit, v: Tensor) -> None:
     """The second moment: the root, stochastic, codes of at least 1."""
     x = torch.from_numpy(np.sqrt(v.numpy()))
     codes, scales = oracle_moment(x, Format.parse("uint8/64@bf16"), bits_of(u, 5, 9, MOMENT_BITS[1]), 1)
@@ -163,7 +163,7 @@ def test_a_weight_that_does_not_move_keeps_its_bits() -> None:
         assert nothing.counters.tolist() == [1500, 0, 0, 0, 0]
 
 
-def zeroed(moment: Slot) -> Slot:
+def zeroed(moment: UpdateSlot) -> UpdateSlot:
     for t in moment.parts.tensors():
         t.zero_()
     return moment
@@ -204,9 +204,11 @@ def test_rows_of_a_tensor_can_be_updated_apart() -> None:
             assert_same_bits(all_of_it, torch.cat([a, b]))
 
 
-def rows_of(u: Unit, rows: slice) -> Unit:
-    def cut(slot: Slot) -> Slot:
-        return Slot(slot.format, slot.rounding, Parts(*(t[rows].contiguous() for t in slot.parts.tensors())), slot.roots)
+def rows_of(u: UpdateUnit, rows: slice) -> UpdateUnit:
+    def cut(slot: UpdateSlot) -> UpdateSlot:
+        return UpdateSlot(
+            slot.format, slot.rounding, PackedParts(*(t[rows].contiguous() for t in slot.parts.tensors())), slot.roots
+        )
 
     parts = {"weight": cut(u.weight), "moments": tuple(map(cut, u.moments)), "gradient": cut(u.gradient)}
     return replace(u, **parts, rows=rows.stop - rows.start, first_index=rows.start * u.cols, counters=u.counters.clone())
@@ -342,7 +344,11 @@ def test_gradients_may_move() -> None:
     for step in (1, 2):
         update_one(RULES["sgdm"], kept, HYPERS["sgdm"], step, 0, other)
         reference.update(
-            RULES["sgdm"], replace(again, gradient=Slot(None, NEAREST, Parts(other.view(3, 70)))), HYPERS["sgdm"], step, 0
+            RULES["sgdm"],
+            replace(again, gradient=UpdateSlot(None, NEAREST, PackedParts(other.view(3, 70)))),
+            HYPERS["sgdm"],
+            step,
+            0,
         )
     assert_same_unit(u, again)
     assert_same_unit(kept, again)

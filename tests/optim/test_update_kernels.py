@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from paredown.codec.packed import encode
-from paredown.codec.reference import Parts
+from paredown.codec.reference import PackedParts
 from paredown.formats.rounding import Rounding, Seed
 from paredown.optim import reference
 from paredown.optim.batched_update import Batch
-from paredown.optim.reference import Slot, Unit
+from paredown.optim.reference import UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES
 from tests.optim.made import GRADIENT, HYPERS, NEAREST, STOCHASTIC, TIERS, Stored, assert_same_unit, moved, tensors, unit
 from tests.support.compare import assert_same_bits
@@ -46,7 +46,7 @@ CASES = [("adamw", t) for t in ("lpmm", "half", "safe", "lpmm4", "small", *ODD)]
 CASES += [("sgd", "lpmm"), ("sgdm", "lpmm"), ("nesterov", "half"), ("lion", "lpmm")]
 
 
-def units_of(rule: str, tier: str) -> list[Unit]:
+def units_of(rule: str, tier: str) -> list[UpdateUnit]:
     """One unit of each shape: NaN and inf in the second, another place in the whole tensor for the third, a factor for the last."""
     stored = {**TIERS, **ODD}[tier]
     units = [unit(rule, stored, rows, cols, seed=i, is_broken=i == 1) for i, (rows, cols) in enumerate(SHAPES)]
@@ -62,7 +62,7 @@ def test_updates(rule: str, tier: str, device: str) -> None:
     assert all(kernels.covers(u.how(rule)) for u in units)
     there = [moved(u, device) for u in units]
     hypers, rows, steps = [HYPERS[rule], tuple(n * 0.5 for n in HYPERS[rule])], [0, 1, 0, 1], [3, 3, 4, 5]
-    kernels.Group(RULES[rule], there, 6).update(hypers, rows, steps)
+    kernels.LaunchGroup(RULES[rule], there, 6).update(hypers, rows, steps)
     for u, other, row, step in zip(units, there, rows, steps, strict=True):
         reference.update(RULES[rule], u, hypers[row], step, 6)
         assert_same_unit(other, u)
@@ -82,7 +82,7 @@ def test_a_program_takes_several_tiles(device: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch, "PROGRAMS", 3)
     units = [unit("sgdm", TIERS["lpmm"], rows, 64, seed=rows) for rows in (160, 40)]  # 5 tiles and 1; two for each program
     there = [moved(u, device) for u in units]
-    kernels.Group(RULES["sgdm"], there, 0).update([HYPERS["sgdm"]], 0, 1)
+    kernels.LaunchGroup(RULES["sgdm"], there, 0).update([HYPERS["sgdm"]], 0, 1)
     for u, other in zip(units, there, strict=True):
         reference.update(RULES["sgdm"], u, HYPERS["sgdm"], 1, 0)
         assert_same_unit(other, u)
@@ -93,14 +93,14 @@ def test_steps_follow_each_other(device: str) -> None:
     """One row of numbers for all, gradients that move and lie anywhere, several steps."""
     units = [unit("adamw", TIERS["small"], 3, 80), unit("adamw", TIERS["small"], 1, 30, seed=1)]
     there = [moved(u, device) for u in units]
-    group = kernels.Group(RULES["adamw"], there, 0)
+    group = kernels.LaunchGroup(RULES["adamw"], there, 0)
     for step in (1, 2, 3):
         grads = [torch.randn(u.rows * u.cols + 1, generator=torch.Generator().manual_seed(step)).bfloat16()[1:] for u in units]
         memory = [torch.cat([g[:1], g]).to(device)[1:] for g in grads]  # 2 bytes past where memory starts
         group.set_gradients(memory)
         group.update([HYPERS["adamw"]], 0, step)
         for u, grad in zip(units, grads, strict=True):
-            given = replace(u, gradient=Slot(None, NEAREST, Parts(grad.view(u.rows, u.cols))))
+            given = replace(u, gradient=UpdateSlot(None, NEAREST, PackedParts(grad.view(u.rows, u.cols))))
             reference.update(RULES["adamw"], given, HYPERS["adamw"], step, 0)
     for u, other in zip(units, there, strict=True):
         assert_same_unit(other, u)
@@ -162,8 +162,10 @@ def test_roots_and_reciprocals_are_correctly_rounded() -> None:
     for first in (0x0D800000, 0x3F800000, 0x40000000, 0x5F000000):
         v = every_mantissa(first).view(2048, 4096)
         zeros = torch.zeros_like(v)
-        slots = [Slot(None, NEAREST, Parts(t.clone().cuda())) for t in (zeros, zeros + 1, v, zeros)]
-        u = Unit(slots[0], None, (slots[1], slots[2]), slots[3], 2048, 4096, 0, 0, None, torch.zeros(5, dtype=torch.int32).cuda())
+        slots = [UpdateSlot(None, NEAREST, PackedParts(t.clone().cuda())) for t in (zeros, zeros + 1, v, zeros)]
+        u = UpdateUnit(
+            slots[0], None, (slots[1], slots[2]), slots[3], 2048, 4096, 0, 0, None, torch.zeros(5, dtype=torch.int32).cuda()
+        )
         Batch(RULES["adamw"], [u], 0).update([(1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)], 0, 1)
         expected = -(np.float32(1) / np.sqrt(v.numpy() + np.float32(2.0**-100)))
         assert np.array_equal(u.weight.codes.cpu().numpy(), expected)
@@ -177,9 +179,11 @@ def test_a_tensor_of_more_than_2_31_values() -> None:
     scales = [torch.full((rows, cols // 64), n, dtype=d, device="cuda") for n, d in ((120, torch.uint8), (1, torch.bfloat16))]
     grad = torch.zeros(rows, cols, dtype=torch.bfloat16, device="cuda")
     codes[0][-1], grad[-1] = 100, 1.0
-    weight = Slot(like.weight.format, STOCHASTIC, Parts(codes[0], scales[0]))
-    moment = Slot(like.moments[0].format, NEAREST, Parts(codes[1], scales[1]))
-    whole = replace(like, weight=weight, moments=(moment,), gradient=Slot(None, NEAREST, Parts(grad)), rows=rows, cols=cols)
+    weight = UpdateSlot(like.weight.format, STOCHASTIC, PackedParts(codes[0], scales[0]))
+    moment = UpdateSlot(like.moments[0].format, NEAREST, PackedParts(codes[1], scales[1]))
+    whole = replace(
+        like, weight=weight, moments=(moment,), gradient=UpdateSlot(None, NEAREST, PackedParts(grad)), rows=rows, cols=cols
+    )
     whole = replace(whole, counters=whole.counters.cuda())
     parts = {"weight": last_row(weight), "moments": (last_row(moment),), "gradient": last_row(whole.gradient)}
     last = replace(like, **parts, cols=cols, first_index=(rows - 1) * cols)
@@ -190,8 +194,8 @@ def test_a_tensor_of_more_than_2_31_values() -> None:
     assert int(codes[0][:-1].count_nonzero()) == 0
 
 
-def last_row(slot: Slot) -> Slot:
-    return Slot(slot.format, slot.rounding, Parts(*(t[-1:].cpu() for t in slot.parts.tensors())))
+def last_row(slot: UpdateSlot) -> UpdateSlot:
+    return UpdateSlot(slot.format, slot.rounding, PackedParts(*(t[-1:].cpu() for t in slot.parts.tensors())))
 
 
 @pytest.mark.gpu

@@ -7,23 +7,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paredown.pick.acquisition import TURNS, Kinds, is_settled, kinds_of, knowledge, propose, value_of_all, values
+from paredown.pick.acquisition import (
+    TURNS,
+    TaskKinds,
+    expected_gains,
+    is_settled,
+    kinds_of,
+    propose,
+    value_of_all,
+    variance_reduction,
+)
 from paredown.pick.mixture import Mixture
 from paredown.pick.posterior import Prior
-from paredown.pick.seed_effects import Run
+from paredown.pick.seed_effects import SeedRun
 
 NUM_DRAWS = 200_000
 
 
-def made(seed: int = 0, num: int = 5) -> Kinds:
+def made(seed: int = 0, num: int = 5) -> TaskKinds:
     """Two kinds of plans that are hard to tell apart."""
     rng = np.random.default_rng(seed)
     roots = rng.standard_normal((2, num, num)) * 0.05
     means = rng.uniform(0.3, 0.4, (2, num)) + np.array([[0.0], [0.2]])
-    return Kinds(np.array([0.7, 0.3]), means, roots @ roots.transpose(0, 2, 1), rng.uniform(1e-4, 4e-3, (2, num)))
+    return TaskKinds(np.array([0.7, 0.3]), means, roots @ roots.transpose(0, 2, 1), rng.uniform(1e-4, 4e-3, (2, num)))
 
 
-def drawn(kinds: Kinds, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def drawn(kinds: TaskKinds, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """The kinds of tasks and their plans' means."""
     which = rng.choice(2, NUM_DRAWS, p=kinds.weights)
     both = np.stack([rng.multivariate_normal(m, s, NUM_DRAWS) for m, s in zip(kinds.means, kinds.spreads, strict=True)])
@@ -34,7 +43,7 @@ def test_a_runs_value_is_what_draws_of_it_say() -> None:
     """Tasks and their runs are drawn; those of like runs are of one mean of each plan, which is what may be known after such a run."""
     kinds, rng = made(), np.random.default_rng(1)
     which, tasks = drawn(kinds, rng)
-    for plan, value in enumerate(values(kinds)):
+    for plan, value in enumerate(expected_gains(kinds)):
         runs = tasks[:, plan] + np.sqrt(kinds.noise[which, plan]) * rng.standard_normal(NUM_DRAWS)
         parts = np.array_split(tasks[np.argsort(runs)], 400)
         least = np.mean([part.mean(axis=0).min() for part in parts])
@@ -48,12 +57,12 @@ def test_all_values_are_what_draws_of_them_say() -> None:
     least = tasks.min(axis=1)
     found = value_of_all(kinds)
     assert found == pytest.approx(kinds.mean.min() - least.mean(), abs=4 * least.std() / np.sqrt(4096))
-    assert found > values(kinds).max(), "one run tells less than everything"
+    assert found > expected_gains(kinds).max(), "one run tells less than everything"
 
 
 def test_knowledge_is_the_fall_of_all_variances() -> None:
     kinds = made()
-    for plan, gain in enumerate(knowledge(kinds)):
+    for plan, gain in enumerate(variance_reduction(kinds)):
         falls = []
         for spread, noise in zip(kinds.spreads, kinds.noise, strict=True):
             left = spread - np.outer(spread[plan], spread[plan]) / (spread[plan, plan] + noise[plan])
@@ -111,7 +120,7 @@ def test_a_tried_plan_would_run_with_another_seed() -> None:
     rng = np.random.default_rng(3)
     shared, noise = 1.5, 4e-4
     prior = replace(prior_of(np.full(3, 0.3), 0.01 * np.eye(3), noise), shared=shared)
-    belief = prior.after([Run(0, 0.3, 0), Run(1, 0.3, 0)])
+    belief = prior.after([SeedRun(0, 0.3, 0), SeedRun(1, 0.3, 0)])
     rest, first, second = np.sqrt(noise * np.array([[1.0], [shared], [shared]])) * rng.standard_normal((3, NUM_DRAWS))
     found = kinds_of(prior, belief, np.arange(3), tried={0, 1})
     assert found.noise[0, :2] == pytest.approx(np.var(rest + second - first), rel=0.02)

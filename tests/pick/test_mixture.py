@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import multivariate_normal
 
-from paredown.pick.mixture import Mixture, Sums, as_levels, find_levels, offsets
+from paredown.pick.mixture import LevelSums, Mixture, as_levels, find_levels, offsets
 
 LEVELS = np.array([0, 0, 1, 1, 2])
 SEEN = np.array([0.3, np.nan, 0.5, 0.7, np.nan])
@@ -24,7 +24,7 @@ def made() -> Mixture:
 
 def test_a_task_given_its_runs() -> None:
     mixture, known = made(), np.isfinite(SEEN)
-    belief = mixture.given(Sums.of(SEEN[None], LEVELS))
+    belief = mixture.given(LevelSums.of(SEEN[None], LEVELS))
     densities = []
     for kind in range(2):
         joint = mixture.spreads[kind][np.ix_(LEVELS, LEVELS)] + np.diag(mixture.noise[kind][LEVELS])
@@ -40,7 +40,7 @@ def test_a_task_given_its_runs() -> None:
 
 def test_without_runs_a_task_is_as_the_others() -> None:
     mixture = made()
-    mean, deviation = mixture.given(Sums.of(np.full((1, 5), np.nan), LEVELS)).levels()
+    mean, deviation = mixture.given(LevelSums.of(np.full((1, 5), np.nan), LEVELS)).levels()
     assert mean == pytest.approx(mixture.shares @ mixture.means)
     second = np.einsum("k,kl->l", mixture.shares, np.diagonal(mixture.spreads, axis1=1, axis2=2) + mixture.means**2)
     assert deviation**2 == pytest.approx(second - mean**2)
@@ -56,7 +56,7 @@ def drawn(num_tasks: int, share: float) -> np.ndarray:
 
 def test_fitting_finds_what_was_put_in() -> None:
     """4,000 tasks of which half the runs are known; means to four standard errors (one false alarm in 2,600, with six of them)."""
-    found, truth = Mixture.fitted(Sums.of(drawn(4000, 0.5), LEVELS)), made()
+    found, truth = Mixture.fitted(LevelSums.of(drawn(4000, 0.5), LEVELS)), made()
     order = np.argsort(found.means[:, 0])
     assert found.shares[order] == pytest.approx(truth.shares, abs=0.03)
     variance = np.diagonal(truth.spreads, axis1=1, axis2=2) + truth.noise
@@ -68,7 +68,7 @@ def test_fitting_finds_what_was_put_in() -> None:
 
 def test_more_steps_never_make_the_tasks_less_likely_by_much() -> None:
     """The guess about spreads is a prior: without its weight the likelihood could only rise."""
-    sums = Sums.of(drawn(300, 0.6), LEVELS)
+    sums = LevelSums.of(drawn(300, 0.6), LEVELS)
     values = [Mixture.fitted(sums, num_steps=steps).given(sums).log_likelihood for steps in (0, 1, 3, 10, 40)]
     assert all(after > before - 1 for before, after in pairwise(values)) and values[-1] > values[0]
 

@@ -13,15 +13,15 @@ from torch import nn
 
 from paredown import Picked, Plan, Role, TaskError, Trial, footprint, pick
 from paredown.pick.candidates import features_of
-from paredown.pick.priors import made_up
+from paredown.pick.priors import made_up_prior
 from paredown.sweeps import measurement
-from paredown.tasks.evaluate import formats_state, traced
-from paredown.tasks.task import Recipe, Task
+from paredown.tasks.evaluate import formats_state, trace_task
+from paredown.tasks.task import OptimizerSettings, Task
 from paredown.tasks.trial import Status
 from tests.tasks.made import NUM_CLASSES, examples
 from tests.tasks.made import make_task as small_task
 
-PRIOR = made_up()
+PRIOR = made_up_prior()
 
 
 def deep(seed: int) -> nn.Module:
@@ -32,7 +32,7 @@ def deep(seed: int) -> nn.Module:
 
 def make_task(make_model: Any = deep, **changes: Any) -> Task:
     """Blobs for `deep`."""
-    return small_task(make_model, **{"data": examples(512), "batch": 256, "recipe": Recipe("adamw", 3e-3), **changes})
+    return small_task(make_model, **{"data": examples(512), "batch": 256, "recipe": OptimizerSettings("adamw", 3e-3), **changes})
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def as_earlier(plan: Plan, seed: int) -> float:
 
 
 def bytes_of(task: Task, plan: Plan) -> int:
-    return footprint(traced(task, "cpu", formats_state(plan)), plan).peak_bytes
+    return footprint(trace_task(task, "cpu", formats_state(plan)), plan).peak_bytes
 
 
 # --- with real trials -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from paredown import Plan, TaskError, Trial, pick
 from paredown.report.studies import study_of_pick
-from paredown.sweeps.sweep import Drawn, TrialSpec
+from paredown.sweeps.sweep import DrawnTrial, TrialSpec
 from paredown.tasks.evaluate import device_name, formats_state
 from paredown.tasks.trial import Status
 from tests.pick.test_pick import PRIOR, as_earlier, bytes_of, make_task, tried
@@ -170,12 +170,12 @@ def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path) -> None:
 
 def finished(path: Path, plan: Plan, num: int, ended: dict[str, Any]) -> None:
     """A store with so many trials of a plan, in a sweep of the user's."""
-    from paredown.sweeps.store import Ended, Store
+    from paredown.sweeps.store import EndedTrial, Store
 
     with Store(path) as store:
-        store.add("mine", [Drawn(TrialSpec("blobs", plan, seed), 1.0) for seed in range(num)])
+        store.add("mine", [DrawnTrial(TrialSpec("blobs", plan, seed), 1.0) for seed in range(num)])
         for claim in store.claim("worker", num):
-            store.finish("worker", Ended(claim, Trial("blobs", plan, claim.spec.seed, **ended)))
+            store.finish("worker", EndedTrial(claim, Trial("blobs", plan, claim.spec.seed, **ended)))
 
 
 def test_trials_of_other_sweeps_are_known(tried: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from paredown import Plan, Trial, pick
 from paredown.pick import pick as pick_module
 from paredown.pick.answer import Frontier, Point
-from paredown.pick.pick_loop import Picking, why_none_trains
+from paredown.pick.pick_loop import PickLoop, why_none_trains
 from paredown.report.studies import study_of_pick
 from paredown.sizes import say_bytes
 from paredown.tasks.trial import Status
@@ -22,7 +22,7 @@ __all__ = ["tried"]
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured peaks count, though this is a CPU."""
-    monkeypatch.setattr(pick_module, "Picking", lambda **given: Picking(**{**given, "is_strict": True}))
+    monkeypatch.setattr(pick_module, "PickLoop", lambda **given: PickLoop(**{**given, "is_strict": True}))
 
 
 def test_a_trial_that_was_broken_off_says_nothing_of_the_excess(tried: Any) -> None:
@@ -102,7 +102,7 @@ def test_of_plans_of_one_size_each_has_its_own_measured_peak(tried: Any, monkeyp
     high, low = next((a.plan, b.plan) for a, b in pairwise(points) if a.predicted_bytes == b.predicted_bytes)
     predicted = {point.plan: point.predicted_bytes for point in points}
     given: dict[str, Any] = {}
-    monkeypatch.setattr(pick_module, "Picking", lambda **found: given.setdefault("it", Picking(**{**found, "is_strict": True})))
+    monkeypatch.setattr(pick_module, "PickLoop", lambda **found: given.setdefault("it", PickLoop(**{**found, "is_strict": True})))
     pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
     picking = given["it"]
     place = {row.plan: i for i, row in enumerate(picking.candidates.rows)}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paredown.errors import BudgetError, PlanError
-from paredown.papers.peppp_cross_validation import SETTINGS, Judged, Matrices, judge, trials
-from paredown.papers.peppp_experiment_design import PICKERS, Known, Pooled
+from paredown.papers.peppp_cross_validation import SETTINGS, Matrices, PickerScores, judge, trials
+from paredown.papers.peppp_experiment_design import PICKERS, Pooled, TaskKnowledge
 from paredown.pick.posterior import Estimate, Prior, luck
 from tests.papers.released import needs_matrices, released_trials
 from tests.support.scale import SCALE
@@ -19,7 +19,7 @@ MOST_OF_PUBLISHED = {"convergence": 0.80, "hypervolume": 0.70, "regret": 0.85}
 
 
 @cache
-def judged(setting: str) -> tuple[Judged, Judged, Judged]:
+def judged(setting: str) -> tuple[PickerScores, PickerScores, PickerScores]:
     """ED-MF with 10 measurements, ours with 10 and with 5."""
     ours = judge(released_trials(setting), Pooled(), (5, 10))
     return judge(released_trials(setting), PICKERS["ED-MF"], (10,))[10], ours[10], ours[5]
@@ -99,7 +99,7 @@ def test_runs_that_diverge_count_as_the_worst() -> None:
 @pytest.mark.parametrize("levels", [None, np.array([0, 0, 1, 2])])
 def test_poor_matrices_get_an_answer_with_bands(earlier: np.ndarray, levels: np.ndarray | None) -> None:
     memory = np.array([0.1, 0.1, 0.5, 1.0])
-    found = Pooled()(Known(earlier, earlier, memory, levels), lambda plan: 0.5, (3,))[3]
+    found = Pooled()(TaskKnowledge(earlier, earlier, memory, levels), lambda plan: 0.5, (3,))[3]
     assert np.isfinite(found.predicted).all() and found.deviations is not None and np.all(found.deviations > 0)
     choice = Estimate.of(Prior.of(earlier, levels), memory, {2: 0.5}).best(1.0)
     assert np.isfinite(choice.error) and "earlier task" in choice.reason

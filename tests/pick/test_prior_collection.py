@@ -16,20 +16,20 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from paredown.assign.assign import Recipe, make_plans, recipes_of
+from paredown.assign.assign import PlanTemplate, make_plans, templates_of
 from paredown.cli import app
 from paredown.errors import PriorError
 from paredown.pick.candidates import plan_of_row
 from paredown.pick.prior_collection import collect, read_rows, row_of_task
-from paredown.pick.prior_data import Earlier, PlanRow, TaskRow
-from paredown.pick.priors import load, to_text, write
+from paredown.pick.prior_data import PlanRow, PriorData, TaskRow
+from paredown.pick.priors import load, prior_to_text, write_prior
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import memory_bytes, peppp_element, peppp_plan
 from paredown.sweeps.export import export
-from paredown.sweeps.store import Ended, Store
-from paredown.sweeps.sweep import Settings, Sweep
+from paredown.sweeps.store import EndedTrial, Store
+from paredown.sweeps.sweep import Sweep, TrialSettings
 from paredown.tasks.evaluate import peppp_bytes, trace_of
-from paredown.tasks.lookup import found_task
+from paredown.tasks.lookup import cached_task
 from paredown.tasks.trial import Status, Trial
 
 SMALL, OTHER = "digits#model=mlp,steps=5", "digits#model=mlp,steps=6"
@@ -135,8 +135,8 @@ def test_tasks_of_which_trials_wait_may_be_left_out() -> None:
 
 def test_recipes_that_came_to_one_plan_are_two_columns() -> None:
     trace = trace_of(SMALL, Path(), "cpu")
-    plans = make_plans([Recipe("200%"), Recipe("300%", "size"), Recipe("90%")], trace)
-    assert [recipes_of(plan) for plan in plans] == [["assign 200% role", "assign 300% size"], ["assign 90% role"]]
+    plans = make_plans([PlanTemplate("200%"), PlanTemplate("300%", "size"), PlanTemplate("90%")], trace)
+    assert [templates_of(plan) for plan in plans] == [["assign 200% role", "assign 300% size"], ["assign 90% role"]]
     found = collect([row(SMALL, plan, 0, 0.1 + i) for i, plan in enumerate(plans)], "mine")
     assert [plan.label for plan in found.plans] == ["assign 200% role", "assign 300% size", "assign 90% role"]
     assert found.errors.tolist() == [[0.1, 0.1, 1.1]]
@@ -169,7 +169,7 @@ def test_no_path_of_the_machine_is_in_a_prior() -> None:
     texts = [f"images:{where}/faces.npz#model=mlp" for where in ("/data/ann", "/data/bob", "C:\\users\\ann", "~/ann", "../ann")]
     texts += ["/data/ann/mine.py:small", "mine.py:large#data=/data/ann/faces.npz"]
     found = collect([row(text, PLANS[0], 0, 0.2) for text in texts], "mine")
-    assert not any(word in to_text(found) for word in ("ann", "bob", "/data", "users", "~"))
+    assert not any(word in prior_to_text(found) for word in ("ann", "bob", "/data", "users", "~"))
     assert [task.name for task in found.tasks][3:] == [
         "images:faces.npz#model=mlp (4)", "images:faces.npz#model=mlp (5)", "small", "large",
     ]  # fmt: skip
@@ -223,13 +223,13 @@ def test_code_that_an_export_names_runs_only_from_a_folder_that_was_named(
 
 def stored(path: Path) -> Path:
     """A store with six finished trials."""
-    sweep = Sweep("s", (SMALL, OTHER), PLANS, settings=Settings())
+    sweep = Sweep("s", (SMALL, OTHER), PLANS, settings=TrialSettings())
     with Store(path) as store:
         store.add("s", sweep.draw())
         for claim in store.claim("w", 10):
             error = 0.1 * len(claim.spec.plan.rules) + 0.01 * (claim.spec.task == OTHER)
             trial = Trial(claim.spec.task, claim.spec.plan, claim.spec.seed, Status.DONE, error=error, predicted_peak_bytes=5)
-            store.finish("w", Ended(claim, trial))
+            store.finish("w", EndedTrial(claim, trial))
     return path
 
 
@@ -282,8 +282,8 @@ def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.filterwarnings("error")
 def test_a_task_without_runs_can_be_shown(tmp_path: Path) -> None:
     tasks, nothing = [TaskRow("a", "cnn", "a"), TaskRow("b", "cnn", "b")], [[np.nan, np.nan]]
-    prior = Earlier.of_runs("two", "store", tasks, [PlanRow("p")], np.array([[[0.2, 0.4]], nothing]))
-    write(prior, tmp_path / "two.json")
+    prior = PriorData.of_runs("two", "store", tasks, [PlanRow("p")], np.array([[[0.2, 0.4]], nothing]))
+    write_prior(prior, tmp_path / "two.json")
     status, told = say("show", str(tmp_path / "two.json"), "--json")
     assert status == 0, told
     assert [task["mean_error"] for task in json.loads(told)["tasks"]] == [pytest.approx(0.3), None]
@@ -295,10 +295,10 @@ def test_a_task_is_read_once_and_again_when_its_file_changed(tmp_path: Path) -> 
     arrays = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
     np.savez(tmp_path / "a.npz", **arrays)
     text = "images:a.npz#model=mlp,batch=4"
-    first = found_task(text, tmp_path)
-    assert found_task(text, tmp_path) is first
+    first = cached_task(text, tmp_path)
+    assert cached_task(text, tmp_path) is first
     np.savez(tmp_path / "a.npz", **{**arrays, "x_train": x[:10], "y_train": y[:10]})
-    assert found_task(text, tmp_path).data.num_train == 10
+    assert cached_task(text, tmp_path).data.num_train == 10
     (tmp_path / "own.py").write_text("from paredown.tasks.lookup import find_task\ndef t(): return find_task('digits#model=mlp')\n")
-    assert found_task("own.py:t", tmp_path) is not found_task("own.py:t", tmp_path)
+    assert cached_task("own.py:t", tmp_path) is not cached_task("own.py:t", tmp_path)
     assert replace(first, steps=3).steps == 3

@@ -17,8 +17,18 @@ from hypothesis import strategies as st
 from paredown.errors import PlanError, PriorError
 from paredown.pick import priors
 from paredown.pick.prior_collection import recipe_row, row_of
-from paredown.pick.prior_data import Earlier, PlanRow, TaskRow, joined, pooled_noise
-from paredown.pick.priors import add, available, from_text, known, load, made_up, own, remove, to_text
+from paredown.pick.prior_data import PlanRow, PriorData, TaskRow, join_priors, pooled_noise
+from paredown.pick.priors import (
+    add,
+    available,
+    known_prior,
+    load,
+    made_up_prior,
+    own_priors,
+    prior_from_text,
+    prior_to_text,
+    remove,
+)
 from paredown.pick.task_prior import calm_runs
 from paredown.plan.plan import Plan
 
@@ -32,9 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "priors"
 
 
-def gaps(seed: int = 3) -> Earlier:
+def gaps(seed: int = 3) -> PriorData:
     """A made-up prior in which some pairs never ran, some ran once and some diverged, drawn with odds."""
-    whole, source = made_up(5, 7, seeds=3), np.random.default_rng(seed)
+    whole, source = made_up_prior(5, 7, seeds=3), np.random.default_rng(seed)
     runs = np.where(source.uniform(size=whole.runs.shape) < 0.4, np.nan, whole.runs)
     seen = np.isfinite(runs).any(axis=2)
     rest = {
@@ -44,7 +54,7 @@ def gaps(seed: int = 3) -> Earlier:
         "propensity": np.where(seen, np.round(source.uniform(0.1, 1, seen.shape), 3), 0),
         "provenance": ({"device": "none", "versions": {"numpy": "2"}},),
     }
-    return Earlier.of_runs("gaps", "simulate", whole.tasks, whole.plans, runs, **rest)
+    return PriorData.of_runs("gaps", "simulate", whole.tasks, whole.plans, runs, **rest)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -71,7 +81,7 @@ def test_noise_of_a_known_construction(deviation: float) -> None:
 def test_plans_of_which_a_run_diverged_are_no_noise() -> None:
     runs = np.array([[[0.10, 0.12], [0.10, 0.90]]])
     rows = [TaskRow("t", "cnn", "d")], [PlanRow("a"), PlanRow("b")]
-    found = [Earlier.of_runs("p", "store", *rows, runs, diverged=np.array([[0, n]])).noise[0] for n in (1, 0)]
+    found = [PriorData.of_runs("p", "store", *rows, runs, diverged=np.array([[0, n]])).noise[0] for n in (1, 0)]
     assert found[0] == pytest.approx(np.std([0.10, 0.12], ddof=1))
     assert found[1] > 0.3, "the check would notice"
 
@@ -81,7 +91,7 @@ def test_plans_of_which_a_run_diverged_are_no_noise() -> None:
 
 def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     before = gaps()
-    priors.write(before, tmp_path / "one.json")
+    priors.write_prior(before, tmp_path / "one.json")
     after = load(tmp_path / "one.json")
     assert (after.name, after.mode, after.tasks, after.plans) == (before.name, before.mode, before.tasks, before.plans)
     assert after.provenance == before.provenance
@@ -91,17 +101,17 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
         pad = [(0, 0)] * (wanted.ndim - 1) + [(0, wanted.shape[-1] - found.shape[-1])] if name == "runs" else None
         found = np.pad(found, pad, constant_values=np.nan) if pad else found
         np.testing.assert_allclose(found, wanted, atol=tolerance, rtol=0, err_msg=name)
-    assert to_text(after) == to_text(before)
+    assert prior_to_text(after) == prior_to_text(before)
 
 
-def of_version_1() -> tuple[str, Earlier]:
+def of_version_1() -> tuple[str, PriorData]:
     """A file whose runs stand one after the other, and what it is of: on the first task half of the plans had no memory for seed 0."""
     lifts, source = np.array([0.0, 0.05, -0.05]), np.random.default_rng(0)
     runs = 0.3 + lifts + 0.002 * source.standard_normal((2, 6, 3))
     runs[0, 3:, 0] = np.nan
     tasks = [TaskRow(name, "cnn", name, "error", 10, 0.9) for name in ("some", "all")]
-    whole = Earlier.of_runs("old", "store", tasks, [PlanRow(f"plan {j}") for j in range(6)], runs)
-    value = json.loads(to_text(whole)) | {"version": 1}
+    whole = PriorData.of_runs("old", "store", tasks, [PlanRow(f"plan {j}") for j in range(6)], runs)
+    value = json.loads(prior_to_text(whole)) | {"version": 1}
     value["runs"] = [[[run for run in cell if run is not None] for cell in row] for row in value["runs"]]
     del value["seeds"]
     return json.dumps(value), whole
@@ -109,31 +119,31 @@ def of_version_1() -> tuple[str, Earlier]:
 
 def test_files_of_version_1_are_read_without_lifts_where_seeds_may_be_wrong(tmp_path: Path) -> None:
     text, whole = of_version_1()
-    old = from_text(text)
+    old = prior_from_text(text)
     assert old.has_seeds.tolist() == [False, True] and whole.has_seeds.all()
     np.testing.assert_allclose(old.errors, whole.errors, atol=1e-6)
     np.testing.assert_allclose(old.noise, whole.noise, atol=1e-5)
     alone, plain = calm_runs(old), old.runs / 0.9
     assert np.isnan(alone[0]).all(), "nothing is told of lifts"
     np.testing.assert_array_equal(alone[1], plain[1])
-    priors.write(old, tmp_path / "again.json")
+    priors.write_prior(old, tmp_path / "again.json")
     assert load(tmp_path / "again.json").has_seeds.tolist() == [False, True], "as version 2 it says so"
-    assert joined([whole, old]).rows(["some (old)", "all"]).has_seeds.tolist() == [False, True]
+    assert join_priors([whole, old]).rows(["some (old)", "all"]).has_seeds.tolist() == [False, True]
 
 
 def test_what_could_not_be_read_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = np.full((1, 1, 1001), 0.3)
-    many = Earlier.of_runs("many", "store", [TaskRow("t", "cnn", "d")], [PlanRow("p")], runs)
+    many = PriorData.of_runs("many", "store", [TaskRow("t", "cnn", "d")], [PlanRow("p")], runs)
     with pytest.raises(PriorError, match=r"many\.json is not written, since it could not be read again: runs .* one has 1001"):
         add(many, "many")
     monkeypatch.setattr(priors, "MOST_BYTES", 100)
     with pytest.raises(PriorError, match=r"large\.json is not written, .* it has \d+ bytes; priors of up to 100 are read"):
-        add(made_up(2, 3), "large")
-    assert own() == [] and not list(folder.glob("*"))
+        add(made_up_prior(2, 3), "large")
+    assert own_priors() == [] and not list(folder.glob("*"))
 
 
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
-    priors.write(made_up(60, 39, seeds=3), tmp_path / "large.json")
+    priors.write_prior(made_up_prior(60, 39, seeds=3), tmp_path / "large.json")
     code = f"""
 import sys
 from paredown.pick.priors import load
@@ -186,7 +196,7 @@ def test_wrong_files_have_a_sentence(case: str, tmp_path: Path) -> None:
     damage, sentence = BAD[case]
     text = damage
     if callable(damage):
-        value = json.loads(to_text(made_up(2, 3)))
+        value = json.loads(prior_to_text(made_up_prior(2, 3)))
         damage(value)
         text = json.dumps(value).encode()
     path = tmp_path / "bad.json"
@@ -215,7 +225,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-TEXT = to_text(made_up(2, 3))
+TEXT = prior_to_text(made_up_prior(2, 3))
 
 
 @settings(max_examples=300, deadline=None)
@@ -223,7 +233,7 @@ TEXT = to_text(made_up(2, 3))
 def test_whatever_stands_in_a_field_has_a_sentence_or_is_fine(field: str, value: Any) -> None:
     damaged = json.dumps({**json.loads(TEXT), field: value})
     try:
-        found = from_text(damaged)
+        found = prior_from_text(damaged)
     except PriorError as error:
         assert len(str(error)) < 500
     else:
@@ -234,7 +244,7 @@ def test_whatever_stands_in_a_field_has_a_sentence_or_is_fine(field: str, value:
 @given(st.integers(0, len(TEXT) - 1), st.text(max_size=3), st.integers(0, 40))
 def test_text_that_was_changed_somewhere_has_a_sentence_or_is_fine(at: int, new: str, gone: int) -> None:
     try:
-        from_text(TEXT[:at] + new + TEXT[at + gone :])
+        prior_from_text(TEXT[:at] + new + TEXT[at + gone :])
     except PriorError as error:
         assert len(str(error)) < 1000
 
@@ -244,12 +254,12 @@ def test_text_that_was_changed_somewhere_has_a_sentence_or_is_fine(at: int, new:
 
 def test_own_priors_come_and_go(folder: Path) -> None:
     before = available()
-    add(made_up(3, 4), "mine")
-    assert own() == ["mine"] and available() == [*before, "mine"]
+    add(made_up_prior(3, 4), "mine")
+    assert own_priors() == ["mine"] and available() == [*before, "mine"]
     assert load("mine").name == "mine"
     with pytest.raises(PriorError, match="there is a prior 'mine' already"):
-        add(made_up(2, 4), "mine")
-    add(made_up(2, 4), "mine", replaces=True)
+        add(made_up_prior(2, 4), "mine")
+    add(made_up_prior(2, 4), "mine", replaces=True)
     assert len(load("mine").tasks) == 2
     remove("mine")
     assert available() == before and list(folder.iterdir()) == []
@@ -259,27 +269,27 @@ def test_own_priors_come_and_go(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "", ".hidden", "a" * 65, "a b", "a\n", "stored", "simulated"])
 def test_names_that_are_refused(name: str, folder: Path) -> None:
-    for call in (lambda: add(made_up(2, 2), name), lambda: remove(name)):
+    for call in (lambda: add(made_up_prior(2, 2), name), lambda: remove(name)):
         with pytest.raises(PriorError):
             call()
     assert not folder.exists() or not list(folder.iterdir())
 
 
 def test_an_unknown_name_says_what_is_there(folder: Path) -> None:
-    add(made_up(2, 2), "mine")
+    add(made_up_prior(2, 2), "mine")
     with pytest.raises(PriorError, match=r"there is no prior 'mina'. Closest: 'mine'"):
         load("mina")
 
 
 def test_known_joins_own_priors_of_the_mode(folder: Path) -> None:
-    shipped = known("store")
-    add(made_up(3, 4), "mine")
-    add(made_up(2, 4, mode="simulate"), "other")
-    both = known("store")
+    shipped = known_prior("store")
+    add(made_up_prior(3, 4), "mine")
+    add(made_up_prior(2, 4, mode="simulate"), "other")
+    both = known_prior("store")
     assert len(both.tasks) == len(shipped.tasks) + 3
     assert [task.source for task in both.tasks[-3:]] == ["made_up"] * 3
     with pytest.raises(PriorError, match="mode 'magic' is unknown"):
-        known("magic")
+        known_prior("magic")
 
 
 # --- joining and taking apart -----------------------------------------------------------------------------------------
@@ -297,8 +307,8 @@ def test_rows_are_taken_by_name() -> None:
 
 
 def test_joined_has_every_number_in_its_place() -> None:
-    first, second = made_up(3, 6, seed=1), made_up(2, 9, seed=2, seeds=3)
-    both = joined([first, second])
+    first, second = made_up_prior(3, 6, seed=1), made_up_prior(2, 9, seed=2, seeds=3)
+    both = join_priors([first, second])
     assert both.errors.shape == (5, 9), "the first six plans are the same in both"
     np.testing.assert_array_equal(both.errors[:3, :6], first.errors)
     np.testing.assert_array_equal(both.errors[3:], second.errors)
@@ -306,13 +316,13 @@ def test_joined_has_every_number_in_its_place() -> None:
     assert [task.name for task in both.tasks[3:]] == ["task 0 (made_up)", "task 1 (made_up)"]
     np.testing.assert_array_equal(both.noise, [*first.noise, *second.noise])
     with pytest.raises(PriorError, match="priors of one mode are joined"):
-        joined([first, made_up(2, 2, mode="simulate")])
+        join_priors([first, made_up_prior(2, 2, mode="simulate")])
 
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:
-    whole = made_up(2, 3)
+    whole = made_up_prior(2, 3)
     with pytest.raises(PriorError, match=r"memory of prior 'p' is \(3, 2\); 2 tasks and 3 plans need \(2, 3\)"):
-        Earlier.of_runs("p", "store", whole.tasks, whole.plans, whole.runs, memory=whole.memory.T)
+        PriorData.of_runs("p", "store", whole.tasks, whole.plans, whole.runs, memory=whole.memory.T)
 
 
 # --- names of plans ---------------------------------------------------------------------------------------------------
@@ -332,10 +342,10 @@ def test_plans_have_names_levels_and_features() -> None:
 
 
 def test_a_plan_that_is_wrong_inside_says_so_when_it_is_used() -> None:
-    value = json.loads(to_text(made_up(2, 3)))
+    value = json.loads(prior_to_text(made_up_prior(2, 3)))
     value["plans"][0]["plan"]["rules"] = [["weight", {"format": "int99"}]]
     with pytest.raises(PlanError):
-        print(from_text(json.dumps(value)).plans[0].key)
+        print(prior_from_text(json.dumps(value)).plans[0].key)
 
 
 def test_plans_that_say_the_same_have_one_key() -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paredown.pick.seed_effects import Run, levelled, lifts_of, listed, on_one_level, parts_of, shared_of, squares_of
+from paredown.pick.seed_effects import (
+    SeedRun,
+    on_one_level,
+    runs_of_task,
+    seed_effects_of,
+    shared_of,
+    squares_of,
+    variance_parts_of,
+    without_seed_effects,
+)
 
 NAN = np.nan
 
@@ -24,7 +33,7 @@ def made(num_plans: int, lifts: list[float], rest: float, seed: int = 0) -> np.n
 def test_variances_are_found() -> None:
     """2,000 plans tell the rest to 2 %; of the lifts it is their own variance."""
     lifts = [0.05, -0.02, -0.03]
-    found = parts_of(made(2000, lifts, 0.01))
+    found = variance_parts_of(made(2000, lifts, 0.01))
     assert np.sqrt(found.rest) == pytest.approx(0.01, rel=0.05)
     assert np.sqrt(found.shared) == pytest.approx(np.std(lifts, ddof=1), rel=0.02)
 
@@ -38,7 +47,7 @@ def test_lifts_are_those_of_the_whole_mixed_model() -> None:
     system = np.block([[x.T @ x, x.T @ z], [z.T @ x, z.T @ z + np.eye(3) / ratio]])
     inverse = np.linalg.inv(system)
     solved = inverse @ np.concatenate([x.T @ runs[plans, seeds], z.T @ runs[plans, seeds]])
-    found = lifts_of(listed(runs), ratio, 3)
+    found = seed_effects_of(runs_of_task(runs), ratio, 3)
     np.testing.assert_allclose(found.size, solved[7:], atol=1e-12)
     np.testing.assert_allclose(found.doubt, inverse[7:, 7:], atol=1e-12)
 
@@ -49,7 +58,7 @@ def test_plans_of_other_seeds_become_comparable() -> None:
     means = 0.3 + 0.1 * np.random.default_rng(0).standard_normal(20)
     runs[10:, 1:] = NAN
     off = np.nanmean(runs, axis=1) - means
-    level = np.nanmean(levelled(runs[None])[0], axis=1) - means
+    level = np.nanmean(without_seed_effects(runs[None])[0], axis=1) - means
     assert abs(off[10:].mean() - off[:10].mean()) > 0.08, "as they are, luck of the seed"
     assert abs(level[10:].mean() - level[:10].mean()) < 0.005, "five deviations of the difference"
 
@@ -66,24 +75,24 @@ def test_plans_of_other_seeds_become_comparable() -> None:
 )
 def test_nothing_is_taken_off_where_nothing_is_told(runs: list[list[float]]) -> None:
     given = np.array([runs])
-    np.testing.assert_array_equal(levelled(given), given)
+    np.testing.assert_array_equal(without_seed_effects(given), given)
 
 
 def test_runs_that_do_not_vary() -> None:
-    assert np.isfinite(levelled(np.full((1, 3, 2), 0.5))).all()
-    flat = levelled(np.array([[[0.2, 0.4], [0.3, 0.5], [0.1, 0.3]]]))[0]
+    assert np.isfinite(without_seed_effects(np.full((1, 3, 2), 0.5))).all()
+    flat = without_seed_effects(np.array([[[0.2, 0.4], [0.3, 0.5], [0.1, 0.3]]]))[0]
     np.testing.assert_allclose(flat[:, 0], flat[:, 1], atol=1e-4)
 
 
 def test_one_seed_leaves_runs_alone_and_their_common_level_open() -> None:
-    found = on_one_level([Run(0, 0.3, 5), Run(4, 0.5, 5)], 2.0)
+    found = on_one_level([SeedRun(0, 0.3, 5), SeedRun(4, 0.5, 5)], 2.0)
     assert found.errors.tolist() == [0.3, 0.5] and found.weights.tolist() == [1.0, 1.0] and found.common == pytest.approx(2.0)
     assert on_one_level([], 2.0).common == 0
 
 
 def test_a_second_seed_tells_less_until_several_plans_ran_with_it() -> None:
-    once = [Run(plan, 0.1 * plan, 0) for plan in range(6)]
-    found = [on_one_level([*once, *(Run(plan, 0.1 * plan + 0.5, 1) for plan in range(num))], 9.0) for num in (1, 5)]
+    once = [SeedRun(plan, 0.1 * plan, 0) for plan in range(6)]
+    found = [on_one_level([*once, *(SeedRun(plan, 0.1 * plan + 0.5, 1) for plan in range(num))], 9.0) for num in (1, 5)]
     assert found[0].weights[-1] < found[1].weights[-1] < 1
     np.testing.assert_allclose(found[1].errors[6:] - found[1].errors[:5], 0.0, atol=0.02)
     assert found[1].common < 9.0, "the mean of two seeds is nearer to that of all"
@@ -102,16 +111,16 @@ def test_the_ratio_of_all_tasks() -> None:
 
 def test_a_run_that_diverged_is_no_lift_of_its_seed() -> None:
     """Plan 0 diverged with seed 1, with which nothing else ran: the others stay where they are, and it is believed."""
-    once = [Run(plan, 0.2, 0) for plan in range(3)]
-    found = on_one_level([*once, Run(0, 1.0, 1)], 3.0, worst=1.0)
+    once = [SeedRun(plan, 0.2, 0) for plan in range(3)]
+    found = on_one_level([*once, SeedRun(0, 1.0, 1)], 3.0, worst=1.0)
     assert found.errors.tolist() == [0.2, 0.2, 0.2, 1.0] and found.weights.tolist() == [1.0] * 4
-    blind = on_one_level([*once, Run(0, 1.0, 1)], 3.0)
+    blind = on_one_level([*once, SeedRun(0, 1.0, 1)], 3.0)
     assert blind.errors[3] < 0.9 and blind.errors[0] > 0.25, "what a lift of 0.8 would come to"
 
 
 def test_lifts_are_those_of_the_plans_that_did_not_diverge() -> None:
-    calm = [Run(plan, 0.2 + 0.01 * plan + 0.1 * seed, seed) for plan in range(1, 5) for seed in (0, 1)]
-    lost = [Run(0, 0.2, 0), Run(0, 1.0, 1)]
+    calm = [SeedRun(plan, 0.2 + 0.01 * plan + 0.1 * seed, seed) for plan in range(1, 5) for seed in (0, 1)]
+    lost = [SeedRun(0, 0.2, 0), SeedRun(0, 1.0, 1)]
     found, alone = on_one_level([*calm, *lost], 9.0, worst=1.0), on_one_level(calm, 9.0)
     np.testing.assert_allclose(found.errors[:8], alone.errors, atol=1e-12)
     assert found.errors[8] == pytest.approx(0.2 + alone.errors[0] - calm[0].error), "its other run has the lift of its seed"
@@ -124,8 +133,12 @@ def test_plans_that_are_not_calm_tell_nothing_of_lifts() -> None:
     wild[0, 3, 1] = 1.0
     calm = np.arange(10)[None] != 3
     others = np.delete(runs, 3, axis=1)
-    np.testing.assert_allclose((wild - levelled(wild, calm))[0, 0], (others - levelled(others))[0, 0], atol=1e-12)
-    assert abs((levelled(wild) - levelled(wild, calm))[0, 0]).max() > 0.01, "taken for a lift, it moves all plans"
+    np.testing.assert_allclose(
+        (wild - without_seed_effects(wild, calm))[0, 0], (others - without_seed_effects(others))[0, 0], atol=1e-12
+    )
+    assert abs((without_seed_effects(wild) - without_seed_effects(wild, calm))[0, 0]).max() > 0.01, (
+        "taken for a lift, it moves all plans"
+    )
 
 
 # --- plans that have some of the seeds ----------------------------------------------------------------------------------
@@ -136,9 +149,9 @@ def test_one_more_seed_of_one_plan_switches_nothing_off() -> None:
     runs = np.column_stack([made(10, [0.0, 0.04, -0.04], 0.01), np.full(10, NAN)])
     more = runs.copy()
     more[2, 3] = 0.31
-    before, after = parts_of(runs), parts_of(more)
+    before, after = variance_parts_of(runs), variance_parts_of(more)
     assert after.rest == pytest.approx(before.rest) and after.shared > 0.3 * before.shared > 0
-    steps = [np.diff((one - levelled(one[None])[0])[0, :3]) for one in (runs, more)]
+    steps = [np.diff((one - without_seed_effects(one[None])[0])[0, :3]) for one in (runs, more)]
     np.testing.assert_allclose(steps[1], steps[0], atol=0.001)
 
 

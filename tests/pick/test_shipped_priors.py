@@ -17,7 +17,7 @@ import pytest
 from paredown.errors import PriorError
 from paredown.pick import priors
 from paredown.pick.prior_collection import row_of
-from paredown.pick.prior_data import Earlier
+from paredown.pick.prior_data import PriorData
 from paredown.pick.priors import load
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS
@@ -51,16 +51,16 @@ def recipes(name: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def simulated() -> Earlier:
+def simulated() -> PriorData:
     return load("simulated")
 
 
 @pytest.fixture(scope="module")
-def stored() -> Earlier:
+def stored() -> PriorData:
     return load("stored")
 
 
-def distinct(found: Earlier) -> int:
+def distinct(found: PriorData) -> int:
     """How many plans differ in any run of the first seed on the complete rows."""
     return len({found.runs[:COMPLETE, j, 0].tobytes() for j in range(len(found.plans))})
 
@@ -68,7 +68,7 @@ def distinct(found: Earlier) -> int:
 # --- what they are of -------------------------------------------------------------------------------------------------
 
 
-def test_the_simulated_prior_is_that_of_its_sweeps(simulated: Earlier, tmp_path: Path) -> None:
+def test_the_simulated_prior_is_that_of_its_sweeps(simulated: PriorData, tmp_path: Path) -> None:
     names = ("simulated", "superclasses_uniform", "superclasses_cheap_first")
     assert [task.text for task in simulated.tasks[:COMPLETE]] == tables("simulated")["tasks"]
     assert {task.text for task in simulated.tasks} <= {text for name in names for text in tables(name)["tasks"]}
@@ -77,7 +77,7 @@ def test_the_simulated_prior_is_that_of_its_sweeps(simulated: Earlier, tmp_path:
     assert [plan.label for plan in simulated.plans] == ["as written", *(f"{a} {b}" for a, b in product(LOW_FORMATS, HIGH_FORMATS))]
 
 
-def test_the_stored_prior_is_that_of_its_sweep(stored: Earlier, tmp_path: Path) -> None:
+def test_the_stored_prior_is_that_of_its_sweep(stored: PriorData, tmp_path: Path) -> None:
     assert [task.text for task in stored.tasks] == tables(STORED)["tasks"]
     fixed = {row_of(plan).key for plan in fixed_plans(STORED, tmp_path)}
     assert {plan.key for plan in stored.plans if plan.plan is not None} == fixed
@@ -87,7 +87,7 @@ def test_the_stored_prior_is_that_of_its_sweep(stored: Earlier, tmp_path: Path) 
     assert len(stored.tasks) == 13 and len(stored.plans) >= 24
 
 
-def test_exponents_of_high_formats_change_no_bit(simulated: Earlier) -> None:
+def test_exponents_of_high_formats_change_no_bit(simulated: PriorData) -> None:
     """Values of 6 exponent bits are all that accumulators need: 33 of the 99 configurations differ, and full precision."""
     assert distinct(simulated) == 34
     at = [plan.label for plan in simulated.plans].index
@@ -129,7 +129,7 @@ def test_numbers_are_possible(name: str) -> None:
         assert task.blind == pytest.approx(blind)
 
 
-def check_rows(found: Earlier, num_rows: int) -> np.ndarray:
+def check_rows(found: PriorData, num_rows: int) -> np.ndarray:
     """Complete, three seeds of eight plans, noise known; by how much full precision is better than a blind guess."""
     assert np.isfinite(found.errors[:num_rows]).all()
     assert ((found.counts[:num_rows] >= 3).sum(axis=1) >= 8).all(), "three seeds"
@@ -139,17 +139,17 @@ def check_rows(found: Earlier, num_rows: int) -> np.ndarray:
     return blind - full
 
 
-def test_rows_of_the_stored_prior(stored: Earlier) -> None:
+def test_rows_of_the_stored_prior(stored: PriorData) -> None:
     assert (check_rows(stored, len(stored.tasks)) > LEARNED * stored.noise).all()
     assert not stored.diverged.any()
 
 
-def test_rows_of_the_simulated_prior(simulated: Earlier) -> None:
+def test_rows_of_the_simulated_prior(simulated: PriorData) -> None:
     """At full precision a tenth of the way from a blind guess to no error, at least; most noise is that of formats that do not learn."""
     assert (check_rows(simulated, COMPLETE) > [0.1 * (task.blind or np.nan) for task in simulated.tasks[:COMPLETE]]).all()
 
 
-def test_superclasses_are_sampled_with_known_odds(simulated: Earlier) -> None:
+def test_superclasses_are_sampled_with_known_odds(simulated: PriorData) -> None:
     configurations = [j for j, plan in enumerate(simulated.plans) if plan.level]
     sampled = np.isfinite(simulated.errors[COMPLETE:][:, configurations])
     assert len(sampled) == SUPERCLASSES and sampled.mean(axis=1).min() >= 0.3
@@ -157,14 +157,14 @@ def test_superclasses_are_sampled_with_known_odds(simulated: Earlier) -> None:
     assert (odds < 1).all() and len(np.unique(odds)) > 20, "uniform on some, cheap first on some"
 
 
-def test_superclasses_are_learned(simulated: Earlier) -> None:
+def test_superclasses_are_learned(simulated: PriorData) -> None:
     """Full precision is not among what was drawn; formats that lose nothing on complete rows are held to what that is held to there."""
     wide = [j for j, plan in enumerate(simulated.plans) if plan.level in ("e4m3", "e4m4", "e5m2", "e5m3")]
     blind = np.array([task.blind for task in simulated.tasks[COMPLETE:]], dtype=np.float64)
     assert (np.nanmean(simulated.errors[COMPLETE:, wide], axis=1) < 0.9 * blind).all()
 
 
-def test_measured_bytes_stand_beside_predicted_ones(stored: Earlier) -> None:
+def test_measured_bytes_stand_beside_predicted_ones(stored: PriorData) -> None:
     """docs/priors.md says where they are apart: one copy of the logits of a text, and scratch where tensors are packed."""
     assert np.isfinite(stored.measured).all()
     ratio = stored.measured / stored.memory
@@ -174,16 +174,16 @@ def test_measured_bytes_stand_beside_predicted_ones(stored: Earlier) -> None:
     assert abs(ratio[plain] - 1) < 0.02
 
 
-def test_simulated_memory_is_counted_not_measured(simulated: Earlier) -> None:
+def test_simulated_memory_is_counted_not_measured(simulated: PriorData) -> None:
     assert np.isnan(simulated.measured).all() and np.isfinite(simulated.memory[np.isfinite(simulated.errors)]).all()
 
 
-def test_where_the_simulated_prior_comes_from(simulated: Earlier) -> None:
+def test_where_the_simulated_prior_comes_from(simulated: PriorData) -> None:
     assert {one["device"] for one in simulated.provenance} == {"NVIDIA H200"}
     assert sum(one["trials"] for one in simulated.provenance) == simulated.counts.sum()
 
 
-def test_where_the_stored_prior_comes_from(stored: Earlier) -> None:
+def test_where_the_stored_prior_comes_from(stored: PriorData) -> None:
     assert [one["sweeps"] for one in stored.provenance] == [["stored", "stored_again"], ["stored_fits"]]
     for one in stored.provenance:
         assert one["device"] == "NVIDIA H200" and one["versions"]["torch"].startswith("2.11")
@@ -191,7 +191,7 @@ def test_where_the_stored_prior_comes_from(stored: Earlier) -> None:
     assert trials <= stored.counts.sum(), "plans that were equal are one trial and two entries"
 
 
-def test_what_picks_are_judged_by_has_three_seeds(stored: Earlier, simulated: Earlier) -> None:
+def test_what_picks_are_judged_by_has_three_seeds(stored: PriorData, simulated: PriorData) -> None:
     """On image sets; configurations that are one run with the first seed share the seeds of one of them."""
     for found, budget in ((stored, 0.4), (simulated, 0.22)):
         for row, task in enumerate(found.tasks):
@@ -204,12 +204,12 @@ def test_what_picks_are_judged_by_has_three_seeds(stored: Earlier, simulated: Ea
             assert len(most) >= 9 and set(most.values()) == {3}
 
 
-def test_a_place_of_a_run_is_its_seed(stored: Earlier) -> None:
+def test_a_place_of_a_run_is_its_seed(stored: PriorData) -> None:
     """Plans that ran once ran with the first seed: those of one seed can be compared."""
     assert set(np.unique(stored.counts)) == {1, 3} and np.isfinite(stored.runs[..., 0]).all()
 
 
-def test_levels_are_the_low_formats(simulated: Earlier) -> None:
+def test_levels_are_the_low_formats(simulated: PriorData) -> None:
     assert [plan.level for plan in simulated.plans] == ["", *np.repeat(LOW_FORMATS, 9)]
 
 
@@ -227,7 +227,7 @@ def test_they_are_small_and_say_what_they_hold() -> None:
 @pytest.mark.parametrize("name", THERE)
 def test_they_are_as_they_were_written(name: str) -> None:
     """What is derived, noise among it, agrees with what the file says."""
-    assert priors.to_text(load(name)) == FILES[name].read_text()
+    assert priors.prior_to_text(load(name)) == FILES[name].read_text()
 
 
 @pytest.mark.parametrize("name", THERE)

@@ -11,18 +11,18 @@ import pytest
 from paredown import Plan
 from paredown.errors import PriorError
 from paredown.pick.candidates import features_of
-from paredown.pick.mixture import find_twins, once
+from paredown.pick.mixture import find_twins, without_twins
 from paredown.pick.posterior import Estimate
-from paredown.pick.prior_data import Earlier, PlanRow, TaskRow, joined
-from paredown.pick.priors import made_up
-from paredown.pick.seed_effects import Run
-from paredown.pick.task_prior import Learned, blind_error, nearest, noise_ratios, scaled
+from paredown.pick.prior_data import PlanRow, PriorData, TaskRow, join_priors
+from paredown.pick.priors import made_up_prior
+from paredown.pick.seed_effects import SeedRun
+from paredown.pick.task_prior import TaskPrior, blind_error, nearest, noise_ratios, scaled
 
 MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "runs")
 NINE_OF_TEN = 1.645
 
 
-def columns_of(earlier: Earlier, keep: Sequence[int]) -> Earlier:
+def columns_of(earlier: PriorData, keep: Sequence[int]) -> PriorData:
     """These plans alone; one that is there twice is called otherwise, and has no level."""
     arrays = {name: getattr(earlier, name)[:, list(keep)] for name in MATRICES}
     plans = [
@@ -31,17 +31,17 @@ def columns_of(earlier: Earlier, keep: Sequence[int]) -> Earlier:
     return replace(earlier, plans=tuple(plans), **arrays)
 
 
-def points_of(earlier: Earlier) -> np.ndarray:
+def points_of(earlier: PriorData) -> np.ndarray:
     return np.array([features_of(Plan.from_json(row.plan)) for row in earlier.plans])
 
 
-def small(runs: np.ndarray, **rows: object) -> Earlier:
+def small(runs: np.ndarray, **rows: object) -> PriorData:
     """A prior of (tasks, plans) or (tasks, plans, seeds)."""
     runs = np.asarray(runs, dtype=float)
     runs = runs[..., None] if runs.ndim == 2 else runs
     plans = [PlanRow(f"plan {i}", Plan.uniform(activation=f"int{8 - i}/64@bf16").to_json()) for i in range(runs.shape[1])]
     tasks = [TaskRow(f"task {i}", "cnn", "x", **{"answers": 10, **rows}) for i in range(len(runs))]  # type: ignore[arg-type]
-    found = Earlier.of_runs("small", "store", tasks, plans, np.where(np.isinf(runs), 0.5, runs))
+    found = PriorData.of_runs("small", "store", tasks, plans, np.where(np.isinf(runs), 0.5, runs))
     return replace(found, runs=runs, errors=runs.mean(axis=2))
 
 
@@ -51,7 +51,7 @@ def small(runs: np.ndarray, **rows: object) -> Earlier:
 def test_errors_are_in_parts_of_a_blind_guess() -> None:
     tasks = [TaskRow("a", "cnn", "x", "error", 10), TaskRow("b", "gpt", "y", "loss", 256), TaskRow("c", "cnn", "z", "mine", None)]
     runs = np.array([[0.45, 0.9], [np.log(256) / 2, 7.0], [3.0, 12.0]])[..., None]
-    found = scaled(Earlier.of_runs("units", "store", tasks, [PlanRow("p"), PlanRow("q")], runs))
+    found = scaled(PriorData.of_runs("units", "store", tasks, [PlanRow("p"), PlanRow("q")], runs))
     assert found[..., 0] == pytest.approx(np.array([[0.5, 1.0], [0.5, 1.0], [0.25, 1.0]])), "worse than a guess is a guess"
 
 
@@ -63,7 +63,7 @@ def test_a_task_may_say_itself_what_a_guess_has() -> None:
 # --- families -----------------------------------------------------------------------------------------------------------
 
 
-def of_families(num: int = 8, seed: int = 0) -> Earlier:
+def of_families(num: int = 8, seed: int = 0) -> PriorData:
     """Two plans; the second is better for "cnn" and worse for "gpt"."""
     rng = np.random.default_rng(seed)
     family = ["cnn", "gpt"] * num
@@ -80,7 +80,7 @@ def of_families(num: int = 8, seed: int = 0) -> Earlier:
 
 @pytest.mark.parametrize(("family", "best"), [("cnn", 1), ("gpt", 0)])
 def test_ones_own_family_comes_first(family: str, best: int) -> None:
-    learned = Learned.of(of_families(), family)
+    learned = TaskPrior.of(of_families(), family)
     assert learned.family == family
     estimate = Estimate.of(learned.prior, np.ones(2))
     assert estimate.best(1).plan == best
@@ -91,7 +91,7 @@ def test_ones_own_family_comes_first(family: str, best: int) -> None:
 
 def test_measurements_overrule_the_family() -> None:
     """A task of family "cnn" that behaves like those of "gpt"."""
-    learned = Learned.of(of_families(), "cnn")
+    learned = TaskPrior.of(of_families(), "cnn")
     after = Estimate.of(learned.prior, np.ones(2), {0: [0.4 / 0.9, 0.4 / 0.9], 1: [0.55 / 0.9, 0.55 / 0.9]})
     assert after.best(1).plan == 0
     assert after.belief.weights[0][-2] < 0.2, "the family's own kind has become unlikely"
@@ -99,7 +99,7 @@ def test_measurements_overrule_the_family() -> None:
 
 def test_a_task_like_none_before_speaks_for_itself() -> None:
     """Earlier tasks say that plans are within 0.15 of each other; here one is far better, in three runs."""
-    learned = Learned.of(of_families(), "cnn")
+    learned = TaskPrior.of(of_families(), "cnn")
     after = Estimate.of(learned.prior, np.ones(2), {0: [0.05, 0.06, 0.04], 1: [0.9, 0.88]})
     assert after.belief.weights[0][-1] > 0.9 and after.best(1).plan == 0 and not after.best(1).ties
     assert after.means == pytest.approx([0.05, 0.89], abs=0.05)
@@ -109,7 +109,7 @@ def test_a_task_may_be_quieter_or_noisier_than_most() -> None:
     """Half of the tasks have a tenth of the noise: wild runs of one plan make the new task one of the noisy ones."""
     rng, sizes = np.random.default_rng(0), np.where(np.arange(20) % 2, 0.02, 0.002)
     runs = rng.uniform(0.2, 0.6, (20, 1, 1)) + sizes[:, None, None] * rng.standard_normal((20, 3, 3))
-    prior = Learned.of(small(runs)).prior
+    prior = TaskPrior.of(small(runs)).prior
     noise = np.sqrt(prior.mixture.noise[:-1, 0])
     assert noise.max() / noise.min() > 5
     quiet, wild = (Estimate.of(prior, np.ones(3), {0: [0.4, 0.4 + d, 0.4 - d, 0.4 + 2 * d]}) for d in (0.002, 0.02))
@@ -117,11 +117,11 @@ def test_a_task_may_be_quieter_or_noisier_than_most() -> None:
 
 
 def test_a_new_family_starts_from_the_nearest() -> None:
-    learned = Learned.of(of_families(), "vit")
+    learned = TaskPrior.of(of_families(), "vit")
     assert (learned.wanted, learned.family) == ("vit", "gpt"), "attention, norms and residuals"
-    own = Learned.of(of_families(), "gpt").prior.mixture.shares[-2]  # the last one is of tasks like none before
+    own = TaskPrior.of(of_families(), "gpt").prior.mixture.shares[-2]  # the last one is of tasks like none before
     assert 0 < learned.prior.mixture.shares[-2] < own, "with more doubt"
-    assert Learned.of(of_families(), "unheard of").family == "" and nearest("cnn", []) == ""
+    assert TaskPrior.of(of_families(), "unheard of").family == "" and nearest("cnn", []) == ""
 
 
 # --- plans in no column -------------------------------------------------------------------------------------------------
@@ -132,13 +132,13 @@ def test_plans_left_out_of_the_matrix_lie_in_their_bands() -> None:
     inside: list[bool] = []
     wide: list[float] = []
     for seed in range(2):
-        earlier = made_up(11, 30, seed=seed)
+        earlier = made_up_prior(11, 30, seed=seed)
         runs, points, rng = scaled(earlier), points_of(earlier), np.random.default_rng(seed)
         levels = np.array([row.level for row in earlier.plans])
         for level in np.unique(levels):
             out, keep = np.flatnonzero(levels == level), np.flatnonzero(levels != level)
             for i, task in enumerate(earlier.tasks):
-                learned = Learned.of(columns_of(earlier, keep.tolist()).without([task.name]), task.family)
+                learned = TaskPrior.of(columns_of(earlier, keep.tolist()).without([task.name]), task.family)
                 prior = learned.covering(
                     np.append(np.arange(len(keep)), -1), np.vstack([points[keep], points[out].mean(axis=0)]), points[keep]
                 )
@@ -151,8 +151,8 @@ def test_plans_left_out_of_the_matrix_lie_in_their_bands() -> None:
 
 
 def test_an_unseen_plan_teaches_and_is_taught() -> None:
-    earlier = made_up()
-    learned, points = Learned.of(earlier, "cnn"), points_of(earlier)
+    earlier = made_up_prior()
+    learned, points = TaskPrior.of(earlier, "cnn"), points_of(earlier)
     new = features_of(Plan.uniform(activation="int6/64@bf16"))
     prior = learned.covering(np.append(np.arange(30), -1), np.vstack([points, new]), points)
     before, after = Estimate.of(prior, np.ones(31)), Estimate.of(prior, np.ones(31), {30: 0.9})
@@ -179,9 +179,9 @@ def test_bands_hold_from_few_tasks_without_a_measurement(num_tasks: int) -> None
     """40 tasks, each new to a prior of its own; a task's plans go together, so a share of 40 is what counts: two standard errors."""
     inside: list[float] = []
     for seed in range(40):
-        earlier = made_up(num_tasks + 1, 24, seed=seed)
+        earlier = made_up_prior(num_tasks + 1, 24, seed=seed)
         task = earlier.tasks[seed % (num_tasks + 1)]
-        estimate = Estimate.of(Learned.of(earlier.without([task.name]), task.family).prior, np.ones(24))
+        estimate = Estimate.of(TaskPrior.of(earlier.without([task.name]), task.family).prior, np.ones(24))
         truth = scaled(earlier)[earlier.row(task.name)].mean(axis=1)
         inside.append(float(np.mean(np.abs(estimate.means - truth) <= NINE_OF_TEN * estimate.deviations)))
     assert np.mean(inside) >= 0.9 - 2 * np.sqrt(0.9 * 0.1 / 40)
@@ -205,7 +205,7 @@ BAD = {
 @pytest.mark.parametrize("runs", BAD.values(), ids=BAD)
 def test_poor_priors_get_an_answer_with_bands(runs: list[list[float]]) -> None:
     earlier = small(np.array(runs))
-    learned = Learned.of(earlier, "cnn")
+    learned = TaskPrior.of(earlier, "cnn")
     points = points_of(earlier)
     prior = learned.covering(np.array([0, 1, 2, -1]), np.vstack([points, points[0] + 1]), points)
     for measured in ({}, {0: 0.4}, {0: 1.0, 1: 1.0, 2: [1.0, 1.0], 3: 1.0}, {3: NAN}):
@@ -215,25 +215,25 @@ def test_poor_priors_get_an_answer_with_bands(runs: list[list[float]]) -> None:
 
 
 def test_duplicate_plans_share_what_is_known() -> None:
-    earlier = made_up(11, 6)
+    earlier = made_up_prior(11, 6)
     twice = columns_of(earlier, [0, 1, 2, 3, 4, 5, 0])
-    estimate = Estimate.of(Learned.of(twice, "cnn").prior, np.ones(7), {6: 0.2})
+    estimate = Estimate.of(TaskPrior.of(twice, "cnn").prior, np.ones(7), {6: 0.2})
     assert estimate.means[0] == pytest.approx(estimate.means[6], abs=0.05)
     assert estimate.chance_below(0)[6] == pytest.approx(0.5, abs=0.4)
 
 
 def test_nothing_to_learn_from_is_a_sentence() -> None:
     with pytest.raises(PriorError, match="prior 'small' has no number to learn from: 1 tasks, 2 plans"):
-        Learned.of(small(np.full((1, 2), NAN)))
-    earlier = made_up(3, 4)
+        TaskPrior.of(small(np.full((1, 2), NAN)))
+    earlier = made_up_prior(3, 4)
     with pytest.raises(PriorError, match="none of the 4 plans of prior 'made_up' has features"):
-        Learned.of(earlier).covering(np.array([-1]), np.zeros((1, 7)), np.full((4, 7), NAN))
+        TaskPrior.of(earlier).covering(np.array([-1]), np.zeros((1, 7)), np.full((4, 7), NAN))
 
 
 # --- twins --------------------------------------------------------------------------------------------------------------
 
 
-def with_twins(num_tasks: int = 8) -> Earlier:
+def with_twins(num_tasks: int = 8) -> PriorData:
     """Three levels of six plans; the second three of each are the first three over again, but for one task."""
     source = np.random.default_rng(11)
     tasks = [TaskRow(f"task {i}", "cnn", f"data {i}", "error", 10, 0.9) for i in range(num_tasks)]
@@ -241,12 +241,12 @@ def with_twins(num_tasks: int = 8) -> Earlier:
     height = 0.2 + 0.3 * source.uniform(size=(num_tasks, 1, 1, 1)) + 0.1 * np.arange(3)[:, None, None]
     runs = np.tile(height + 0.02 * source.standard_normal((num_tasks, 3, 3, 1)), (1, 1, 2, 1)).reshape(num_tasks, 18, 1)
     runs[0, 10] = 0.7
-    return Earlier.of_runs("twins", "simulate", tasks, plans, runs)
+    return PriorData.of_runs("twins", "simulate", tasks, plans, runs)
 
 
 def test_plans_that_are_the_same_to_the_last_bit_count_once() -> None:
     earlier = with_twins()
-    learned = Learned.of(earlier)
+    learned = TaskPrior.of(earlier)
     assert learned.twins.tolist() == [0, 1, 2, 0, 1, 2, 6, 7, 8, 6, 10, 8, 12, 13, 14, 12, 13, 14]
     assert learned.sums.count.tolist() == [[3, 4, 3]] * 8
 
@@ -254,7 +254,7 @@ def test_plans_that_are_the_same_to_the_last_bit_count_once() -> None:
 def test_an_own_column_leaves_twins_as_they_were() -> None:
     """A plan that one own task alone was tried on, joined to the others; and twins are pairs, whatever else ran on their tasks."""
     earlier = with_twins()
-    own = Earlier.of_runs(
+    own = PriorData.of_runs(
         "own",
         "simulate",
         [TaskRow("own", "cnn", "own", "error", 10, 0.9)],
@@ -262,8 +262,8 @@ def test_an_own_column_leaves_twins_as_they_were() -> None:
         np.full((1, 1, 1), 0.3),
     )
     plans = tuple(replace(plan, recipe=plan.label) for plan in earlier.plans)
-    found = Learned.of(joined([replace(earlier, plans=plans), own]))
-    assert found.twins.tolist() == [*Learned.of(earlier).twins.tolist(), 18]
+    found = TaskPrior.of(join_priors([replace(earlier, plans=plans), own]))
+    assert found.twins.tolist() == [*TaskPrior.of(earlier).twins.tolist(), 18]
 
 
 def test_twins_are_those_of_every_seed_and_of_all_their_twins() -> None:
@@ -275,33 +275,33 @@ def test_twins_are_those_of_every_seed_and_of_all_their_twins() -> None:
 
 
 def test_few_tasks_make_no_twins_and_gaps_are_filled_by_either() -> None:
-    assert Learned.of(with_twins().rows(["task 1", "task 2"])).twins.tolist() == list(range(18))
+    assert TaskPrior.of(with_twins().rows(["task 1", "task 2"])).twins.tolist() == list(range(18))
     runs = np.full((1, 2, 2), np.nan)
     runs[0, 0, 0], runs[0, 1] = 0.1, [0.1, 0.3]
-    found = once(runs, np.array([0, 0]))
+    found = without_twins(runs, np.array([0, 0]))
     np.testing.assert_array_equal(found, [[[0.1, np.nan], [np.nan, 0.3]]])
 
 
 # --- seeds --------------------------------------------------------------------------------------------------------------
 
 
-def of_seeds(num_tasks: int, source: np.random.Generator) -> tuple[Earlier, np.ndarray]:
+def of_seeds(num_tasks: int, source: np.random.Generator) -> tuple[PriorData, np.ndarray]:
     """Eight plans, three seeds of four of them, whose lifts deviate by 0.03 and all else by 0.006; and the means."""
     tasks = [TaskRow(f"task {i}", "cnn", f"data {i}", "error", 10, 0.9) for i in range(num_tasks)]
     means = 0.3 + 0.1 * source.standard_normal((num_tasks, 1)) + 0.02 * source.standard_normal((num_tasks, 8))
     runs = means[..., None] + 0.03 * source.standard_normal((num_tasks, 1, 3)) + 0.006 * source.standard_normal((num_tasks, 8, 3))
     runs[:, 4:, 1:] = np.nan
-    return Earlier.of_runs("seeds", "store", tasks, [PlanRow(f"plan {j}") for j in range(8)], runs), means
+    return PriorData.of_runs("seeds", "store", tasks, [PlanRow(f"plan {j}") for j in range(8)], runs), means
 
 
 def test_bands_hold_after_trials_of_one_seed() -> None:
     """40 new tasks, four trials each: nine of ten means are within; 320 are not independent, and 0.82 to 0.97 is three deviations or so."""
     source = np.random.default_rng(2)
-    prior = Learned.of(of_seeds(40, source)[0]).prior
+    prior = TaskPrior.of(of_seeds(40, source)[0]).prior
     new, means = of_seeds(40, source)
     inside, narrow = [], []
     for runs, mean in zip(new.runs / 0.9, means / 0.9, strict=True):
-        estimate = Estimate.after(prior, np.ones(8), [Run(plan, float(runs[plan, 0]), 7) for plan in (0, 2, 4, 6)])
+        estimate = Estimate.after(prior, np.ones(8), [SeedRun(plan, float(runs[plan, 0]), 7) for plan in (0, 2, 4, 6)])
         inside.append(abs(estimate.means - mean) <= NINE_OF_TEN * estimate.deviations)
         alone = np.sqrt(estimate.deviations**2 - prior.shared * estimate.belief.run_noise() ** 2)
         narrow.append(abs(estimate.means - mean) <= NINE_OF_TEN * alone)
@@ -311,18 +311,20 @@ def test_bands_hold_after_trials_of_one_seed() -> None:
 
 def test_a_lucky_seed_makes_no_plan_better() -> None:
     """Plans 0 and 1 are as good; 1 was tried once more, with a seed that lowers all errors."""
-    prior = Learned.of(of_seeds(40, np.random.default_rng(4))[0]).prior
-    first = [Run(0, 0.4, 0), Run(1, 0.4, 0)]
-    apart = [float(np.subtract(*Estimate.after(prior, np.ones(8), runs).means[:2])) for runs in (first, [*first, Run(1, 0.3, 1)])]
-    blunt = Estimate.after(replace(prior, shared=0.0), np.ones(8), [*first, Run(1, 0.3, 1)])
+    prior = TaskPrior.of(of_seeds(40, np.random.default_rng(4))[0]).prior
+    first = [SeedRun(0, 0.4, 0), SeedRun(1, 0.4, 0)]
+    apart = [
+        float(np.subtract(*Estimate.after(prior, np.ones(8), runs).means[:2])) for runs in (first, [*first, SeedRun(1, 0.3, 1)])
+    ]
+    blunt = Estimate.after(replace(prior, shared=0.0), np.ones(8), [*first, SeedRun(1, 0.3, 1)])
     assert abs(apart[1] - apart[0]) < 0.2 * float(np.subtract(*blunt.means[:2]))
 
 
 def test_a_run_that_diverged_moves_its_own_plan_alone() -> None:
     """Three plans as good; one diverges with a second seed: the others stay, and it becomes worse."""
-    prior = Learned.of(of_seeds(40, np.random.default_rng(4))[0]).prior
-    first = [Run(plan, 0.3, 0) for plan in range(3)]
-    before, after = (Estimate.after(prior, np.ones(8), runs).means for runs in (first, [*first, Run(0, 1.0, 1)]))
+    prior = TaskPrior.of(of_seeds(40, np.random.default_rng(4))[0]).prior
+    first = [SeedRun(plan, 0.3, 0) for plan in range(3)]
+    before, after = (Estimate.after(prior, np.ones(8), runs).means for runs in (first, [*first, SeedRun(0, 1.0, 1)]))
     assert abs(after[1] - before[1]) < 0.05 < after[0] - before[0]
 
 
@@ -332,10 +334,10 @@ def test_earlier_runs_that_diverged_are_no_lifts(how: str) -> None:
     whole = of_seeds(12, np.random.default_rng(5))[0]
     runs, diverged = whole.runs.copy(), np.zeros((12, 8))
     runs[:, 3, 1], diverged[:, 3] = 0.9, how == "counted"
-    with_lost = Earlier.of_runs("lost", "store", whole.tasks, whole.plans, runs.copy(), diverged=diverged)
+    with_lost = PriorData.of_runs("lost", "store", whole.tasks, whole.plans, runs.copy(), diverged=diverged)
     runs[:, 3] = np.nan
-    without = Earlier.of_runs("without", "store", whole.tasks, whole.plans, runs)
-    found, wanted = Learned.of(with_lost), Learned.of(without)
+    without = PriorData.of_runs("without", "store", whole.tasks, whole.plans, runs)
+    found, wanted = TaskPrior.of(with_lost), TaskPrior.of(without)
     others = [0, 1, 2, 4, 5, 6, 7]
     np.testing.assert_allclose(found.sums.total[:, others], wanted.sums.total[:, others], atol=1e-9)
     assert found.prior.shared == pytest.approx(wanted.prior.shared)
@@ -347,5 +349,5 @@ def test_noise_beside_lifts_is_not_made_smaller_by_finding_them() -> None:
     runs = 0.4 + 0.05 * source.standard_normal((20, 1, 200)) + 0.01 * source.standard_normal((20, 30, 200))
     runs[:10, 2:], runs[10:, :, 8:] = np.nan, np.nan
     tasks = [TaskRow(f"task {i}", "cnn", "x", "error", 10, 0.9) for i in range(20)]
-    ratios = noise_ratios(Earlier.of_runs("noise", "store", tasks, [PlanRow(f"plan {j}") for j in range(30)], runs))
+    ratios = noise_ratios(PriorData.of_runs("noise", "store", tasks, [PlanRow(f"plan {j}") for j in range(30)], runs))
     assert ratios.max() / ratios.min() < 1.5

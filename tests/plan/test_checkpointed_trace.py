@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paredown import Plan, PlanError, Role, footprint, trace_step
 from paredown.models import MODELS
-from paredown.plan.checkpointed_trace import modules_of, recomputed
+from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of
 from tests.trace.steps import traced
 
 
@@ -52,7 +52,7 @@ def test_bad_modules_are_a_sentence(wrong: object) -> None:
 def test_what_waits_and_what_does_not() -> None:
     """By hand: of each layer only its input waits, and the rest of it is there again when its backward begins."""
     trace = traced("gpt")
-    again = recomputed(trace, ("layers.*",))
+    again = checkpointed_trace(trace, ("layers.*",))
     inside = {slot.name for slot in trace.activations} - {slot.name for slot in again.activations}
     assert inside and all(name.startswith("layers.") for name in inside)
     assert {slot.name for slot in again.activations if slot.name.startswith("layers.")} == {
@@ -82,7 +82,7 @@ def test_casts_of_weights_do_not_wait() -> None:
 def test_what_a_module_returns_is_asked_for_first() -> None:
     """The last ReLU of a residual layer asks for its own result: the layer is computed again beside the gradient of that."""
     trace = traced("resnet18")
-    again = recomputed(trace, ("layer1.1",))
+    again = checkpointed_trace(trace, ("layer1.1",))
     first = next(
         made for made in trace.outputs if made.phase == "backward" and made.op == "threshold_backward" and made.module == "layer1.1"
     )
@@ -107,7 +107,7 @@ def test_what_the_caller_holds_stays() -> None:
             return hidden[-1], hidden
 
     trace = trace_step(Returns(), (torch.empty(64, 64), torch.empty(1)), loss=lambda out, _: out[0].mean(), device="cpu")
-    again = recomputed(trace, ("layers.*",))
+    again = checkpointed_trace(trace, ("layers.*",))
     for slot in (slot for slot in again.activations if slot.name.endswith(".0:input")):
         assert slot.death >= trace.slot(slot.name).dropped
 

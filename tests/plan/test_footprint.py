@@ -13,8 +13,8 @@ from paredown.models import MODELS
 from paredown.models.transformer import GPT, token_loss
 from paredown.plan.footprint import DEVICES, Footprint, footprint
 from paredown.plan.plan import Plan
-from paredown.plan.replay import choices
-from paredown.plan.storage import Assignment, given
+from paredown.plan.replay import slot_storages
+from paredown.plan.storage import Assignment, resolve_format
 from paredown.roles import Role
 from paredown.trace.operations import Needs
 from paredown.trace.trace_step import trace_step
@@ -101,7 +101,7 @@ def test_packed_bytes_by_hand() -> None:
     nbytes = Format.parse(INT4).nbytes
     sigmoid = Format.parse(INT8).nbytes((HIDDEN,))  # its output is pinned
     assert roles[Role.ACTIVATION] == nbytes((HIDDEN,)) + HIDDEN // 8 + sigmoid + HIDDEN * 4  # values and signs; sigmoid; output
-    chosen = choices(MLP, Plan.uniform(activation=INT4))
+    chosen = slot_storages(MLP, Plan.uniform(activation=INT4))
     assert str(chosen[":sigmoid.output"].format) == INT8 and "pinned" in chosen[":sigmoid.output"].reason
     assert str(chosen["two:input"].format) == INT4
 
@@ -133,9 +133,9 @@ def test_the_peak_falls_with_the_width() -> None:
 
 def test_what_follows_from_another_slot_waits_nowhere() -> None:
     found = traced("resnet18", 16)
-    chosen = choices(found, Plan.uniform(activation=INT8))
+    chosen = slot_storages(found, Plan.uniform(activation=INT8))
     assert chosen["layer1.0.conv1:input"].recomputed and not chosen["bn1:input"].recomputed
-    alone = choices(found, Plan().set("layer1.0.conv1:input", INT8))
+    alone = slot_storages(found, Plan().set("layer1.0.conv1:input", INT8))
     assert alone["layer1.0.conv1:input"].packs and not alone["layer1.0.conv1:input"].recomputed
 
 
@@ -224,6 +224,6 @@ def test_the_arguments_the_wrong_way_round_get_a_sentence() -> None:
 
 
 def test_integers_without_a_block_stay_as_they_are_and_say_why() -> None:
-    format, reason = given(Assignment.parse("int4"), Needs(), dtype="float32", numel=1 << 20)
+    format, reason = resolve_format(Assignment.parse("int4"), Needs(), dtype="float32", numel=1 << 20)
     assert format is None
     assert "holds -7 to 7 as they are" in reason and "write int4/64@bf16" in reason

@@ -20,7 +20,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
-from paredown.plan.selectors import Index
+from paredown.plan.selectors import SelectorIndex
 from paredown.plan.storage import AS_IS, Assignment
 from paredown.roles import FORMATTED, Role
 from tests.plan.plans import plan_of
@@ -121,8 +121,8 @@ def test_a_look_up_is_remembered_by_its_own_plan_alone() -> None:
 
 def test_a_slot_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, asked = plan_of(("activation", "int8")), list[object]()
-    search = Index.best
-    monkeypatch.setattr(Index, "best", lambda *args: asked.append(args[1:]) or search(*args))
+    search = SelectorIndex.best
+    monkeypatch.setattr(SelectorIndex, "best", lambda *args: asked.append(args[1:]) or search(*args))
     for _ in range(3):
         plan.find(("a:input",), A)
         plan.find(("a:input",), W)

@@ -11,7 +11,7 @@ from hypothesis import given
 from paredown.errors import PlanError
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
-from paredown.plan.selectors import Key, slot_key
+from paredown.plan.selectors import Selector, slot_key
 from paredown.plan.storage import AS_IS, Assignment
 from paredown.roles import FORMATTED, Role
 from tests.plan.plans import keys, plan_of
@@ -130,4 +130,4 @@ def test_the_key_of_a_slot_speaks_of_it_alone(name: str, role: Role) -> None:
 @given(text=keys())
 @examples(200)
 def test_text_of_a_key_there_and_back(text: str) -> None:
-    assert str(Key.parse(text)) == text
+    assert str(Selector.parse(text)) == text

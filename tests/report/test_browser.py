@@ -322,7 +322,7 @@ def test_awkward_records_are_drawn_without_complaint(browser: Any, tmp_path: Pat
 def test_a_live_sweep_updates_the_page(browser: Any, tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")
     from paredown.report.server import Server, open_source
-    from paredown.sweeps.store import Ended, Store
+    from paredown.sweeps.store import EndedTrial, Store
     from tests.support.trials import PLANS, done, draw
 
     with Store(tmp_path / "trials.db") as store:
@@ -333,7 +333,7 @@ def test_a_live_sweep_updates_the_page(browser: Any, tmp_path: Path) -> None:
             assert "0 of 4 trials finished" in tab.text("#progress")
             for num, claim in enumerate(store.claim("w", 4), 1):
                 nbytes = 1000 if claim.spec.plan.rules else 2000
-                store.finish("w", Ended(claim, replace(done(claim.spec), predicted_peak_bytes=nbytes)))
+                store.finish("w", EndedTrial(claim, replace(done(claim.spec), predicted_peak_bytes=nbytes)))
                 sync_api.expect(tab.page.locator("#progress")).to_contain_text(f"{num} of 4 trials finished")
                 assert tab.page.locator("#trials-rows tbody tr").count() == num
                 if num == 1:

@@ -19,7 +19,7 @@ from paredown import Guard, Plan, ReportError, apply, footprint, optim, trace_st
 from paredown.plan.explanation import explain_slots
 from paredown.report.page import render
 from paredown.report.record import MOST_CURVES, MOST_RUNS, Record, scrub, scrub_all
-from paredown.report.studies import Labels, Mark, Pick, Study, choose
+from paredown.report.studies import BudgetPick, Labels, PlanMark, Study, choose
 from paredown.tasks.trial import Status
 from tests.report.made import ROWS, picked, record, trace, trial
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_trained_is_on_the_chart_and_never_picked() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 9)), max_size=12))
 def test_what_is_chosen_is_the_least_error_within_each_budget(rows: list[tuple[int, int | None]]) -> None:
-    marks = [Mark(str(i), nbytes, error) for i, (nbytes, error) in enumerate(rows)]
+    marks = [PlanMark(str(i), nbytes, error) for i, (nbytes, error) in enumerate(rows)]
     picks = choose(marks)
     for budget in range(11):
         errors = [mark.error for mark in marks if mark.error is not None and mark.nbytes <= budget]
@@ -95,7 +95,7 @@ def test_a_plan_of_which_no_run_ended_well_is_on_the_chart_and_never_picked() ->
     trials = [trial("lpmm", status=Status.DIVERGED, error=None), trial("as written")]
     study = Record.of_trials("t", trials).studies[0]
     assert [mark.error for mark in study.marks] == [None, 0.021]
-    assert study.picks == (Pick(study.marks[1].nbytes, "as written"),)
+    assert study.picks == (BudgetPick(study.marks[1].nbytes, "as written"),)
 
 
 def test_several_tasks_are_several_studies_and_losses_are_called_so() -> None:
@@ -276,9 +276,9 @@ def test_files_that_cannot_be_read_are_sentences(tmp_path: Path) -> None:
 
 def test_two_plans_of_one_label_are_refused() -> None:
     with pytest.raises(ReportError, match="the same label"):
-        Study("t", marks=(Mark("a", 1), Mark("a", 2)))
+        Study("t", marks=(PlanMark("a", 1), PlanMark("a", 2)))
     with pytest.raises(ReportError, match="ordered by bytes"):
-        Study("t", marks=(Mark("a", 1), Mark("b", 2)), picks=(Pick(2, "b"), Pick(1, "a")))
+        Study("t", marks=(PlanMark("a", 1), PlanMark("b", 2)), picks=(BudgetPick(2, "b"), BudgetPick(1, "a")))
 
 
 def test_footprints_of_an_unknown_task_are_refused() -> None:

@@ -16,12 +16,12 @@ import pytest
 
 from paredown import ParedownError, ReportError
 from paredown.report.record import Record
-from paredown.report.server import MOST_STREAMS, FileSource, Server, Source, Watched, open_source, serve
+from paredown.report.server import MOST_STREAMS, FileSource, RecordSource, Server, WatchedSource, open_source, serve
 from tests.report.made import record, trial
 
 pytest.importorskip("sqlalchemy")
 
-from paredown.sweeps.store import Ended, Store
+from paredown.sweeps.store import EndedTrial, Store
 from tests.support.trials import PLANS, done, draw
 
 
@@ -169,7 +169,7 @@ def test_results_of_a_sweep_arrive(tmp_path: Path) -> None:
             stream = events(server)
             assert next(stream)[1]["progress"] == [{"sweep": "s", "waiting": 4, "running": 0, "by_status": {}}]
             claim = store.claim("w", 1)[0]
-            store.finish("w", Ended(claim, replace(done(claim.spec), predicted_peak_bytes=1000)))
+            store.finish("w", EndedTrial(claim, replace(done(claim.spec), predicted_peak_bytes=1000)))
             told = next(value for _, value in stream if value["runs"])
             assert told["progress"][0]["by_status"] == {"done": 1}
             assert [mark["nbytes"] for mark in told["studies"][0]["marks"]] == [1000]
@@ -280,7 +280,7 @@ def made(path: Path, *changes: str) -> None:
     with Store(path) as store:
         store.add("s", draw("noop"))
         claim = store.claim("w", 1)[0]
-        store.finish("w", Ended(claim, done(claim.spec)))
+        store.finish("w", EndedTrial(claim, done(claim.spec)))
     with sqlite3.connect(path) as connection:
         for change in changes:
             connection.execute(change)
@@ -323,7 +323,7 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Broken(Source):
+class Broken(RecordSource):
     """Fails from the second time on."""
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ class Broken(Source):
 
 
 def test_what_was_read_last_stays_while_there_is_trouble() -> None:
-    watched = Watched(Broken(), seconds=0.01)
+    watched = WatchedSource(Broken(), seconds=0.01)
     watched.start()
     assert watched.wait(1, 120) == 2
     assert watched.said() == ("trouble", '"gone"')

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 import paredown as pare
 from paredown.roles import Role
 from paredown.session.changes import THE_PROBE
-from paredown.session.guard_steps import probe_bytes, within
+from paredown.session.guard_steps import examples_within, probe_bytes
 from paredown.tasks.evaluate import CpuMeter
 from tests.session.nets import INT4
 from tests.session.test_guards import MANY, Loud, Run, traced
@@ -49,9 +49,9 @@ def test_a_probe_takes_no_more_than_foreseen(name: str, num: int) -> None:
 def test_as_many_examples_as_there_is_room_for(batch: Any) -> None:
     trace = traced(Loud(), MANY)
     least, most = (probe_bytes(trace, INT4_PLAN, MANY, num_examples=num) for num in (1, 1024))
-    assert within(batch, trace, INT4_PLAN, 2 * most) is batch
-    assert within(batch, trace, INT4_PLAN, least - 1000) is None
-    part: Any = within(batch, trace, INT4_PLAN, (least + most) // 2)
+    assert examples_within(batch, trace, INT4_PLAN, 2 * most) is batch
+    assert examples_within(batch, trace, INT4_PLAN, least - 1000) is None
+    part: Any = examples_within(batch, trace, INT4_PLAN, (least + most) // 2)
     tensors = list(part.values()) if isinstance(part, dict) else list(part)
     assert 500 < len(tensors[0]) == len(tensors[1]) < 520
     assert torch.equal(tensors[0], MANY[0][: len(tensors[0])])

@@ -49,13 +49,13 @@ def test_addresses_that_are_used_again() -> None:
 
 def test_a_cache_by_address_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The naive variant, so that the test above is known to be able to fail: the key is where the data lies."""
-    piece = stored_tensors.Piece.__init__
+    piece = stored_tensors.StoragePiece.__init__
 
-    def naive(self: stored_tensors.Piece, tensor: Tensor) -> None:
+    def naive(self: stored_tensors.StoragePiece, tensor: Tensor) -> None:
         piece(self, tensor)
         self.key = (tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    monkeypatch.setattr(stored_tensors.Piece, "__init__", naive)
+    monkeypatch.setattr(stored_tensors.StoragePiece, "__init__", naive)
     assert worst_error() > 2 * LIMIT  # 0.17 to 0.5, by what the process has freed before
 
 

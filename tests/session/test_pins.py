@@ -74,7 +74,7 @@ def test_without_the_pin_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = error_of(net, rows(256), format=INT4)
     unpinned = {name: replace(operand, pin=None) for name, operand in operations.ATTENTION.items()}
     monkeypatch.setitem(
-        operations.ROWS, "ScaledDotProductFlashAttentionForCpu", operations.Row("scaled_dot_product_attention", unpinned)
+        operations.ROWS, "ScaledDotProductFlashAttentionForCpu", operations.OperationRow("scaled_dot_product_attention", unpinned)
     )
     operations.row_of.cache_clear()
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paredown.assign.assign import assign
-from paredown.assign.problem import Search
+from paredown.assign.problem import AssignmentProblem
 from paredown.assign.strategies import METHODS
 from paredown.models import MODELS, OF_TEXT, random_batch
 from paredown.models.transformer import token_loss
@@ -72,7 +72,7 @@ def test_activations_under_assigned_plans_within_3_percent(name: str, method: st
     loss_fn = token_loss if name in OF_TEXT else nn.functional.cross_entropy
     trace = trace_step(model, batch, loss=loss_fn, device="cpu")
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *batch)}
-    least, written = Search.of(trace, METHODS[method]).smallest.peak_bytes, footprint(trace).peak_bytes
+    least, written = AssignmentProblem.of(trace, METHODS[method]).smallest.peak_bytes, footprint(trace).peak_bytes
     for share in (0.7, 0.3):
         plan = assign(trace, int(least + share * (written - least)), method=method, recompute=False)
         with apply(plan, model) as session:

@@ -9,7 +9,7 @@ import pytest
 import paredown as pare
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.session.verification import Search, expected_error
+from paredown.session.verification import FaultSearch, expected_error
 from tests.session.nets import INT8, rows
 
 
@@ -19,7 +19,7 @@ def test_the_search_needs_few_tests(planted: list[str]) -> None:
     slots = [f"s{number}" for number in range(64)]
     for fails in (lambda names: bool(set(planted) & set(names)), lambda names: set(planted) <= set(names)):
         tests: list[Any] = []
-        search = Search(1000)
+        search = FaultSearch(1000)
         groups, is_outside = search.minimal_groups(
             slots, lambda names, fails=fails, tests=tests: (tests.append(names), fails(names))[1]
         )
@@ -29,10 +29,10 @@ def test_the_search_needs_few_tests(planted: list[str]) -> None:
 
 def test_a_search_that_is_spent_says_so() -> None:
     slots = [f"s{number}" for number in range(64)]
-    search = Search(5)
+    search = FaultSearch(5)
     groups, _ = search.minimal_groups(slots, lambda names: "s9" in names)
     assert search.is_spent and "s9" in groups[0] and 1 < len(groups[0]) < 64
-    assert Search(5).minimal_groups(slots, lambda names: True) == ([], True)
+    assert FaultSearch(5).minimal_groups(slots, lambda names: True) == ([], True)
 
 
 @pytest.mark.parametrize("text", ["bf16", "e4m3fn", INT8, "int4/64@bf16", "uint4/64@bf16+bf16", "uint8/64@bf16+bf16"])

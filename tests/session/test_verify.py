@@ -18,8 +18,8 @@ import paredown as pare
 from paredown.errors import ApplyError, VerificationError
 from paredown.plan import storage
 from paredown.session.activations import Activations
-from paredown.session.saved_weights import Again
-from paredown.session.stored_tensors import Bits, Values
+from paredown.session.saved_weights import DeferredWeight
+from paredown.session.stored_tensors import StoredMask, StoredValues
 from paredown.session.verify import OUTSIDE
 from paredown.trace.autograd_graph import IS_WEIGHT
 from tests.session.nets import INT4, INT8, ROWS, WIDTH, Net, activations, pictures, rows
@@ -177,12 +177,12 @@ def test_a_model_that_differs_from_itself_is_compared_with_that_distance() -> No
 
 def spoil(monkeypatch: pytest.MonkeyPatch, numel: int, change: Callable[[Tensor], Tensor]) -> None:
     """Tensors of `numel` values come back changed."""
-    decode = Values._unpacked
+    decode = StoredValues._unpacked
 
-    def unpacked(self: Values) -> Tensor:
+    def unpacked(self: StoredValues) -> Tensor:
         return change(decode(self)) if self.numel == numel else decode(self)
 
-    monkeypatch.setattr(Values, "_unpacked", unpacked)
+    monkeypatch.setattr(StoredValues, "_unpacked", unpacked)
 
 
 @pytest.mark.parametrize("change", [torch.zeros_like, lambda x: x + 1e-6 * x.abs().max()], ids=["zeros", "a millionth"])
@@ -207,10 +207,10 @@ def test_a_slot_that_comes_back_wrong_is_named(
 
 def test_masks_of_two_views_that_are_taken_for_one_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two multipliers in one storage, with different values beside 0: the planted defect gives the value of the first to both."""
-    first: dict[int, Bits] = {}
-    make, begin = Bits.__init__, Activations.begin
+    first: dict[int, StoredMask] = {}
+    make, begin = StoredMask.__init__, Activations.begin
 
-    def made(self: Bits, piece: Any, *rest: Any) -> None:
+    def made(self: StoredMask, piece: Any, *rest: Any) -> None:
         make(self, piece, *rest)
         self.inside = first.setdefault(piece.storage._cdata, self).inside
 
@@ -222,7 +222,7 @@ def test_masks_of_two_views_that_are_taken_for_one_are_named_together(monkeypatc
         h, w = net.a(x), torch.stack([(x > 0).float(), 2 * (x > 0.5).float()])
         return net.b(h.sin() * w[0] + h.cos() * w[1])
 
-    monkeypatch.setattr(Bits, "__init__", made)
+    monkeypatch.setattr(StoredMask, "__init__", made)
     monkeypatch.setattr(Activations, "begin", begun)
     for plan in (activations("fp32"), activations(INT8)):
         found = pare.verify(Net(forward), (rows(), rows(seed=2)), plan, loss=mse_loss)
@@ -261,13 +261,13 @@ def test_a_packed_weight_that_comes_back_wrong_is_said_to_be_outside_of_the_slot
     model, batch = Net(lambda net, x: net.b(net.a(x).tanh())), (rows(), rows(seed=2))
     plan = pare.Plan.uniform(weight="int8/64@e8m0", activation=INT8)
     assert pare.verify(model, batch, plan, loss=mse_loss).ok
-    decode = Again.tensor
+    decode = DeferredWeight.tensor
 
-    def wrong(self: Again) -> Tensor:
+    def wrong(self: DeferredWeight) -> Tensor:
         return 1.5 * decode(self)
 
     setattr(wrong, IS_WEIGHT, True)
-    monkeypatch.setattr(Again, "tensor", wrong)
+    monkeypatch.setattr(DeferredWeight, "tensor", wrong)
     found = pare.verify(model, batch, plan, loss=mse_loss)
     assert [(fault.slot, fault.under) for fault in found.at_fault] == [(OUTSIDE, under) for under in ("exact plan", "plan")]
     assert {row.verdict for row in found.rows if row.name.startswith("a.")} == {"off under the exact plan"}
@@ -296,7 +296,7 @@ def test_nothing_is_changed(plan: pare.Plan, monkeypatch: pytest.MonkeyPatch) ->
     there, modes = hooks(model), [module.training for module in model.modules()]
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     if plan == activations(INT4):
-        monkeypatch.setattr(Values, "_unpacked", lambda self: torch.zeros(self.numel))
+        monkeypatch.setattr(StoredValues, "_unpacked", lambda self: torch.zeros(self.numel))
     assert pare.verify(model, (x, y), plan, loss=cross_entropy).ok == (plan != activations(INT4))
     assert torch.equal(torch.get_rng_state(), torch_state) and random.getstate() == python_state
     assert hooks(model) == there and [module.training for module in model.modules()] == modes

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paredown as pare
 from paredown.errors import ApplyError, ParedownError, PlanError, VerificationError
-from paredown.session.stored_tensors import Values
+from paredown.session.stored_tensors import StoredValues
 from tests.session.nets import INT8, Net, activations, rows
 from tests.session.test_verify import perceptron
 
@@ -50,7 +50,7 @@ def test_reentrant_checkpoints_are_refused_and_others_pass() -> None:
 
 def test_a_verification_is_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = perceptron()
-    monkeypatch.setattr(Values, "_unpacked", lambda self: torch.full((self.numel,), torch.nan))
+    monkeypatch.setattr(StoredValues, "_unpacked", lambda self: torch.full((self.numel,), torch.nan))
     found = pare.verify(model, batch, activations(INT8), loss=cross_entropy)
     assert not found.ok and max(row.error for row in found.rows) == 1e300, "what is not finite is a number of JSON"
     found.save(tmp_path / "found.json")

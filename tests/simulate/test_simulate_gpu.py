@@ -15,7 +15,7 @@ from paredown import ApplyError, Plan, Role, apply
 from paredown.papers.mixed_precision_assignments import high_plan
 from paredown.simulate import rounded_slots
 from paredown.simulate.forward_calls import Operation
-from paredown.simulate.rounded_slots import Place, Places
+from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
 from paredown.simulate.rounded_values import Precision, Simulate, are_narrow
 from tests.session.nets import pictures
 from tests.simulate.rounded_nets import BACKWARD, FORWARD, HIGH, Forked, Roundings, forked_step, paper_plan, step
@@ -232,8 +232,8 @@ def test_weights_in_blocks_are_copied_while_a_graph_is_captured() -> None:
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
 
 
-def place_of(text: str | None, raised: str | None) -> list[Place | None]:
-    made = Places(Plan.uniform(activation=text), 0, raised=Plan.uniform(activation=raised) if raised else None, all_live=True)
+def place_of(text: str | None, raised: str | None) -> list[RoundedSlot | None]:
+    made = RoundedSlots(Plan.uniform(activation=text), 0, raised=Plan.uniform(activation=raised) if raised else None, all_live=True)
     return [made.of(("x",), Role.ACTIVATION)]
 
 

@@ -19,14 +19,14 @@ from tests.strangers.mutations import answers, text_of, thousands, wrong_bytes, 
 def store_bytes(tmp_path: Path) -> bytes:
     """A store with finished and waiting trials, in one file."""
     pytest.importorskip("sqlalchemy")
-    from paredown.sweeps.store import Ended, Store
+    from paredown.sweeps.store import EndedTrial, Store
     from tests.support.trials import done, draw
 
     path = tmp_path / "right.db"
     with Store(path) as store:
         store.add("s", draw("a", "b", seeds=range(2)))
         for claim in store.claim("w", 2):
-            store.finish("w", Ended(claim, done(claim.spec)))
+            store.finish("w", EndedTrial(claim, done(claim.spec)))
     whole = sqlite3.connect(path)
     whole.execute("pragma wal_checkpoint(truncate)")
     whole.execute("pragma journal_mode=delete")

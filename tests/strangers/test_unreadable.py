@@ -13,7 +13,7 @@ from paredown.assign.sensitivity import Sensitivities
 from paredown.cli.inputs import read_frontier, read_source
 from paredown.errors import ParedownError
 from paredown.pick.prior_collection import read_rows
-from paredown.pick.priors import read as read_prior
+from paredown.pick.priors import read_prior
 from paredown.report.record import Record
 from paredown.tasks.data_files import read_text
 

@@ -18,9 +18,7 @@ import paredown as pare
 from paredown.assign.sensitivity import Sensitivities
 from paredown.cli.inputs import read_frontier, read_source
 from paredown.pick.answer import Frontier, Picked, Point
-from paredown.pick.priors import made_up
-from paredown.pick.priors import read as read_prior
-from paredown.pick.priors import write as write_prior
+from paredown.pick.priors import made_up_prior, read_prior, write_prior
 from paredown.report.record import Record
 from paredown.tasks.trial import Status, Trial
 from tests.strangers.mutations import answers, text_of, thousands, wrong_bytes, wrong_json
@@ -49,7 +47,7 @@ def trace() -> Any:
 def prior(folder: Path) -> Any:
     """A made-up one, cut to a few tasks."""
     path = folder / "prior.json"
-    write_prior(made_up().rows([task.name for task in made_up().tasks][:2]), path)
+    write_prior(made_up_prior().rows([task.name for task in made_up_prior().tasks][:2]), path)
     return json.loads(path.read_text())
 
 

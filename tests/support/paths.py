@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paredown.codec import cpu, reference
-from paredown.codec.reference import Encoding, Parts
+from paredown.codec.reference import Encoding, PackedParts
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from tests.support.compare import assert_same_bits
@@ -29,16 +29,16 @@ def mixed_rows(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> Tens
     return x.to(dtype)
 
 
-def tensor_scale(x: Tensor, encoding: Encoding) -> Parts | None:
+def tensor_scale(x: Tensor, encoding: Encoding) -> PackedParts | None:
     """The scale of the tensor, found without either path."""
     if not encoding.format.has_tensor_scale:
         return None
     finite = x.float()[x.isfinite()]
     largest = finite.abs().max() if finite.numel() else torch.tensor(0.0)
-    return Parts(tensor_scale=reference.tensor_scale_of(largest, encoding.format))
+    return PackedParts(tensor_scale=reference.tensor_scale_of(largest, encoding.format))
 
 
-def assert_paths_agree(x: Tensor, encoding: Encoding, given: Parts | None = None) -> None:
+def assert_paths_agree(x: Tensor, encoding: Encoding, given: PackedParts | None = None) -> None:
     """Same packed bytes, same decoded values, same round trip."""
     given = given or tensor_scale(x, encoding)
     bits = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paredown.plan.plan import Plan
-from paredown.sweeps.sweep import Drawn, Settings, Sweep, TrialSpec
+from paredown.sweeps.sweep import DrawnTrial, Sweep, TrialSettings, TrialSpec
 from paredown.tasks.trial import Status, Trial
 
 PLANS = (Plan(), Plan.preset("activations4"))
@@ -97,6 +97,8 @@ def act(spec: TrialSpec) -> Trial:
     return BEHAVIOURS[spec.task.partition(":")[0]](spec)
 
 
-def draw(*tasks: str, seeds: Sequence[int] = (0,), plans: Sequence[Plan] = PLANS[:1], timeout: float | None = None) -> list[Drawn]:
+def draw(
+    *tasks: str, seeds: Sequence[int] = (0,), plans: Sequence[Plan] = PLANS[:1], timeout: float | None = None
+) -> list[DrawnTrial]:
     """The trials of a full sweep over these."""
-    return Sweep("s", tasks, tuple(plans), tuple(seeds), settings=Settings(timeout_seconds=timeout)).draw()
+    return Sweep("s", tasks, tuple(plans), tuple(seeds), settings=TrialSettings(timeout_seconds=timeout)).draw()

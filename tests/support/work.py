@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paredown.sweeps.engines.engine import Engine, InlineEngine, LocalEngine
 from paredown.sweeps.store import Claim, Store
-from paredown.sweeps.worker import Duty, work
+from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.trial import Trial
 from tests.support.trials import act
 
@@ -36,7 +36,7 @@ def main(address: str, kind: str = "inline", slots: str = "1") -> None:
     if jump := os.environ.get("CLOCK_JUMPS"):
         clock = time.time
         time.time = lambda: clock() + float(jump) * (int(clock() * 5) % 2)  # back and forth, five times a second
-    duty = Duty(
+    duty = WorkerOptions(
         told=told, say=lambda text: print(text, file=sys.stderr), beat_seconds=BEAT_SECONDS, patience_seconds=PATIENCE_SECONDS
     )
     with Store(address, patience_seconds=30) as store:

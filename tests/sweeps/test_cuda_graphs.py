@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from paredown import Plan, Trial
 from paredown.simulate.peppp import peppp_plan
 from paredown.simulate.rounded_values import Simulate
-from paredown.sweeps.engines.cuda_graphs import Bench, kind_of, model_key, why_alone
-from paredown.sweeps.engines.graph_lane import NotAlike
+from paredown.sweeps.engines.cuda_graphs import GraphBench, kind_of, model_key, why_alone
+from paredown.sweeps.engines.graph_lane import LayoutMismatch
 from paredown.tasks.evaluate import evaluate, make_setting
-from paredown.tasks.task import Recipe, Task
+from paredown.tasks.task import OptimizerSettings, Task
 from tests.support.scale import SCALE
 from tests.tasks.made import examples, make_task, net
 
@@ -33,7 +33,7 @@ def plan_of(text: str | None, rounding: str = "stochastic") -> Plan:
 
 
 def side_by_side(cases: Sequence[tuple[Task, Plan, int]], device: str, mode: Any, lanes: int) -> list[Trial]:
-    bench = Bench(lanes)
+    bench = GraphBench(lanes)
     for number, (task, plan, seed) in enumerate(cases):
         bench.add(number, make_setting(task, plan, seed=seed, device=device, mode=mode))
     found = dict(bench.run())
@@ -53,7 +53,7 @@ def assert_as_alone(cases: Sequence[tuple[Task, Plan, int]], device: str, *, mod
 @pytest.mark.parametrize("mode", ["simulate", "peppp"])
 @pytest.mark.parametrize("rule", ["sgdm", "sgd", "adamw"])
 def test_as_alone(rule: str, mode: str, device: str) -> None:
-    task = make_task(steps=8, recipe=Recipe(rule, 0.05, max_norm=1.0 if rule == "adamw" else None))
+    task = make_task(steps=8, recipe=OptimizerSettings(rule, 0.05, max_norm=1.0 if rule == "adamw" else None))
     texts = ("e4m3fn", "e3m1b4fns") if SCALE == 1 else ("e4m3fn", "e5m2f", "e3m1b4fns")
     cases = [(task, plan_of(text), seed) for seed in (0, 1) for text in texts]  # more than there are lanes
     trials = assert_as_alone(cases, device, mode=mode)
@@ -71,7 +71,7 @@ def test_networks_with_buffers_and_odd_last_batches(device: str) -> None:
 
 @every_device
 def test_tasks_with_other_data_and_rates_share_lanes(device: str) -> None:
-    tasks = [make_task(recipe=Recipe("sgdm", lr)) for lr in (0.02, 0.2)]
+    tasks = [make_task(recipe=OptimizerSettings("sgdm", lr)) for lr in (0.02, 0.2)]
     tasks += [make_task(data=examples(96), steps=7)]
     few = examples(96)
     tasks += [
@@ -84,8 +84,8 @@ def test_tasks_with_other_data_and_rates_share_lanes(device: str) -> None:
 
 @every_device
 def test_runs_that_diverge_or_are_hopeless_end_where_they_do_alone(device: str) -> None:
-    wild = make_task(steps=40, recipe=Recipe("sgd", 1e9, schedule="constant"))
-    vain = make_task(steps=120, recipe=Recipe("sgd", 1e-9))
+    wild = make_task(steps=40, recipe=OptimizerSettings("sgd", 1e9, schedule="constant"))
+    vain = make_task(steps=120, recipe=OptimizerSettings("sgd", 1e-9))
     trials = assert_as_alone([(task, plan_of("e8m7"), 0) for task in (wild, vain, make_task())], device, lanes=2)
     assert [trial.status.value for trial in trials] == ["diverged", "stopped", "done"]
 
@@ -110,7 +110,7 @@ def test_what_a_graph_has_fixed_tells_groups_apart() -> None:
         make_setting(task, plan_of(None), mode="simulate"),
         make_setting(task, plan_of("e4m3fn"), mode="peppp"),
         make_setting(make_task(batch=16), plan_of("e4m3fn"), mode="simulate"),
-        make_setting(make_task(recipe=Recipe("sgdm", 0.1, {"weight_decay": 0.1})), plan_of("e4m3fn"), mode="simulate"),
+        make_setting(make_task(recipe=OptimizerSettings("sgdm", 0.1, {"weight_decay": 0.1})), plan_of("e4m3fn"), mode="simulate"),
         make_setting(make_task(lambda seed: net(seed)), plan_of("e4m3fn"), mode="simulate"),
     ]
     assert len({first, *map(kind_of, others)}) == 1 + len(others)
@@ -122,9 +122,9 @@ def test_what_a_graph_has_fixed_tells_groups_apart() -> None:
     [
         ({}, "store", "e4m3fn", "other sizes"),
         ({}, Simulate(raised=Plan()), "e4m3fn", "depends on the steps before"),
-        ({"recipe": Recipe("lion", 0.01)}, "simulate", "e4m3fn", "no lion"),
-        ({"recipe": Recipe("sgd", 0.01, loss_scale=8.0)}, "simulate", "e4m3fn", "scaler"),
-        ({"recipe": Recipe("sgdm", 0.01, {"dampening": 0.5})}, "simulate", "e4m3fn", "dampening"),
+        ({"recipe": OptimizerSettings("lion", 0.01)}, "simulate", "e4m3fn", "no lion"),
+        ({"recipe": OptimizerSettings("sgd", 0.01, loss_scale=8.0)}, "simulate", "e4m3fn", "scaler"),
+        ({"recipe": OptimizerSettings("sgdm", 0.01, {"dampening": 0.5})}, "simulate", "e4m3fn", "dampening"),
         ({}, "simulate", "int8/64@bf16", "blocks or tables"),
     ],
 )
@@ -196,13 +196,13 @@ def test_metrics_of_double_precision_are_kept() -> None:
 
 
 def test_what_shares_no_graph_comes_back_where_it_is_not_evaluated(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(2, evaluates=False)
+    bench = GraphBench(2, evaluates=False)
     bench.add("alone", make_setting(make_task(), Plan.uniform(activation="int8/64@bf16"), device="cpu", mode="simulate"))
     bench.add("shared", make_setting(make_task(), plan_of("e4m3fn"), device="cpu", mode="simulate"))
     found: dict[str, Any] = {}
     while bench.is_busy:
         found |= dict(bench.turn())
-    assert isinstance(found["alone"], NotAlike) and found["shared"].status.value == "done"
+    assert isinstance(found["alone"], LayoutMismatch) and found["shared"].status.value == "done"
     assert bench.begun == ["shared"]
     assert caplog.messages == [
         "Trials of task 'blobs' share no captured graph and run alone: formats with blocks or tables are fixed in a graph."
@@ -230,7 +230,7 @@ def test_what_a_task_raises_is_its_own_and_others_go_on() -> None:
                 raise ValueError("enough")
             return self.inner(x)
 
-    bench = Bench(2)
+    bench = GraphBench(2)
     for key, task in (("broken", make_task(lambda seed: Broken())), ("well", make_task())):
         bench.add(key, make_setting(task, plan_of("e4m3fn"), device="cpu", mode="simulate"))
     found: dict[str, Any] = {}
@@ -240,7 +240,7 @@ def test_what_a_task_raises_is_its_own_and_others_go_on() -> None:
 
 
 def test_a_run_that_cannot_begin_leaves_its_lane_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, data = Bench(1), examples()
+    bench, data = GraphBench(1), examples()
     broken = replace(examples(), x_test=data.x_test[:40], y_test=data.y_test[:40])
     plan = plan_of("e4m3fn")
     for key, task in (("first", make_task(data=data)), ("broken", make_task(data=broken)), ("last", make_task(data=data))):

@@ -18,16 +18,16 @@ from paredown.sweeps.engines import cuda_graphs
 from paredown.sweeps.engines.cuda_graphs import GraphsEngine
 from paredown.sweeps.export import rows
 from paredown.sweeps.runner import TaskFolder, engine_for, run_sweep
-from paredown.sweeps.store import Ended, Store
-from paredown.sweeps.sweep import Settings, Sweep, TrialSpec
-from paredown.sweeps.worker import Duty
+from paredown.sweeps.store import EndedTrial, Store
+from paredown.sweeps.sweep import Sweep, TrialSettings, TrialSpec
+from paredown.sweeps.worker import WorkerOptions
 from paredown.tasks.evaluate import make_setting
-from paredown.tasks.training import Setting
+from paredown.tasks.training import TrainingSetup
 from paredown.tasks.trial import Status, Trial
 from tests.tasks.made import make_task
 
 PLANS = tuple(Plan.uniform(activation=text) for text in ("e4m3fn", "e5m2"))
-SIMULATED = Settings(mode="simulate", device="cpu")
+SIMULATED = TrialSettings(mode="simulate", device="cpu")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ class Blobs:
     def __call__(self, spec: TrialSpec) -> Trial:
         return Trial(spec.task, spec.plan, spec.seed, "done", error=0.5, device="alone")  # type: ignore[arg-type]
 
-    def setting(self, spec: TrialSpec) -> Setting:
+    def setting(self, spec: TrialSpec) -> TrainingSetup:
         if spec.task == "raise":
             raise ValueError("no such layer")
         if spec.task == "exit":
@@ -86,7 +86,7 @@ def test_what_a_task_does_harms_no_other(store: Store) -> None:
 def test_when_the_process_dies_its_trials_run_again_alone(store: Store) -> None:
     said: list[str] = []
     sweep = Sweep("s", ("well", "kill"), PLANS, settings=SIMULATED)
-    assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=2), duty=Duty(say=said.append)) == 4
+    assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=2), duty=WorkerOptions(say=said.append)) == 4
     assert outcomes(store) == {"well": {("done", "")}, "kill": {("done", "")}}
     assert {row["trial"]["device"] for row in rows(store) if row["task"] == "kill"} == {"alone"}
     assert any("SIGKILL" in sentence and "It will run again" in sentence for sentence in said)
@@ -119,14 +119,14 @@ def test_waiting_does_not_count_as_time_of_a_trial(store: Store, monkeypatch: py
     monkeypatch.setattr(cuda_graphs, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
     monkeypatch.setattr(cuda_graphs, "kill_group", lambda process: None)
     engine = GraphsEngine(Blobs(), lanes=1)
-    engine._children[None] = cuda_graphs.Child(None, ours, Pipe()[0])  # type: ignore[arg-type]
+    engine._children[None] = cuda_graphs.GpuProcess(None, ours, Pipe()[0])  # type: ignore[arg-type]
     store.add("s", Sweep("s", ("well",), PLANS, settings=replace(SIMULATED, timeout_seconds=4.0)).draw())
     first, second = store.claim("w", 2)
     for claim in (first, second):
         engine.start(claim)
     trial = Trial("well", first.spec.plan, 0, Status.DONE, error=0.5)
     told = [((first, cuda_graphs.BEGUN),), ((first, cuda_graphs.KNOWN, trial), (second, cuda_graphs.BEGUN)), (), ()]
-    ended: list[list[Ended]] = []
+    ended: list[list[EndedTrial]] = []
     for at, events in zip((0.0, 3.9, 7.8, 7.9), told, strict=True):
         seconds[0] = at
         for claim, *event in events:
@@ -172,4 +172,4 @@ def test_what_is_stopped_is_given_back(store: Store) -> None:
 ])  # fmt: skip
 def test_which_engine_suits(mode: str, device: str | None, gpus: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    assert engine_for(Sweep("s", ("digits",), PLANS, settings=Settings(mode, device))) == expected
+    assert engine_for(Sweep("s", ("digits",), PLANS, settings=TrialSettings(mode, device))) == expected

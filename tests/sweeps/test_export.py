@@ -13,9 +13,9 @@ pytest.importorskip("sqlalchemy")
 
 from paredown.errors import StoreError
 from paredown.plan.plan import Plan
-from paredown.sweeps.export import COLUMNS, Merged, export, merge, rows
+from paredown.sweeps.export import COLUMNS, MergeResult, export, merge, rows
 from paredown.sweeps.status import count
-from paredown.sweeps.store import Ended, Store
+from paredown.sweeps.store import EndedTrial, Store
 from paredown.tasks.trial import Trial
 from tests.support.trials import PLANS, done, draw
 
@@ -23,7 +23,7 @@ from tests.support.trials import PLANS, done, draw
 def finish(store: Store, num: int) -> None:
     """Finish so many trials."""
     for claim in store.claim("w", num):
-        store.finish("w", Ended(claim, done(claim.spec)))
+        store.finish("w", EndedTrial(claim, done(claim.spec)))
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ def test_a_merge_has_every_trial_once_and_every_result(new_address: Callable[[],
         finish(into, 2)  # seeds 0 and 1 of a
         finish(source, 5)  # 0 to 4
         source.claim("dead", 1)
-        assert merge(into, source) == Merged(num_new=3, num_results=3, num_both=2)
-        assert merge(into, source) == Merged(0, 0, 5), "again: nothing is left to do"
+        assert merge(into, source) == MergeResult(num_new=3, num_results=3, num_both=2)
+        assert merge(into, source) == MergeResult(0, 0, 5), "again: nothing is left to do"
         found = count(into)[0]
         assert (found.total, found.finished, found.running) == (304, 5, 0), "what runs there waits here"
         assert [claim.attempt for claim in into.claim("w", 1)] == [1]
@@ -96,7 +96,7 @@ def test_a_merge_between_databases(tmp_path: Path, new_postgres: Callable[[], st
     with Store(tmp_path / "t.db") as local, Store(new_postgres()) as shared:
         local.add("s", draw("a", seeds=range(5), plans=PLANS))
         finish(local, 7)
-        assert merge(shared, local) == Merged(10, 0, 0)
+        assert merge(shared, local) == MergeResult(10, 0, 0)
         assert rows(shared) == rows(local)
 
 

@@ -9,14 +9,14 @@ pytest.importorskip("sqlalchemy")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paredown.sweeps.worker import Pulse
+from paredown.sweeps.worker import WorkerPulse
 
 gaps = st.lists(st.floats(0.1, 1000.0), min_size=1, max_size=60)
 
 
 @given(gaps)
 def test_who_beats_at_every_look_lives(gaps: list[float]) -> None:
-    pulse, now = Pulse(10.0, 2.0), 0.0
+    pulse, now = WorkerPulse(10.0, 2.0), 0.0
     for beats, gap in enumerate(gaps):
         now += gap
         assert pulse.look({"w": beats}, now) == []
@@ -25,7 +25,7 @@ def test_who_beats_at_every_look_lives(gaps: list[float]) -> None:
 @given(gaps)
 def test_the_dead_are_found_after_their_patience_and_a_long_gap_counts_little(gaps: list[float]) -> None:
     """By the definition: the sum of the gaps since the first look, each counted as two looks at most."""
-    pulse, now, still = Pulse(10.0, 2.0), 0.0, 0.0
+    pulse, now, still = WorkerPulse(10.0, 2.0), 0.0, 0.0
     pulse.look({"w": 7}, now)
     for gap in gaps:
         now += gap
@@ -37,12 +37,12 @@ def test_the_dead_are_found_after_their_patience_and_a_long_gap_counts_little(ga
 
 
 def test_one_beat_starts_the_count_again() -> None:
-    pulse = Pulse(5.0, 2.0)
+    pulse = WorkerPulse(5.0, 2.0)
     looks = [pulse.look({"w": beats}, 2.0 * i) for i, beats in enumerate((1, 1, 1, 2, 2, 2, 2))]
     assert looks == [[], [], [], [], [], [], ["w"]]
 
 
 def test_a_watcher_that_slept_condemns_nobody() -> None:
-    pulse = Pulse(5.0, 2.0)
+    pulse = WorkerPulse(5.0, 2.0)
     pulse.look({"w": 1, "v": 1}, 0.0)
     assert pulse.look({"w": 1, "v": 1}, 1e6) == []

@@ -20,17 +20,17 @@ from paredown.plan.plan import Plan
 from paredown.sweeps import database
 from paredown.sweeps.database import META, TRIALS
 from paredown.sweeps.export import rows
-from paredown.sweeps.status import Counts, count, find_best
-from paredown.sweeps.store import MAX_ATTEMPTS, Added, Claim, Ended, Fate, Store
-from paredown.sweeps.sweep import Method, Sweep
+from paredown.sweeps.status import SweepCounts, count, find_best
+from paredown.sweeps.store import MAX_ATTEMPTS, AddResult, Claim, EndedTrial, Store, WriteOutcome
+from paredown.sweeps.sweep import SamplingMethod, Sweep
 from paredown.tasks.trial import Status, Trial
 from tests.support.trials import PLANS, done, draw
 
 
-def ended(claim: Claim, **changes: Any) -> Ended:
+def ended(claim: Claim, **changes: Any) -> EndedTrial:
     """A claim with its result."""
     spec = claim.spec
-    return Ended(claim, Trial(spec.task, spec.plan, spec.seed, **{"status": Status.DONE, "error": 0.5, **changes}))
+    return EndedTrial(claim, Trial(spec.task, spec.plan, spec.seed, **{"status": Status.DONE, "error": 0.5, **changes}))
 
 
 def results(store: Store) -> dict[str, Any]:
@@ -41,12 +41,12 @@ def results(store: Store) -> dict[str, Any]:
 def test_adding_again_adds_nothing_and_keeps_results(address: str) -> None:
     with Store(address) as store:
         trials = draw("a", "b", seeds=range(120), plans=PLANS)  # more than one batch
-        assert store.add("s", trials) == Added(480, 0)
+        assert store.add("s", trials) == AddResult(480, 0)
         written = store.finish("w", ended(store.claim("w", 1)[0]))
-        assert written.fate is Fate.COUNTED
-        assert store.add("s", [*trials, *draw("c")]) == Added(1, 480)
-        assert store.add("other", trials) == Added(480, 0), "another sweep has its own trials"
-        assert count(store) == [Counts("other", waiting=480), Counts("s", waiting=480, by_status={"done": 1})]
+        assert written.fate is WriteOutcome.COUNTED
+        assert store.add("s", [*trials, *draw("c")]) == AddResult(1, 480)
+        assert store.add("other", trials) == AddResult(480, 0), "another sweep has its own trials"
+        assert count(store) == [SweepCounts("other", waiting=480), SweepCounts("s", waiting=480, by_status={"done": 1})]
 
 
 def test_waiting_trials_take_new_settings_and_finished_ones_do_not(address: str) -> None:
@@ -59,7 +59,7 @@ def test_waiting_trials_take_new_settings_and_finished_ones_do_not(address: str)
 
 def test_a_raised_share_goes_on_with_what_ran_at_its_new_odds(address: str) -> None:
     plans = tuple(Plan.preset(name) for name in ("safe", "half", "lpmm", "activations4"))
-    smaller = Sweep("s", ("a", "b", "c"), plans, method=Method.UNIFORM, share=0.3, draw_seed=3)
+    smaller = Sweep("s", ("a", "b", "c"), plans, method=SamplingMethod.UNIFORM, share=0.3, draw_seed=3)
     larger = replace(smaller, share=0.6)
     with Store(address) as store:
         taken = store.add("s", smaller.draw()).num_new
@@ -111,8 +111,10 @@ def test_the_first_result_counts(address: str) -> None:
         assert store.leave("w") == 1, "as if it were dead"
         again = store.claim("v", 1)[0]
         assert again.key == claim.key and again.token != claim.token and again.attempt == 2
-        assert store.finish("w", ended(claim, error=0.25)).fate is Fate.COUNTED, "it lived, and what it finished is not lost"
-        assert store.finish("v", ended(again, error=0.75)).fate is Fate.LATE
+        assert store.finish("w", ended(claim, error=0.25)).fate is WriteOutcome.COUNTED, (
+            "it lived, and what it finished is not lost"
+        )
+        assert store.finish("v", ended(again, error=0.75)).fate is WriteOutcome.LATE
         assert results(store) == {claim.key: 0.25}
 
 
@@ -131,10 +133,10 @@ def test_deaths_are_counted_and_end_as_killed(address: str) -> None:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             process, worker = store.claim("w", 2)
             assert process.attempt == worker.attempt == attempt
-            fate = store.finish("w", Ended(process, None, "its process was ended by SIGKILL")).fate
-            assert fate is (Fate.AGAIN if attempt < MAX_ATTEMPTS else Fate.COUNTED)
+            fate = store.finish("w", EndedTrial(process, None, "its process was ended by SIGKILL")).fate
+            assert fate is (WriteOutcome.AGAIN if attempt < MAX_ATTEMPTS else WriteOutcome.COUNTED)
             store.leave("w")
-        assert count(store) == [Counts("s", by_status={"killed": 2})]
+        assert count(store) == [SweepCounts("s", by_status={"killed": 2})]
         reasons = [row["reason"] for row in rows(store)]
         assert reasons == [
             f"its process was ended by SIGKILL; so it went {MAX_ATTEMPTS} times, and it is not tried again",
@@ -191,7 +193,7 @@ def test_a_lost_answer_loses_and_doubles_nothing(address: str, when: str, monkey
         while claims:
             results_now = [ended(claim) for claim in claims]
             written, claims = store.exchange("w", results_now, 2)
-            told += [one.claim.key for one, fate in zip(results_now, written, strict=True) if fate.fate is Fate.COUNTED]
+            told += [one.claim.key for one, fate in zip(results_now, written, strict=True) if fate.fate is WriteOutcome.COUNTED]
         monkeypatch.undo()
         assert len(told) == len(set(told)) == 10
         assert set(results(store)) == set(told)
@@ -212,7 +214,7 @@ def test_results_come_back_as_they_were(address: str) -> None:
         store.add("s", draw("a", plans=PLANS[1:]))
         claim = store.claim("w", 1)[0]
         trial = Trial("a", PLANS[1], 0, Status.DIVERGED, loss=0.1, curve=curve, reason="ünï\n'\"", versions={"torch": "2"})
-        store.finish("w", Ended(claim, trial))
+        store.finish("w", EndedTrial(claim, trial))
         assert Trial.from_json(rows(store)[0]["trial"]) == trial
 
 
@@ -283,7 +285,7 @@ def test_a_migration_that_fails_changes_nothing(address: str, monkeypatch: pytes
 def test_many_open_a_new_store_at_once(address: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         stores = list(pool.map(lambda _: Store(address), range(8)))
-    assert stores[0].add("s", draw("a")) == Added(1, 0)
+    assert stores[0].add("s", draw("a")) == AddResult(1, 0)
     assert all(count(store)[0].waiting == 1 for store in stores)
     for store in stores:
         store.close()

@@ -24,16 +24,16 @@ from paredown.errors import StoreError
 from paredown.sweeps.database import parse_address, say_address
 from paredown.sweeps.export import export, rows
 from paredown.sweeps.status import count
-from paredown.sweeps.store import Claim, Ended, Store
+from paredown.sweeps.store import Claim, EndedTrial, Store
 from paredown.tasks.trial import Status, Trial
 from tests.support.postgres import PASSWORD, Postgres
 from tests.support.trials import draw
 from tests.support.work import ROOT
 
 
-def ended(claim: Claim, size: int = 0) -> Ended:
+def ended(claim: Claim, size: int = 0) -> EndedTrial:
     """A claim with a result of about so many bytes."""
-    return Ended(claim, Trial(claim.spec.task, claim.spec.plan, claim.spec.seed, Status.DONE, error=0.5, reason="x" * size))
+    return EndedTrial(claim, Trial(claim.spec.task, claim.spec.plan, claim.spec.seed, Status.DONE, error=0.5, reason="x" * size))
 
 
 def test_a_full_disk_is_waited_for_and_nothing_is_lost(tmp_path: Path) -> None:

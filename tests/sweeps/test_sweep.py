@@ -16,7 +16,7 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, peppp_plan
 from paredown.sweeps.status import say_plan
-from paredown.sweeps.sweep import Method, Settings, Sweep, TrialSpec, cheap_odds, draw_pairs, load_sweep
+from paredown.sweeps.sweep import SamplingMethod, Sweep, TrialSettings, TrialSpec, cheap_odds, draw_pairs, load_sweep
 from paredown.tasks.evaluate import trace_of
 
 PLANS = tuple(Plan.uniform(activation=f"int{bits}/{block}@bf16") for bits in (2, 4, 8) for block in (32, 64))
@@ -48,7 +48,7 @@ def test_uniform_draws_are_those_of_the_papers_release(share: float, seed: int) 
 
 
 def test_cheap_first_has_the_papers_odds_and_runs_the_cheapest_first() -> None:
-    sweep = Sweep("s", TASKS, PLANS, method=Method.CHEAP_FIRST, share=0.8)
+    sweep = Sweep("s", TASKS, PLANS, method=SamplingMethod.CHEAP_FIRST, share=0.8)
     memory = np.array([nbytes(task, plan) for task in TASKS for plan in PLANS])
     rank = np.argsort(np.argsort(1 / memory))  # the double argsort of the release; no ties here
     odds = 0.8 * rank / (memory.size - 1)
@@ -72,7 +72,7 @@ def test_odds_fall_with_bytes_from_share_to_none(sizes: list[int], share: float)
 def test_pairs_are_taken_as_often_as_the_odds_say() -> None:
     """4000 draws of 5 odds: a false alarm, beyond 5 standard deviations, once in 300,000 runs."""
     odds = np.array([0.0, 0.1, 0.4, 0.9, 1.0])
-    taken = np.mean([draw_pairs(odds, Method.UNIFORM, seed) for seed in range(4000)], axis=0)
+    taken = np.mean([draw_pairs(odds, SamplingMethod.UNIFORM, seed) for seed in range(4000)], axis=0)
     assert (np.abs(taken - odds) <= 5 * np.sqrt(odds * (1 - odds) / 4000)).all()
 
 
@@ -115,13 +115,16 @@ def test_keys_tell_trials_apart_and_ignore_what_does_not_matter() -> None:
         TrialSpec("b", PLANS[0], 0),
         TrialSpec("a", PLANS[1], 0),
         TrialSpec("a", PLANS[0], 1),
-        TrialSpec("a", PLANS[0], 0, Settings("simulate")),
-        TrialSpec("a", PLANS[0], 0, Settings(device="cpu")),
+        TrialSpec("a", PLANS[0], 0, TrialSettings("simulate")),
+        TrialSpec("a", PLANS[0], 0, TrialSettings(device="cpu")),
         TrialSpec("a", PLANS[0].recomputing("layers.0"), 0),
         TrialSpec("a", PLANS[0].recomputing("layers.1"), 0),
     ]
     assert len({spec.key("s") for spec in [base, *others]} | {base.key("t")}) == 9
-    same = [TrialSpec("a", Plan(PLANS[0].rules, "why", {"model": 1}), 0), TrialSpec("a", PLANS[0], 0, Settings(timeout_seconds=9))]
+    same = [
+        TrialSpec("a", Plan(PLANS[0].rules, "why", {"model": 1}), 0),
+        TrialSpec("a", PLANS[0], 0, TrialSettings(timeout_seconds=9)),
+    ]
     assert {spec.key("s") for spec in same} == {base.key("s")}
     told = b'["s", "a", [["activation", {"format": "int2/32@bf16", "overflow": null, "rounding": null}]], 0, "store", null]'
     assert base.key("s") == hashlib.sha256(told).hexdigest()[:32], "keys are in stores: they never change"
@@ -167,8 +170,8 @@ def test_a_file_says_it_all(tmp_path: Path) -> None:
     found = load_sweep(write(tmp_path, TOML))
     crossed = [Plan.uniform(activation=f"int{b}/64@bf16", weight="int8/64@e8m0", rounding="stochastic") for b in (4, 8)]
     plans = (Plan(), Plan.preset("activations4"), PLANS[0], *crossed)
-    settings = Settings("simulate", None, 60)
-    assert found.sweep == Sweep("widths", ("digits", "mine.py:small"), plans, (0, 4), Method.UNIFORM, 0.5, 3, settings)
+    settings = TrialSettings("simulate", None, 60)
+    assert found.sweep == Sweep("widths", ("digits", "mine.py:small"), plans, (0, 4), SamplingMethod.UNIFORM, 0.5, 3, settings)
     assert found.store == str(tmp_path / "out" / "trials.db") and found.folder == tmp_path
 
 

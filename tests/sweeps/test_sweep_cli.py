@@ -26,9 +26,9 @@ from paredown.sweeps.engines.engine import LocalEngine
 from paredown.sweeps.export import rows
 from paredown.sweeps.runner import TaskFolder, make_engine
 from paredown.sweeps.status import count
-from paredown.sweeps.store import Ended, Store
+from paredown.sweeps.store import EndedTrial, Store
 from paredown.sweeps.sweep import TrialSpec
-from paredown.sweeps.worker import Duty, work
+from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.evaluate import predicted_bytes
 from tests.support.postgres import PASSWORD
 from tests.support.trials import done, draw
@@ -164,7 +164,7 @@ def finished_store(tmp_path: Path) -> str:
     with Store(address) as store:
         store.add("s", draw("a", "b", seeds=range(3)))
         for claim in store.claim("w", 4):
-            store.finish("w", Ended(claim, done(claim.spec)))
+            store.finish("w", EndedTrial(claim, done(claim.spec)))
         store.leave("w")
     return address
 
@@ -280,7 +280,7 @@ def test_task_files_that_raise_exit_or_hang_harm_nobody(tmp_path: Path) -> None:
     with Store(tmp_path / "t.db") as store:
         store.add("s", draw(*(f"{name}.py:small" for name in files if name != "hangs")))
         store.add("s", draw("hangs.py:small", timeout=0.5))
-        assert work(store, LocalEngine(folder, slots=5), Duty(refuses=folder.refuses)) == 5
+        assert work(store, LocalEngine(folder, slots=5), WorkerOptions(refuses=folder.refuses)) == 5
         found = {row["task"].partition(".")[0]: (row["status"], row["reason"]) for row in rows(store)}
     assert found["good"] == ("done", "")
     assert found["raises"][0] == found["quits"][0] == found["exits"][0] == "failed"

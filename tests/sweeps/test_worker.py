@@ -19,9 +19,9 @@ from paredown.sweeps import worker as worker_module
 from paredown.sweeps.engines import engine as local
 from paredown.sweeps.engines.engine import Engine, InlineEngine, LocalEngine
 from paredown.sweeps.export import rows
-from paredown.sweeps.status import Counts, count
-from paredown.sweeps.store import Claim, Ended, Store
-from paredown.sweeps.worker import Duty, work
+from paredown.sweeps.status import SweepCounts, count
+from paredown.sweeps.store import Claim, EndedTrial, Store
+from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.trial import Trial
 from tests.support.trials import act, draw
 
@@ -56,7 +56,7 @@ def test_whatever_a_trial_does_becomes_its_result(store: Store) -> None:
 def test_a_killed_process_is_tried_again_and_then_given_up(store: Store, tmp_path: Path) -> None:
     said: list[str] = []
     store.add("s", draw("kill", f"kill_once:{tmp_path / 'mark'}", "noop"))
-    assert work(store, LocalEngine(act, slots=3, preload=PRELOAD), Duty(say=said.append)) == 3
+    assert work(store, LocalEngine(act, slots=3, preload=PRELOAD), WorkerOptions(say=said.append)) == 3
     found = outcomes(store)
     assert found["kill_once"] == found["noop"] == ("done", "")
     assert found["kill"][0] == "killed" and "SIGKILL" in found["kill"][1] and "5 times" in found["kill"][1]
@@ -99,7 +99,7 @@ def test_slots_run_side_by_side_and_take_gpus_in_turn(store: Store) -> None:
     store.add("s", draw("a", "b", "c", "d"))
     for claim in store.claim("w", 4):
         engine.start(claim)
-    ended: list[Ended] = []
+    ended: list[EndedTrial] = []
     while len(ended) < 4:
         ended += engine.wait(5.0)
     assert sorted(one.trial.device for one in ended if one.trial) == ["5", "5", "7", "7"]
@@ -142,7 +142,7 @@ def test_everything_is_in_the_store_before_it_is_told(store: Store, make: Callab
         written = {row["key"]: row["trial"] for row in rows(store)}
         assert written[claim.key] == trial.to_json()
 
-    assert work(store, make(act), Duty(told=told)) == 4
+    assert work(store, make(act), WorkerOptions(told=told)) == 4
 
 
 def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(store: Store) -> None:
@@ -152,7 +152,7 @@ def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(sto
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        work(store, LocalEngine(act, slots=2, preload=PRELOAD), Duty(told=stop))
+        work(store, LocalEngine(act, slots=2, preload=PRELOAD), WorkerOptions(told=stop))
     found = count(store)[0]
     assert found.finished >= 1 and found.running == 0
     assert [claim.attempt for claim in store.claim("w", 9)] == [1] * found.waiting
@@ -162,10 +162,10 @@ def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(sto
 def test_refused_tasks_are_left_to_others(store: Store) -> None:
     said: list[str] = []
     store.add("s", draw("noop", "theirs.py:task", seeds=range(3)))
-    duty = Duty(refuses=lambda task: "no such file." if "theirs" in task else None, say=said.append)
+    duty = WorkerOptions(refuses=lambda task: "no such file." if "theirs" in task else None, say=said.append)
     with pytest.raises(SweepError, match=r"3 trials left to other workers; task 'theirs.py:task': no such file\."):
         work(store, InlineEngine(act), duty)
-    assert count(store) == [Counts("s", waiting=3, by_status={"done": 3})]
+    assert count(store) == [SweepCounts("s", waiting=3, by_status={"done": 3})]
     assert said == ["task 'theirs.py:task' is left to other workers: no such file."]
     assert [claim.attempt for claim in store.claim("w", 9)] == [1, 1, 1]
 
@@ -174,14 +174,14 @@ def test_a_worker_waits_for_the_trials_of_a_dead_one(store: Store) -> None:
     store.add("s", draw("noop", seeds=range(3)))
     store.claim("dead", 2)
     said: list[str] = []
-    assert work(store, InlineEngine(act), Duty(beat_seconds=0.1, patience_seconds=0.6, say=said.append)) == 3
+    assert work(store, InlineEngine(act), WorkerOptions(beat_seconds=0.1, patience_seconds=0.6, say=said.append)) == 3
     assert said == ["a worker has not been heard of: 2 trials of it will run again."]
 
 
 def test_a_worker_leaves_the_trials_of_a_living_one(store: Store) -> None:
     """Another worker is slow and beats; this one waits for it and takes nothing: ten looks without a beat would be needed."""
     store.add("s", draw("nap:3"))
-    quick = Duty(beat_seconds=0.1, patience_seconds=2.0)
+    quick = WorkerOptions(beat_seconds=0.1, patience_seconds=2.0)
     slow = threading.Thread(target=work, args=(store, InlineEngine(act), quick))
     slow.start()
     while not count(store)[0].running:
@@ -203,7 +203,7 @@ def test_a_worker_that_stays_takes_new_trials(store: Store) -> None:
 
     store.add("s", draw("noop"))
     with pytest.raises(KeyboardInterrupt):
-        work(store, InlineEngine(act), Duty(told=told, stays=True))
+        work(store, InlineEngine(act), WorkerOptions(told=told, stays=True))
     assert seen == ["noop", "nap:0"]
 
 
@@ -219,7 +219,7 @@ def test_a_store_that_is_lost_ends_the_worker_with_a_sentence(store: Store, monk
     exchange = store.exchange
     monkeypatch.setattr(store, "exchange", lambda *a, **k: lost() if a[1] else exchange(*a, **k))
     with pytest.raises(StoreError, match="gone"):
-        work(store, engine, Duty(told=lambda *one: told.append(one)))
+        work(store, engine, WorkerOptions(told=lambda *one: told.append(one)))
     assert not told and count(store)[0].running == 1, "others free it: this worker is not heard of any more"
 
 

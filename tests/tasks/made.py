@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paredown import Plan, Trial, evaluate
 from paredown.tasks.data import Examples
-from paredown.tasks.task import Recipe, Task
+from paredown.tasks.task import OptimizerSettings, Task
 
 CPU = torch.device("cpu")
 NUM_CLASSES = 4
@@ -45,7 +45,7 @@ def net(seed: int) -> nn.Module:
 
 def make_task(make_model: Callable[[int], nn.Module] = net, **changes: Any) -> Task:
     """Blobs for `net`."""
-    given: dict[str, Any] = {"steps": 12, "batch": 32, "recipe": Recipe("sgdm", 0.1), **changes}
+    given: dict[str, Any] = {"steps": 12, "batch": 32, "recipe": OptimizerSettings("sgdm", 0.1), **changes}
     return Task("blobs", make_model, given.pop("data", None) or examples(), **given)
 
 

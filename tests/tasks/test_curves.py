@@ -8,15 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paredown.tasks.training import POINTS, Curve
+from paredown.tasks.training import POINTS, LossCurve
 from paredown.tasks.trial import Status
 
 BLIND = math.log(10)
 
 
-def run(loss_of: Callable[[int], float], steps: int = 200, blind_loss: float | None = BLIND, *, stops_early: bool = True) -> Curve:
+def run(
+    loss_of: Callable[[int], float], steps: int = 200, blind_loss: float | None = BLIND, *, stops_early: bool = True
+) -> LossCurve:
     """A run whose loss at each step, from 1, is known."""
-    curve = Curve(steps, blind_loss=blind_loss, stops_early=stops_early)
+    curve = LossCurve(steps, blind_loss=blind_loss, stops_early=stops_early)
     for step in range(1, steps + 1):
         curve.add(torch.tensor(loss_of(step)))
         if curve.verdict is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paredown.errors import TaskError
-from paredown.tasks.data import Data, Examples, Look, Text
+from paredown.tasks.data import Data, Examples, PictureTransform, Text
 from tests.tasks.made import CPU, examples
 
 
@@ -58,7 +58,7 @@ def bytes_of(num: int, channels: int = 1) -> Tensor:
 @pytest.mark.parametrize("channels", [1, 3])
 def test_bytes_get_the_mean_and_deviation_of_training(channels: int) -> None:
     x, x_test = bytes_of(40, channels), bytes_of(8, channels)
-    data = Examples(x, torch.arange(40) % 2, x_test, torch.arange(8) % 2, look=Look(channels=3))
+    data = Examples(x, torch.arange(40) % 2, x_test, torch.arange(8) % 2, look=PictureTransform(channels=3))
     seen = next(data.tests(8, device=CPU))[0]
     as_numpy = x.numpy().astype(np.float64)
     mean, deviation = as_numpy.mean((0, 2, 3), keepdims=True), as_numpy.std((0, 2, 3), keepdims=True)
@@ -74,7 +74,7 @@ def test_pictures_of_one_colour_stay_finite() -> None:
 
 def test_pictures_are_shifted_and_mirrored_in_training_alone() -> None:
     x = torch.arange(1.0, 31).view(1, 1, 6, 5).repeat(2, 1, 1, 1)
-    data = Examples(x, torch.tensor([0, 1]), x, torch.tensor([0, 1]), look=Look(shift=2, mirror=True))
+    data = Examples(x, torch.tensor([0, 1]), x, torch.tensor([0, 1]), look=PictureTransform(shift=2, mirror=True))
     padded = torch.nn.functional.pad(x[0, 0], (2, 2, 2, 2))
     windows = [padded[down : down + 6, right : right + 5] for down in range(5) for right in range(5)]
     allowed = {tuple(w.flatten().tolist()) for window in windows for w in (window, window.flip(1))}
@@ -148,4 +148,4 @@ def test_other_data_that_makes_no_task() -> None:
     with pytest.raises(TaskError, match=r"the text has 100 bytes; pieces of 64 bytes.* at least 650"):
         Text(torch.zeros(100, dtype=torch.uint8))
     with pytest.raises(TaskError, match="is for pictures"):
-        Examples(X, Y, X, Y, look=Look(shift=1))
+        Examples(X, Y, X, Y, look=PictureTransform(shift=1))

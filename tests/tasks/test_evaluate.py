@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import paredown
 from paredown import Plan, Trial, evaluate
 from paredown.tasks.data import Examples
-from paredown.tasks.task import Recipe, Task
+from paredown.tasks.task import OptimizerSettings, Task
 from paredown.tasks.training import learning_rate
 from paredown.tasks.trial import Status
 from tests.tasks.made import CPU, blobs, examples, make_task, net, run
@@ -102,7 +102,7 @@ def test_torch_is_afterwards_as_it_was() -> None:
 
 def test_bytes_are_predicted_and_measured() -> None:
     task = make_task(lambda seed: nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4)))
-    task = replace(task, recipe=Recipe("sgdm", 0.1, {"weight_decay": 1e-4}))  # for which torch's SGD takes scratch
+    task = replace(task, recipe=OptimizerSettings("sgdm", 0.1, {"weight_decay": 1e-4}))  # for which torch's SGD takes scratch
     trial = run(task)
     assert trial.measured_peak_bytes is not None and trial.predicted_peak_bytes is not None
     weights = 4 * sum(p.numel() for p in task.make_model(0).parameters())
@@ -145,22 +145,22 @@ def test_progress_is_told_and_the_curve_is_the_same() -> None:
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe("sgd", 0.1),
-        Recipe("sgdm", 0.1, {"nesterov": True}, "constant"),
-        Recipe("adamw", 0.01, max_norm=1.0),
-        Recipe("lion", 3e-3),
-        Recipe("adamw", 0.01, loss_scale=1024.0, max_norm=1.0),
+        OptimizerSettings("sgd", 0.1),
+        OptimizerSettings("sgdm", 0.1, {"nesterov": True}, "constant"),
+        OptimizerSettings("adamw", 0.01, max_norm=1.0),
+        OptimizerSettings("lion", 3e-3),
+        OptimizerSettings("adamw", 0.01, loss_scale=1024.0, max_norm=1.0),
     ],
 )
 @pytest.mark.parametrize("plan", ["as written", "lpmm"])
-def test_recipes_learn(recipe: Recipe, plan: str) -> None:
+def test_recipes_learn(recipe: OptimizerSettings, plan: str) -> None:
     trial = run(make_task(recipe=recipe, steps=20), PLANS[plan])
     assert trial.status is Status.DONE
     assert trial.curve[-1][1] < 0.7 * trial.curve[0][1]
 
 
 def test_a_scaled_loss_is_told_unscaled() -> None:
-    plain, scaled = (run(make_task(recipe=Recipe("sgdm", 0.1, loss_scale=scale), steps=5)) for scale in (None, 1024.0))
+    plain, scaled = (run(make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_scale=scale), steps=5)) for scale in (None, 1024.0))
     for (_, a), (_, b) in zip(plain.curve, scaled.curve, strict=True):
         assert a == pytest.approx(b, rel=1e-5)
 
@@ -196,7 +196,7 @@ def test_metrics() -> None:
 def test_numbers_as_answers() -> None:
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     data = Examples(x[:48], x[:48, :1], x[48:], x[48:, :1])
-    task = Task("line", lambda seed: nn.Linear(8, 1), data, 30, 16, Recipe("sgdm", 0.1), loss=mse_loss, metric="loss")
+    task = Task("line", lambda seed: nn.Linear(8, 1), data, 30, 16, OptimizerSettings("sgdm", 0.1), loss=mse_loss, metric="loss")
     trial = run(task)
     assert trial.status is Status.DONE and trial.error is not None and trial.error < 0.2
 
@@ -262,14 +262,18 @@ def test_a_gpu_takes_what_is_predicted() -> None:
 
 def test_a_factor_of_the_loss_changes_nothing_where_nothing_is_rounded() -> None:
     """1024 is a power of two: every gradient is as it was, to the bit."""
-    plain, scaled = (run(make_task(recipe=Recipe("sgdm", 0.1, loss_factor=factor))) for factor in (None, 1024.0))
+    plain, scaled = (run(make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_factor=factor))) for factor in (None, 1024.0))
     assert plain.curve == scaled.curve and plain.error == scaled.error
-    packed = [run(make_task(recipe=Recipe("sgdm", 0.1, loss_factor=f)), Plan.preset("lpmm")).curve[0] for f in (None, 1024.0)]
+    packed = [
+        run(make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_factor=f)), Plan.preset("lpmm")).curve[0] for f in (None, 1024.0)
+    ]
     assert packed[0] == packed[1], "packed gradients are divided too"
 
 
 def test_a_factor_keeps_small_gradients_from_being_lost() -> None:
     """Gradients of activations below the smallest value of a format, rounded to nearest, are zero without it."""
     plan = Plan.uniform(error="e2m1", rounding="nearest_even", overflow="saturate")
-    lost, kept = (run(make_task(recipe=Recipe("sgdm", 0.1, loss_factor=f)), plan, mode="simulate").error for f in (None, 1024.0))
+    lost, kept = (
+        run(make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_factor=f)), plan, mode="simulate").error for f in (None, 1024.0)
+    )
     assert lost is not None and kept is not None and kept < 0.2 < lost

@@ -16,13 +16,13 @@ from paredown import Plan, Trial, apply, evaluate
 from paredown.errors import PlanError, TaskError
 from paredown.tasks.data import Data, Examples
 from paredown.tasks.evaluate import is_out_of_memory
-from paredown.tasks.task import Recipe
+from paredown.tasks.task import OptimizerSettings
 from paredown.tasks.trial import Status
 from tests.tasks.made import examples, make_task, net, run
 
 
 def test_a_run_that_diverges_is_a_trial() -> None:
-    trial = run(make_task(recipe=Recipe("sgdm", 1e6, schedule="constant")), Plan.preset("activations4"))
+    trial = run(make_task(recipe=OptimizerSettings("sgdm", 1e6, schedule="constant")), Plan.preset("activations4"))
     assert trial.status is Status.DIVERGED and trial.error is None
     assert trial.reason.startswith("the training loss is ")
     assert 1 <= len(trial.curve) < 12
@@ -170,7 +170,11 @@ def test_a_plan_for_another_model_is_refused() -> None:
         ((make_task(), Plan()), {"device": "mps"}, "device 'mps' is not here. Allowed: cpu"),
         ((make_task(), Plan()), {"device": "cuda:99"}, "device 'cuda:99' is not here. Allowed: cpu"),
         ((make_task(), Plan()), {"device": "gpu"}, "device 'gpu' is not here"),
-        ((make_task(recipe=Recipe("sgdm", 0.1, {"beta": 3})), Plan()), {}, "optimizer 'sgdm' cannot be made of lr, momentum, beta"),
+        (
+            (make_task(recipe=OptimizerSettings("sgdm", 0.1, {"beta": 3})), Plan()),
+            {},
+            "optimizer 'sgdm' cannot be made of lr, momentum, beta",
+        ),
     ],
 )
 def test_arguments_that_make_no_trial(arguments: Any, options: dict[str, Any], said: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from paredown.errors import TaskError
 from paredown.models import MODELS, OF_PIXELS, OF_TEXT
 from paredown.tasks.lookup import find_task
-from paredown.tasks.task import Recipe, Task
+from paredown.tasks.task import OptimizerSettings, Task
 from tests.tasks.made import CPU, DATA, make_task, needs_data, write_npz
 
 OF_CLASSES = [name for name in MODELS if name not in OF_TEXT | OF_PIXELS]
@@ -269,7 +269,7 @@ def test_tasks_that_do_not_fit_together(changes: dict[str, Any], said: str) -> N
 def test_recipes_that_cannot_be() -> None:
     for changes, said in (({"max_norm": 0.0}, "max_norm is 0.0"), ({"optimizer": "adam"}, "Closest: 'adamw'")):
         with pytest.raises(TaskError, match=said):
-            Recipe(**changes)
+            OptimizerSettings(**changes)
 
 
 def test_a_task_prints_what_it_is() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from paredown import Trace, footprint, trace_step
-from paredown.plan.checkpointed_trace import recomputed
-from paredown.trace.device_ops import PROCESSORS, THREADS, sum_scratch
+from paredown.plan.checkpointed_trace import checkpointed_trace
+from paredown.trace.device_ops import PROCESSORS, THREADS, sum_workspace
 
 SEEN = (  # rows, columns, bytes: blocks of gpu_reduce_kernel in memory snapshots on one H200, torch 2.11
     (16384, 1024, 134217728),
@@ -42,19 +42,19 @@ def traced(model: nn.Module, x: Tensor, device: str = "cuda", **more: Any) -> Tr
 
 @pytest.mark.parametrize(("rows", "columns", "nbytes"), SEEN)
 def test_partial_sums_are_those_of_a_gpu(rows: int, columns: int, nbytes: int) -> None:
-    assert sum_scratch(rows, columns) == nbytes
+    assert sum_workspace(rows, columns) == nbytes
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1024), (512, 1024), (1000, 3), (4, 100_000), (2048, 1 << 20)])
 def test_few_rows_or_many_columns_need_none(rows: int, columns: int) -> None:
     """Of fewer than 256 numbers a thread, or where columns alone fill the GPU."""
-    assert sum_scratch(rows, columns) == 0
+    assert sum_workspace(rows, columns) == 0
 
 
 def test_large_tensors_are_summed_half_by_half_and_wide_numbers_take_twice_as_much() -> None:
     """Above 2 GiB the first half alone, as the second one comes after it."""
-    assert sum_scratch(131072, 16384, torch.bfloat16) == sum_scratch(32768, 16384, torch.bfloat16)
-    assert sum_scratch(16384, 1024, torch.float64) == sum_scratch(16384, 1024, torch.int32) == 2 * SEEN[0][2]
+    assert sum_workspace(131072, 16384, torch.bfloat16) == sum_workspace(32768, 16384, torch.bfloat16)
+    assert sum_workspace(16384, 1024, torch.float64) == sum_workspace(16384, 1024, torch.int32) == 2 * SEEN[0][2]
 
 
 @pytest.mark.parametrize("dims", [(), (0,), (-1,), (0, 1), (1,)])
@@ -102,7 +102,7 @@ def test_recomputed_tensors_are_gone_while_gradients_are_summed() -> None:
     scratch = next(made for made in trace.outputs if made.op == "sum" and made.dtype == "uint8" and made.module == "0.2")
     slot = next(slot for slot in trace.activations if slot.name == "0.2:input")
     assert slot.death >= scratch.birth
-    again = [made for made in recomputed(trace, ("0",)).outputs if made.op == "recomputed" and made.module == slot.module]
+    again = [made for made in checkpointed_trace(trace, ("0",)).outputs if made.op == "recomputed" and made.module == slot.module]
     assert max(made.death for made in again if made.shape == slot.shape) < scratch.birth
 
 
@@ -124,7 +124,7 @@ def test_what_a_name_holds_is_no_input_of_a_layer() -> None:
     trace = traced(Residual(), torch.empty(8, 128, 64), "cpu")
     held = next(made for made in trace.outputs if made.op == "addmm" and made.module == "start")
     assert held.death > held.used, "the program holds it"
-    again = recomputed(trace, ("layers.*",))
+    again = checkpointed_trace(trace, ("layers.*",))
     there = [made for made in again.outputs if made.op == "addmm" and made.module == "start"]
     assert [made.death for made in there] == [held.death]
 
@@ -144,4 +144,4 @@ def test_a_gpu_takes_as_much(rows: int, columns: int, dtype: torch.dtype) -> Non
     torch.cuda.reset_peak_memory_stats()
     x.sum(0)
     taken = torch.cuda.max_memory_allocated() - before
-    assert taken == pytest.approx(sum_scratch(rows, columns), abs=64 * 1024), "with the result and counters of blocks"
+    assert taken == pytest.approx(sum_workspace(rows, columns), abs=64 * 1024), "with the result and counters of blocks"

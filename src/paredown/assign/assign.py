@@ -28,9 +28,9 @@ Plans that are made for each task, by a text that says how: `assign 40% role`.
 Columns of a prior and sweeps have them where plans by role have formats. The plan of a recipe has it in `made_for`; recipes that come to
 the same plan on a task share it there.
 
->>> Recipe.parse("assign 40% role")
-Recipe(budget='40%', method='role')
->>> Recipe.parse("by magic")
+>>> PlanTemplate.parse("assign 40% role")
+PlanTemplate(budget='40%', method='role')
+>>> PlanTemplate.parse("by magic")
 Traceback (most recent call last):
     ...
 paredown.errors.PlanError: recipe 'by magic' cannot be read; it is 'assign BUDGET METHOD', such as 'assign 40% role'.
@@ -43,17 +43,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paredown.assign.checkpointed_layers import Found, bearable_error, quickest, repeated_layers, with_layers
+from paredown.assign.checkpointed_layers import Found, quickest_plan, repeated_layers, tolerated_error, with_layers
 from paredown.assign.options import LADDER, Item, Ladder
-from paredown.assign.problem import Formats, Rules, Search, check_sensitivities, ladder_of, method_named, rules_of
+from paredown.assign.problem import AssignmentProblem, Formats, Rules, check_sensitivities, ladder_of, method_named, rules_of
 from paredown.assign.sensitivity import Sensitivities
-from paredown.assign.strategies import METHODS, Point
+from paredown.assign.strategies import METHODS, AssignmentPoint
 from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
-from paredown.plan.checkpointed_trace import recomputed
+from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.replay import Interval, fixed
+from paredown.plan.replay import Interval, fixed_intervals
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes
 from paredown.trace.trace import Slot, Trace
@@ -64,7 +64,7 @@ __all__ = ["assign"]
 NAMED = 3  # slots that an error names
 
 
-def why_nothing_fits(search: Search, budget_bytes: int, *, has_layers: bool) -> str:
+def explain_infeasible(search: AssignmentProblem, budget_bytes: int, *, has_layers: bool) -> str:
     """The sentences of a BudgetError; `has_layers`: layers were tried to be computed again too."""
     smallest = search.smallest
     ledger = search.ledger
@@ -99,17 +99,17 @@ def _why(item: Item, nbytes: int) -> str:
 
 
 def _rest(trace: Trace, tick: int) -> dict[str, int]:
-    held: list[Interval] = [i for i in fixed(trace) if i.birth <= tick <= i.death]
+    held: list[Interval] = [i for i in fixed_intervals(trace) if i.birth <= tick <= i.death]
     return {role.value: sum(i.nbytes for i in held if i.role is role) for role in (Role.TEMPORARY, Role.BUFFER, Role.INPUT)}
 
 
-def _without_pins(search: Search, budget_bytes: int) -> str:
+def _without_pins(search: AssignmentProblem, budget_bytes: int) -> str:
     """A sentence where it is the pins that stand in the way."""
     pinned = [slot for slot in search.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""
     free = replace(search.trace, slots=tuple(_unpinned(slot) for slot in search.trace.slots))
-    peak = Search.of(free, METHODS["role"], ladder=search.ladder).smallest.peak_bytes
+    peak = AssignmentProblem.of(free, METHODS["role"], ladder=search.ladder).smallest.peak_bytes
     if peak > budget_bytes:
         return ""
     first = max(pinned, key=lambda slot: slot.nbytes)
@@ -124,11 +124,11 @@ def _unpinned(slot: Slot) -> Slot:
     return replace(slot, savers=tuple(replace(saver, pin=None) for saver in slot.savers)) if slot.pin is not None else slot
 
 
-def _other_method(search: Search, budget_bytes: int) -> str:
+def _other_method(search: AssignmentProblem, budget_bytes: int) -> str:
     """A sentence where the default method would do."""
     if search.method.order is None:
         return ""
-    peak = Search.of(search.trace, METHODS["role"], ladder=search.ladder).smallest.peak_bytes
+    peak = AssignmentProblem.of(search.trace, METHODS["role"], ladder=search.ladder).smallest.peak_bytes
     return f"Method 'role' reaches {say_bytes(peak)}." if peak <= budget_bytes else ""
 
 
@@ -170,17 +170,17 @@ def assign(
         reason = f"The step as it is written takes {say_bytes(written)} at its peak, within {say_bytes(budget_bytes)}."
         return Plan((), reason, made_for)
 
-    def searched(of: Trace, formats: Ladder | None = ladder) -> Search:
-        return Search.of(of, row, sensitivities=sensitivities, ladder=formats, seed=seed)
+    def searched(of: Trace, formats: Ladder | None = ladder) -> AssignmentProblem:
+        return AssignmentProblem.of(of, row, sensitivities=sensitivities, ladder=formats, seed=seed)
 
     def planned(found: Found) -> Plan:
         return _planned(trace, found, budget_bytes, _reason(*found, budget_bytes, written), made_for)
 
     if recompute is None and ladder is None and row.order is None and repeated_layers(trace):
-        quick = quickest(trace, budget_bytes, searched, planned)
+        quick = quickest_plan(trace, budget_bytes, searched, planned)
         if quick is not None:
             return planned(quick)
-    return planned(_found(trace, budget_bytes, searched, bearable_error(trace, ladder or LADDER, recompute), recompute))
+    return planned(_found(trace, budget_bytes, searched, tolerated_error(trace, ladder or LADDER, recompute), recompute))
 
 
 def _check(trace: object, recompute: object) -> None:
@@ -193,7 +193,9 @@ def _check(trace: object, recompute: object) -> None:
         )
 
 
-def _found(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search], bearable: float, recompute: bool | None) -> Found:
+def _found(
+    trace: Trace, budget_bytes: int, searched: Callable[[Trace], AssignmentProblem], bearable: float, recompute: bool | None
+) -> Found:
     """What fits best, without layers that are computed again or with them."""
     search = searched(trace)
     best = search.best(budget_bytes)
@@ -206,7 +208,7 @@ def _found(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search],
         return search, best, ()
     tried = [search, *_with_all(trace, searched, recompute)]
     least = min(tried, key=lambda of: of.ledger.floor_bytes)
-    refusal = BudgetError(why_nothing_fits(least, budget_bytes, has_layers=recompute is not False))
+    refusal = BudgetError(explain_infeasible(least, budget_bytes, has_layers=recompute is not False))
     refusal.smallest_bytes = least.smallest.peak_bytes
     raise refusal
 
@@ -224,7 +226,7 @@ def _planned(trace: Trace, found: Found, budget_bytes: int, reason: str, made_fo
     )
 
 
-def _written(search: Search, best: Point) -> Iterator[Rules]:
+def _written(search: AssignmentProblem, best: AssignmentPoint) -> Iterator[Rules]:
     """The rules for a point, the best way to write them first: without a rule for activations a session does not look at them."""
     formats = search.formats(best)
     short, long = (rules_of(search.trace, formats, is_short=is_short) for is_short in (True, False))
@@ -234,9 +236,9 @@ def _written(search: Search, best: Point) -> Iterator[Rules]:
     yield long
 
 
-def _with_all(trace: Trace, searched: Callable[[Trace], Search], recompute: bool | None) -> list[Search]:
+def _with_all(trace: Trace, searched: Callable[[Trace], AssignmentProblem], recompute: bool | None) -> list[AssignmentProblem]:
     layers = tuple(repeated_layers(trace)) if recompute is not False else ()
-    return [searched(recomputed(trace, layers))] if layers else []
+    return [searched(checkpointed_trace(trace, layers))] if layers else []
 
 
 def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
@@ -244,7 +246,7 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
     return {**told, "batch": list(trace.batch), "method": method, "budget_bytes": budget_bytes}
 
 
-def _reason(search: Search, best: Point, layers: tuple[str, ...], budget_bytes: int, written: int) -> str:
+def _reason(search: AssignmentProblem, best: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, written: int) -> str:
     """What was lowered, under which budget, to which peak."""
     formats = search.formats(best)
     lowered = [slot for slot in search.trace.activations if formats.get((slot.name, Role.ACTIVATION)) is not None]
@@ -262,7 +264,7 @@ def _lowered(slots: Sequence[Slot], formats: Formats) -> str:
     return f"{len(slots)} of the saved tensors lowered ({said})" if slots else ""
 
 
-def _parameters(search: Search, formats: Formats) -> str:
+def _parameters(search: AssignmentProblem, formats: Formats) -> str:
     names = {name for (name, role), format in formats.items() if role is not Role.ACTIVATION and format is not None}
     return (
         f"{len(names)} of {len(search.trace.of(Role.WEIGHT))} parameters or their state, which paredown.optim serves"
@@ -278,7 +280,7 @@ BETWEEN = "; "
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PlanTemplate:
     """`assign` with a budget, a share of the step as it is written or bytes, and a method."""
 
     budget: str
@@ -288,12 +290,12 @@ class Recipe:
         method_named(self.method)
 
     @staticmethod
-    def parse(text: str) -> Recipe:
+    def parse(text: str) -> PlanTemplate:
         """The recipe that `str` gives."""
         parts = text.split()
         if len(parts) != 3 or parts[0] != "assign":
             raise PlanError(f"recipe {text!r} cannot be read; it is 'assign BUDGET METHOD', such as 'assign 40% role'.")
-        return Recipe(*parts[1:])
+        return PlanTemplate(*parts[1:])
 
     def __str__(self) -> str:
         return f"assign {self.budget} {self.method}"
@@ -304,7 +306,7 @@ class Recipe:
         return replace(plan, made_for={**plan.made_for, RECIPE: str(self)})
 
 
-def make_plans(recipes: Iterable[Recipe], trace: Trace) -> list[Plan]:
+def make_plans(recipes: Iterable[PlanTemplate], trace: Trace) -> list[Plan]:
     """The plans of recipes for one step; those that say the same are one, with all of its recipes."""
     found: dict[object, Plan] = {}
     for plan in (recipe.make(trace) for recipe in recipes):
@@ -314,7 +316,7 @@ def make_plans(recipes: Iterable[Recipe], trace: Trace) -> list[Plan]:
     return list(found.values())
 
 
-def recipes_of(plan: Plan) -> list[str]:
+def templates_of(plan: Plan) -> list[str]:
     """The recipes that came to this plan."""
     told = plan.made_for.get(RECIPE, "")
     return told.split(BETWEEN) if isinstance(told, str) and told else []

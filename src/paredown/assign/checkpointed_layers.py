@@ -45,17 +45,17 @@ from functools import cache
 from math import inf, prod
 
 from paredown.assign.options import LADDER, Ladder
-from paredown.assign.problem import Search
-from paredown.assign.strategies import Point, expected_error
-from paredown.plan.checkpointed_trace import CALL, is_of, modules_of, outermost, recomputed
+from paredown.assign.problem import AssignmentProblem
+from paredown.assign.strategies import AssignmentPoint, expected_error
+from paredown.plan.checkpointed_trace import CALL, checkpointed_trace, is_of, modules_of, outermost
 from paredown.plan.footprint import peak_of, slot_bytes
 from paredown.plan.plan import Plan
-from paredown.plan.replay import choices
+from paredown.plan.replay import slot_storages
 from paredown.roles import Role
 from paredown.trace.operations import Use
 from paredown.trace.trace import Slot, Trace
 
-Found = tuple[Search, Point, tuple[str, ...]]
+Found = tuple[AssignmentProblem, AssignmentPoint, tuple[str, ...]]
 NUMBERED = re.compile(r"(.*_)?\d+")  # in a list, or as in torchvision's encoder_layer_11; not conv1, which is one of several parts
 
 
@@ -67,25 +67,25 @@ def repeated_layers(trace: Trace) -> list[str]:
 
 
 def _saved_bytes(trace: Trace, path: str) -> int:
-    then = recomputed(trace, (path,))
+    then = checkpointed_trace(trace, (path,))
     return sum(slot.nbytes for slot in trace.activations) - sum(slot.nbytes for slot in then.activations)
 
 
-def bearable_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
+def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
     """The error of all activations at the first format of the ladder, or at the second where layers are the last resort."""
     formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
     return sum(expected_error(slot, formats[:2][0 if recompute else -1]) for slot in slots) if formats else 0.0
 
 
-def with_layers(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Search], bearable: float) -> Found | None:
+def with_layers(trace: Trace, budget_bytes: int, searched: Callable[[Trace], AssignmentProblem], bearable: float) -> Found | None:
     """The plan with as few layers computed again as the policy asks for; None if none fits."""
     layers = repeated_layers(trace)
 
     @cache
     def found(count: int) -> Found | None:
         chosen = tuple(layers[:count])
-        search = searched(recomputed(trace, chosen))
+        search = searched(checkpointed_trace(trace, chosen))
         point = search.best(budget_bytes)
         return None if point is None else (search, point, chosen)
 
@@ -97,16 +97,16 @@ def with_layers(trace: Trace, budget_bytes: int, searched: Callable[[Trace], Sea
     enough = next((count for count in tried if is_bearable(count)), None)
     if enough is not None:
         too_few = max((count for count in tried if count < enough), default=0)
-        return found(fewest(is_bearable, too_few, enough))
+        return found(fewest_layers(is_bearable, too_few, enough))
     fitting = [there for there in map(found, tried) if there is not None]
     return min(fitting, key=lambda there: there[1].error, default=None)
 
 
-def fewest(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
+def fewest_layers(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
     """The least count above `too_few` that is enough, by halving.
 
-    >>> fewest(lambda count: count >= 7, 4, 8), fewest(lambda count: count >= 12, 8, 12), fewest(lambda count: True, 0, 1)
-    (7, 12, 1)
+    >>> fewest_layers(lambda count: count >= 7, 4, 8), fewest_layers(lambda count: True, 0, 1)
+    (7, 1)
     """
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
@@ -137,12 +137,12 @@ PACKED_ACTIVATION, PACKED_WEIGHT, AGAIN = 40e-6, 200e-6, 100e-6  # seconds of th
 
 def added_seconds(trace: Trace, plan: Plan) -> float:
     """What the plan adds to a step."""
-    then = recomputed(trace, plan.recompute)
+    then = checkpointed_trace(trace, plan.recompute)
     return _packing(then, plan) + _weights(trace, plan) + _again(trace, then, plan)
 
 
 def _packing(trace: Trace, plan: Plan) -> float:
-    chosen, slots = choices(trace, plan), {slot.name: slot for slot in trace.activations}
+    chosen, slots = slot_storages(trace, plan), {slot.name: slot for slot in trace.activations}
     packed = [slots[name] for name, choice in chosen.items() if choice.packs and not choice.recomputed]
     moved = sum(2 * (slot.nbytes + slot_bytes(slot, chosen[slot.name])) for slot in packed)
     return moved / BYTES_PER_SECOND + PACKED_ACTIVATION * len(packed)
@@ -181,12 +181,12 @@ def _rows(slot: Slot, op: str, weight: Slot) -> float:
 # --- Which of the plans within a budget to take where layers may be computed again ---
 
 AS_IT_IS: Ladder = (None,)
-Searched = Callable[[Trace, Ladder | None], Search]
+Searched = Callable[[Trace, Ladder | None], AssignmentProblem]
 
 
-def quickest(trace: Trace, budget_bytes: int, searched: Searched, planned: Callable[[Found], Plan]) -> Found | None:
+def quickest_plan(trace: Trace, budget_bytes: int, searched: Searched, planned: Callable[[Found], Plan]) -> Found | None:
     """The quickest of them; None where nothing but formats of weights and optimizer state beside layers can fit."""
-    small, bearable = (bearable_error(trace, LADDER, recompute) for recompute in (True, None))
+    small, bearable = (tolerated_error(trace, LADDER, recompute) for recompute in (True, None))
     search = searched(trace, None)
     point = search.best(budget_bytes)
     formats = None if point is None else (search, point, ())
@@ -214,8 +214,8 @@ def layers_alone(trace: Trace, budget_bytes: int, searched: Searched) -> Found |
 
     if not layers or not fits(len(layers)):
         return None
-    chosen = tuple(layers[: fewest(fits, 0, len(layers))])
-    search = searched(recomputed(trace, chosen), AS_IT_IS)
+    chosen = tuple(layers[: fewest_layers(fits, 0, len(layers))])
+    search = searched(checkpointed_trace(trace, chosen), AS_IT_IS)
     point = search.best(budget_bytes)
     return None if point is None else (search, point, chosen)
 

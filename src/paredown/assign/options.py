@@ -1,4 +1,4 @@
-"""What a plan decides about in one piece, and the ways in which each piece may wait: `Item` and its `Option`s.
+"""What a plan decides about in one piece, and the ways in which each piece may wait: `Item` and its `StorageOption`s.
 
 An activation is an item with those that depend on it: views of one storage, which is freed when all of them are packed, and tensors that
 are computed again from another one (`trace/saved_tensors.py`). A parameter is an item with its gradient, moments and residue, of
@@ -34,7 +34,17 @@ from paredown.formats.catalog import TIERS, is_small
 from paredown.formats.format import Format
 from paredown.plan.footprint import DEVICES, footprint
 from paredown.plan.plan import Plan
-from paredown.plan.replay import Choice, Interval, activations, choice, fixed, given_to, model_memory, parameter_of, with_recomputed
+from paredown.plan.replay import (
+    Interval,
+    SlotStorage,
+    activation_intervals,
+    fixed_intervals,
+    model_memory,
+    parameter_of,
+    resolve_parameter_formats,
+    slot_storage,
+    with_recomputed,
+)
 from paredown.plan.storage import AS_IS, Assignment, is_same_level
 from paredown.roles import Role
 from paredown.trace.trace import Slot, Trace
@@ -53,7 +63,7 @@ TIER_ROWS: Mapping[str, Mapping[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Option:
+class StorageOption:
     """One way in which an item may wait. `formats`: of its slots by key, None for as it is; `full_bytes`: of weights torch.optim serves."""
 
     name: str
@@ -74,7 +84,7 @@ class Item:
 
     name: str
     slots: tuple[Slot, ...]
-    options: tuple[Option, ...]
+    options: tuple[StorageOption, ...]
 
     @property
     def nbytes(self) -> int:
@@ -91,12 +101,12 @@ def activation_items(
     """An item for each storage and what depends on it; `is_free`: slots of an item may be lowered apart."""
     plans: dict[Format | None, Plan] = {}
     for slots in _components(trace.activations):
-        ways: list[list[Choice]] = []
+        ways: list[list[SlotStorage]] = []
         for slot in slots:
             formats = ladder_of(slot)
             for format in formats:
                 plans.setdefault(format, Plan((("activation", Assignment(format)),)))
-            ways.append(list(dict.fromkeys(choice(slot, plans[format]) for format in formats)))
+            ways.append(list(dict.fromkeys(slot_storage(slot, plans[format]) for format in formats)))
         yield Item(slots[0].name, slots, tuple(_ordered(_options(slots, ways, error_of, is_free))))
 
 
@@ -120,13 +130,13 @@ def _components(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _options(slots: tuple[Slot, ...], ways: list[list[Choice]], error_of: ErrorOf, is_free: bool) -> Iterator[Option]:
+def _options(slots: tuple[Slot, ...], ways: list[list[SlotStorage]], error_of: ErrorOf, is_free: bool) -> Iterator[StorageOption]:
     num_free = sum(len(way) > 1 for way in ways)
     if is_free and num_free <= FREE:
-        combinations: Iterable[tuple[Choice, ...]] = product(*ways)
+        combinations: Iterable[tuple[SlotStorage, ...]] = product(*ways)
     else:
         combinations = (tuple(way[min(step, len(way) - 1)] for way in ways) for step in range(max(map(len, ways))))
-    seen: set[tuple[Choice, ...]] = set()
+    seen: set[tuple[SlotStorage, ...]] = set()
     for combination in combinations:
         chosen = with_recomputed(slots, {slot.name: way for slot, way in zip(slots, combination, strict=True)})
         if any(
@@ -141,7 +151,7 @@ def _options(slots: tuple[Slot, ...], ways: list[list[Choice]], error_of: ErrorO
             yield _option(slots, chosen, error_of)
 
 
-def _option(slots: tuple[Slot, ...], chosen: dict[str, Choice], error_of: ErrorOf) -> Option:
+def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: ErrorOf) -> StorageOption:
     formats: list[tuple[tuple[str, Role], Format | None]] = []
     error = 0.0
     for slot in slots:
@@ -149,10 +159,10 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, Choice], error_of: ErrorO
         formats.append(((slot.name, Role.ACTIVATION), format))
         error += error_of(slot, format) if format is not None else 0.0
     name = ", ".join(str(format or "as it is") for _, format in formats)
-    return Option(name, error, tuple(activations(slots, chosen)), tuple(formats))
+    return StorageOption(name, error, tuple(activation_intervals(slots, chosen)), tuple(formats))
 
 
-def _ordered(options: Iterable[Option]) -> list[Option]:
+def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
     """From the least error up; what only costs more of everything is left to the search to pass over."""
     return sorted(options, key=lambda option: (option.error, -option.total))
 
@@ -166,7 +176,7 @@ def parameter_items(trace: Trace, *, is_free: bool = True) -> Iterator[Item]:
     plans = {name: Plan.uniform(**row) if row else Plan((("activation", AS_IS),)) for name, row in rows.items()}
     for weight, slots in _by_parameter(trace).items():
         part = replace(trace, slots=slots, outputs=())
-        options: dict[tuple[Interval, ...], Option] = {}
+        options: dict[tuple[Interval, ...], StorageOption] = {}
         for name, plan in plans.items():
             if name != "full" and (is_small(weight.shape) or weight.stays):
                 continue  # it stays as it is in every tier
@@ -174,8 +184,8 @@ def parameter_items(trace: Trace, *, is_free: bool = True) -> Iterator[Item]:
             if held not in options:
                 formats = {Role(role): Format.parse(text) for role, text in TIER_ROWS[name].items()}
                 own = tuple(((weight.name, role), format) for role, format in formats.items())
-                full_bytes = weight.nbytes if given_to(weight, plan).is_full else 0
-                options[held] = Option(name, parameter_error(formats), held, own, full_bytes)
+                full_bytes = weight.nbytes if resolve_parameter_formats(weight, plan).is_full else 0
+                options[held] = StorageOption(name, parameter_error(formats), held, own, full_bytes)
         yield Item(weight.name, slots, tuple(_ordered(options.values())))
 
 
@@ -228,7 +238,7 @@ class Ledger:
         rounding = DEVICES[trace.device].rounding
         rows = [option for item in items for option in item.options]
         step = [made for made in trace.outputs if made.phase == "step"]
-        still = [*fixed(trace), *unowned(trace)]
+        still = [*fixed_intervals(trace), *unowned(trace)]
         ticks = _peak_ticks([*still, *(i for row in rows for i in row.held)], [made.birth for made in step])
         counts = [len(item.options) for item in items]
         starts = np.cumsum([0, *counts], dtype=np.int64)[:-1]

@@ -22,7 +22,15 @@ from math import inf
 
 from paredown.assign.options import LADDER, Ladder, Ledger, activation_items, parameter_items
 from paredown.assign.sensitivity import Sensitivities
-from paredown.assign.strategies import METHODS, Method, Point, best_within, expected_error, ladder_for, measured_error
+from paredown.assign.strategies import (
+    METHODS,
+    AssignmentPoint,
+    AssignMethod,
+    best_within,
+    expected_error,
+    ladder_for,
+    measured_error,
+)
 from paredown.errors import PlanError
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
@@ -107,19 +115,24 @@ SERVED = frozenset({"sgd", "sgdm", "adamw", "lion", "SGD", "AdamW", "Lion"})  # 
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
+class AssignmentProblem:
     """A trace with the points that a method finds on it."""
 
     trace: Trace
-    method: Method
+    method: AssignMethod
     ledger: Ledger
     ladder: Ladder | None = None
     seed: int = 0
 
     @staticmethod
     def of(
-        trace: Trace, method: Method, *, sensitivities: Sensitivities | None = None, ladder: Ladder | None = None, seed: int = 0
-    ) -> Search:
+        trace: Trace,
+        method: AssignMethod,
+        *,
+        sensitivities: Sensitivities | None = None,
+        ladder: Ladder | None = None,
+        seed: int = 0,
+    ) -> AssignmentProblem:
         """The search of `method`; with a `ladder` activations have its formats, and parameters stay as they are."""
         formats = LADDER if ladder is None else ladder
         error_of = expected_error if sensitivities is None else measured_error(trace, sensitivities, formats)
@@ -128,24 +141,24 @@ class Search:
         items = list(activation_items(trace, ladder_for(eligible, formats), error_of, is_free=is_free))
         lowers = method.lowers_parameters and ladder is None and trace.optimizer in SERVED
         items += parameter_items(trace, is_free=lowers)
-        return Search(trace, method, Ledger.of(trace, items), ladder, seed)
+        return AssignmentProblem(trace, method, Ledger.of(trace, items), ladder, seed)
 
     @cached_property
-    def points(self) -> list[Point]:
+    def points(self) -> list[AssignmentPoint]:
         """The points that a budget chooses from."""
         return self.method.points(self.ledger, self.seed)
 
-    def best(self, budget_bytes: int) -> Point | None:
+    def best(self, budget_bytes: int) -> AssignmentPoint | None:
         """The point of least error within the budget; None if there is none."""
         return best_within(self.points, budget_bytes) if self.ledger.floor_bytes <= budget_bytes else None
 
-    def formats(self, point: Point) -> Formats:
+    def formats(self, point: AssignmentPoint) -> Formats:
         """The format of each slot at a point; None for as it is."""
         rows = [option for item in self.ledger.items for option in item.options]
         return {key: format for row in point.chosen for key, format in rows[row].formats}
 
     @property
-    def smallest(self) -> Point:
+    def smallest(self) -> AssignmentPoint:
         """The point of the least peak."""
         return min(self.points, key=lambda point: (point.peak_bytes, point.error))
 
@@ -153,7 +166,7 @@ class Search:
 # --- what the caller gives -------------------------------------------------------------------------------------------------------
 
 
-def method_named(name: str) -> Method:
+def method_named(name: str) -> AssignMethod:
     """The row of METHODS of this name."""
     if name not in METHODS:
         rows = "; ".join(f"{row.name} ({row.note})" for row in METHODS.values())
@@ -176,7 +189,7 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
     return ladder
 
 
-def check_sensitivities(trace: Trace, method: Method, sensitivities: Sensitivities | None) -> None:
+def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensitivities | None) -> None:
     """Whether the method has the sensitivities that it needs, and they are those of this model."""
     if sensitivities is None:
         if method.needs_sensitivities:

@@ -1,4 +1,4 @@
-"""Another plan within the same budget, while a model trains: `repair` raises slots and lowers others for it, `settle` plans anew.
+"""Another plan within the same budget, while a model trains: `repair` raises slots and lowers others for it, `replan` plans anew.
 
     repair(plan, terms, raised=["attn:query"])      one level up for these, and who costs the least error for a byte pays
     settle(plan, terms)                             the best formats of all activations, where that is clearly better
@@ -15,15 +15,15 @@ from math import inf
 
 import numpy as np
 
-from paredown.assign.options import LADDER, ErrorOf, Ints, Item, Ladder, Ledger, Option, activation_items, unowned
+from paredown.assign.options import LADDER, ErrorOf, Ints, Item, Ladder, Ledger, StorageOption, activation_items, unowned
 from paredown.assign.sensitivity import Sensitivities
 from paredown.assign.strategies import expected_error, measured_error
 from paredown.errors import BudgetError
 from paredown.formats.format import Format
-from paredown.plan.checkpointed_trace import recomputed
+from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.replay import Choice, activations, choices, given_to, model_memory
+from paredown.plan.replay import SlotStorage, activation_intervals, model_memory, resolve_parameter_formats, slot_storages
 from paredown.plan.selectors import slot_key
 from paredown.plan.storage import Assignment
 from paredown.roles import Role
@@ -37,7 +37,7 @@ CLEARLY = 0.9  # a plan is settled anew if its predicted error is below this sha
 
 
 @dataclass(frozen=True)
-class Move:
+class SlotMove:
     """A slot that got another format; None is as it is."""
 
     slot: str
@@ -46,17 +46,17 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Repaired:
+class RepairedPlan:
     """A plan, the slots that moved, and of those that should be raised which were and which were not."""
 
     plan: Plan
-    moves: tuple[Move, ...] = ()
+    moves: tuple[SlotMove, ...] = ()
     raised: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Terms:
+class RepairTerms:
     """Within which a plan is repaired: the step, the budget, who is how sensitive, and the levels that activations may have."""
 
     trace: Trace
@@ -65,10 +65,10 @@ class Terms:
     levels: Ladder = LEVELS
 
 
-def repair(plan: Plan, terms: Terms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> Repaired:
+def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
     """`plan` with the slots `raised`, the worst first, one level up, and others but those that it `keeps` down as far as it takes."""
     check(plan, terms)
-    state = State.of(plan, terms)
+    state = RepairState.of(plan, terms)
     up = [name for name in dict.fromkeys(raised) if state.can_rise(name)]
     now = {name: state.bits_now(name) for name in keeps if name in state.item_of}
     best, count, refused = state.now, 0, len(up) + 1  # `count` can be paid for, `refused` cannot
@@ -80,18 +80,18 @@ def repair(plan: Plan, terms: Terms, *, raised: Sequence[str], keeps: Collection
     return state.repaired(best, raised=up[:count], refused=up[count:])
 
 
-def settle(plan: Plan, terms: Terms, *, keeps: Collection[str] = ()) -> Repaired:
+def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> RepairedPlan:
     """The plan of least predicted error for activations, none of `keeps` lower than it is; `plan` itself where that is little better."""
     check(plan, terms)
-    state = State.of(plan, terms)
+    state = RepairState.of(plan, terms)
     floors = {name: state.bits_now(name) for name in keeps if name in state.item_of}
     found = state.paid(state.ledger.starts, floors, terms.budget_bytes)
     if found is None or state.ledger.error(found) > CLEARLY * state.ledger.error(state.now):
-        return Repaired(plan)
+        return RepairedPlan(plan)
     return state.repaired(found)
 
 
-def check(plan: Plan, terms: Terms) -> None:
+def check(plan: Plan, terms: RepairTerms) -> None:
     """Refuse a plan that is not within the budget itself."""
     peak, budget = footprint(terms.trace, plan).peak_bytes, terms.budget_bytes
     if peak > budget:
@@ -99,7 +99,7 @@ def check(plan: Plan, terms: Terms) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class RepairState:
     """A plan on the ledger of its trace: `now` has the row of each item; `bits[row, slot]` are those of a value."""
 
     trace: Trace
@@ -111,11 +111,11 @@ class State:
     totals: Ints  # bytes times ticks of each row
 
     @staticmethod
-    def of(plan: Plan, terms: Terms) -> State:
+    def of(plan: Plan, terms: RepairTerms) -> RepairState:
         """The state of a run under `plan`."""
-        trace, levels, measured = recomputed(terms.trace, plan.recompute), terms.levels, terms.sensitivities
+        trace, levels, measured = checkpointed_trace(terms.trace, plan.recompute), terms.levels, terms.sensitivities
         error_of = expected_error if measured is None else measured_error(trace, measured, levels)
-        chosen = choices(trace, plan)
+        chosen = slot_storages(trace, plan)
         items = [_with_now(item, chosen, error_of) for item in activation_items(trace, lambda _: levels, error_of, is_free=False)]
         ledger = Ledger.of(trace, [*items, _parameters(trace, plan)])
         bits: dict[str, dict[int, float]] = {}
@@ -129,7 +129,7 @@ class State:
                     bits.setdefault(name, {})[row] = bits_of(format)
         item_of = {slot.name: number for number, item in enumerate(items) for slot in item.slots}
         totals = np.array([option.total for item in ledger.items for option in item.options], dtype=np.int64)
-        return State(trace, plan, ledger, now, bits, item_of, totals)
+        return RepairState(trace, plan, ledger, now, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
         """Bits of a value of a slot when these rows are chosen; infinity for as it is."""
@@ -191,10 +191,10 @@ class State:
         cost = np.maximum(self.ledger.errors[rows] - self.ledger.errors[now], 0) / freed
         return int(rows[np.lexsort((rows, -freed, cost))[0]])
 
-    def repaired(self, chosen: Ints, *, raised: Sequence[str] = (), refused: Sequence[str] = ()) -> Repaired:
+    def repaired(self, chosen: Ints, *, raised: Sequence[str] = (), refused: Sequence[str] = ()) -> RepairedPlan:
         """The plan of these rows, and how it differs."""
         before, after = self._formats(self.now), self._formats(chosen)
-        moves = tuple(Move(name, before[name], after[name]) for name in before if before[name] != after[name])
+        moves = tuple(SlotMove(name, before[name], after[name]) for name in before if before[name] != after[name])
         rules = dict(self.plan.rules)
         slots = {slot.name: slot for slot in self.trace.activations}
         for move in moves:
@@ -202,12 +202,12 @@ class State:
                 if saver.use is Use.VALUE:
                     rules[slot_key(saver.name, Role.ACTIVATION)] = Assignment(move.after)
         plan = replace(self.plan, rules=tuple(rules.items())) if moves else self.plan
-        return Repaired(plan, moves, tuple(raised), tuple(refused))
+        return RepairedPlan(plan, moves, tuple(raised), tuple(refused))
 
     def _formats(self, chosen: Ints) -> dict[str, Format | None]:
         return {name: format for row in chosen for (name, _), format in self._option(int(row)).formats}
 
-    def _option(self, row: int) -> Option:
+    def _option(self, row: int) -> StorageOption:
         item = int(self.ledger.item_of[row])
         return self.ledger.items[item].options[row - int(self.ledger.starts[item])]
 
@@ -217,12 +217,12 @@ def bits_of(format: Format | None) -> float:
     return inf if format is None else float(format.bits_per_value)
 
 
-def _with_now(item: Item, chosen: dict[str, Choice], error_of: ErrorOf) -> Item:
+def _with_now(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
     """The item with one more option, behind the others: what the plan gives now."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
-    now = Option(NOW, error, tuple(activations(item.slots, chosen)), keys)
+    now = StorageOption(NOW, error, tuple(activation_intervals(item.slots, chosen)), keys)
     return Item(item.name, item.slots, (*item.options, now))
 
 
@@ -231,5 +231,5 @@ def _parameters(trace: Trace, plan: Plan) -> Item:
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)
-    full = sum(slot.nbytes for slot in trace.of(Role.WEIGHT) if given_to(slot, plan).is_full)
-    return Item("parameters", (), (Option("as planned", 0.0, tuple(held), (), full),))
+    full = sum(slot.nbytes for slot in trace.of(Role.WEIGHT) if resolve_parameter_formats(slot, plan).is_full)
+    return Item("parameters", (), (StorageOption("as planned", 0.0, tuple(held), (), full),))

@@ -49,7 +49,7 @@ TIGHT = 8  # ticks that are looked at before all others
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
+class AssignmentPoint:
     """A row for each item, with the peak and the error that they make."""
 
     chosen: Ints
@@ -57,13 +57,13 @@ class Point:
     error: float
 
 
-def best_within(points: Iterable[Point], budget_bytes: int) -> Point | None:
+def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
     """The point of least error whose peak is within the budget; of equal ones the one that holds least."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 
 
-def greedy(ledger: Ledger) -> list[Point]:
+def greedy(ledger: Ledger) -> list[AssignmentPoint]:
     """The points of the greedy path, and those that raising again makes of them, or of some of them where there are many."""
     path = list(_down(ledger))
     found = [*path, *_least(ledger)]
@@ -75,7 +75,7 @@ def greedy(ledger: Ledger) -> list[Point]:
     return found
 
 
-def in_order(ledger: Ledger, order: Sequence[int]) -> list[Point]:
+def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
     """The points of going down item by item in this order: all to their second option, then all to their third, and so on."""
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
@@ -89,17 +89,17 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[Point]:
     return points
 
 
-def _point(ledger: Ledger, chosen: Ints) -> Point:
-    return Point(chosen.copy(), ledger.peak(chosen), ledger.error(chosen))
+def _point(ledger: Ledger, chosen: Ints) -> AssignmentPoint:
+    return AssignmentPoint(chosen.copy(), ledger.peak(chosen), ledger.error(chosen))
 
 
-def _down(ledger: Ledger) -> Iterator[Point]:
+def _down(ledger: Ledger) -> Iterator[AssignmentPoint]:
     chosen = ledger.starts.copy()
     load = ledger.load(chosen)
     rows = np.arange(len(ledger.errors))
     while True:
         total = ledger.total(load, chosen)
-        yield Point(chosen.copy(), int(total.max(initial=0)) + ledger.workspace_bytes, ledger.error(chosen))
+        yield AssignmentPoint(chosen.copy(), int(total.max(initial=0)) + ledger.workspace_bytes, ledger.error(chosen))
         row = _cheapest(ledger, chosen, rows, int(total.argmax())) if len(rows) else None
         if row is None:
             return
@@ -108,7 +108,7 @@ def _down(ledger: Ledger) -> Iterator[Point]:
         chosen[item] = row
 
 
-def _least(ledger: Ledger) -> Iterator[Point]:
+def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
     """From the options that hold least in all, move by move to a lower peak, whatever it costs: the way down alone may miss the least."""
     totals = ledger.held.sum(axis=1)
     ends = np.append(ledger.starts[1:], len(ledger.errors))
@@ -149,7 +149,7 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, now: Ints, tick: int) -> Ints |
     return freed
 
 
-def _raised(ledger: Ledger, point: Point, cap_bytes: int) -> list[Point]:
+def _raised(ledger: Ledger, point: AssignmentPoint, cap_bytes: int) -> list[AssignmentPoint]:
     """The point with items raised again, the largest error first, as long as the peak stays within `cap_bytes`; none if nothing can be."""
     chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
     load = ledger.load(chosen)
@@ -184,15 +184,15 @@ LOOK, ROW = 50_000, 20  # what a look, and a row of it, takes whatever its size,
 PAIRS = 300_000  # additions of one look, up to which two items are exchanged at once
 
 
-class Frontier:
+class PointFront:
     """Points by rising peak and falling error."""
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
+        self.points: list[AssignmentPoint] = []
         self._peaks: list[int] = []
         self._errors: list[float] = []
 
-    def add(self, point: Point) -> bool:
+    def add(self, point: AssignmentPoint) -> bool:
         """Take a point in, if none here is as good; those that it beats leave."""
         place = bisect_right(self._peaks, point.peak_bytes)
         if place and self._errors[place - 1] <= point.error:
@@ -205,7 +205,7 @@ class Frontier:
         self._peaks[first:last], self._errors[first:last] = [point.peak_bytes], [point.error]
         return True
 
-    def has(self, point: Point) -> bool:
+    def has(self, point: AssignmentPoint) -> bool:
         """Whether this very point is still here."""
         place = bisect_right(self._peaks, point.peak_bytes)
         return bool(place) and self.points[place - 1] is point
@@ -220,9 +220,9 @@ class Frontier:
         return found[errors[found] < lowest]
 
 
-def exchanged(ledger: Ledger, points: Iterable[Point]) -> list[Point]:
+def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
     """The frontier of `points`, and of what exchanging one or two options at a time makes of them."""
-    frontier = Frontier()
+    frontier = PointFront()
     for point in points:
         frontier.add(point)
     waiting, left = deque(frontier.points), WORK
@@ -235,13 +235,13 @@ def exchanged(ledger: Ledger, points: Iterable[Point]) -> list[Point]:
         for number in frontier.promising(peaks, errors):
             chosen = point.chosen.copy()
             chosen[ledger.item_of[changes[number]]] = changes[number]
-            made = Point(chosen, int(peaks[number]), ledger.error(chosen))
+            made = AssignmentPoint(chosen, int(peaks[number]), ledger.error(chosen))
             if frontier.add(made):
                 waiting.append(made)
     return frontier.points
 
 
-def _neighbours(ledger: Ledger, point: Point) -> tuple[Ints, Ints, np.ndarray, int]:
+def _neighbours(ledger: Ledger, point: AssignmentPoint) -> tuple[Ints, Ints, np.ndarray, int]:
     """The rows that change (one row twice, or two), the peaks and errors that they make, and how many additions that took."""
     now = point.chosen[ledger.item_of]
     rows = np.flatnonzero(now != np.arange(len(now)))
@@ -270,7 +270,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 
 @dataclass(frozen=True)
-class Method:
+class AssignMethod:
     """A way of assigning. `order`: of items, None for the greedy search by predicted error; `eligible`: the activations it may lower."""
 
     name: str
@@ -280,11 +280,11 @@ class Method:
     lowers_parameters: bool = True
     needs_sensitivities: bool = False
 
-    def points(self, ledger: Ledger, seed: int) -> list[Point]:
+    def points(self, ledger: Ledger, seed: int) -> list[AssignmentPoint]:
         """The points that a budget chooses from."""
         if self.order is not None:
             return in_order(ledger, self.order(ledger.items, seed))
-        return exchanged(ledger, greedy(ledger))
+        return exchange_options(ledger, greedy(ledger))
 
 
 def _by_size(items: tuple[Item, ...], seed: int) -> list[int]:
@@ -308,19 +308,19 @@ def _inputs_of_products(trace: Trace) -> frozenset[str]:
 
 
 ROWS = (
-    Method("size", "the largest first, as in the paper", order=_by_size),
-    Method(
+    AssignMethod("size", "the largest first, as in the paper", order=_by_size),
+    AssignMethod(
         "operator",
         "inputs of matrix products and convolutions alone, but for the first and the last layer",
         order=_by_size,
         eligible=_inputs_of_products,
         lowers_parameters=False,
     ),
-    Method("role", "the least expected error for each byte, by what backward does with a slot"),
-    Method("sensitivity", "the least measured error for each byte (probe)", needs_sensitivities=True),
-    Method("random", "any order, by the seed", order=_shuffled),
+    AssignMethod("role", "the least expected error for each byte, by what backward does with a slot"),
+    AssignMethod("sensitivity", "the least measured error for each byte (probe)", needs_sensitivities=True),
+    AssignMethod("random", "any order, by the seed", order=_shuffled),
 )
-METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in ROWS})
+METHODS: Mapping[str, AssignMethod] = MappingProxyType({row.name: row for row in ROWS})
 
 
 def expected_error(slot: Slot, format: Format) -> float:

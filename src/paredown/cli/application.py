@@ -43,7 +43,7 @@ TRACEBACK = "PAREDOWN_TRACEBACK"
 LONG = 2000  # letters of a sentence: what others wrote may be of any length
 
 
-class Kept(KeyboardInterrupt):
+class InterruptedWithStore(KeyboardInterrupt):
     """Interrupted where a store has what was finished."""
 
 
@@ -114,7 +114,7 @@ def errors() -> Generator[None]:
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get(TRACEBACK) and not isinstance(error, ParedownError | KeyboardInterrupt):
             raise
-        end(*told(error))
+        end(*describe_error(error))
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -126,16 +126,18 @@ def kept_in_store(is_kept: bool = True) -> Generator[None]:
         yield
     except KeyboardInterrupt:
         if is_kept:
-            raise Kept from None
+            raise InterruptedWithStore from None
         raise
 
 
-def told(error: BaseException) -> tuple[str, Exit]:
+def describe_error(error: BaseException) -> tuple[str, Exit]:
     """The sentence and the exit status of an error."""
     if isinstance(error, ParedownError):
         return str(error), Exit.DOES_NOT_FIT if isinstance(error, BudgetError) else Exit.ERROR
     if isinstance(error, KeyboardInterrupt):
-        kept = "; finished trials are in the store, and the same command goes on with the others" * isinstance(error, Kept)
+        kept = "; finished trials are in the store, and the same command goes on with the others" * isinstance(
+            error, InterruptedWithStore
+        )
         return f"stopped{kept}.", Exit.INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and error.name:
         return say_missing(error.name.partition(".")[0]), Exit.ERROR
@@ -233,10 +235,10 @@ SweepOption = Annotated[str | None, typer.Option("--sweep", help="Only this swee
 ModeOption = Annotated[str, typer.Option("--mode", help="store: bytes really shrink. simulate: arithmetic sees rounded values.")]
 
 
-def spelled(model: str, **options: object) -> str:
+def command_text(model: str, **options: object) -> str:
     """A model and the options that were given, as another verb is told of them.
 
-    >>> spelled("net.py:make", input="3x32x32", batch=4, device=None)
+    >>> command_text("net.py:make", input="3x32x32", batch=4, device=None)
     'net.py:make --input 3x32x32 --batch 4'
     """
     return " ".join([model, *(f"--{name} {value}" for name, value in options.items() if value is not None)])

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.application import SHOW, Exit, JsonOption, NeededBudget, app, verb
-from paredown.cli.output import bar, emit, head, say, table, tell, waiting
-from paredown.cli.train_verb import AS_WRITTEN, Run, told
+from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
+from paredown.cli.train_verb import AS_WRITTEN, TrainingRun, runs_table
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
@@ -46,8 +46,8 @@ def demo(
     is_json: JsonOption = False,
 ) -> None:
     """A small ResNet on handwritten digits in 40 % of its memory: plan, trials, pick, training, page. A few minutes on two cores."""
-    begun, shown = time.perf_counter(), Shown(is_quiet=is_json)
-    with waiting("starting torch"):
+    begun, shown = time.perf_counter(), DemoOutput(is_quiet=is_json)
+    with spinner("starting torch"):
         import torch
 
         from paredown.cli.subject import find_any_task, of_task
@@ -63,7 +63,7 @@ def demo(
         raise typer.Exit(Exit.DOES_NOT_FIT)
     runs = _trained(shown, task, picked)
     files = _written(subject, picked, runs, out)
-    result = Result(picked, runs[0], runs[1], time.perf_counter() - begun)
+    result = DemoResult(picked, runs[0], runs[1], time.perf_counter() - begun)
     if is_json:
         emit({**result.to_json(), "files": files})
     else:
@@ -71,7 +71,7 @@ def demo(
 
 
 @dataclass(frozen=True)
-class Shown:
+class DemoOutput:
     """What is told on the way; nothing where only JSON is wanted."""
 
     is_quiet: bool
@@ -79,10 +79,10 @@ class Shown:
     def tell(self, title: str, lines: Sequence[str]) -> None:
         """A part with its title."""
         if not self.is_quiet:
-            tell(head(title), *lines, "")
+            tell(heading(title), *lines, "")
 
 
-def _footprint(shown: Shown, trace: Trace, budget: str) -> None:
+def _footprint(shown: DemoOutput, trace: Trace, budget: str) -> None:
     """What one step keeps, by arithmetic."""
     from paredown.plan.footprint import footprint
     from paredown.sizes import parse_bytes, say_bytes
@@ -96,13 +96,13 @@ def _footprint(shown: Shown, trace: Trace, budget: str) -> None:
     shown.tell("1. One training step of a small ResNet on 128 digits, followed without running it", [*lines, last])
 
 
-def _picked(shown: Shown, task: Task, budget: str, evaluations: int, prior: str | None) -> Picked:
+def _picked(shown: DemoOutput, task: Task, budget: str, evaluations: int, prior: str | None) -> Picked:
     """What earlier tasks and a few trials say."""
     from paredown.cli.pick_verbs import front
     from paredown.pick.pick import pick
     from paredown.report.studies import study_of_pick
 
-    with bar("2. short trainings") as report:
+    with progress_bar("2. short trainings") as report:
         picked = pick(task, budget, evaluations, prior=prior, device="cpu", progress=report)
     labels = {_key(point.plan): point.label for point in picked.frontier.points}
     trials = [
@@ -128,21 +128,21 @@ def _key(plan: Any) -> Any:
     return plan.rules, plan.recompute
 
 
-def _trained(shown: Shown, task: Task, picked: Picked) -> list[Run]:
+def _trained(shown: DemoOutput, task: Task, picked: Picked) -> list[TrainingRun]:
     """The same training as written and with the picked plan."""
     from paredown.plan.plan import Plan
 
     assert picked.plan is not None
     longer = replace(task, steps=2 * task.steps, name=task.name.replace(f"steps={task.steps}", f"steps={2 * task.steps}"))
-    runs = [Run(AS_WRITTEN, Plan()), Run(picked.label, picked.plan)]
+    runs = [TrainingRun(AS_WRITTEN, Plan()), TrainingRun(picked.label, picked.plan)]
     for run in runs:
         run.train(longer, seed=1, device="cpu", mode="store")
-    lines = [f"  {line}" for line in told(longer.name, runs)[1:]]
+    lines = [f"  {line}" for line in runs_table(longer.name, runs)[1:]]
     shown.tell(f"4. {longer.steps} steps, as written and with the picked plan, from the same start", lines)
     return runs
 
 
-def _written(subject: Subject, picked: Picked, runs: Sequence[Run], out: Path) -> dict[str, str]:
+def _written(subject: Subject, picked: Picked, runs: Sequence[TrainingRun], out: Path) -> dict[str, str]:
     """The plan, the answer and the page."""
     from paredown.cli.inputs import answer_json, write_json
     from paredown.cli.report_verbs import with_memory
@@ -166,10 +166,10 @@ def _session(task: Task, picked: Picked) -> Generator[Any]:
     """A session that has seen one step: what was asked for and what was given."""
     import torch
 
-    from paredown.tasks.training import Loop, Setting
+    from paredown.tasks.training import Loop, TrainingSetup
 
     assert picked.plan is not None
-    setting = Setting(task, picked.plan, 0, torch.device("cpu"))
+    setting = TrainingSetup(task, picked.plan, 0, torch.device("cpu"))
     x, answers = next(task.data.batches(task.batch, seed=0, device=setting.device))
     model = setting.model()
     with setting.session(model) as session:
@@ -179,12 +179,12 @@ def _session(task: Task, picked: Picked) -> Generator[Any]:
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """What came out."""
 
     picked: Picked
-    written: Run
-    packed: Run
+    written: TrainingRun
+    packed: TrainingRun
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -196,7 +196,11 @@ class Result:
     def in_words(self, files: dict[str, str]) -> list[str]:
         """What was saved, what it cost, and what to type for one's own model."""
         lines = [*_wrapped(self._saved()), *_wrapped(self._cost()), ""]
-        lines += [f"The page: {files['page']} (open it in a browser). The plan: {files['plan']}.", "", head("For your own model")]
+        lines += [
+            f"The page: {files['page']} (open it in a browser). The plan: {files['plan']}.",
+            "",
+            heading("For your own model"),
+        ]
         return [*lines, *(f"  {line}".rstrip() for line in ADVICE)]
 
     def _saved(self) -> str:

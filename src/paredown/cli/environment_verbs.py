@@ -13,7 +13,7 @@ import typer
 
 import paredown
 from paredown.cli.application import ALONE, EXTRAS, LOOK, Exit, JsonOption, app, verb
-from paredown.cli.output import emit, head, table, tell
+from paredown.cli.output import emit, heading, table, tell
 
 OLDEST_TORCH = (2, 11)
 GIB = 1 << 30
@@ -60,7 +60,7 @@ def env(is_json: JsonOption = False) -> None:
     if is_json:
         emit({**value, "advice": advice})
     else:
-        tell(*_told(value), "", *([head("To do"), *(f"  {line}" for line in advice)] if advice else ["Nothing is missing."]))
+        tell(*_told(value), "", *([heading("To do"), *(f"  {line}" for line in advice)] if advice else ["Nothing is missing."]))
     if any(p["version"] is None for p in packages if p["name"] in REQUIRED):
         raise typer.Exit(Exit.ERROR)
 
@@ -126,7 +126,7 @@ def _advice(value: dict[str, Any]) -> list[str]:
 def _told(value: dict[str, Any]) -> list[str]:
     memory = f", {value['memory_bytes'] / GIB:.1f} GiB of memory" if value["memory_bytes"] else ""
     lines = [
-        head(f"paredown {value['paredown']}"),
+        heading(f"paredown {value['paredown']}"),
         f"  Python {value['python']} on {value['system']}, {value['cores']} cores{memory}",
     ]
     for gpu in value.get("gpus", ()):

@@ -26,10 +26,10 @@ from paredown.cli.application import (
     OptimizerOption,
     PlanOption,
     app,
-    spelled,
+    command_text,
     verb,
 )
-from paredown.cli.output import bar, emit, head, say, table, tell, waiting
+from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
@@ -66,17 +66,17 @@ def estimate(
 ) -> None:
     """Will it fit? Bytes of a training step by role, module and plan, before anything runs."""
     size = _batch(batch, budget)
-    with waiting("following one step"):
-        from paredown.cli.subject import Asked, find_subject, name_of, read_plan
+    with spinner("following one step"):
+        from paredown.cli.subject import SubjectOptions, find_subject, name_of, read_plan
         from paredown.plan.footprint import footprint
 
-        subject = find_subject(model, Asked(size, input, device, autocast, optimizer))
+        subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer))
         plans = {name_of(text): read_plan(text) for text in plan or SHOWN}
         feet = {name: footprint(subject.trace(of), of) for name, of in plans.items()}
     allowed = None if budget is None else _allowed(budget, subject)
     largest: dict[str, int] = {}
     if batch == AUTO:
-        with bar("the largest batch") as report:
+        with progress_bar("the largest batch") as report:
             for number, (name, of) in enumerate(plans.items()):
                 report(number, len(plans), name)
                 largest[name] = _largest(subject, of, allowed or 0)
@@ -86,7 +86,7 @@ def estimate(
         emit(value)
     else:
         tell(*_told(value))
-    again = spelled(model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast)
+    again = command_text(model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast)
     _verdict(value, asked=plan, model=again, budget=budget)
 
 
@@ -139,7 +139,7 @@ def _told(value: dict[str, Any]) -> list[str]:
     rows: list[dict[str, Any]] = value["plans"]
     where = f"{value['device']}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
     names = [row["plan"].replace("_", " ") for row in rows]
-    lines = [head(f"One training step of {value['model']} on {where}, predicted"), ""]
+    lines = [heading(f"One training step of {value['model']} on {where}, predicted"), ""]
     lines += table(("kept, by role", *names), _by(rows, "by_role"))
     lines += ["", *table(("kept, by module", *names), _by(rows, "by_module")[:SHOWN_MODULES])]
     lines += ["", *table(("whole step", *names), _totals(rows, value["budget_bytes"]))]

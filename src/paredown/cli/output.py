@@ -49,7 +49,7 @@ def tell(*lines: str) -> None:
     print(*map(clean, lines), sep="\n", flush=True)
 
 
-def head(text: str) -> str:
+def heading(text: str) -> str:
     """A line above others, bold on a terminal."""
     return f"{BOLD}{text}{PLAIN}" if sys.stdout.isatty() else text
 
@@ -70,7 +70,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1)
         padded = [cell.ljust(w) if on_left else cell.rjust(w) for cell, w, on_left in zip(row, widths, is_left, strict=True)]
         return "  ".join(padded).rstrip()
 
-    return [head(line(cells[0])), *(line(row) for row in cells[1:])]
+    return [heading(line(cells[0])), *(line(row) for row in cells[1:])]
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
@@ -98,7 +98,7 @@ Report = Callable[[float, float, str], None]  # done, of how many, a note
 
 
 @contextmanager
-def bar(what: str, *, is_shown: bool = True) -> Generator[Report]:
+def progress_bar(what: str, *, is_shown: bool = True) -> Generator[Report]:
     """A bar with the time left; `report(done, total, note)` moves it."""
     if not (is_shown and sys.stderr.isatty()):
         yield lambda done, total, note: None
@@ -114,7 +114,7 @@ def bar(what: str, *, is_shown: bool = True) -> Generator[Report]:
 
 
 @contextmanager
-def waiting(what: str) -> Generator[None]:
+def spinner(what: str) -> Generator[None]:
     """A sign that something of unknown length is going on."""
     if not sys.stderr.isatty():
         yield

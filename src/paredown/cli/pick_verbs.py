@@ -24,12 +24,12 @@ from paredown.cli.application import (
     verb,
 )
 from paredown.cli.inputs import check_places
-from paredown.cli.output import bar, emit, head, say, table, tell, waiting
+from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
 
 if TYPE_CHECKING:
     from paredown.pick.answer import Picked
     from paredown.report.record import Record
-    from paredown.report.studies import Mark, Study
+    from paredown.report.studies import PlanMark, Study
     from paredown.tasks.task import Task
 
 AllOption = Annotated[bool, typer.Option("--all", help="All plans, not only those that no other beats.")]
@@ -62,15 +62,15 @@ def pick(
 ) -> None:
     """The plan of least expected error within a budget, from earlier tasks and a few trials; with --store it goes on where it stopped."""
     check_places({"--out": out, "--record": record, "--report": report})
-    with waiting("reading the task"):
+    with spinner("reading the task"):
         from paredown.cli.subject import find_any_task
         from paredown.pick.pick import pick as picked_for
 
         found = find_any_task(task)
-    with kept_in_store(store is not None), bar("picking") as told:
+    with kept_in_store(store is not None), progress_bar("picking") as told:
         options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
         picked = picked_for(found, budget, evaluations, progress=told, **options)
-    written = keep(picked, found, device, plan=out, record=record, report=report)
+    written = write_outputs(picked, found, device, plan=out, record=record, report=report)
     if is_json:
         from paredown.cli.inputs import answer_json
 
@@ -82,7 +82,7 @@ def pick(
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def keep(
+def write_outputs(
     picked: Picked, task: Task, device: str | None, *, plan: Path | None, record: Path | None, report: Path | None
 ) -> dict[str, str]:
     """Write what was asked for; what is where."""
@@ -123,7 +123,7 @@ def in_words(picked: Picked) -> list[str]:
     from paredown.report.studies import study_of_pick
 
     study = study_of_pick(picked)
-    lines = [] if picked.plan is None else [head(f"{picked.label} for {picked.task}"), picked.reason, ""]
+    lines = [] if picked.plan is None else [heading(f"{picked.label} for {picked.task}"), picked.reason, ""]
     return [*lines, *front(study, is_all=False), "", *(f"note: {note}" for note in study.notes)]
 
 
@@ -141,7 +141,7 @@ def _width(study: Study) -> str:
     return {NINE_OF_TEN: "+- 9 of 10", SEEDS: "+- seeds"}.get(study.band, "+-")
 
 
-def _cells(mark: Mark, study: Study) -> tuple[str, ...]:
+def _cells(mark: PlanMark, study: Study) -> tuple[str, ...]:
     from paredown.sizes import say_bytes
 
     star = "* " if mark.label == study.picked else "  "
@@ -189,7 +189,7 @@ def frontier(
         emit({"tasks": [_json(study, taken.get(study.task), is_all=is_all) for study in studies]})
     else:
         for study in studies:
-            tell(head(study.task), *front(study, is_all=is_all), *_said(study, budget, taken), "")
+            tell(heading(study.task), *front(study, is_all=is_all), *_said(study, budget, taken), "")
     if taken and not all(taken.values()):
         raise typer.Exit(Exit.DOES_NOT_FIT)
 

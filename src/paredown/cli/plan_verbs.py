@@ -19,10 +19,10 @@ from paredown.cli.application import (
     OptimizerOption,
     SeedOption,
     app,
-    spelled,
+    command_text,
     verb,
 )
-from paredown.cli.output import emit, head, table, tell, waiting
+from paredown.cli.output import emit, heading, spinner, table, tell
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
@@ -63,11 +63,11 @@ def make_plan(
     is_json: JsonOption = False,
 ) -> None:
     """A format for every tensor of a step, so that its predicted peak is within a budget; by arithmetic alone."""
-    with waiting("making a plan"):
-        from paredown.cli.subject import Asked, find_subject
+    with spinner("making a plan"):
+        from paredown.cli.subject import SubjectOptions, find_subject
         from paredown.plan.footprint import footprint
 
-        subject = find_subject(model, Asked(batch, input, device, autocast, optimizer))
+        subject = find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer))
         errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
         made = subject.plan_within(budget, method=method, sensitivities=errors, seed=seed, recompute=recompute)
         foot, written = footprint(subject.trace(made), made), footprint(subject.trace())
@@ -78,7 +78,7 @@ def make_plan(
         emit({"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(out), "plan": made.to_json()})
         return
     fit = repr(foot.fits(allowed))
-    again = spelled(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
+    again = command_text(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
     hint = f"The plan is in {out}. What it does: paredown explain {out} --model {again}"
     tell(made.reason, fit[0].upper() + fit[1:], "", hint)
 
@@ -126,10 +126,10 @@ def explain(
     if model is None:
         value: dict[str, Any] = {"words": found.explain().splitlines(), "plan": found.to_json()}
     else:
-        with waiting("following one step"):
-            from paredown.cli.subject import Asked, find_subject
+        with spinner("following one step"):
+            from paredown.cli.subject import SubjectOptions, find_subject
 
-            value = _slots(find_subject(model, Asked(batch, input, device, autocast, optimizer)), found)
+            value = _slots(find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer)), found)
     if is_json:
         emit(value)
     else:
@@ -173,7 +173,7 @@ def _told(value: dict[str, Any]) -> list[str]:
     peaks = f"Peak {say_bytes(value['peak_bytes'])} instead of {say_bytes(value['written_bytes'])}, predicted."
     return [
         "",
-        head(f"On {value['model']}"),
+        heading(f"On {value['model']}"),
         peaks,
         "",
         *table(("slot", "role", "as written", "waits as", "format", "what", "why"), cells, left=2),

@@ -11,7 +11,7 @@ from paredown.cli.application import MANY, JsonOption, TasksOption, app, verb
 from paredown.cli.output import emit, say, tell
 
 if TYPE_CHECKING:
-    from paredown.pick.prior_data import Earlier
+    from paredown.pick.prior_data import PriorData
 
 prior_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="What earlier tasks taught: shipped priors and your own."
@@ -27,9 +27,9 @@ FinishedOption = Annotated[bool, typer.Option("--finished", help="Only tasks of 
 @verb(prior_app, "list", "paredown prior list")
 def prior_list(is_json: JsonOption = False) -> None:
     """The priors that are here."""
-    from paredown.pick.priors import available, load, own
+    from paredown.pick.priors import available, load, own_priors
 
-    found = [(load(name), name in own()) for name in available()]
+    found = [(load(name), name in own_priors()) for name in available()]
     if is_json:
         emit({"priors": [{**summary(prior), "own": is_own} for prior, is_own in found]})
     else:
@@ -85,10 +85,10 @@ def prior_make(
 ) -> None:
     """Write the prior of a store to a file, as the package carries them."""
     from paredown.pick.prior_collection import collect, read_rows
-    from paredown.pick.priors import write
+    from paredown.pick.priors import write_prior
 
     prior = collect(read_rows(source), name or to.stem, sweeps=sweep or (), folder=tasks, is_finished=is_finished)
-    write(prior, to)
+    write_prior(prior, to)
     if is_json:
         emit({**summary(prior), "file": str(to)})
     else:
@@ -107,7 +107,7 @@ def prior_remove(name: Annotated[str, typer.Argument(help="One of your own.")], 
         say(f"prior {name!r} is forgotten.")
 
 
-def summary(prior: Earlier) -> dict[str, Any]:
+def summary(prior: PriorData) -> dict[str, Any]:
     """A prior as JSON: its size, its tasks and plans, and where it comes from."""
     from dataclasses import asdict
 
@@ -128,7 +128,7 @@ def summary(prior: Earlier) -> dict[str, Any]:
     return {**head, "tasks": tasks, "plans": plans, "provenance": [dict(one) for one in prior.provenance]}
 
 
-def text_of(prior: Earlier, most: int) -> str:
+def text_of(prior: PriorData, most: int) -> str:
     """A line for each task, best plans of all, and provenance."""
     import numpy as np
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.application import SHOW, JsonOption, SweepOption, app, verb
-from paredown.cli.output import emit, say, tell, waiting
+from paredown.cli.output import emit, say, spinner, tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +35,7 @@ def report(
     from paredown.cli.inputs import read_source
     from paredown.report.page import write
 
-    with waiting("reading"):
+    with spinner("reading"):
         record = read_source(source, sweep=sweep, title=title)
         record = record if model is None else _with_memory(record, model)
     write(record, out)
@@ -48,11 +48,11 @@ def report(
 
 
 def _with_memory(record: Record, model: str) -> Record:
-    from paredown.cli.subject import Asked, find_subject, read_plan
+    from paredown.cli.subject import SubjectOptions, find_subject, read_plan
 
     presets = ("as_written", "activations8", "activations4", "lpmm")
     plans = {name.replace("_", " "): read_plan(name) for name in presets}
-    return with_memory(record, find_subject(model, Asked()), plans)
+    return with_memory(record, find_subject(model, SubjectOptions()), plans)
 
 
 def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> Record:
@@ -93,14 +93,14 @@ def serve(
 def _source(source: str, sweep: str | None) -> Any:
     """A store and a record's file are read again as they change; other files are shown as they are."""
     from paredown.cli.inputs import read_json, read_source
-    from paredown.report.server import Source, open_source
+    from paredown.report.server import RecordSource, open_source
 
     value = read_json(Path(source)) if source.lower().endswith(".json") else None
     if value is None or (isinstance(value, dict) and "title" in value and "frontier" not in value):
         return open_source(source, sweep=sweep)
     found = read_source(source)
 
-    class Once(Source):
+    class Once(RecordSource):
         """One record, that does not change."""
 
         record: Record | None = found

@@ -40,13 +40,13 @@ from paredown.errors import PlanError, TaskError, TraceError
 from paredown.models import LENGTH, MODELS, PICTURE, random_batch
 from paredown.models.transformer import token_loss
 from paredown.plan.footprint import peak_of
-from paredown.plan.plan import Plan, combined
+from paredown.plan.plan import Plan, combine_presets
 from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import closest
 from paredown.serial import read_json
 from paredown.sizes import parse_bytes
 from paredown.tasks.evaluate import formats_state
-from paredown.tasks.lookup import DTYPES, WITH_FILE, WITHOUT_FILE, find_task, made_by, parse_options
+from paredown.tasks.lookup import DTYPES, WITH_FILE, WITHOUT_FILE, call_user_function, find_task, parse_options
 from paredown.tasks.task import RULES, Task
 from paredown.tasks.training import make_optimizer
 from paredown.trace.trace import Trace
@@ -176,7 +176,7 @@ OPTIMIZER = "adamw"
 
 
 @dataclass(frozen=True)
-class Asked:
+class SubjectOptions:
     """What the command line says beside the text; None: as the subject has it."""
 
     batch: int | None = None
@@ -261,7 +261,7 @@ def resized(batch: Any, now: int, size: int) -> Any:
     return batch if size == now else tree_map_only(Tensor, change, batch)
 
 
-def find_subject(text: str, asked: Asked) -> Subject:
+def find_subject(text: str, asked: SubjectOptions) -> Subject:
     """What `text` names, changed as was asked."""
     head, _, tail = text.strip().partition("#")
     head = head.strip()
@@ -283,7 +283,7 @@ def find_any_task(text: str) -> Task:
     kind, _, function = head.strip().rpartition(":")
     if not kind or ".py:" in head or head.partition(":")[0] in WITH_FILE:
         return _task(text, head.strip())
-    task = made_by(kind, function, parse_options(tail))
+    task = call_user_function(kind, function, parse_options(tail))
     if not isinstance(task, Task):
         raise TaskError(
             f"{text}: {function} returned {type(task).__name__}; to train, it is to return a paredown.Task (docs/tasks.md)."
@@ -310,7 +310,7 @@ def _task(text: str, head: str) -> Task:
     return find_task(text)
 
 
-def _changed(found: Subject, asked: Asked) -> Subject:
+def _changed(found: Subject, asked: SubjectOptions) -> Subject:
     autocast = found.autocast if asked.autocast is None else _dtype(asked.autocast)
     optimizer = asked.optimizer or found.optimizer
     if isinstance(optimizer, str) and optimizer not in (*RULES, "adam"):
@@ -325,7 +325,7 @@ def _dtype(name: str) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def _of_model(name: str, options: Mapping[str, Any], asked: Asked) -> Subject:
+def _of_model(name: str, options: Mapping[str, Any], asked: SubjectOptions) -> Subject:
     """A network of MODELS with keywords of its own; `picture` and `length` are of its input."""
     sizes = {"picture": options.get("picture", PICTURE), "length": options.get("length", LENGTH)}
     keywords = {key: value for key, value in options.items() if key not in ("picture", "length", "batch")}
@@ -345,12 +345,12 @@ def _pixel_loss(output: Tensor, answers: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, answers)
 
 
-def _of_own_code(text: str, head: str, options: Mapping[str, Any], asked: Asked) -> Subject:
+def _of_own_code(text: str, head: str, options: Mapping[str, Any], asked: SubjectOptions) -> Subject:
     """What a function of the user's returns, told apart by its type."""
     file, _, function = head.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
         raise TaskError(f"{file}: there is no such file.")
-    made = made_by(Path(file) if file.endswith(".py") else file, function, options)
+    made = call_user_function(Path(file) if file.endswith(".py") else file, function, options)
     if isinstance(made, Task):
         return of_task(made)
     if isinstance(made, nn.Module):
@@ -366,7 +366,7 @@ def _of_own_code(text: str, head: str, options: Mapping[str, Any], asked: Asked)
 # --- a model alone ----------------------------------------------------------------------------------------------------
 
 
-def _made_up(model: nn.Module, asked: Asked) -> tuple[Any, Callable[..., Tensor]]:
+def _made_up(model: nn.Module, asked: SubjectOptions) -> tuple[Any, Callable[..., Tensor]]:
     """A batch of the shape that was asked for, with answers for logits (..., num_answers), and cross entropy."""
     if asked.input is None:
         raise TaskError(
@@ -411,7 +411,7 @@ def read_plan(text: str) -> Plan:
     if text == AS_WRITTEN:
         return Plan()
     if text and all(name in PRESETS for name in text.split("+")):
-        return combined(text.split("+")) if "+" in text else Plan.preset(text)
+        return combine_presets(text.split("+")) if "+" in text else Plan.preset(text)
     if "=" in text and not Path(text).exists():
         return _by_role(text)
     if not Path(text).is_file():

@@ -38,9 +38,9 @@ from paredown.errors import ParedownError
 
 if TYPE_CHECKING:
     from paredown.sweeps.engines.engine import Engine
-    from paredown.sweeps.status import Progress, Watcher
+    from paredown.sweeps.status import SweepProgress, SweepWatcher
     from paredown.sweeps.store import Claim, Store
-    from paredown.sweeps.worker import Duty
+    from paredown.sweeps.worker import WorkerOptions
     from paredown.tasks.trial import Trial
 
 
@@ -49,13 +49,13 @@ SHOWN_BEST = 5
 BAR_WIDTH = 60
 
 
-def work_on(opened: Store, engine: Engine, duty: Duty, *, is_json: bool) -> None:
+def work_on(opened: Store, engine: Engine, duty: WorkerOptions, *, is_json: bool) -> None:
     """Work on a store, and show how it gets on."""
-    from paredown.sweeps.status import Watcher
+    from paredown.sweeps.status import SweepWatcher
     from paredown.sweeps.worker import work
 
     is_terminal = sys.stdout.isatty() and not is_json
-    watcher = Watcher(opened, duty.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
+    watcher = SweepWatcher(opened, duty.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
     with _terminal(watcher) if is_terminal else _pipe(watcher) as (told, idle, say):
         work(opened, engine, replace(duty, told=told, idle=idle, say=say))
 
@@ -64,7 +64,7 @@ Voices = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "Call
 
 
 @contextmanager
-def _pipe(watcher: Watcher) -> Generator[Voices]:
+def _pipe(watcher: SweepWatcher) -> Generator[Voices]:
     """JSON lines: results as they come, progress at times and at the end. What else is printed goes to stderr."""
     lines = partial(print, file=sys.stdout, flush=True)
 
@@ -84,7 +84,7 @@ def _pipe(watcher: Watcher) -> Generator[Voices]:
 
 
 @contextmanager
-def _terminal(watcher: Watcher) -> Generator[Voices]:
+def _terminal(watcher: SweepWatcher) -> Generator[Voices]:
     """A picture that is drawn over itself."""
     from rich.live import Live
 
@@ -104,7 +104,7 @@ def _terminal(watcher: Watcher) -> Generator[Voices]:
             idle(is_due=True)
 
 
-def _picture(found: list[Progress]) -> Any:
+def _picture(found: list[SweepProgress]) -> Any:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -138,7 +138,7 @@ def sweep_run(
     """Run a sweep to its end. Killed and started again, it goes on with what is left."""
     from paredown.sweeps.runner import TaskFolder, add_sweep, engine_for, make_engine
     from paredown.sweeps.sweep import load_sweep
-    from paredown.sweeps.worker import Duty, beat_every
+    from paredown.sweeps.worker import WorkerOptions, beat_every
     from paredown.tasks.evaluate import predicted_bytes
     from paredown.tasks.trial import Status
 
@@ -150,7 +150,7 @@ def sweep_run(
         chosen = engine or engine_for(found.sweep)
         counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
         say(f"{counts}; store {opened.database.name}, engine {chosen}")
-        duty = Duty(found.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
+        duty = WorkerOptions(found.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
         work_on(opened, make_engine(chosen, folder, slots=slots), duty, is_json=is_json)
 
 
@@ -167,14 +167,14 @@ def worker(
 ) -> None:
     """Join the sweeps of a store, from any machine. Without --tasks only built-in tasks are run."""
     from paredown.sweeps.runner import TaskFolder, make_engine
-    from paredown.sweeps.worker import Duty, beat_every
+    from paredown.sweeps.worker import WorkerOptions, beat_every
 
     with ExitStack() as stack:
         stack.enter_context(kept_in_store())
         none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
         folder = TaskFolder(Path(tasks or str(none)).resolve())
         opened = stack.enter_context(open_store(needed(store), may_create=False))
-        duty = Duty(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
+        duty = WorkerOptions(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
         work_on(opened, make_engine(engine, folder, slots=slots), duty, is_json=is_json)
 
 

@@ -24,7 +24,7 @@ from paredown.cli.application import (
     verb,
 )
 from paredown.cli.inputs import check_places, write_json
-from paredown.cli.output import bar, emit, head, say, table, tell, waiting
+from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
 from paredown.errors import ParedownError
 
 if TYPE_CHECKING:
@@ -76,15 +76,15 @@ def train(
         raise typer.BadParameter("simulate mode rounds the forward pass too: its gradients are others.", param_hint="--verify")
     check_places({"--save": save, "--out": out})
     check_weights_file(save)
-    with waiting("reading the task"):
+    with spinner("reading the task"):
         from paredown.cli.subject import AS_WRITTEN as NONE
         from paredown.cli.subject import find_any_task, name_of, read_plan
 
         found = find_any_task(task)
         known = None if frontier is None else _frontier(frontier)
-        chosen = read_plan(plan or NONE) if budget is None else planned(found, budget, device)
+        chosen = read_plan(plan or NONE) if budget is None else plan_for_budget(found, budget, device)
     name = name_of(plan) if plan else f"within {budget}" if budget else AS_WRITTEN
-    runs = [*_beside(chosen, compares=compare), Run(name, chosen)]
+    runs = [*_beside(chosen, compares=compare), TrainingRun(name, chosen)]
     told_first = {} if not verify else _verified(runs[-1], found, seed=seed, device=device, out=out, is_json=is_json)
     for run in runs:
         run.train(found, seed=seed, device=device, mode=mode)
@@ -96,7 +96,7 @@ def train(
     if out is not None:
         write_json(out, value)
     saved = [f"The weights are in {save}."] if save and last.is_done else []
-    emit(value) if is_json else tell(*told(found.name, runs), *saved)
+    emit(value) if is_json else tell(*runs_table(found.name, runs), *saved)
     _end_badly(last, advice)
 
 
@@ -106,13 +106,13 @@ def verification(task: Task, plan: Plan, *, seed: int, device: str | None) -> Ve
     from paredown.tasks.evaluate import deterministic, make_setting, seeded
 
     setting = make_setting(task, plan, seed=seed, device=device)
-    with waiting("verifying gradients"), seeded(setting), deterministic(setting.device):
+    with spinner("verifying gradients"), seeded(setting), deterministic(setting.device):
         model = setting.placed_model().train()
         batch = next(task.data.batches(task.batch, seed=seed, device=setting.device))
         return verify(model, batch, plan, loss=task.loss, autocast=task.autocast, seed=seed)
 
 
-def _verified(run: Run, task: Task, *, seed: int, device: str | None, out: Path | None, is_json: bool) -> dict[str, Any]:
+def _verified(run: TrainingRun, task: Task, *, seed: int, device: str | None, out: Path | None, is_json: bool) -> dict[str, Any]:
     """The verification before a training, for its JSON value; the end where gradients are off."""
     found = verification(task, run.plan, seed=seed, device=device)
     told = {"verification": found.to_json()}
@@ -129,12 +129,14 @@ def _verified(run: Run, task: Task, *, seed: int, device: str | None, out: Path 
     raise typer.Exit(Exit.ENDED_BADLY)
 
 
-def _beside(plan: Plan, *, compares: bool) -> list[Run]:
+def _beside(plan: Plan, *, compares: bool) -> list[TrainingRun]:
     """The step as it is written, where a plan is compared with it and is another."""
-    return [Run(AS_WRITTEN, replace(plan, rules=(), recompute=(), reason=""))] if compares and not plan.changes_nothing else []
+    return (
+        [TrainingRun(AS_WRITTEN, replace(plan, rules=(), recompute=(), reason=""))] if compares and not plan.changes_nothing else []
+    )
 
 
-def _end_badly(last: Run, advice: str | None) -> None:
+def _end_badly(last: TrainingRun, advice: str | None) -> None:
     """The exit status of a run that did not come to its end, and why."""
     if not last.is_done:
         say(f"{last.name}: {last.trial.status.value}: {last.trial.reason}." + (f" {advice}" if advice else ""))
@@ -142,7 +144,7 @@ def _end_badly(last: Run, advice: str | None) -> None:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """One training: its plan, and what came of it."""
 
     name: str
@@ -174,7 +176,7 @@ class Run:
             self._made[:] = [task.make_model(number)]  # only the last one is trained: others are traced
             return self._made[-1]
 
-        with bar(f"training {self.name}") as report:
+        with progress_bar(f"training {self.name}") as report:
             told = lambda step, steps, loss: report(step, steps, f"loss {loss:.4f}")  # noqa: E731
             kept = replace(task, make_model=make)
             self._trial = evaluate(kept, self.plan, seed=seed, device=device, mode=mode, progress=told)
@@ -193,7 +195,7 @@ class Run:
         return {"name": self.name, **self.trial.to_json()}
 
 
-def told(task: str, runs: list[Run]) -> list[str]:
+def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
     """A table of runs, and what the last one saved and cost against the first."""
     from paredown.sizes import say_bytes
 
@@ -206,10 +208,10 @@ def told(task: str, runs: list[Run]) -> list[str]:
     rows = [(run.name, *cells(run.trial)) for run in runs]
     names = ("plan", "ended", "error", "loss", "peak, measured", "peak, predicted", "seconds")
     first = runs[0].trial
-    return [head(f"{task}, seed {first.seed}, {first.device}"), *table(names, rows, left=2), *filter(None, map(_excess, runs))]
+    return [heading(f"{task}, seed {first.seed}, {first.device}"), *table(names, rows, left=2), *filter(None, map(_excess, runs))]
 
 
-def _excess(run: Run) -> str:
+def _excess(run: TrainingRun) -> str:
     """A sentence where much more was measured on a GPU than predicted, else nothing; a CPU's operators always have scratch."""
     from paredown.sizes import say_bytes
 
@@ -220,7 +222,7 @@ def _excess(run: Run) -> str:
     return f"{more} Where these are convolutions, Task(..., channels_last=True) spares most of it (docs/limits.md)."
 
 
-def planned(task: Task, budget: str, device: str | None) -> Plan:
+def plan_for_budget(task: Task, budget: str, device: str | None) -> Plan:
     """The plan for a budget."""
     from paredown.cli.subject import of_task
 

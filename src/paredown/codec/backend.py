@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from paredown.codec import cpu
-from paredown.codec.reference import Encoding, Parts
+from paredown.codec.reference import Encoding, PackedParts
 
 log = logging.getLogger("paredown")
 
 
-def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
+def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
     """`x` packed."""
     kernels = _kernels(x, encoding, "encode")
     return kernels.encode_rows(x, encoding, given) if kernels else cpu.encode_rows(x, encoding, given)
 
 
-def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
+def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
     """The values of `parts`, into `out`."""
     kernels = _kernels(out, encoding, "decode")
     return (kernels or cpu).decode_rows(parts, encoding, out)
 
 
-def decoder(parts: Parts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
+def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
     """`decode_rows` of the same parts again and again, into any contiguous tensor of rows * cols values."""
     assert parts.codes is not None
     kernels = _kernels(parts.codes, encoding, "decode")
@@ -41,7 +41,7 @@ def decoder(parts: Parts, encoding: Encoding, rows: int, cols: int) -> Callable[
     return lambda out: cpu.decode_rows(parts, encoding, out.view(rows, cols))
 
 
-def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Tensor) -> Tensor:
+def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
     """decode(encode(x)), into `out`."""
     kernels = _kernels(x, encoding, "round_trip")
     return (kernels or cpu).round_trip_rows(x, encoding, given, out)

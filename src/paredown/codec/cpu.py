@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from paredown.codec import reference
-from paredown.codec.reference import Encoding, Parts
-from paredown.formats.element import Element, Kind, Specials
+from paredown.codec.reference import Encoding, PackedParts
+from paredown.formats.element import Element, ElementKind, Specials
 from paredown.formats.rounding import INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed, high_key
 
 PIECE = 1 << 17  # values; each core keeps its share of a piece and its temporaries in cache; round_trip has fewer and takes two
 EXACT_BITS = {Rounding.TOWARD_ZERO: 0, Rounding.NEAREST_AWAY: 1 << 31}
 
 
-def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
+def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
     """`reference.encode_rows`, piece by piece; `x` is (rows, cols)."""
     out = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
-    room = Room()
+    room = Scratch()
     for r, c in _pieces_of(encoding, *x.shape):
         bits = _bits(encoding, x, r, c, room)
         parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, codes_of)
@@ -43,16 +43,16 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
     return out
 
 
-def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
+def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
     """`reference.decode_rows` into `out` (rows, cols), piece by piece."""
     for r, c in _pieces_of(encoding, *out.shape):
         out[r, c] = reference.decode_rows(_piece_of(parts, encoding, r, c), encoding.format, c.stop - c.start, out.dtype)
     return out
 
 
-def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Tensor) -> Tensor:
+def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
     """`reference.round_trip_rows` into `out` (rows, cols), piece by piece; both are contiguous."""
-    room = Room()
+    room = Scratch()
     direct = encoding.format.block is None and x.dtype is torch.float32 and _fits(x, encoding.format.element, encoding.rounding)
     for r, c in pieces(*x.shape, unit=8, size=2 * PIECE) if direct else _pieces_of(encoding, *x.shape):
         bits = _bits(encoding, x, r, c, room)
@@ -63,12 +63,12 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Ten
     return out
 
 
-def _round_trip_piece(x: Tensor, encoding: Encoding, bits: Tensor | None, out: Tensor, room: Room) -> None:
+def _round_trip_piece(x: Tensor, encoding: Encoding, bits: Tensor | None, out: Tensor, room: Scratch) -> None:
     element = encoding.format.element
     outside = _outside(x, element, encoding.overflow)
     these = None if bits is None or outside is None else bits[outside][None]
     rounded(_held(x, element, outside), element, encoding.rounding, bits, out, room)
-    if element.kind is not Kind.FLOAT or element.specials is Specials.FNUZ:
+    if element.kind is not ElementKind.FLOAT or element.specials is Specials.FNUZ:
         out.add_(0.0)  # they have no -0.0
     if outside is not None:
         out[outside] = reference.round_trip_rows(x[outside][None], encoding, None, these, codes_at)[0]
@@ -81,7 +81,7 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
     y = y.contiguous()
     outside = _outside(y, element, overflow)
     these = None if bits is None or outside is None else bits[outside]
-    values = rounded(_held(y, element, outside), element, rounding, bits, torch.empty_like(y), Room())
+    values = rounded(_held(y, element, outside), element, rounding, bits, torch.empty_like(y), Scratch())
     codes, unsaid = _exact_codes(values, y, element), torch.zeros_like(y, dtype=torch.bool)
     if outside is not None:
         picked, unsaid[outside] = codes_at(y[outside], element, rounding, overflow, these)
@@ -97,7 +97,7 @@ def codes_at(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-class Room:
+class Scratch:
     """Scratch tensors by name, used again for every piece: fresh ones cost more in page faults than the arithmetic."""
 
     def __init__(self) -> None:
@@ -140,13 +140,13 @@ def pieces(rows: int, cols: int, *, unit: int, size: int | None = None) -> Itera
             yield slice(r, min(r + height, rows)), slice(c, min(c + width, cols))
 
 
-def _piece_of(parts: Parts | None, encoding: Encoding, r: slice, c: slice) -> Parts:
+def _piece_of(parts: PackedParts | None, encoding: Encoding, r: slice, c: slice) -> PackedParts:
     if parts is None:
-        return Parts()
+        return PackedParts()
     block, width = encoding.format.block or 1, encoding.format.element.width
     in_bytes = slice(c.start * width // 8, -(-c.stop * width // 8))
     in_blocks = slice(c.start // block, -(-c.stop // block))
-    return Parts(
+    return PackedParts(
         None if parts.codes is None else parts.codes[r, in_bytes],
         None if parts.scales is None else parts.scales[r, in_blocks],
         None if parts.minimums is None else parts.minimums[r, in_blocks],
@@ -157,7 +157,7 @@ def _piece_of(parts: Parts | None, encoding: Encoding, r: slice, c: slice) -> Pa
 # --- random bits ------------------------------------------------------------------------------------------------------
 
 
-def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice, room: Room) -> Tensor | None:
+def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice, room: Scratch) -> Tensor | None:
     """The random bits of a piece, where the rounding takes any."""
     if encoding.rounding is not Rounding.STOCHASTIC:
         return None
@@ -165,7 +165,7 @@ def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice, room: Room) -> Tens
     return random_bits(encoding.seed, start, room.like(x[r, c], "bits"), room)
 
 
-def random_bits(seed: Seed, start: int, out: Tensor, room: Room) -> Tensor:
+def random_bits(seed: Seed, start: int, out: Tensor, room: Scratch) -> Tensor:
     """`reference.random_bits` from index `start`, as int32 of the same bits, into `out`."""
     if start >> 32 != (start + out.numel()) >> 32:
         bits = reference.random_bits(seed, start, out.numel(), out.device).view(out.shape)
@@ -194,7 +194,7 @@ def _word(value: int) -> Tensor:
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
 
-def rounded(x: Tensor, element: Element, rounding: Rounding, bits: Tensor | None, out: Tensor, room: Room) -> Tensor:
+def rounded(x: Tensor, element: Element, rounding: Rounding, bits: Tensor | None, out: Tensor, room: Scratch) -> Tensor:
     """`x`, all of it within the element's range, rounded into `out`, signs of zeros included. Uses up `bits`."""
     if rounding is not Rounding.NEAREST_EVEN:
         _add_and_truncate(x, element, EXACT_BITS[rounding] if bits is None else bits, out, room)
@@ -211,13 +211,13 @@ def rounded(x: Tensor, element: Element, rounding: Rounding, bits: Tensor | None
     return out
 
 
-def _nearest(x: Tensor, element: Element, out: Tensor, room: Room) -> None:
+def _nearest(x: Tensor, element: Element, out: Tensor, room: Scratch) -> None:
     c = torch.bitwise_and(x.view(torch.int32), _word(0x7F800000), out=room.like(x, "temporary"))
     c.clamp_(min=_float_bits(element.min_exponent)).add_(((23 - element.mantissa_bits) << 23) + 0x400000)
     torch.add(x, c.view(torch.float32), out=out).sub_(c.view(torch.float32))
 
 
-def _add_and_truncate(x: Tensor, element: Element, bits: Tensor | int, out: Tensor, room: Room) -> None:
+def _add_and_truncate(x: Tensor, element: Element, bits: Tensor | int, out: Tensor, room: Scratch) -> None:
     """|x| rounded into `out`: normals and subnormals, put together."""
     min_exponent, dropped = element.min_exponent, 23 - element.mantissa_bits
     a = torch.abs(x, out=room.like(x, "a").view(torch.float32))
@@ -245,7 +245,7 @@ def _shift_down(bits: Tensor, shift: int, kept: int) -> Tensor:
 
 def _exact_codes(values: Tensor, y: Tensor, element: Element) -> Tensor:
     """Codes (int32) of values that the element has, with the signs of y."""
-    if element.kind is not Kind.FLOAT:
+    if element.kind is not ElementKind.FLOAT:
         return values.int().bitwise_and_(_word((1 << element.width) - 1))
     mantissa_bits, smallest = element.mantissa_bits, 2.0**element.min_exponent
     a = values.abs()
@@ -258,7 +258,7 @@ def _exact_codes(values: Tensor, y: Tensor, element: Element) -> Tensor:
 
 def _fits(x: Tensor, element: Element, rounding: Rounding) -> bool:
     """Whether the tricks above hold: steps that float32 can count, and ties that are even where codes are."""
-    if element.kind is Kind.TABLE or x.device.type != "cpu" or element.min_exponent < -126:
+    if element.kind is ElementKind.TABLE or x.device.type != "cpu" or element.min_exponent < -126:
         return False
     fewest, most = (1, 21) if rounding is Rounding.NEAREST_EVEN else (0, 22)
     return fewest <= element.mantissa_bits <= most

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from paredown.codec import backend
-from paredown.codec.reference import COVER, OCP, Encoding, Parts, tensor_scale_of
+from paredown.codec.reference import COVER, OCP, Encoding, PackedParts, tensor_scale_of
 from paredown.errors import CodecError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
@@ -54,7 +54,7 @@ class PackedTensor:
     shape: torch.Size
     dtype: torch.dtype
     order: tuple[int, ...]  # dimensions from the outermost to the innermost in memory
-    parts: Parts
+    parts: PackedParts
 
     @property
     def codes(self) -> Tensor:
@@ -104,7 +104,7 @@ class PackedTensor:
         """The same packed tensor on `device`."""
         if isinstance(device, torch.dtype):
             raise CodecError(f"a packed tensor moves between devices; for values in {device}, call p.decode({device}).")
-        return replace(self, parts=Parts(*(t if t is None else t.to(device) for t in _all(self.parts))))
+        return replace(self, parts=PackedParts(*(t if t is None else t.to(device) for t in _all(self.parts))))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, and the rest as JSON text under "header": for torch.save, or as safetensors and its metadata."""
@@ -121,7 +121,7 @@ class PackedTensor:
         tensors = [state.get(name) for name in PART_NAMES]
         if any(t is not None and not isinstance(t, Tensor) for t in tensors):
             raise CodecError(f"{', '.join(PART_NAMES)} are tensors; found {[type(t).__name__ for t in tensors]}.")
-        packed = _from_header(state["header"], Parts(*(t if t is None else t.contiguous() for t in tensors)))
+        packed = _from_header(state["header"], PackedParts(*(t if t is None else t.contiguous() for t in tensors)))
         _check_parts(packed)
         return packed
 
@@ -256,7 +256,7 @@ def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x.view(Format.rows_and_cols(x.shape))
 
 
-def _from_header(text: Any, parts: Parts) -> PackedTensor:
+def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
     """A packed tensor from the text of its header; the tensors are not checked yet."""
     try:
         header = json.loads(text)
@@ -295,7 +295,7 @@ def _inverse(order: tuple[int, ...]) -> list[int]:
     return [order.index(d) for d in range(len(order))]
 
 
-def _all(parts: Parts) -> list[Tensor | None]:
+def _all(parts: PackedParts) -> list[Tensor | None]:
     return [getattr(parts, name) for name in PART_NAMES]
 
 
@@ -332,15 +332,15 @@ def default_overflow(format: Format) -> Overflow:
     return Overflow.SATURATE if format.block and (format.element.signed or format.minimum) else Overflow.NONFINITE
 
 
-def _given(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> Parts | None:
+def _given(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> PackedParts | None:
     """The scales that the caller brought, checked; or the scale of the tensor, where the format has one."""
     format = encoding.format
     if isinstance(scales, str):
         if not format.has_tensor_scale:
             return None
-        return Parts(tensor_scale=tensor_scale_of(backend.largest_finite(rows), format))
+        return PackedParts(tensor_scale=tensor_scale_of(backend.largest_finite(rows), format))
     if isinstance(scales, PackedTensor):
-        return Parts(None, *(t if t is None else t.contiguous() for t in _all(scales.parts)[1:]))
+        return PackedParts(None, *(t if t is None else t.contiguous() for t in _all(scales.parts)[1:]))
     if format.minimum or format.has_tensor_scale:
         raise CodecError(f"{format} has more than block scales: give the PackedTensor itself, scales=p instead of scales=p.scales.")
     expected = encoding.empty_parts(*rows.shape, device=torch.device("meta"), tensor_scale=None).scales
@@ -350,7 +350,7 @@ def _given(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | T
             f"scales are {tuple(scales.shape)} {scales.dtype} on {scales.device}; {format} of shape {tuple(x.shape)} "
             f"needs {tuple(expected.shape)} {expected.dtype} on {x.device}."
         )
-    return Parts(scales=scales.contiguous())
+    return PackedParts(scales=scales.contiguous())
 
 
 def _check_tensor(x: Tensor, verb: str) -> None:

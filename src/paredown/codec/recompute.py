@@ -109,7 +109,7 @@ class Norm:
 
 
 @dataclass(eq=False, slots=True)
-class Steps:
+class DecodeSteps:
     """What follows decoding: a norm, then an activation ("", "gelu", "gelu_tanh", "silu", or "relu" by the signs in `bits`)."""
 
     norm: Norm | None = None
@@ -117,7 +117,7 @@ class Steps:
     bits: Tensor | None = None
 
 
-def recompute(packed: PackedTensor | Tensor, steps: Steps, dtype: torch.dtype) -> Tensor:
+def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype) -> Tensor:
     """The flat values that follow from packed (or plain) flat ones."""
     if steps.norm is not None:
         steps.norm.check()
@@ -141,7 +141,7 @@ def _norm_(x: Tensor, norm: Norm) -> None:
         rows.add_(norm.bias.view(1, -1, 1))
 
 
-def _activated(x: Tensor, steps: Steps) -> Tensor:
+def _activated(x: Tensor, steps: DecodeSteps) -> Tensor:
     if steps.activation == "relu":
         assert steps.bits is not None
         return unpack_mask(steps.bits, torch.empty_like(x), inside=1.0, outside=0.0).mul_(x)

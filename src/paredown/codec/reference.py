@@ -42,7 +42,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from paredown.formats.element import Element, Kind
+from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed
 
@@ -102,7 +102,7 @@ ToCodes = Callable[[Tensor, Element, Rounding, Overflow, Tensor | None], tuple[T
 
 
 @dataclass(frozen=True)
-class Parts:
+class PackedParts:
     """The tensors of a packed tensor: codes (rows, row_bytes) uint8, scales and minimums (rows, blocks), tensor_scale ().
 
     Scales in fp32 and bf16 are tensors of that dtype, those in e8m0 and e4m3fn are uint8 codes.
@@ -128,14 +128,14 @@ class Encoding:
     seed: Seed = Seed()
     rule: str = COVER
 
-    def empty_parts(self, rows: int, cols: int, *, device: torch.device, tensor_scale: Tensor | None) -> Parts:
+    def empty_parts(self, rows: int, cols: int, *, device: torch.device, tensor_scale: Tensor | None) -> PackedParts:
         """Room for (rows, cols) packed."""
         format, stored = self.format, {"fp32": torch.float32, "bf16": torch.bfloat16}
         codes = torch.empty((rows, format.row_bytes(cols)), dtype=torch.uint8, device=device)
         shape = (rows, format.blocks_per_row(cols))
         scales = torch.empty(shape, dtype=stored.get(format.scale.name, torch.uint8), device=device) if format.scale else None
         minimums = torch.empty(shape, dtype=stored[format.minimum.name], device=device) if format.minimum else None
-        return Parts(codes, scales, minimums, tensor_scale)
+        return PackedParts(codes, scales, minimums, tensor_scale)
 
 
 # --- random bits ------------------------------------------------------------------------------------------------------
@@ -160,7 +160,9 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 
     Such a place gets the code of inf or NaN under NONFINITE where the element has one, and the nearest value otherwise.
     """
-    codes, past = table_codes(y, element, rounding, bits) if element.kind is Kind.TABLE else grid_codes(y, element, rounding, bits)
+    codes, past = (
+        table_codes(y, element, rounding, bits) if element.kind is ElementKind.TABLE else grid_codes(y, element, rounding, bits)
+    )
     special = element.nan_code if element.inf_code is None else element.inf_code
     if overflow is Overflow.NONFINITE and special is not None:
         codes = torch.where(past, special | _sign_codes(y, element), codes)
@@ -177,7 +179,7 @@ def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | N
     limit = torch.where(negative, element.min_code, element.max_code)
     past = (k > limit) | y.isinf()
     k = torch.where(past, limit, k)
-    if element.kind is not Kind.FLOAT:
+    if element.kind is not ElementKind.FLOAT:
         return torch.where(negative, -k, k) & ((1 << element.width) - 1), past
     keep_sign = negative & ((k != 0) | (element.value(element.sign_code) == 0))  # fnuz has no -0
     return torch.where(keep_sign, k | element.sign_code, k), past
@@ -339,7 +341,7 @@ def ocp_scale(largest: Tensor, element: Element) -> Tensor:
     return _power_of_two(exponent).float()
 
 
-def scale_values(parts: Parts, format: Format) -> Tensor:
+def scale_values(parts: PackedParts, format: Format) -> Tensor:
     """The scales of every block as float32, (rows, blocks)."""
     assert parts.scales is not None and format.scale is not None
     scales = values_of(parts.scales.long(), format.scale) if parts.scales.dtype is torch.uint8 else parts.scales.float()
@@ -349,7 +351,9 @@ def scale_values(parts: Parts, format: Format) -> Tensor:
 # --- whole rows -------------------------------------------------------------------------------------------------------
 
 
-def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor | None, to_codes: ToCodes | None = None) -> Parts:
+def encode_rows(
+    x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None, to_codes: ToCodes | None = None
+) -> PackedParts:
     """`x` (rows, cols) packed. `given` brings the scales under rule "given", and the scale of the tensor where there is one.
 
     Elements without inf and NaN saturate when there is no block to say so: `packed.encode` refuses such values before.
@@ -357,13 +361,13 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor
     format, x, to_codes = encoding.format, x.float(), to_codes or codes_of
     if format.block is None:
         codes, _ = to_codes(x, format.element, encoding.rounding, encoding.overflow, bits)
-        return Parts(pack_bits(codes, format.element.width))
+        return PackedParts(pack_bits(codes, format.element.width))
     tensor_scale = given.tensor_scale if given else None
     if encoding.rule in (COVER, OCP):
-        parts = Parts(None, *choose_scales(x, encoding, tensor_scale), tensor_scale)
+        parts = PackedParts(None, *choose_scales(x, encoding, tensor_scale), tensor_scale)
     else:
         assert given is not None
-        parts = Parts(None, given.scales, given.minimums, tensor_scale)
+        parts = PackedParts(None, given.scales, given.minimums, tensor_scale)
     y = scaled(x, parts, encoding)
     if encoding.rule == COVER:  # rounding alone takes y past the end
         y = y.clamp(-format.element.max_value if format.element.signed else None, format.element.max_value)
@@ -375,10 +379,10 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor
     nan = torch.full_like(parts.scales, (format.scale.nan_code or 0) if parts.scales.dtype is torch.uint8 else torch.nan)
     minimums = None if parts.minimums is None else torch.where(broken, 0.0, parts.minimums)
     codes = torch.where(spread(broken, format.block, x.shape[1]), 0, codes)
-    return Parts(pack_bits(codes, format.element.width), torch.where(broken, nan, parts.scales), minimums, tensor_scale)
+    return PackedParts(pack_bits(codes, format.element.width), torch.where(broken, nan, parts.scales), minimums, tensor_scale)
 
 
-def scaled(x: Tensor, parts: Parts, encoding: Encoding) -> Tensor:
+def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
     """y, what the element has to hold: float32 (rows, cols). A chosen scale is 0 where all is 0 or next to it, and y then is 0."""
     block = encoding.format.block
     assert block
@@ -390,7 +394,7 @@ def scaled(x: Tensor, parts: Parts, encoding: Encoding) -> Tensor:
     return torch.where(x == 0, x, x * spread(inverse, block, x.shape[1]))  # a given scale of 0 puts all but 0 past the end
 
 
-def decode_rows(parts: Parts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:
+def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:
     """The values (rows, cols) of packed rows. Finite values past float16's largest stay finite."""
     assert parts.codes is not None
     y = values_of(unpack_bits(parts.codes, format.element.width, cols), format.element)
@@ -404,7 +408,7 @@ def decode_rows(parts: Parts, format: Format, cols: int, dtype: torch.dtype) -> 
 
 
 def round_trip_rows(
-    x: Tensor, encoding: Encoding, given: Parts | None, bits: Tensor | None, to_codes: ToCodes | None = None
+    x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None, to_codes: ToCodes | None = None
 ) -> Tensor:
     """decode(encode(x)); without a block, values that the element cannot say are NaN or infinite instead."""
     format = encoding.format

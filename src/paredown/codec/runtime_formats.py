@@ -1,6 +1,7 @@
 """round_trip in place, with formats and seeds that are read from memory when it runs: one captured CUDA graph serves all of them.
 
-A `LiveTable` has a row of int32 for each slot: twelve of its format (`kernels/run_time.py`) and two keys of its random bits. Floats and
+A `RuntimeFormatTable` has a row of int32 for each slot: twelve of its format (`kernels/run_time.py`) and two keys of its random
+bits. Floats and
 integers without a block can stand in it, and "as it is", which is fp32.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from paredown.codec import backend
 from paredown.codec.packed import default_overflow, memory_order, round_trip
 from paredown.errors import CodecError
-from paredown.formats.element import Kind
+from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
@@ -34,7 +35,7 @@ Job = tuple[Tensor, Tensor, int]  # x, out, place
 def is_live(format: Format | None) -> bool:
     """Whether a format can stand in a table: no block, no list of values, normal values that float32 has."""
     return format is None or (
-        format.block is None and format.element.kind is not Kind.TABLE and format.element.min_exponent >= -126
+        format.block is None and format.element.kind is not ElementKind.TABLE and format.element.min_exponent >= -126
     )
 
 
@@ -53,7 +54,7 @@ def overflow_limit(format: Format | None) -> float:
     >>> overflow_limit(Format.parse("e4m3b11f")), overflow_limit(Format.parse("e5m2f")), overflow_limit(Format.parse("int8/64@bf16"))
     (31.0, 122880.0, inf)
     """
-    if format is None or format.block is not None or format.element.kind is Kind.TABLE:
+    if format is None or format.block is not None or format.element.kind is ElementKind.TABLE:
         return float("inf")
     element = format.element
     limit = element.max_value + (element.max_value - element.value(element.max_code - 1)) / 2
@@ -74,7 +75,7 @@ def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
     return x
 
 
-class LiveTable:
+class RuntimeFormatTable:
     """Formats of `capacity` slots on `device`."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -96,7 +97,7 @@ class LiveTable:
 
     def round_many(
         self, jobs: Sequence[Job], rounding: Rounding, step: Tensor, memory: Tensor, *, is_captured: bool = False
-    ) -> Many:
+    ) -> BatchedRoundTrip:
         """Round each (x, out, place), float32 without gaps, in one launch, which finds them by what stands in `memory` when it runs.
 
         `memory`: `words_for` int64. `is_captured`: the caller writes there before the graph runs.
@@ -108,7 +109,9 @@ class LiveTable:
             rows.append([x.data_ptr(), out.data_ptr(), self.rows[place].data_ptr(), x.numel(), first])
             first += tiles_of(x)
         owners = torch.arange(len(jobs), dtype=torch.int32).repeat_interleave(torch.tensor([tiles_of(x) for x, *_ in jobs]))
-        many = Many(memory[len(rows) * WORDS :].view(torch.int32)[:first], memory[: len(rows) * WORDS], owners, torch.tensor(rows))
+        many = BatchedRoundTrip(
+            memory[len(rows) * WORDS :].view(torch.int32)[:first], memory[: len(rows) * WORDS], owners, torch.tensor(rows)
+        )
         if not is_captured:
             many.write()
         kernels.round_many(many.owners, many.table, rounding, step, TILE)
@@ -135,7 +138,7 @@ def signed_keys(seed: Seed) -> tuple[int, ...]:
     return tuple(key - (1 << 32) if key >> 31 else key for key in seed.base_keys())
 
 
-class Many(NamedTuple):
+class BatchedRoundTrip(NamedTuple):
     """What one launch for many tensors reads, on the device, and what shall stand there."""
 
     owners: Tensor
@@ -155,7 +158,7 @@ def tiles_of(x: Tensor) -> int:
 
 
 def words_for(tensors: Iterable[Tensor]) -> int:
-    """int64 of memory that `LiveTable.round_many` takes for so many tensors."""
+    """int64 of memory that `RuntimeFormatTable.round_many` takes for so many tensors."""
     return sum(WORDS + tiles_of(x) for x in tensors) + 2  # owners are half as wide
 
 

@@ -41,7 +41,7 @@ from paredown.formats.format import Format
 
 
 @dataclass(frozen=True)
-class Row:
+class CatalogRow:
     """A name, the text of its format, and what it is for."""
 
     name: str
@@ -49,42 +49,42 @@ class Row:
     note: str
 
 
-def _peppp(exponent_bits: int, mantissa_bits: int, note: str) -> Row:
+def _peppp(exponent_bits: int, mantissa_bits: int, note: str) -> CatalogRow:
     bias = f"b{1 << (exponent_bits - 1)}" if exponent_bits < 8 else ""
-    return Row(f"peppp_e{exponent_bits}m{mantissa_bits}", f"e{exponent_bits}m{mantissa_bits}{bias}fns", note)
+    return CatalogRow(f"peppp_e{exponent_bits}m{mantissa_bits}", f"e{exponent_bits}m{mantissa_bits}{bias}fns", note)
 
 
 PEPPP_LOW = ((3, 1), (3, 2), (3, 3), (3, 4), (4, 1), (4, 2), (4, 3), (4, 4), (5, 1), (5, 2), (5, 3))  # its order
 PEPPP_HIGH = ((6, 7), (6, 9), (6, 11), (7, 7), (7, 9), (7, 11), (8, 7), (8, 9), (8, 11))
 
 ROWS = (
-    Row("fp32", "fp32", "what training starts from"),
-    Row("bf16", "bf16", "float32 cut to 16 bits: same range, 3 digits fewer"),
-    Row("fp16", "fp16", "IEEE half precision: smaller range, needs loss scaling"),
-    Row("e4m3fn", "e4m3fn", "8-bit float of OCP for weights and activations"),
-    Row("e5m2", "e5m2", "8-bit float of OCP for gradients"),
-    Row("e3m4", "e3m4", "8-bit float with more digits than range"),
-    Row("e4m3fnuz", "e4m3fnuz", "8-bit float of AMD and Graphcore"),
-    Row("e5m2fnuz", "e5m2fnuz", "8-bit float of AMD and Graphcore"),
-    Row("mxfp8_e4m3", "e4m3fn/32@e8m0", "OCP microscaling, 8 bits"),
-    Row("mxfp8_e5m2", "e5m2/32@e8m0", "OCP microscaling, 8 bits"),
-    Row("mxfp6_e3m2", "e3m2fn/32@e8m0", "OCP microscaling, 6 bits"),
-    Row("mxfp6_e2m3", "e2m3fn/32@e8m0", "OCP microscaling, 6 bits"),
-    Row("mxfp4", "e2m1fn/32@e8m0", "OCP microscaling, 4 bits"),
-    Row("nvfp4", "e2m1fn/16@e4m3fn", "NVIDIA's 4 bits, with a float32 for the tensor"),
-    Row("nf4_block", "nf4/64@fp32", "QLoRA's table for normally distributed weights"),
-    Row("int8_block", "int8/64@bf16", "8 bits for momentum, gradients and activations"),
-    Row("int8_pow2", "int8/64@e8m0", "8 bits for weights whose scale should stay"),
-    Row("uint8_block", "uint8/64@bf16", "8 bits for second moments, which are never negative"),
-    Row("int4_block", "int4/64@bf16", "4 bits for activations and moments"),
-    Row("uint4_affine", "uint4/64@bf16+fp32", "4 bits for activations on one side of zero"),
-    Row("int2_block", "int2/64@bf16", "-1, 0, 1 for activations under pressure"),
-    Row("uint2_affine", "uint2/64@bf16+bf16", "2 bits for activations on one side of zero"),
+    CatalogRow("fp32", "fp32", "what training starts from"),
+    CatalogRow("bf16", "bf16", "float32 cut to 16 bits: same range, 3 digits fewer"),
+    CatalogRow("fp16", "fp16", "IEEE half precision: smaller range, needs loss scaling"),
+    CatalogRow("e4m3fn", "e4m3fn", "8-bit float of OCP for weights and activations"),
+    CatalogRow("e5m2", "e5m2", "8-bit float of OCP for gradients"),
+    CatalogRow("e3m4", "e3m4", "8-bit float with more digits than range"),
+    CatalogRow("e4m3fnuz", "e4m3fnuz", "8-bit float of AMD and Graphcore"),
+    CatalogRow("e5m2fnuz", "e5m2fnuz", "8-bit float of AMD and Graphcore"),
+    CatalogRow("mxfp8_e4m3", "e4m3fn/32@e8m0", "OCP microscaling, 8 bits"),
+    CatalogRow("mxfp8_e5m2", "e5m2/32@e8m0", "OCP microscaling, 8 bits"),
+    CatalogRow("mxfp6_e3m2", "e3m2fn/32@e8m0", "OCP microscaling, 6 bits"),
+    CatalogRow("mxfp6_e2m3", "e2m3fn/32@e8m0", "OCP microscaling, 6 bits"),
+    CatalogRow("mxfp4", "e2m1fn/32@e8m0", "OCP microscaling, 4 bits"),
+    CatalogRow("nvfp4", "e2m1fn/16@e4m3fn", "NVIDIA's 4 bits, with a float32 for the tensor"),
+    CatalogRow("nf4_block", "nf4/64@fp32", "QLoRA's table for normally distributed weights"),
+    CatalogRow("int8_block", "int8/64@bf16", "8 bits for momentum, gradients and activations"),
+    CatalogRow("int8_pow2", "int8/64@e8m0", "8 bits for weights whose scale should stay"),
+    CatalogRow("uint8_block", "uint8/64@bf16", "8 bits for second moments, which are never negative"),
+    CatalogRow("int4_block", "int4/64@bf16", "4 bits for activations and moments"),
+    CatalogRow("uint4_affine", "uint4/64@bf16+fp32", "4 bits for activations on one side of zero"),
+    CatalogRow("int2_block", "int2/64@bf16", "-1, 0, 1 for activations under pressure"),
+    CatalogRow("uint2_affine", "uint2/64@bf16+bf16", "2 bits for activations on one side of zero"),
     *(_peppp(x, y, "PEPPP: activations, weights, gradients") for x, y in PEPPP_LOW),
     *(_peppp(x, y, "PEPPP: input, logits, optimizer") for x, y in PEPPP_HIGH),
-    Row("mpfa_forward", "e4m3b11f", "assignments: low precision for weights and activations"),
-    Row("mpfa_backward", "e5m2f", "assignments: low precision for errors"),
-    Row("mpfa_high", "e6m9f", "assignments: high precision, and all weight gradients"),
+    CatalogRow("mpfa_forward", "e4m3b11f", "assignments: low precision for weights and activations"),
+    CatalogRow("mpfa_backward", "e5m2f", "assignments: low precision for errors"),
+    CatalogRow("mpfa_high", "e6m9f", "assignments: high precision, and all weight gradients"),
 )
 
 CATALOG: Mapping[str, Format] = MappingProxyType({row.name: Format.parse(row.text) for row in ROWS})

@@ -51,7 +51,7 @@ ALLOWED = (
 )
 
 
-class Kind(str, Enum):
+class ElementKind(str, Enum):
     """How a code is laid out."""
 
     FLOAT = "float"  # sign bit, exponent, mantissa
@@ -74,7 +74,7 @@ class Element:
     """How one number's bits are read. Make one with `Element.parse`; two that read alike are equal, however spelled."""
 
     name: str = field(compare=False)
-    kind: Kind
+    kind: ElementKind
     width: int
     mantissa_bits: int = 0
     min_exponent: int = 0  # of the smallest normal value, 1 - bias
@@ -114,15 +114,15 @@ class Element:
     @property
     def sign_code(self) -> int:
         """The sign bit of a float; 0 for the kinds that have none."""
-        return 1 << (self.width - 1) if self.kind is Kind.FLOAT else 0
+        return 1 << (self.width - 1) if self.kind is ElementKind.FLOAT else 0
 
     @cached_property
     def max_code(self) -> int:
         """The code of the largest value."""
-        if self.kind is Kind.TABLE:
+        if self.kind is ElementKind.TABLE:
             return len(self.table) - 1
-        if self.kind is not Kind.FLOAT:
-            return (1 << (self.width - (self.kind is Kind.INT))) - 1
+        if self.kind is not ElementKind.FLOAT:
+            return (1 << (self.width - (self.kind is ElementKind.INT))) - 1
         ones = self.sign_code - 1
         top = {Specials.IEEE: ones - (1 << self.mantissa_bits), Specials.FN: ones - 1}.get(self.specials, ones)
         fields = FLOAT32_MAX_EXPONENT - self.min_exponent + 2
@@ -131,7 +131,7 @@ class Element:
     @cached_property
     def min_code(self) -> int:
         """The magnitude of the smallest value, as a code: max_code for floats and intN, 1 for int1, 0 for uintN."""
-        return 0 if self.kind is Kind.UINT else max(self.max_code, 1)
+        return 0 if self.kind is ElementKind.UINT else max(self.max_code, 1)
 
     @cached_property
     def inf_code(self) -> int | None:
@@ -141,7 +141,7 @@ class Element:
     @cached_property
     def nan_code(self) -> int | None:
         """The code that encoding gives to NaN, where there is one."""
-        if self.kind is Kind.TABLE and len(self.table) < 1 << self.width:
+        if self.kind is ElementKind.TABLE and len(self.table) < 1 << self.width:
             return len(self.table)
         if self._is(Specials.IEEE):
             return self.sign_code - (1 << self.mantissa_bits) // 2
@@ -157,16 +157,16 @@ class Element:
     @cached_property
     def min_value(self) -> float:
         """The smallest value that encoding uses: -max_value for floats and integers (-1 for int1), 0 for uintN."""
-        if self.kind is Kind.TABLE:
+        if self.kind is ElementKind.TABLE:
             return self.table[0]
-        if self.kind is Kind.UINT:
+        if self.kind is ElementKind.UINT:
             return 0.0
         return -self.max_value if self.max_code else -1.0
 
     @cached_property
     def smallest(self) -> float:
         """The smallest magnitude above zero."""
-        if self.kind is Kind.TABLE:
+        if self.kind is ElementKind.TABLE:
             return min(v for v in self.table if v > 0)
         return abs(self.value(1 if self.subnormals else 1 << self.mantissa_bits))
 
@@ -174,9 +174,9 @@ class Element:
         """The exact value of `code`; inf and NaN where it is no number."""
         if not 0 <= code < 1 << self.width:
             raise FormatError(f"{self.name} has codes 0..{(1 << self.width) - 1}, not {code}.")
-        if self.kind is Kind.TABLE:
+        if self.kind is ElementKind.TABLE:
             return self.table[code] if code < len(self.table) else nan
-        if self.kind is Kind.INT:
+        if self.kind is ElementKind.INT:
             return float(code - (1 << self.width) if code >> (self.width - 1) else code)
         sign = -1.0 if code & self.sign_code else 1.0
         return sign * self._magnitude(code & ~self.sign_code, negative=sign < 0)
@@ -196,7 +196,7 @@ class Element:
         return ldexp((1 << self.mantissa_bits) + mantissa, field_ - 1 + self.min_exponent - self.mantissa_bits)
 
     def _is(self, specials: Specials) -> bool:
-        return self.kind is Kind.FLOAT and self.specials is specials
+        return self.kind is ElementKind.FLOAT and self.specials is specials
 
 
 @cache
@@ -228,18 +228,18 @@ TABLES = {
 def _parse(text: str) -> Element:
     if text in TABLES:
         width, values = TABLES[text]
-        return Element(text, Kind.TABLE, width, table=values)
+        return Element(text, ElementKind.TABLE, width, table=values)
     if match := INT_TEXT.fullmatch(text):
-        return _integer(text, Kind(match["kind"]), int(match["width"]))
+        return _integer(text, ElementKind(match["kind"]), int(match["width"]))
     if match := FLOAT_TEXT.fullmatch(SAME_AS.get(text, text)):
         return _float(text, match)
     raise FormatError(f"element {text!r} is not known. Allowed: {ALLOWED}.")
 
 
-def _integer(text: str, kind: Kind, width: int) -> Element:
+def _integer(text: str, kind: ElementKind, width: int) -> Element:
     if not 1 <= width <= MAX_INT_WIDTH:
         raise FormatError(f"element {text!r}: {width} bits, but {kind.value}N takes 1..{MAX_INT_WIDTH}.")
-    magnitude_bits = width - (kind is Kind.INT)
+    magnitude_bits = width - (kind is ElementKind.INT)
     return Element(text, kind, width, mantissa_bits=magnitude_bits, min_exponent=magnitude_bits)
 
 
@@ -257,7 +257,7 @@ def _float(text: str, match: re.Match[str]) -> Element:
     bias = int(match["bias"]) if match["bias"] else half - (specials is not Specials.FNUZ)
     _check_float(text, specials, bias, exponent_bits, mantissa_bits, subnormals=not match["ns"])
     subnormals = not match["ns"] or mantissa_bits == 0  # without a mantissa there are none to leave out
-    return Element(text, Kind.FLOAT, width, mantissa_bits, 1 - bias, specials, subnormals)
+    return Element(text, ElementKind.FLOAT, width, mantissa_bits, 1 - bias, specials, subnormals)
 
 
 def _check_float(text: str, specials: Specials, bias: int, exponent_bits: int, mantissa_bits: int, *, subnormals: bool) -> None:

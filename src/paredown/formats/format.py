@@ -29,7 +29,7 @@ from math import prod
 from typing import Any
 
 from paredown.errors import FormatError
-from paredown.formats.element import Element, Kind
+from paredown.formats.element import Element, ElementKind
 
 SCALES = ("fp32", "bf16", "e8m0", "e4m3fn")
 MINIMUMS = ("fp32", "bf16")
@@ -193,7 +193,7 @@ def _shared(text: str, part: str, what: str, allowed: tuple[str, ...]) -> Elemen
 
 
 def _check_block(text: str, element: Element, minimum: Element | None) -> None:
-    if minimum is not None and element.kind is not Kind.UINT:
+    if minimum is not None and element.kind is not ElementKind.UINT:
         raise FormatError(f"format {text!r}: a minimum needs codes that start at 0: uint{min(element.width, 16)}, not {element}.")
     if element.name in ("e8m0", "int1"):
         lacks = {"e8m0": "zero", "int1": "positive value"}[element.name]

@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from paredown import optim
 from paredown.errors import ApplyError, OptimError
-from paredown.integrations.monitor import Applied
+from paredown.integrations.monitor import AppliedPlan
 from paredown.plan.plan import Plan
 from paredown.session.guard import Guard
 from paredown.session.session import Session, unwrapped
@@ -37,10 +37,11 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @final
-class PareCallback(Applied, TrainerCallback, ExportableState):
+class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
     """Applies a plan when the trainer is made, keeps the session's state in checkpoints, logs, and closes the session at the end.
 
-    `attach` is the usual way to it. In `Trainer(callbacks=[PareCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` it works as
+    `attach` is the usual way to it. In `Trainer(callbacks=[TrainerPlanCallback(plan)],
+    optimizer_cls_and_kwargs=optimizer_of(args))` it works as
     well, except that loggers come before it and do not get its numbers. `seed`, `mode` and `guard` are those of `apply`.
     """
 
@@ -112,7 +113,7 @@ def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, d
     return found(), {"lr": args.learning_rate, **read, **options}
 
 
-def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool = False, **options: Any) -> PareCallback:
+def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool = False, **options: Any) -> TrainerPlanCallback:
     """Apply `plan` to a trainer's model, and give it paredown's optimizer unless it has one already. `options` as for PareCallback.
 
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError where
@@ -120,7 +121,7 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool =
     """
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
-    callback = PareCallback(plan, **options)
+    callback = TrainerPlanCallback(plan, **options)
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     trainer.callback_handler.callbacks.insert(0, callback)  # before the loggers, which see its numbers then
     if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
@@ -130,7 +131,7 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool =
     return callback
 
 
-def _verify_first(trainer: Any, callback: PareCallback) -> None:
+def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:
     """Put a verification in front of the first training step of a trainer."""
     before, inner = vars(trainer).get("training_step"), trainer.training_step
 

@@ -35,16 +35,16 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from paredown.errors import ApplyError
-from paredown.integrations.monitor import Applied
+from paredown.integrations.monitor import AppliedPlan
 from paredown.integrations.out_of_memory import add_explanation
 from paredown.plan.plan import Plan
 from paredown.session.guard import Guard
-from paredown.session.verify import replaced
+from paredown.session.verify import patched_attributes
 from paredown.trace.trace import Trace
 
 
 @final
-class PareCallback(Applied, Callback):
+class PareCallback(AppliedPlan, Callback):
     """A plan at work while `trainer.fit` runs. `seed`, `mode` and `guard` are those of `apply`.
 
     `module` names the part of the LightningModule that `training_step` calls ("net" for `self.net(x)`); unless given it is the only part
@@ -88,7 +88,7 @@ class PareCallback(Applied, Callback):
                 return _loss_of_step(pl_module.training_step(*(part, batch_idx)[:num_taken]))
 
         nothing: Any = lambda *_, **__: None  # noqa: E731
-        with replaced(pl_module, log=nothing, log_dict=nothing):
+        with patched_attributes(pl_module, log=nothing, log_dict=nothing):
             self.verify(called_part(pl_module, self.module), batch, step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -155,7 +155,7 @@ BY_NAME: Mapping[str, Callable[[], Precision]] = {"32-true": Precision, "bf16-mi
 
 
 @final
-class PlanPrecision(Applied, Precision):
+class PlanPrecision(AppliedPlan, Precision):
     """A plan, and the precision plugin that it stands before. `options` are those of `paredown.apply`."""
 
     def __init__(self, plan: Plan, precision: str | Precision = "32-true", **options: Any) -> None:

@@ -146,7 +146,7 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 # --- What the callbacks of all libraries share ---
 
 
-class Applied:
+class AppliedPlan:
     """A plan that is put onto a model and taken off again. `options` are those of `apply`."""
 
     def __init__(self, plan: Plan, **options: Any) -> None:

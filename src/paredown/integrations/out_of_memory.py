@@ -8,7 +8,7 @@
 >>> model = torch.nn.Sequential(*(part for _ in range(4) for part in (torch.nn.Linear(64, 64), torch.nn.GELU())))
 >>> trace = trace_step(model, (torch.empty(2048, 64), torch.empty(2048, 64)), loss=torch.nn.functional.mse_loss, device="cpu")
 >>> try:
-...     with explained(trace):
+...     with explain_on_out_of_memory(trace):
 ...         raise MemoryError("no room")
 ... except MemoryError as error:
 ...     print(error.__notes__[0])
@@ -38,7 +38,7 @@ import torch
 
 from paredown.pick.answer import Frontier
 from paredown.plan.footprint import Footprint, footprint, peak_of
-from paredown.plan.plan import Plan, combined
+from paredown.plan.plan import Plan, combine_presets
 from paredown.roles import Role
 from paredown.sizes import say_bytes
 from paredown.tasks.evaluate import is_out_of_memory
@@ -77,7 +77,7 @@ def explain_shortage(trace: Trace, plan: Plan, *, frontier: Frontier | None = No
     limit = min(int(CLEARLY * foot.peak_bytes), available_bytes or foot.peak_bytes)
     sizes = {point.label: point.predicted_bytes for point in frontier.front()} if frontier else _preset_peaks(trace)
     below = {label: size for label, size in sizes.items() if size <= limit}
-    role = grown(foot)
+    role = grown_role(foot)
     told = Shortage(role, foot.at_peak.get(role, 0), foot.peak_bytes, _phase(foot))
     if not below:
         return told
@@ -85,14 +85,14 @@ def explain_shortage(trace: Trace, plan: Plan, *, frontier: Frontier | None = No
     return Shortage(told.role, told.role_bytes, told.peak_bytes, told.phase, label, below[label])
 
 
-def grown(foot: Footprint) -> Role:
+def grown_role(foot: Footprint) -> Role:
     """The role that takes most at the peak of what was not there when the step began."""
     new = {role: size for role, size in foot.at_peak.items() if role not in KEPT} or foot.at_peak
     return max(new, key=lambda role: new[role], default=Role.WEIGHT)
 
 
 def _preset_peaks(trace: Trace) -> Mapping[str, int]:
-    return {name: peak_of(trace, combined(name.split("+"))) for name in NAMES}
+    return {name: peak_of(trace, combine_presets(name.split("+"))) for name in NAMES}
 
 
 def _phase(foot: Footprint) -> str:
@@ -122,7 +122,7 @@ def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, fr
 
 
 @contextmanager
-def explained(trace: Trace, plan: Plan | None = None, *, frontier: Frontier | None = None) -> Generator[None]:
+def explain_on_out_of_memory(trace: Trace, plan: Plan | None = None, *, frontier: Frontier | None = None) -> Generator[None]:
     """A context whose out-of-memory errors say which role grew and which plan is next."""
     try:
         yield

@@ -34,28 +34,28 @@ from paredown.errors import OptimError
 from paredown.formats.rounding import Seed
 from paredown.optim import state_dict as checkpoint
 from paredown.optim.batched_update import update_one
-from paredown.optim.diagnostics import Counts, Diagnostics
-from paredown.optim.gradient_hooks import Accumulator, Mean, PackedGradient, Releaser, clear_factors
+from paredown.optim.diagnostics import Diagnostics, UpdateCounters
+from paredown.optim.gradient_hooks import Accumulator, GradientMean, PackedGradient, Releaser, clear_factors
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import (
     FROM_TIER,
     SLOTS,
-    Entry,
-    asked_of,
+    ParameterState,
     check_gradient,
     check_group,
     check_parameter,
     choose,
-    disown,
     fill_state,
     local,
-    own,
+    remove_owner,
+    request_of,
     restart,
+    set_owner,
     unit_of,
     zeros,
 )
 from paredown.optim.rules import RULES, Rule
-from paredown.optim.step_batches import Rounds
+from paredown.optim.step_batches import StepBatches
 from paredown.roles import Role
 
 RESTARTED = (
@@ -65,7 +65,7 @@ RESTARTED = (
 GRADIENT_ID = 3  # of the random bits of an accumulator: see `reference.py`
 
 
-def hook_of(optimizer: Optimizer, entry: Entry) -> Accumulator | Mean | Releaser | None:
+def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientMean | Releaser | None:
     """The hook that takes the gradients of a parameter, not yet attached."""
     parameter = entry.parameter
     if optimizer.memory.release:
@@ -73,7 +73,7 @@ def hook_of(optimizer: Optimizer, entry: Entry) -> Accumulator | Mean | Releaser
     if entry.choices.format(Role.GRADIENT) is not None and not is_averaged_later(parameter) and not isinstance(parameter, DTensor):
         return _accumulator(optimizer, entry)
     if optimizer.microbatches > 1 and not isinstance(parameter, DTensor):
-        return Mean(parameter, 1.0 / optimizer.microbatches, _start_of(optimizer, entry), name=entry.name)
+        return GradientMean(parameter, 1.0 / optimizer.microbatches, _start_of(optimizer, entry), name=entry.name)
     return None
 
 
@@ -83,7 +83,7 @@ def is_averaged_later(parameter: Tensor) -> bool:
     return spread and not isinstance(parameter, DTensor)
 
 
-def _accumulator(optimizer: Optimizer, entry: Entry) -> Accumulator:
+def _accumulator(optimizer: Optimizer, entry: ParameterState) -> Accumulator:
     p, format = entry.parameter, entry.choices.format(Role.GRADIENT)
     assert format is not None
     seed = Seed(optimizer.seed, 8 * entry.number + GRADIENT_ID)
@@ -96,7 +96,7 @@ def _accumulator(optimizer: Optimizer, entry: Entry) -> Accumulator:
     return Accumulator(p, gradient, name=entry.name)
 
 
-def _releaser(optimizer: Optimizer, entry: Entry) -> Releaser:
+def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
     if is_averaged_later(entry.parameter):
         raise OptimError(
             "release=True updates before gradients were averaged over processes. Under DistributedDataParallel leave release out; "
@@ -112,7 +112,7 @@ def _releaser(optimizer: Optimizer, entry: Entry) -> Releaser:
     return Releaser(entry.parameter, update, lambda: (e := mine()) is not None and e.updated, name=entry.name)
 
 
-def _start_of(optimizer: Optimizer, entry: Entry) -> Callable[[], None]:
+def _start_of(optimizer: Optimizer, entry: ParameterState) -> Callable[[], None]:
     """What is called before a sum of gradients begins: with microbatches it begins once for each update."""
     me, mine = weakref.ref(optimizer), weakref.ref(entry)
 
@@ -136,7 +136,7 @@ NOT_PACKED = ("amsgrad", "differentiable", "capturable")  # of torch.optim, for 
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryOptions:
     """How an optimizer keeps its tensors: the arguments that torch.optim does not have."""
 
     tier: str | None = None
@@ -162,7 +162,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     rule_name: str
 
-    def __init__(self, params: Any, defaults: dict[str, Any], memory: Memory) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], memory: MemoryOptions) -> None:
         if not isinstance(memory.microbatches, int) or memory.microbatches < 1:
             raise OptimError(f"microbatches={memory.microbatches!r}: give a whole number, at least 1.")
         if memory.release and memory.microbatches > 1:
@@ -175,12 +175,12 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self.updates = 0  # how often step() changed the parameters
         self._waiting = 0  # backward passes since then
         self._is_unscaled = False  # by a GradScaler, since the last step
-        self._entries: list[Entry] = []
-        self._by_id: dict[int, Entry] = {}
-        self._counts = Counts()
+        self._entries: list[ParameterState] = []
+        self._by_id: dict[int, ParameterState] = {}
+        self._counts = UpdateCounters()
         self._torch: torch.optim.Optimizer | None = None
-        self._full: list[Entry] | None = None  # what it updates
-        self._rounds = Rounds(self)
+        self._full: list[ParameterState] | None = None  # what it updates
+        self._rounds = StepBatches(self)
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove_all, self._hooks)  # without an optimizer gradients are torch's again
         super().__init__(params, {**defaults, **memory.defaults()})
@@ -228,7 +228,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Forget the entries of a group that was refused."""
         for entry in self._entries[num_kept:]:
             self._by_id.pop(id(entry.parameter), None)
-            disown(entry.parameter, self)
+            remove_owner(entry.parameter, self)
             if entry.hook is not None:
                 entry.hook.remove()
         del self._entries[num_kept:]
@@ -236,10 +236,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     def _admit(self, parameter: Tensor, index: int, place: str) -> None:
         choices = choose(parameter, self.param_groups[index], place)
-        entry = Entry(parameter, index, len(self._entries), choices, self._counts.add(local(parameter).device))
+        entry = ParameterState(parameter, index, len(self._entries), choices, self._counts.add(local(parameter).device))
         _check_weight(entry)
         self._check_options(entry)
-        own(parameter, self)
+        set_owner(parameter, self)
         self._entries.append(entry)
         self._by_id[id(parameter)] = entry
         entry.hook = hook_of(self, entry)
@@ -247,7 +247,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             entry.hook.attach()
             self._hooks.append(entry.hook)
 
-    def _check_options(self, entry: Entry) -> None:
+    def _check_options(self, entry: ParameterState) -> None:
         """Refuse options of torch.optim that there is no packed form of."""
         group = self.param_groups[entry.group]
         asked = [name for name in NOT_PACKED if group.get(name)]
@@ -322,7 +322,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             raise OptimError(PARTIAL)
         self._is_unscaled = True
 
-    def _update_at_once(self, entry: Entry, grad: Tensor) -> None:
+    def _update_at_once(self, entry: ParameterState, grad: Tensor) -> None:
         """Under release: the update of one parameter, inside backward."""
         group, mine = self.param_groups[entry.group], local(entry.parameter)
         rule = self.rule_for(group)
@@ -373,7 +373,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         ours = {*self.memory.defaults(), "params", "param_names", "initial_lr"}
         return {name: value for name, value in self.param_groups[index].items() if name not in ours}
 
-    def is_torchs(self, entry: Entry) -> bool:
+    def is_torchs(self, entry: ParameterState) -> bool:
         """Whether torch's own optimizer serves this parameter."""
         return entry.choices.is_full and not self.memory.release and self.has_torch
 
@@ -386,11 +386,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self._counts.diagnostics(self._entries, reset=reset)
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[ParameterState]:
         """What each parameter has, in the order of the groups."""
         return self._entries
 
-    def entry_of(self, parameter: Tensor) -> Entry | None:
+    def entry_of(self, parameter: Tensor) -> ParameterState | None:
         """What one parameter has."""
         return self._by_id.get(id(parameter))
 
@@ -424,7 +424,7 @@ def _remove_all(hooks: list[Any]) -> None:
         hook.remove()
 
 
-def _check_weight(entry: Entry) -> None:
+def _check_weight(entry: ParameterState) -> None:
     """Refuse a weight format that nothing can give."""
     format, dtype = entry.choices.format(Role.WEIGHT), entry.parameter.dtype
     if format is None or entry.choices.is_small or isinstance(entry.parameter, DTensor):
@@ -434,7 +434,7 @@ def _check_weight(entry: Entry) -> None:
             f"{entry.name} waits in {entry.weight.packed.format} by the session's plan, and the optimizer asks for {format}. Apply a plan "
             f"with weight='{format}', or leave weight= and tier= to the plan."
         )
-    asked = asked_of(entry.parameter)
+    asked = request_of(entry.parameter)
     if asked is not None and asked.choices[Role.WEIGHT][0] == format:
         return  # the session left it as it is, and says why in its changes
     if entry.weight is None and not (str(format) == "bf16" and dtype is torch.bfloat16):

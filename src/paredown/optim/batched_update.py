@@ -19,11 +19,11 @@ from typing import Any
 from torch import Tensor
 
 from paredown.codec.packed import PackedTensor
-from paredown.codec.reference import Parts
+from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.optim import reference
-from paredown.optim.reference import How, Slot, Unit
+from paredown.optim.reference import UpdateLayout, UpdateSlot, UpdateUnit
 from paredown.optim.rules import Rule
 
 Hyper = Sequence[float]
@@ -32,7 +32,7 @@ Hyper = Sequence[float]
 class Batch:
     """Units under one rule, updated together at every step."""
 
-    def __init__(self, rule: Rule, units: Sequence[Unit], seed: int) -> None:
+    def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.seed = rule, list(units), seed
         together: dict[Any, list[int]] = {}
         self._alone: list[int] = []  # units for which there is no kernel
@@ -68,7 +68,7 @@ class Batch:
             reference.update(self.rule, unit, hypers[row], step, self.seed)
 
 
-def update_one(rule: Rule, unit: Unit, hyper: Hyper, step: int, seed: int, gradient: Tensor | None = None) -> None:
+def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int, gradient: Tensor | None = None) -> None:
     """One update of one unit, at once. `gradient` is a new plain one in the place of the unit's, which can then be used again."""
     if gradient is not None:
         check_gradient(unit, gradient)
@@ -106,7 +106,7 @@ def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
     return kernels.square_sums(tensors)
 
 
-def _kernels_for(unit: Unit, how: How) -> ModuleType | None:
+def _kernels_for(unit: UpdateUnit, how: UpdateLayout) -> ModuleType | None:
     """The kernels, where they serve this unit."""
     kernels = _find_kernels() if unit.weight.codes.is_cuda else None
     return kernels if kernels is not None and kernels.covers(how) else None
@@ -121,13 +121,13 @@ def _find_kernels() -> ModuleType | None:
     return kernels
 
 
-def _group(rule: Rule, units: Sequence[Unit], seed: int) -> Any:
+def _group(rule: Rule, units: Sequence[UpdateUnit], seed: int) -> Any:
     kernels = _find_kernels()
     assert kernels is not None
     return kernels.Group(rule, units, seed)
 
 
-def _is_aligned(unit: Unit) -> bool:
+def _is_aligned(unit: UpdateUnit) -> bool:
     """Whether all that an update writes starts at a multiple of 16 bytes."""
     written = [slot for slot in (unit.weight, unit.residue, *unit.moments) if slot is not None]
     return all(t.data_ptr() % 16 == 0 for slot in written for t in slot.parts.tensors())
@@ -137,7 +137,7 @@ def _at(numbers: Sequence[int] | int, places: Sequence[int]) -> Sequence[int] | 
     return numbers if isinstance(numbers, int) else [numbers[i] for i in places]
 
 
-def check_gradient(unit: Unit, grad: Tensor) -> None:
+def check_gradient(unit: UpdateUnit, grad: Tensor) -> None:
     """Refuse a new gradient that is not stored like the one before."""
     before = unit.gradient.codes
     if unit.gradient.format is None and grad.dtype is before.dtype and grad.is_contiguous() and grad.numel() == before.numel():
@@ -148,6 +148,6 @@ def check_gradient(unit: Unit, grad: Tensor) -> None:
     )
 
 
-def with_gradient(unit: Unit, grad: Tensor) -> Unit:
+def with_gradient(unit: UpdateUnit, grad: Tensor) -> UpdateUnit:
     """The unit with another plain gradient."""
-    return replace(unit, gradient=Slot(None, unit.gradient.rounding, Parts(grad.detach().view(unit.rows, unit.cols))))
+    return replace(unit, gradient=UpdateSlot(None, unit.gradient.rounding, PackedParts(grad.detach().view(unit.rows, unit.cols))))

@@ -23,7 +23,7 @@ from paredown.formats.rounding import Rounding
 from paredown.roles import Role
 
 if TYPE_CHECKING:
-    from paredown.optim.parameter_state import Entry
+    from paredown.optim.parameter_state import ParameterState
 
 NUM_COUNTERS = 5
 DRAIN_EVERY = 64  # updates; int32 counters of a tensor of 2^31 values, a 16th of which is counted, hold 16
@@ -34,7 +34,7 @@ MIN_CHANGES = 1000  # fewer say nothing
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterDiagnostics:
     """What happened to one parameter."""
 
     name: str
@@ -47,7 +47,7 @@ class Row:
     num_not_finite: int  # blocks that were left as they were, since a gradient was not finite
 
 
-class Diagnostics(tuple[Row, ...]):
+class Diagnostics(tuple[ParameterDiagnostics, ...]):
     """Rows of `opt.diagnostics()`, a table when printed."""
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class Diagnostics(tuple[Row, ...]):
         return "\n".join(lines)
 
 
-class Counts:
+class UpdateCounters:
     """Counters of all parameters of an optimizer: int32 on their devices, sums in float64 beside them."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Counts:
             self._counters[device].pop()
         del self._places[count:]
 
-    def after(self, updates: int, entries: Sequence[Entry]) -> None:
+    def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
         """After an update: add counters to the sums now and then, and look whether there is something to say."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
@@ -107,7 +107,7 @@ class Counts:
             for counter in counters:
                 counter.zero_()
 
-    def diagnostics(self, entries: Sequence[Entry], *, reset: bool) -> Diagnostics:
+    def diagnostics(self, entries: Sequence[ParameterState], *, reset: bool) -> Diagnostics:
         """The rows of all packed parameters so far."""
         self.drain()
         rows = Diagnostics(self._rows(entries, {device: sums.cpu() for device, sums in self._sums.items()}))
@@ -115,7 +115,7 @@ class Counts:
             self._sums.clear()
         return rows
 
-    def _rows(self, entries: Sequence[Entry], sums: dict[torch.device, Tensor]) -> Iterator[Row]:
+    def _rows(self, entries: Sequence[ParameterState], sums: dict[torch.device, Tensor]) -> Iterator[ParameterDiagnostics]:
         for entry, (device, place) in zip(entries, self._places, strict=True):
             if device not in sums or place >= len(sums[device]):
                 continue
@@ -123,7 +123,7 @@ class Counts:
             slot = entry.choices.format(Role.WEIGHT) if not entry.choices.is_small else None
             if (looked == 0 or slot is None) and not broken:
                 continue
-            yield Row(
+            yield ParameterDiagnostics(
                 entry.name, str(slot or "fp32"), entry.choices.rounding(Role.WEIGHT).value, (changed - flipped) / max(changed, 1),
                 flipped / max(looked, 1), dead / max(changed, 1), int(looked), int(broken),
             )  # fmt: skip
@@ -138,7 +138,7 @@ class Counts:
             event.record()
         self._copy = copies, event
 
-    def _warn(self, entries: Sequence[Entry], sums: dict[torch.device, Tensor]) -> None:
+    def _warn(self, entries: Sequence[ParameterState], sums: dict[torch.device, Tensor]) -> None:
         rows = list(self._rows(entries, sums))
         lost = [
             r for r in rows if r.rounding != Rounding.STOCHASTIC.value and r.dead_zone > MOSTLY_DEAD and r.num_values > MIN_CHANGES
@@ -163,7 +163,7 @@ class Counts:
                 "learning rate, clip gradients, or use a GradScaler with float16.",
             )  # fmt: skip
 
-    def _say(self, kind: str, rows: list[Row], text: str) -> None:
+    def _say(self, kind: str, rows: list[ParameterDiagnostics], text: str) -> None:
         if (kind, rows[0].name) in self._warned:
             return
         self._warned |= {(kind, row.name) for row in rows}

@@ -157,7 +157,7 @@ class Accumulator(_Hook):
         parameter.grad = lent
 
 
-class Mean(_Hook):
+class GradientMean(_Hook):
     """Multiplies each gradient of a parameter by `weight` before it is added to p.grad, which thereby is a mean, and plain."""
 
     def __init__(self, parameter: Tensor, weight: float, before_start: Callable[[], None], *, name: str = "a parameter") -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paredown.errors import OptimError
-from paredown.optim.base import Memory, Optimizer
+from paredown.optim.base import MemoryOptions, Optimizer
 from paredown.optim.parameter_state import FROM_TIER
 from paredown.optim.rules import RULES, Rule
 
@@ -46,7 +46,7 @@ class SGD(Optimizer):
     ) -> None:  # fmt: skip
         torchs = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
-        memory = Memory(tier, weight, residue, moment1, None, gradient, rounding, release, microbatches, seed)
+        memory = MemoryOptions(tier, weight, residue, moment1, None, gradient, rounding, release, microbatches, seed)
         super().__init__(params, {**defaults, "maximize": maximize, **torchs}, memory)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
@@ -95,7 +95,7 @@ class AdamW(Optimizer):
             "fused": fused,
         }
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        memory = Memory(tier, weight, residue, moment1, moment2, gradient, rounding, release, microbatches, seed)
+        memory = MemoryOptions(tier, weight, residue, moment1, moment2, gradient, rounding, release, microbatches, seed)
         super().__init__(params, {**defaults, **torchs}, memory)
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Lion(Optimizer):
     ) -> None:  # fmt: skip
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         rounding = {"moment1": "stochastic", **(rounding or {})}  # it changes by 1 % in a step, less than half a step of 8 bits
-        memory = Memory(tier, weight, residue, moment1, None, gradient, rounding, release, microbatches, seed)
+        memory = MemoryOptions(tier, weight, residue, moment1, None, gradient, rounding, release, microbatches, seed)
         super().__init__(params, defaults, memory)
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from paredown.codec.packed import DTYPES, PackedTensor
-from paredown.codec.reference import Parts
+from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.optim.batched_update import fold, square_sums
@@ -123,7 +123,7 @@ class GradientSum:
         """The same in buffers of its own."""
         parts, place = self.packed.parts, device or self.packed.device
         tensors = (parts.codes, parts.scales, parts.minimums, parts.tensor_scale)
-        own = Parts(*(None if t is None else t.to(place, copy=True) for t in tensors))
+        own = PackedParts(*(None if t is None else t.to(place, copy=True) for t in tensors))
         return replace(self, packed=replace(self.packed, parts=own), factor=self.factor.to(place, copy=True))
 
     def _is_new(self) -> None:

@@ -70,16 +70,16 @@ class PackedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = plain(self)
+            memo[id(self)] = plain_parameter(self)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        copy = plain(self)
+        copy = plain_parameter(self)
         vars(copy).update({name: value for name, value in vars(self).items() if name != KEY})
         return copy.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
-        return repr(plain(self))
+        return repr(plain_parameter(self))
 
     def as_subclass(self, cls: Any) -> Any:
         """The decoded values as another class; torch's own does not ask `__torch_function__`."""
@@ -87,7 +87,7 @@ class PackedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return respond(func, args, kwargs or {})
+        return call_outside_compile(func, args, kwargs or {})
 
 
 class WeightView(Tensor):
@@ -126,13 +126,13 @@ class WeightView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return respond(func, args, kwargs or {})
+        return call_outside_compile(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls from C++, such as DistributedDataParallel's: what the operation says it writes is encoded."""
         kwargs = kwargs or {}
-        values = Values(tracks_gradients=False)
+        values = DecodedValues(tracks_gradients=False)
         result = func(*values.of(args), **values.of(kwargs))
         for work in [leaf for leaf in tree_leaves(result) if hasattr(leaf, "wait")]:
             work.wait()
@@ -156,25 +156,25 @@ class Decoded(torch.autograd.Function):
         return grad
 
 
-def respond(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`answer`, where torch.compile does not follow."""
+def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`call_decoded`, where torch.compile does not follow."""
     if "torch._dynamo" not in sys.modules:
-        return answer(func, args, kwargs)
+        return call_decoded(func, args, kwargs)
     return _undisturbed()(func, args, kwargs)
 
 
-respond._torchdynamo_disable = True  # type: ignore[attr-defined]
-respond._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+call_outside_compile._torchdynamo_disable = True  # type: ignore[attr-defined]
+call_outside_compile._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "a weight waits packed here. Compile the model before paredown.apply, or call it once without fullgraph=True"
 )
 
 
 @cache
 def _undisturbed() -> Any:
-    return torch.compiler.disable(answer)
+    return torch.compiler.disable(call_decoded)
 
 
-def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function of torch gives, some of whose arguments wait packed."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
@@ -231,7 +231,7 @@ def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     """`func` of the decoded values; those that it wrote are encoded again."""
     is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
-    values, first = Values(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
+    values, first = DecodedValues(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
     args, kwargs = values.of(args), values.of(kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
@@ -242,7 +242,7 @@ def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     return values.back(result)
 
 
-class Values:
+class DecodedValues:
     """The decoded values of the packed tensors in the arguments of one call."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
@@ -373,6 +373,6 @@ def _alias(packed: Tensor) -> WeightView:
     return view
 
 
-def plain(parameter: PackedParameter) -> nn.Parameter:
+def plain_parameter(parameter: PackedParameter) -> nn.Parameter:
     """An ordinary parameter with the same values."""
     return nn.Parameter(_weight(parameter).decode(), parameter.requires_grad)

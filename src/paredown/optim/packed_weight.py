@@ -193,7 +193,7 @@ class Weight:
     def _store(self, values: Tensor) -> bool:
         """Whether the parameter has to become another."""
         values = values.detach()
-        with torch.no_grad(), as_ever():
+        with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
             packed = encode(values, self._packed.format, order="logical")
             is_same = (values.size(), values.device) == (self.size, self._packed.device)
@@ -304,7 +304,7 @@ def weight_of(parameter: Tensor) -> Weight | None:
 
 def pack(parameter: nn.Parameter, format: Format, waiting_class: type[nn.Parameter]) -> Weight:
     """Put a parameter away in `format`, rounded to nearest. Who refers to its old memory keeps that."""
-    with torch.no_grad(), as_ever():
+    with torch.no_grad(), outside_inference_mode():
         packed = encode(parameter.detach(), format, order="logical")
         weight = Weight(parameter, packed, waiting_class)
     vars(parameter)[KEY] = weight
@@ -314,7 +314,7 @@ def pack(parameter: nn.Parameter, format: Format, waiting_class: type[nn.Paramet
 
 def empty_like(tensor: Tensor) -> Tensor:
     """A tensor of the same size, strides (or contiguous, where those have gaps), dtype and device, that has no memory."""
-    with as_ever():
+    with outside_inference_mode():
         empty = torch.empty_like(tensor, requires_grad=False)
     empty.untyped_storage().resize_(0)
     if hasattr(torch._C, "_set_storage_access_error_msg"):  # in builds for CUDA: extensions that read from it raise this
@@ -330,7 +330,7 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def as_ever() -> AbstractContextManager[Any]:
+def outside_inference_mode() -> AbstractContextManager[Any]:
     """Tensors made here may be used anywhere, also where the caller is in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 

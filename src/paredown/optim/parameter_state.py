@@ -34,14 +34,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paredown.codec.packed import PackedTensor
-from paredown.codec.reference import Encoding, Parts
+from paredown.codec.reference import Encoding, PackedParts
 from paredown.errors import FormatError, OptimError
 from paredown.formats.catalog import TIERS, find_format, is_small
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, default_rounding
 from paredown.optim.gradient_hooks import PackedGradient
 from paredown.optim.packed_weight import Weight, weight_of
-from paredown.optim.reference import Slot, Unit
+from paredown.optim.reference import UpdateSlot, UpdateUnit
 from paredown.optim.rules import Rule
 from paredown.roles import ACCUMULATED, Role
 
@@ -49,7 +49,7 @@ Choice = tuple[Format | None, Rounding]
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedFormats:
     """The name of a parameter in its model, and what the plan gives to its slots."""
 
     name: str
@@ -60,7 +60,7 @@ _ASKED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Asked
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to the optimizer that has it
 
 
-def ask(parameter: Tensor, asked: Asked | None) -> None:
+def set_request(parameter: Tensor, asked: RequestedFormats | None) -> None:
     """Say what a parameter's slots are to get; None takes it back."""
     if asked is None:
         _ASKED.pop(parameter, None)
@@ -68,12 +68,12 @@ def ask(parameter: Tensor, asked: Asked | None) -> None:
         _ASKED[parameter] = asked
 
 
-def asked_of(parameter: Tensor) -> Asked | None:
+def request_of(parameter: Tensor) -> RequestedFormats | None:
     """What a session asks for this parameter, if one does."""
     return _ASKED.get(parameter)
 
 
-def own(parameter: Tensor, owner: Any) -> None:
+def set_owner(parameter: Tensor, owner: Any) -> None:
     """`owner` takes the parameter over; the one before, if another, lets it go (`let_go`)."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
@@ -81,7 +81,7 @@ def own(parameter: Tensor, owner: Any) -> None:
     _OWNERS[parameter] = weakref.ref(owner)
 
 
-def disown(parameter: Tensor, owner: Any) -> None:
+def remove_owner(parameter: Tensor, owner: Any) -> None:
     """`owner` gives the parameter up, if it has it."""
     if owner_of(parameter) is owner:
         _OWNERS.pop(parameter, None)
@@ -101,7 +101,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Choices:
+class SlotFormats:
     """Format (None: plain) and rounding of each slot of one parameter."""
 
     name: str
@@ -122,20 +122,20 @@ class Choices:
 PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 
 
-def choose(parameter: Tensor, group: Mapping[str, Any], place: str) -> Choices:
+def choose(parameter: Tensor, group: Mapping[str, Any], place: str) -> SlotFormats:
     """What the slots of `parameter` get in its group; `place` names it in messages."""
-    asked = asked_of(parameter)
+    asked = request_of(parameter)
     name = asked.name if asked is not None else place
     wanted = {role: _wanted(role, group, asked, name) for role in SLOTS}
     if not any(format for format, _ in wanted.values()):
-        return Choices(name, True, False, dict.fromkeys(SLOTS, PLAIN), wanted)
+        return SlotFormats(name, True, False, dict.fromkeys(SLOTS, PLAIN), wanted)
     if is_small(parameter.shape):
         slots = dict.fromkeys(SLOTS, PLAIN)
         if parameter.dtype is torch.bfloat16:
             slots[Role.RESIDUE] = (Format.parse("int8"), Rounding.NEAREST_EVEN)
-        return Choices(name, False, True, slots, wanted)
+        return SlotFormats(name, False, True, slots, wanted)
     _check(wanted, name)
-    return Choices(name, False, False, wanted, wanted)
+    return SlotFormats(name, False, False, wanted, wanted)
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
 
 
-def _wanted(role: Role, group: Mapping[str, Any], asked: Asked | None, name: str) -> Choice:
+def _wanted(role: Role, group: Mapping[str, Any], asked: RequestedFormats | None, name: str) -> Choice:
     given, tier = group.get(role.value, FROM_TIER), group.get("tier")
     rounding: Rounding | None = None
     if not (isinstance(given, str) and given == FROM_TIER):
@@ -204,13 +204,13 @@ PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 
 @dataclass(eq=False)
-class Entry:
+class ParameterState:
     """A parameter, what its slots get, and how often it was updated."""
 
     parameter: Tensor
     group: int
     number: int  # among all parameters of the optimizer: the id of its random bits
-    choices: Choices
+    choices: SlotFormats
     counters: Tensor  # (5,) int32
     step: int = 0
     gradient: PackedGradient | None = None
@@ -257,7 +257,7 @@ def check_parameter(parameter: Any, place: str) -> None:
         )
 
 
-def check_gradient(entry: Entry, grad: Tensor) -> None:
+def check_gradient(entry: ParameterState, grad: Tensor) -> None:
     """Refuse gradients that do not fit, before anything is changed."""
     p = entry.parameter
     if grad.layout is not torch.strided:
@@ -309,13 +309,13 @@ def roots_of(role: Role, format: Format | None) -> int:
     return 1 if format.element.width >= 8 else 2
 
 
-def restart(entry: Entry, rule: Rule, state: dict[str, Any]) -> None:
+def restart(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
     """Count from the first step again where the rule's moments are not there: as in torch, what was cleared begins anew."""
     if rule.names and not any(name.partition(".")[0] in rule.names for name in state):
         entry.step = 0
 
 
-def fill_state(entry: Entry, rule: Rule, state: dict[str, Any]) -> None:
+def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
     """What a parameter's state lacks, as zeros."""
     mine = local(entry.parameter)
     for role, name in zip(rule.roles, rule.names, strict=True):
@@ -333,14 +333,14 @@ def fill_state(entry: Entry, rule: Rule, state: dict[str, Any]) -> None:
         entry.weight.residue = state.get("residue")  # values from outside clear it
 
 
-def has_residue(entry: Entry) -> bool:
+def has_residue(entry: ParameterState) -> bool:
     """Whether 8 bits follow the weight: where that is a bfloat16 now, whatever was asked for."""
     weight = entry.weight
     is_bf16 = local(entry.parameter).dtype is torch.bfloat16 if weight is None else str(weight.packed.format) == "bf16"
     return is_bf16 and entry.choices.format(Role.RESIDUE) is not None
 
 
-def put(state: dict[str, Any], name: str, parts: Parts) -> None:
+def put(state: dict[str, Any], name: str, parts: PackedParts) -> None:
     """The tensors of a packed one under a name."""
     state[f"{name}.codes"] = parts.codes
     for part, tensor in (("scales", parts.scales), ("minimums", parts.minimums)):
@@ -348,20 +348,20 @@ def put(state: dict[str, Any], name: str, parts: Parts) -> None:
             state[f"{name}.{part}"] = tensor
 
 
-def parts_in(state: dict[str, Any], name: str) -> Parts:
+def parts_in(state: dict[str, Any], name: str) -> PackedParts:
     """The inverse of `put`."""
-    return Parts(state[f"{name}.codes"], state.get(f"{name}.scales"), state.get(f"{name}.minimums"))
+    return PackedParts(state[f"{name}.codes"], state.get(f"{name}.scales"), state.get(f"{name}.minimums"))
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 
-def unit_of(entry: Entry, rule: Rule, state: dict[str, Any], gradient: Tensor) -> Unit:
+def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: Tensor) -> UpdateUnit:
     """What an update of this parameter reads and writes; `gradient` is its packed accumulator, or a plain tensor that is not kept."""
     rows, cols = entry.rows_and_cols
     moments = tuple(_moment_slot(entry, role, name, state) for role, name in zip(rule.roles, rule.names, strict=True))
     residue = state.get("residue") if has_residue(entry) else None
-    return Unit(
+    return UpdateUnit(
         weight=weight_slot(entry),
         residue=None if residue is None else plain_slot(residue, Rounding.NEAREST_EVEN),
         moments=moments,
@@ -375,19 +375,19 @@ def unit_of(entry: Entry, rule: Rule, state: dict[str, Any], gradient: Tensor) -
     )
 
 
-def plain_slot(tensor: Tensor, rounding: Rounding) -> Slot:
+def plain_slot(tensor: Tensor, rounding: Rounding) -> UpdateSlot:
     """A plain tensor, seen as rows."""
-    return Slot(None, rounding, Parts(tensor.detach().view(Format.rows_and_cols(tensor.shape))))
+    return UpdateSlot(None, rounding, PackedParts(tensor.detach().view(Format.rows_and_cols(tensor.shape))))
 
 
-def _moment_slot(entry: Entry, role: Role, name: str, state: dict[str, Any]) -> Slot:
+def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, Any]) -> UpdateSlot:
     format, rounding = entry.choices.slots[role]
     if format is None or format.block is None:
         return plain_slot(state[name], rounding)
-    return Slot(format, rounding, parts_in(state, name), roots_of(role, format))
+    return UpdateSlot(format, rounding, parts_in(state, name), roots_of(role, format))
 
 
-def weight_slot(entry: Entry) -> Slot:
+def weight_slot(entry: ParameterState) -> UpdateSlot:
     """The parameter where it waits packed, or itself."""
     rounding = entry.choices.rounding(Role.WEIGHT)
     if entry.weight is None:
@@ -400,11 +400,11 @@ def weight_slot(entry: Entry) -> Slot:
     packed = entry.weight.packed
     if packed.format.block is None:
         return plain_slot(packed.codes.view(PLAIN_DTYPES[packed.format.element.name]), rounding)
-    return Slot(packed.format, rounding, packed.parts)
+    return UpdateSlot(packed.format, rounding, packed.parts)
 
 
-def gradient_slot(gradient: Tensor) -> Slot:
+def gradient_slot(gradient: Tensor) -> UpdateSlot:
     """A packed accumulator; or the dtype and size of a plain gradient, which is given to each update and not kept."""
     if isinstance(gradient, PackedGradient):
-        return Slot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)
+        return UpdateSlot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)
     return plain_slot(torch.empty(local(gradient).shape, dtype=gradient.dtype, device="meta"), Rounding.NEAREST_EVEN)

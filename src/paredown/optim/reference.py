@@ -23,7 +23,8 @@ Counters are added to at each update. Block b, counted along the rows, is looked
     0 values looked at     1 p' differs from p     2 and so does what is stored     3 |p' - p| below half a step of the format ("dead zone")
     4 blocks that were not finite, of all blocks
 
-What one update reads and writes: a `Slot` for each tensor of a parameter, a `Unit` for the parameter, and `How` it is stored.
+What one update reads and writes: a `UpdateSlot` for each tensor of a parameter, a `UpdateUnit` for the parameter, and
+`UpdateLayout` it is stored.
 
     weight     int8/64@e8m0   codes (rows, cols) uint8, scales (rows, blocks) uint8         or plain: codes (rows, cols) bf16
     residue    plain int8     the 8 bits below a bf16 weight
@@ -31,7 +32,7 @@ What one update reads and writes: a `Slot` for each tensor of a parameter, a `Un
     gradient   as a moment, read only; its scales are multiplied with `factor`, a number on the device, where there is one
 
 A slot without a format is a plain tensor in `parts.codes`: it may be the user's own parameter or gradient, seen as (rows, cols).
-Units that are stored alike (one `How`) go through one launch.
+Units that are stored alike (one `UpdateLayout`) go through one launch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from paredown.codec.packed import PackedTensor, default_overflow
 from paredown.codec.reference import (
     COVER,
     Encoding,
-    Parts,
+    PackedParts,
     encode_rows,
     in_blocks,
     pack_bits,
@@ -59,7 +60,7 @@ from paredown.codec.reference import (
     unpack_bits,
     values_of,
 )
-from paredown.formats.element import Element, Kind
+from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from paredown.optim.rules import Rule, as_float32, from_stored_root, stored_root
@@ -84,7 +85,7 @@ class SlotKind(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class UpdateSlot:
     """One tensor of a parameter: `parts` in `format`, or a plain tensor in `parts.codes`, (rows, cols); written in place.
 
     `roots`: what is stored is the square root of the values (1), or close to the root of that (2): `rules.stored_root`. Such codes are at
@@ -93,7 +94,7 @@ class Slot:
 
     format: Format | None
     rounding: Rounding
-    parts: Parts
+    parts: PackedParts
     roots: int = 0
 
     @cached_property
@@ -108,7 +109,7 @@ class Slot:
         return self.parts.codes
 
 
-class How(NamedTuple):
+class UpdateLayout(NamedTuple):
     """How a unit is stored and updated; units alike in this go through one launch."""
 
     rule: str
@@ -120,13 +121,13 @@ class How(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class UpdateUnit:
     """A parameter's slots, and what does not change from step to step."""
 
-    weight: Slot
-    residue: Slot | None  # plain int8 beside a plain bf16 weight
-    moments: tuple[Slot, ...]
-    gradient: Slot
+    weight: UpdateSlot
+    residue: UpdateSlot | None  # plain int8 beside a plain bf16 weight
+    moments: tuple[UpdateSlot, ...]
+    gradient: UpdateSlot
     rows: int
     cols: int
     tensor_id: int  # of its random bits
@@ -134,9 +135,9 @@ class Unit:
     factor: Tensor | None = None  # float32 of no dimensions, on the device
     counters: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int32))  # see `reference.py`
 
-    def how(self, rule: str) -> How:
+    def how(self, rule: str) -> UpdateLayout:
         """How it is stored and updated."""
-        return How(rule, *self._stored)
+        return UpdateLayout(rule, *self._stored)
 
     @cached_property
     def _stored(self) -> tuple[int, SlotKind, bool, tuple[SlotKind, ...], SlotKind]:
@@ -158,7 +159,7 @@ PIECE = 1 << 18  # values at a time
 GIVEN = "given"
 
 
-def update(rule: Rule, unit: Unit, hyper: Sequence[float], step: int, seed: int) -> None:
+def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed: int) -> None:
     """One update of a unit, in place."""
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
@@ -185,7 +186,7 @@ def fold(
     rounding: Rounding = Rounding.STOCHASTIC,
 ) -> None:
     """packed <- encode(DQ(packed) * factor + grad * weight), in place; the first time encode(grad * weight)."""
-    slot = Slot(packed.format, rounding, packed.parts)
+    slot = UpdateSlot(packed.format, rounding, packed.parts)
     rows, cols = packed.format.rows_and_cols(packed.shape)
     x = grad.detach().reshape(rows, cols).float() * as_float32(weight)
     if not is_first:
@@ -194,7 +195,7 @@ def fold(
     _copy(packed.parts, cpu.encode_rows(x, encoding, None))
 
 
-def values(slot: Slot, cols: int, factor: Tensor | float | None = None) -> Tensor:
+def values(slot: UpdateSlot, cols: int, factor: Tensor | float | None = None) -> Tensor:
     """The float32 of a slot, (rows, cols); `factor` is multiplied into the scales, or into plain values."""
     if slot.format is None:
         x = slot.codes.float()
@@ -232,14 +233,14 @@ def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
 class _Piece:
     """Some rows of a unit: reading them, and storing what the rule made of them."""
 
-    def __init__(self, unit: Unit, rows: slice, block: int, seed: Seed) -> None:
+    def __init__(self, unit: UpdateUnit, rows: slice, block: int, seed: Seed) -> None:
         self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
 
-    def slot(self, slot: Slot) -> Slot:
+    def slot(self, slot: UpdateSlot) -> UpdateSlot:
         """The rows of a slot."""
         parts = slot.parts
         codes, scales, minimums = (t if t is None else t[self.rows] for t in (parts.codes, parts.scales, parts.minimums))
-        return Slot(slot.format, slot.rounding, Parts(codes, scales, minimums, parts.tensor_scale), slot.roots)
+        return UpdateSlot(slot.format, slot.rounding, PackedParts(codes, scales, minimums, parts.tensor_scale), slot.roots)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
         """Encode p' and the moments where all of a block is finite, and count."""
@@ -257,19 +258,19 @@ class _Piece:
             self._store_moment(self.slot(slot), x, MOMENT_BITS[n], left)
         self._count(old, p, step, broken)
 
-    def _store_weight(self, slot: Slot, p: Tensor, left: Tensor | None) -> None:
+    def _store_weight(self, slot: UpdateSlot, p: Tensor, left: Tensor | None) -> None:
         if self.unit.residue is not None:
             b = (p.contiguous().view(torch.int32) + 128) >> 8
             weight = (b + 128) >> 8
-            _put(slot, Parts(weight.to(torch.int16).view(torch.bfloat16)), left, self.unit.cols)
-            _put(self.slot(self.unit.residue), Parts((b - (weight << 8)).to(torch.int8)), left, self.unit.cols)
+            _put(slot, PackedParts(weight.to(torch.int16).view(torch.bfloat16)), left, self.unit.cols)
+            _put(self.slot(self.unit.residue), PackedParts((b - (weight << 8)).to(torch.int8)), left, self.unit.cols)
         elif is_sticky(slot.format):
             assert slot.format is not None
-            _put(slot, self._encoded(slot, p, 1, Parts(scales=sticky_scales(p, slot))), left, self.unit.cols)
+            _put(slot, self._encoded(slot, p, 1, PackedParts(scales=sticky_scales(p, slot))), left, self.unit.cols)
         else:
             _put(slot, self._encoded(slot, p, 1), left, self.unit.cols)
 
-    def _store_moment(self, slot: Slot, x: Tensor, multiplier: int, left: Tensor | None) -> None:
+    def _store_moment(self, slot: UpdateSlot, x: Tensor, multiplier: int, left: Tensor | None) -> None:
         parts = self._encoded(slot, stored_root(x, slot.roots), multiplier)
         if slot.roots and slot.format is not None:
             assert parts.codes is not None
@@ -279,10 +280,10 @@ class _Piece:
                 if width == 8
                 else pack_bits(unpack_bits(parts.codes, width, x.shape[1]).clamp(min=1), width)
             )
-            parts = Parts(codes, parts.scales, parts.minimums, parts.tensor_scale)
+            parts = PackedParts(codes, parts.scales, parts.minimums, parts.tensor_scale)
         _put(slot, parts, left, self.unit.cols)
 
-    def _encoded(self, slot: Slot, x: Tensor, multiplier: int, given: Parts | None = None) -> Parts:
+    def _encoded(self, slot: UpdateSlot, x: Tensor, multiplier: int, given: PackedParts | None = None) -> PackedParts:
         """x encoded by codec's rule or under given scales, with the random bits times `multiplier`."""
         bits = None
         if slot.rounding is Rounding.STOCHASTIC:
@@ -292,7 +293,7 @@ class _Piece:
             return whole_parts(x, slot.kind.stored, bits, None if given is None else given.scales)
         encoding = Encoding(slot.kind.stored, slot.rounding, Overflow.SATURATE, rule=GIVEN if given else COVER)
         parts = encode_rows(x.contiguous(), encoding, given, bits, cpu.codes_of)
-        return parts if slot.format is not None or parts.codes is None else Parts(parts.codes.view(slot.codes.dtype))
+        return parts if slot.format is not None or parts.codes is None else PackedParts(parts.codes.view(slot.codes.dtype))
 
     def _count(self, old: Tensor, p: Tensor, step: Tensor, broken: Tensor) -> None:
         num_blocks = broken.shape[1]
@@ -315,7 +316,7 @@ def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
     """The random bits of `count` weights from seed.first_index on, as int32: codec's for each four, times an odd number for each place."""
     first = seed.first_index >> 2
     fours = torch.empty((seed.first_index + count + 3 >> 2) - first, dtype=torch.int32, device=device)
-    fours = cpu.random_bits(seed, first, fours, cpu.Room())
+    fours = cpu.random_bits(seed, first, fours, cpu.Scratch())
     bits = fours[:, None] * torch.tensor([_signed(n) for n in PLACE_BITS], dtype=torch.int32, device=device)
     return bits.flatten()[seed.first_index & 3 :][:count]
 
@@ -325,20 +326,20 @@ def _signed(word: int) -> int:
     return word - (word >> 31 << 32)
 
 
-def is_whole(slot: Slot) -> bool:
+def is_whole(slot: UpdateSlot) -> bool:
     """Whether codes are whole numbers of steps of a scale, which are rounded by `whole_parts`."""
     format = slot.format
     return (
         format is not None
         and format.block is not None
-        and format.element.kind in (Kind.INT, Kind.UINT)
+        and format.element.kind in (ElementKind.INT, ElementKind.UINT)
         and format.minimum is None
         and not format.has_tensor_scale
         and slot.rounding in (Rounding.STOCHASTIC, Rounding.NEAREST_EVEN)
     )
 
 
-def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor | None) -> Parts:
+def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor | None) -> PackedParts:
     """Codes of x, rounded once, and scales that cover x if none are given.
 
     Stochastic: floor(x * inverse + u), with u = the top 23 of the random `bits` (int32) / 2^23 and the inverse of the scale made smaller by
@@ -348,7 +349,7 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
     if scales is None:
         largest = in_blocks(x, format.block, 0.0).abs().amax(2)
         scales = store_scale(largest / torch.full_like(largest, format.element.max_value), format.scale)
-    inverse = 1.0 / scale_values(Parts(None, scales), format)
+    inverse = 1.0 / scale_values(PackedParts(None, scales), format)
     inverse = torch.where(inverse.isfinite(), inverse, 0.0)
     if bits is not None and format.scale.name != "e8m0":
         inverse = inverse * (1 - 2.0**-22)
@@ -361,7 +362,7 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
         codes = codes + (y >= codes + (1 - ((bits >> 9) & 0x7FFFFF).float() * 2.0**-23))
     width = format.element.width
     codes = codes.to(torch.int16)
-    return Parts(codes.to(torch.uint8) if width == 8 else pack_bits(codes.long() & ((1 << width) - 1), width), scales)
+    return PackedParts(codes.to(torch.uint8) if width == 8 else pack_bits(codes.long() & ((1 << width) - 1), width), scales)
 
 
 def is_sticky(format: Format | None) -> bool:
@@ -369,7 +370,7 @@ def is_sticky(format: Format | None) -> bool:
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 
-def sticky_scales(p: Tensor, slot: Slot) -> Tensor:
+def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
     """The e8m0 codes of the next scales of a weight, (rows, blocks)."""
     format, old = slot.format, slot.parts.scales
     assert format is not None and format.block and format.scale and old is not None
@@ -379,7 +380,7 @@ def sticky_scales(p: Tensor, slot: Slot) -> Tensor:
     return torch.where((largest == 0) | ((cover <= old) & enough), old, cover)
 
 
-def half_step(p: Tensor, slot: Slot, has_residue: bool) -> Tensor:
+def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
     """Half of the distance between values that can be stored, at p."""
     element = slot.kind.stored.element
     mantissa_bits = 15 if has_residue else element.mantissa_bits
@@ -393,25 +394,25 @@ def half_step(p: Tensor, slot: Slot, has_residue: bool) -> Tensor:
     return binade * 2.0 ** -(mantissa_bits + 1) * scale
 
 
-def _put(slot: Slot, parts: Parts, left: Tensor | None, cols: int) -> None:
+def _put(slot: UpdateSlot, parts: PackedParts, left: Tensor | None, cols: int) -> None:
     """Write new parts into a slot, but for the values that are `left` as they were."""
     if left is not None:
         parts = _keep(slot, parts, left, cols)
     _copy(slot.parts, parts)
 
 
-def _copy(to: Parts, parts: Parts) -> None:
+def _copy(to: PackedParts, parts: PackedParts) -> None:
     for name in ("codes", "scales", "minimums"):
         target, made = getattr(to, name), getattr(parts, name)
         if target is not None:
             target.copy_(made)
 
 
-def _keep(slot: Slot, parts: Parts, left: Tensor, cols: int) -> Parts:
+def _keep(slot: UpdateSlot, parts: PackedParts, left: Tensor, cols: int) -> PackedParts:
     """`parts` with the old ones where `left`."""
     assert parts.codes is not None
     if slot.format is None:
-        return Parts(torch.where(left, slot.codes, parts.codes))
+        return PackedParts(torch.where(left, slot.codes, parts.codes))
     width, block = slot.format.element.width, slot.format.block or 1
     keep = pack_bits(left.long() * ((1 << width) - 1), width)
     codes = (slot.codes & keep) | (parts.codes & ~keep)
@@ -420,4 +421,4 @@ def _keep(slot: Slot, parts: Parts, left: Tensor, cols: int) -> Parts:
         None if made is None or old is None else torch.where(blocks, old, made)
         for old, made in ((slot.parts.scales, parts.scales), (slot.parts.minimums, parts.minimums))
     ]
-    return Parts(codes, *shared)
+    return PackedParts(codes, *shared)

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paredown.codec.packed import PackedTensor, encode
-from paredown.codec.reference import Parts
+from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
-from paredown.optim.parameter_state import Entry, fill_state, local, parts_in, put, roots_of
+from paredown.optim.parameter_state import ParameterState, fill_state, local, parts_in, put, roots_of
 from paredown.optim.rules import from_stored_root, stored_root
 from paredown.roles import Role
 
@@ -67,7 +67,7 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
     return made
 
 
-def _add_gradient(entry: Entry, state: dict[str, Any], waiting: int) -> None:
+def _add_gradient(entry: ParameterState, state: dict[str, Any], waiting: int) -> None:
     """How often was folded; between microbatches, what was gathered so far."""
     if entry.gradient is not None:
         state["folds"] = torch.tensor(entry.gradient.folds)
@@ -109,7 +109,7 @@ def export_state(optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _decoded(entry: Entry, role: Role, name: str, held: dict[str, Any]) -> Tensor:
+def _decoded(entry: ParameterState, role: Role, name: str, held: dict[str, Any]) -> Tensor:
     format = entry.choices.format(role)
     if format is None or format.block is None or f"{name}.codes" not in held:
         return held[name].float() if name in held else torch.zeros_like(entry.parameter, dtype=torch.float32)
@@ -188,7 +188,7 @@ def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
             group.setdefault(name, value)
 
 
-def _new_state(optimizer: Optimizer, entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:
+def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one parameter, checked, in this optimizer's formats and on the parameter's device."""
     source = {name: _mine(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
@@ -212,7 +212,7 @@ def _new_state(optimizer: Optimizer, entry: Entry, source: Mapping[str, Any]) ->
     return {**new, **_packed_state(entry, source)}
 
 
-def _check_names(entry: Entry, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
     """Refuse the state of another optimizer."""
     own = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
     strange = [name for name in source if not name.startswith(own)]
@@ -223,7 +223,7 @@ def _check_names(entry: Entry, source: Mapping[str, Any], names: tuple[str, ...]
         )
 
 
-def _torchs_state(entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:
+def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter that stays as it is."""
     packed = [name for name in source if name.endswith(".codes")]
     if packed:
@@ -235,7 +235,7 @@ def _torchs_state(entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v if n == "step" or not isinstance(v, Tensor) else v.to(device, dtype) for n, v in source.items()}
 
 
-def _packed_state(entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:
+def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
     """The codes of the parameter and of its accumulator, where the state has them."""
     new: dict[str, Any] = {}
     for prefix, there in (("weight", entry.weight), ("gradient", entry.gradient)):
@@ -254,7 +254,7 @@ def _packed_state(entry: Entry, source: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
-def _moment(entry: Entry, role: Role, name: str, source: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """One moment: codes as they are, or a plain one encoded."""
     expected = {part: tensor for part, tensor in wanted.items() if part == name or part.startswith(f"{name}.")}
     if expected.keys() <= source.keys():
@@ -281,14 +281,14 @@ def _moment(entry: Entry, role: Role, name: str, source: Mapping[str, Any], want
     return out
 
 
-def _same(entry: Entry, name: str, value: Any, like: Tensor) -> Tensor:
+def _same(entry: ParameterState, name: str, value: Any, like: Tensor) -> Tensor:
     """`value` on the device of `like`, if it is of its shape and dtype."""
     if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
         raise OptimError(_shapes(entry, name, value, like))
     return value.detach().to(like.device, copy=True).contiguous()
 
 
-def _shapes(entry: Entry, name: str, value: Any, like: Tensor) -> str:
+def _shapes(entry: ParameterState, name: str, value: Any, like: Tensor) -> str:
     found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
     return (
         f"{entry.name}: {name} in the state is {found}, and {tuple(like.shape)} {like.dtype} is expected here: it belongs to another model "
@@ -296,7 +296,7 @@ def _shapes(entry: Entry, name: str, value: Any, like: Tensor) -> str:
     )
 
 
-def _mine(value: Any, entry: Entry) -> Any:
+def _mine(value: Any, entry: ParameterState) -> Any:
     """This process's rows of a state tensor."""
     if isinstance(value, DTensor):
         return value._local_tensor
@@ -307,7 +307,7 @@ def _mine(value: Any, entry: Entry) -> Any:
     return value[first : first + rows] if value.shape[0] == entry.parameter.shape[0] else value
 
 
-def _from_bitsandbytes(entry: Entry, source: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """bitsandbytes' state as plain tensors: value = qmap[code] * absmax of its block of 256, or the tensor itself where it is 32-bit."""
     out: dict[str, Any] = {"step": source.get("step", 0)}
     for mine, theirs in zip(names, BNB_NAMES, strict=False):
@@ -321,7 +321,7 @@ def _from_bitsandbytes(entry: Entry, source: Mapping[str, Any], names: tuple[str
     return out
 
 
-def _take(optimizer: Optimizer, entry: Entry, new: dict[str, Any]) -> None:
+def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> None:
     """Put a checked state in place: packed weights and accumulators into their own memory."""
     p, grad = entry.parameter, new.pop("gradient", None)
     if grad is not None:
@@ -344,6 +344,6 @@ def _take(optimizer: Optimizer, entry: Entry, new: dict[str, Any]) -> None:
         optimizer.state[p] = new
 
 
-def _copy(to: Parts, source: Parts) -> None:
+def _copy(to: PackedParts, source: PackedParts) -> None:
     for mine, value in zip(to.tensors(), source.tensors(), strict=True):
         mine.copy_(value)

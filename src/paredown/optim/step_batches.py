@@ -20,17 +20,17 @@ from paredown.errors import OptimError
 from paredown.optim.batched_update import Batch
 from paredown.optim.gradient_hooks import PackedGradient, ReleasedGradient
 from paredown.optim.packed_weight import KEY, weight_of
-from paredown.optim.parameter_state import Entry, check_gradient, check_parameter, fill_state, local, restart, unit_of
+from paredown.optim.parameter_state import ParameterState, check_gradient, check_parameter, fill_state, local, restart, unit_of
 from paredown.optim.rules import Rule
 
 if TYPE_CHECKING:
     from paredown.optim.base import Optimizer
 
 
-class Round:
+class StepBatch:
     """Entries with gradients of one kind and one rule, and the batch that updates them."""
 
-    def __init__(self, optimizer: Optimizer, rule: Rule, pairs: list[tuple[Entry, Any]], *, is_plain: bool) -> None:
+    def __init__(self, optimizer: Optimizer, rule: Rule, pairs: list[tuple[ParameterState, Any]], *, is_plain: bool) -> None:
         self.entries = [entry for entry, _ in pairs]
         self.is_plain = is_plain
         is_spread = is_plain and any(isinstance(entry.parameter, DTensor) for entry in self.entries)
@@ -67,13 +67,13 @@ class Round:
         return -self.factor if group.get("maximize") else self.factor
 
 
-class Rounds:
+class StepBatches:
     """The rounds of an optimizer, made again when something changed."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._owner = weakref.ref(optimizer)
-        self._rounds: list[Round] = []
-        self._entries: list[Entry] | None = None  # those that torch does not update
+        self._rounds: list[StepBatch] = []
+        self._entries: list[ParameterState] | None = None  # those that torch does not update
         self._parameters: list[Tensor] = []
         self._seen: Any = None  # what must be the same for the rounds to serve again
 
@@ -168,7 +168,7 @@ class Rounds:
             entries = [self._entries[i] for i in places]
             rule = optimizer.rule_for(optimizer.param_groups[entries[0].group])
             pairs = [(e, gradients[i] if is_plain else e.gradient) for e, i in zip(entries, places, strict=True)]
-            self._rounds.append(Round(optimizer, rule, pairs, is_plain=is_plain))
+            self._rounds.append(StepBatch(optimizer, rule, pairs, is_plain=is_plain))
         self._plain_places = [places if is_plain else [] for (is_plain, _, _), places in of]
         self._packed_places = [i for (is_plain, _, _), places in of if not is_plain for i in places]
         updated = [entry for made in self._rounds for entry in made.entries]

@@ -66,7 +66,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Tensors that go low together."""
 
     number: int
@@ -93,11 +93,11 @@ def tensors_of(outline: Outline) -> list[Counted]:
     return found
 
 
-def groups_of(outline: Outline) -> list[Group]:
+def groups_of(outline: Outline) -> list[TensorGroup]:
     """All groups in the order of their opening."""
     tensors = tensors_of(outline)
     numbers = sorted({tensor.group for tensor in tensors})
-    return [Group(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
+    return [TensorGroup(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
 
 
 def total_bytes(outline: Outline) -> int:
@@ -123,22 +123,22 @@ def memory_factor(ratio: float) -> float:
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
-def decreasing(groups: Sequence[Group], seed: int) -> list[Group]:
+def decreasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
     """The largest first: the paper's own."""
     return sorted(groups, key=lambda group: (-group.numel, group.number))
 
 
-def increasing(groups: Sequence[Group], seed: int) -> list[Group]:
+def increasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
     """The smallest first."""
     return sorted(groups, key=lambda group: (group.numel, group.number))
 
 
-def shuffled(groups: Sequence[Group], seed: int) -> list[Group]:
+def shuffled(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
     """By chance."""
     return random.Random(seed).sample(list(groups), len(groups))
 
 
-ORDERS: dict[str, Callable[[Sequence[Group], int], list[Group]]] = {
+ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
     "decreasing": decreasing,
     "increasing": increasing,
     "random": shuffled,

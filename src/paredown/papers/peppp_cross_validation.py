@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
 from paredown.papers.peppp_completion import complete
-from paredown.papers.peppp_experiment_design import Known, Picker
+from paredown.papers.peppp_experiment_design import Picker, TaskKnowledge
 from paredown.pick.pareto import Scores, Truth
 
 Array = NDArray[np.float64]
@@ -28,7 +28,7 @@ SHARE = 0.2  # of entries that are looked at, or the largest propensity of one
 
 
 @dataclass(frozen=True)
-class Setting:
+class CrossValidationSetting:
     """What is known of earlier tasks, and whether there is a cap."""
 
     sampling: str
@@ -36,16 +36,16 @@ class Setting:
     is_leaky: bool = False
 
 
-SETTINGS: Mapping[str, Setting] = MappingProxyType(
+SETTINGS: Mapping[str, CrossValidationSetting] = MappingProxyType(
     {
-        "I": Setting("full", has_cap=False),
-        "II": Setting("full", has_cap=True),
-        "III": Setting("uniform", has_cap=False),
-        "IV": Setting("uniform", has_cap=True),
-        "V": Setting("cheap", has_cap=False),
-        "VI": Setting("cheap", has_cap=True),
-        "V leaky": Setting("cheap", has_cap=False, is_leaky=True),
-        "VI leaky": Setting("cheap", has_cap=True, is_leaky=True),
+        "I": CrossValidationSetting("full", has_cap=False),
+        "II": CrossValidationSetting("full", has_cap=True),
+        "III": CrossValidationSetting("uniform", has_cap=False),
+        "IV": CrossValidationSetting("uniform", has_cap=True),
+        "V": CrossValidationSetting("cheap", has_cap=False),
+        "VI": CrossValidationSetting("cheap", has_cap=True),
+        "V leaky": CrossValidationSetting("cheap", has_cap=False, is_leaky=True),
+        "VI leaky": CrossValidationSetting("cheap", has_cap=True, is_leaky=True),
     }
 )
 
@@ -79,24 +79,24 @@ class Matrices:
 
 
 @dataclass(frozen=True)
-class Earlier:
+class EarlierRows:
     """The rows known before, with gaps and without; one for each task that is left out and each way of sampling."""
 
     errors: Array
     completed: Array
 
 
-def earlier_tasks(matrices: Matrices, left_out: int, setting: Setting, *, seed: int = 0) -> Earlier:
+def earlier_tasks(matrices: Matrices, left_out: int, setting: CrossValidationSetting, *, seed: int = 0) -> EarlierRows:
     """What was known before `left_out` came: sampled, and completed where there are gaps."""
     rows = [row for row in range(len(matrices.errors)) if setting.is_leaky or row != left_out]
     errors, memory = matrices.errors[rows], matrices.memory[rows]
     if setting.sampling == "full":
-        return Earlier(errors, errors)
+        return EarlierRows(errors, errors)
     propensities = propensities_of(memory, setting.sampling)
     observed = np.where(_is_observed(propensities, setting.sampling, seed), errors, np.nan)
     completed = complete(observed, propensities=propensities if setting.sampling == "cheap" else None).values
     kept = np.array(rows) != left_out
-    return Earlier(observed[kept], completed[kept])
+    return EarlierRows(observed[kept], completed[kept])
 
 
 def propensities_of(memory: Array, sampling: str) -> Array:
@@ -115,7 +115,7 @@ def _is_observed(propensities: Array, sampling: str, seed: int) -> NDArray[np.bo
 
 
 @dataclass(frozen=True)
-class Judged:
+class PickerScores:
     """Scores of one picker with `count` measurements, over all tasks."""
 
     count: int
@@ -135,10 +135,10 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Trial:
+class HeldOutTask:
     """What is left out, and what is known: a row of a cross-validation, ready for any picker."""
 
-    known: Known
+    known: TaskKnowledge
     truth: Truth
 
     def judge(self, picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Scores]:
@@ -148,10 +148,10 @@ class Trial:
         return {count: self.truth.scores(p.drawn, p.expected, p.predicted, is_released=is_released) for count, p in found.items()}
 
 
-Cache = dict[tuple[str, bool], list[Earlier]]
+Cache = dict[tuple[str, bool], list[EarlierRows]]
 
 
-def trials(matrices: Matrices, setting: Setting, cache: Cache | None = None) -> list[Trial]:
+def trials(matrices: Matrices, setting: CrossValidationSetting, cache: Cache | None = None) -> list[HeldOutTask]:
     """One for each task. `cache`: keeps the earlier tasks of a way of sampling, which settings with and without a cap share."""
     cache, key, rows = {} if cache is None else cache, (setting.sampling, setting.is_leaky), range(len(matrices.errors))
     if key not in cache:
@@ -160,18 +160,20 @@ def trials(matrices: Matrices, setting: Setting, cache: Cache | None = None) -> 
     return [_trial(matrices, row, cache[key][row], cap) for row in rows]
 
 
-def _trial(matrices: Matrices, row: int, earlier: Earlier, cap: float) -> Trial:
+def _trial(matrices: Matrices, row: int, earlier: EarlierRows, cap: float) -> HeldOutTask:
     memory, errors = matrices.memory[row], matrices.errors[row]
     feasible = np.flatnonzero(memory <= cap)
     if not len(feasible):
         raise BudgetError(f"no plan of task {row} fits {cap:.6g}; the smallest needs {memory.min():.6g}.")
     most = matrices.memory.max()
     levels = None if matrices.levels is None else matrices.levels[feasible]
-    known = Known(earlier.errors[:, feasible], earlier.completed[:, feasible], memory[feasible] / most, levels, seed=row)
-    return Trial(known, Truth(memory / most, errors, feasible, matrices.denoised[row]))
+    known = TaskKnowledge(earlier.errors[:, feasible], earlier.completed[:, feasible], memory[feasible] / most, levels, seed=row)
+    return HeldOutTask(known, Truth(memory / most, errors, feasible, matrices.denoised[row]))
 
 
-def judge(rows: Sequence[Trial], picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Judged]:
+def judge(
+    rows: Sequence[HeldOutTask], picker: Picker, counts: Sequence[int], *, is_released: bool = False
+) -> dict[int, PickerScores]:
     """Scores of a picker over all trials, by the number of measurements."""
     found = [row.judge(picker, counts, is_released=is_released) for row in rows]
-    return {count: Judged(count, tuple(scores[count] for scores in found)) for count in counts}
+    return {count: PickerScores(count, tuple(scores[count] for scores in found)) for count in counts}

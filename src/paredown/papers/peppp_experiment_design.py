@@ -7,7 +7,7 @@
     BO-full     the same over whole columns of the matrix
     means       the columns' means: what is known without measuring; `most memory`: the same, recommending the largest plan
 
-A picker sees `Known` and asks `measure(plan)`, at most as often as it is told: it cannot look at what it did not pay for.
+A picker sees `TaskKnowledge` and asks `measure(plan)`, at most as often as it is told: it cannot look at what it did not pay for.
 
 Which plans to try on a new task, from the plans' vectors alone: before anything is measured.
 
@@ -48,7 +48,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from paredown.pick.mixture import Belief
+from paredown.pick.mixture import Posterior
 from paredown.pick.posterior import Prior, luck, propose
 
 Array = NDArray[np.float64]
@@ -203,7 +203,7 @@ Measure = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class Known:
+class TaskKnowledge:
     """What a picker may know of a new task, its feasible plans alone.
 
     `earlier`: errors of earlier tasks (tasks, plans), NaN where nobody looked; `completed`: the same without gaps. `levels`: a number for
@@ -232,7 +232,7 @@ class Prediction:
     deviations: Array | None = None
 
 
-Picker = Callable[[Known, Measure, Iterable[int]], dict[int, Prediction]]
+Picker = Callable[[TaskKnowledge, Measure, Iterable[int]], dict[int, Prediction]]
 
 
 def plain(chosen: list[int], measured: Array, predicted: Array) -> Prediction:
@@ -250,7 +250,7 @@ def with_measured(predicted: Array, chosen: list[int], measured: Array) -> Array
 def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
     """Least squares at a design (of vectors, count and seed)."""
 
-    def pick(known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+    def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         vectors = embed(known.completed)
         found: dict[int, Prediction] = {}
         for count in counts:
@@ -265,16 +265,16 @@ def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
 def plugged(picker: Picker) -> Picker:
     """The same with the front drawn from what was measured too."""
 
-    def pick(known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+    def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         return {count: replace(found, drawn=found.expected) for count, found in picker(known, measure, counts).items()}
 
     return pick
 
 
-def bayesian(points_of: Callable[[Known], Array], *, is_released: bool = False) -> Picker:
+def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
     """Expected improvement over points; `is_released`: the plan with the least of it is next."""
 
-    def pick(known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+    def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         squares, wanted = squared_distances(points_of(known)), set(counts)
         chosen = first_at_random(len(squares), RANK, seed=known.seed)
         found: dict[int, Prediction] = {}
@@ -291,13 +291,13 @@ def bayesian(points_of: Callable[[Known], Array], *, is_released: bool = False) 
     return pick
 
 
-def averaged(known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
     """Nothing is measured: means over earlier tasks."""
     means = known.completed.mean(axis=0)
     return {count: plain([], np.empty(0), means) for count in counts}
 
 
-def heaviest(known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
     """Nothing is measured, and a random one of the plans that need most memory is recommended."""
     dice = np.random.RandomState(known.seed).permutation(len(known.memory))
     ranks = np.empty(len(dice))
@@ -329,7 +329,7 @@ class Pooled:
     turns: tuple[str, ...] = ("knowledge", "improvement")
     num_kinds: int = 2
 
-    def __call__(self, known: Known, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+    def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         """Predictions after each of `counts` measurements."""
         wanted, prior = set(counts), Prior.of(known.earlier, known.levels, self.num_kinds)
         seen = np.full(len(known.memory), np.nan)
@@ -345,7 +345,7 @@ class Pooled:
         return found
 
 
-def predicted(prior: Prior, belief: Belief, chosen: list[int], seen: Array) -> Prediction:
+def predicted(prior: Prior, belief: Posterior, chosen: list[int], seen: Array) -> Prediction:
     """Errors of all plans, with deviations of one run."""
     levels, measured = prior.levels, seen[chosen]
     mean, deviation = belief.levels()

@@ -11,8 +11,8 @@ the error of the plan that is taken is expected to fall. However many runs are m
 
 When that is small beside the noise of a run, nothing more can change the choice by what could be noticed.
 
->>> close = Kinds(np.ones(1), np.array([[0.30, 0.31, 0.60]]), 1e-4 * np.eye(3)[None], np.full((1, 3), 1e-4))
->>> gains = values(close)
+>>> close = TaskKinds(np.ones(1), np.array([[0.30, 0.31, 0.60]]), 1e-4 * np.eye(3)[None], np.full((1, 3), 1e-4))
+>>> gains = expected_gains(close)
 >>> bool(gains[0] > 1e-4 and gains[2] < 1e-9), bool(gains.max() < value_of_all(close))
 (True, True)
 """
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paredown.pick.mixture import Belief
+from paredown.pick.mixture import Posterior
 from paredown.pick.posterior import Prior
 
 Array = NDArray[np.float64]
@@ -36,7 +36,7 @@ NUM_DRAWS = 2048
 ENOUGH = 0.1  # of a run's noise: a smaller gain is none
 
 
-class Kinds(NamedTuple):
+class TaskKinds(NamedTuple):
     """What is believed of some plans: how likely each kind of task is (kinds,), its means and noise (kinds, plans) and spread."""
 
     weights: Array
@@ -50,20 +50,20 @@ class Kinds(NamedTuple):
         return self.weights @ self.means
 
 
-def kinds_of(prior: Prior, belief: Belief, plans: Indices, tried: Collection[int] = ()) -> Kinds:
+def kinds_of(prior: Prior, belief: Posterior, plans: Indices, tried: Collection[int] = ()) -> TaskKinds:
     """What is believed of these plans. Those that were tried would run with another seed, and what that does to all plans is not known."""
     levels = prior.levels[plans]
     spreads = belief.spreads[0][:, levels][:, :, levels] + np.diag(prior.doubt[plans])
     apart = np.array([1 + 2 * prior.shared * (plan in tried) for plan in plans])
-    return Kinds(belief.weights[0], belief.means[0][:, levels] + prior.offsets[plans], spreads, apart * belief.noise[:, levels])
+    return TaskKinds(belief.weights[0], belief.means[0][:, levels] + prior.offsets[plans], spreads, apart * belief.noise[:, levels])
 
 
-def values(kinds: Kinds) -> Array:
+def expected_gains(kinds: TaskKinds) -> Array:
     """By how much a run of each plan is expected to lower the error of the plan that is taken, (plans,)."""
     return np.array([max(0.0, kinds.mean.min() - _least_after(kinds, plan)) for plan in range(kinds.means.shape[1])])
 
 
-def _least_after(kinds: Kinds, plan: int) -> float:
+def _least_after(kinds: TaskKinds, plan: int) -> float:
     """The least mean of all plans that is expected after a run of this one."""
     middle, variance = kinds.means[:, plan], kinds.spreads[:, plan, plan] + kinds.noise[:, plan]
     deviation = np.sqrt(np.maximum(variance, 1e-18))[:, None]
@@ -77,7 +77,7 @@ def _least_after(kinds: Kinds, plan: int) -> float:
     return float(np.outer(kinds.weights, ODDS).ravel() @ after.min(axis=1))
 
 
-def value_of_all(kinds: Kinds, seed: int = 0) -> float:
+def value_of_all(kinds: TaskKinds, seed: int = 0) -> float:
     """What knowing all means is worth; by NUM_DRAWS draws of each kind, and as many opposite ones."""
     draws = np.random.default_rng(seed).standard_normal((NUM_DRAWS, kinds.means.shape[1]))
     draws = np.concatenate([draws, -draws])
@@ -87,24 +87,24 @@ def value_of_all(kinds: Kinds, seed: int = 0) -> float:
     return max(0.0, float(kinds.mean.min() - kinds.weights @ np.array(least)))
 
 
-def knowledge(kinds: Kinds) -> Array:
+def variance_reduction(kinds: TaskKinds) -> Array:
     """By how much a run of each plan lowers the sum of all variances, (plans,); mean over kinds."""
     inside = np.diagonal(kinds.spreads, axis1=1, axis2=2) + kinds.noise
     return kinds.weights @ ((kinds.spreads**2).sum(axis=1) / np.maximum(inside, 1e-18))
 
 
-DESIGNS = {"knowledge": knowledge, "choice": values}
+DESIGNS = {"knowledge": variance_reduction, "choice": expected_gains}
 TURNS = ("knowledge", "choice")  # the first one chooses the first plan to measure, the second all others
 
 
-def propose(design: str, prior: Prior, belief: Belief, plans: Indices, memory: Array, *, tried: Collection[int] = ()) -> int:
+def propose(design: str, prior: Prior, belief: Posterior, plans: Indices, memory: Array, *, tried: Collection[int] = ()) -> int:
     """The one of `plans` to measure next: that of the largest gain; of equals, the one of the least memory."""
     gains = DESIGNS[design](kinds_of(prior, belief, plans, tried))
     best = plans[gains >= gains.max() - 1e-9 * abs(gains.max())]
     return int(best[np.argmin(memory[best])])
 
 
-def is_settled(prior: Prior, belief: Belief, plans: Indices) -> bool:
+def is_settled(prior: Prior, belief: Posterior, plans: Indices) -> bool:
     """Whether measuring more of `plans`, however much, could not lower the error by what would be noticed."""
     kinds = kinds_of(prior, belief, plans)
     noise = (1 + prior.shared) * (kinds.weights @ kinds.noise)[int(kinds.mean.argmin())]

@@ -28,16 +28,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paredown.assign.assign import Recipe, assign
+from paredown.assign.assign import PlanTemplate, assign
 from paredown.errors import BudgetError, PlanError
-from paredown.formats.element import Kind
+from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
-from paredown.pick.prior_data import Earlier, PlanRow
-from paredown.plan.checkpointed_trace import recomputed
+from paredown.pick.prior_data import PlanRow, PriorData
+from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
-from paredown.plan.replay import choices, given_to
-from paredown.plan.selectors import Key
+from paredown.plan.replay import resolve_parameter_formats, slot_storages
+from paredown.plan.selectors import Selector
 from paredown.plan.storage import significant_bits
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes
@@ -47,7 +47,7 @@ from paredown.trace.trace import Trace
 
 def plan_of_row(row: PlanRow, trace: Trace) -> Plan:
     """The plan of a column, for this step."""
-    return Recipe.parse(row.recipe).make(trace) if row.plan is None else Plan.from_json(row.plan)
+    return PlanTemplate.parse(row.recipe).make(trace) if row.plan is None else Plan.from_json(row.plan)
 
 
 # --- What a plan is like, as numbers that compare plans ---
@@ -78,7 +78,7 @@ def bits_of(format: Format | None) -> float:
     if format is None:
         return FULL
     bits = float(significant_bits(format) + (format.minimum is not None))  # a minimum for each block was worth one in trained tasks
-    if format.block is None or format.element.kind is Kind.FLOAT:
+    if format.block is None or format.element.kind is ElementKind.FLOAT:
         return bits
     return bits - 0.5 * float(np.log2(np.log(max(format.block, 2)) / np.log(64)))  # the largest of n normal values: sqrt(2 ln n)
 
@@ -95,24 +95,24 @@ def _coarseness(formats: Iterable[Format | None]) -> float:
 def _lacking(format: Format) -> float:
     element = format.element
     exponent_bits = element.width - element.mantissa_bits - element.signed
-    return max(0.0, float(ENOUGH - exponent_bits)) if format.block is None and element.kind is Kind.FLOAT else 0.0
+    return max(0.0, float(ENOUGH - exponent_bits)) if format.block is None and element.kind is ElementKind.FLOAT else 0.0
 
 
 def _by_rules(plan: Plan) -> dict[Role, list[Format | None]]:
     found: dict[Role, list[Format | None]] = {}
     for text, assignment in plan.rules:
-        found.setdefault(Key.parse(text).role or Role.ACTIVATION, []).append(assignment.format)
+        found.setdefault(Selector.parse(text).role or Role.ACTIVATION, []).append(assignment.format)
     return {role: [format for format in formats if format is not None] for role, formats in found.items()}
 
 
 def _by_slots(plan: Plan, trace: Trace) -> dict[Role, list[Format | None]]:
     """What every slot gets; those that backward needs a bit or a shape of are exact, and those computed again follow others."""
-    seen = recomputed(trace, plan.recompute)
-    chosen = choices(seen, plan)
+    seen = checkpointed_trace(trace, plan.recompute)
+    chosen = slot_storages(seen, plan)
     needed = [slot for slot in seen.activations if any(saver.use is Use.VALUE for saver in slot.savers)]
     found: dict[Role, list[Format | None]] = {Role.ACTIVATION: [chosen[slot.name].format for slot in needed]}
     for weight in trace.of(Role.WEIGHT):
-        given = given_to(weight, plan)
+        given = resolve_parameter_formats(weight, plan)
         found.setdefault(Role.WEIGHT, []).append(None if given.residue_bytes else given.weight)
         found.setdefault(Role.GRADIENT, []).append(given.gradient)
         for role in (Role.MOMENT1, Role.MOMENT2):
@@ -138,7 +138,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Step:
+class TaskStep:
     """A step to make plans for: its bytes under a plan, and its trace, of which both may differ with what the plan speaks of.
 
     `trace_of` is None where plans speak of values that no step stores; then nothing is made for the step, and plans are as their rules say.
@@ -191,7 +191,7 @@ class Candidates:
         return np.array([row.predicted_bytes for row in self.rows], dtype=float)
 
 
-def candidates(step: Step, earlier: Earlier, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
+def candidates(step: TaskStep, earlier: PriorData, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
     """The plans to choose from; `others` are further ones, by label."""
     found: dict[object, Candidate] = {}
     num_left_out = 0
@@ -210,7 +210,7 @@ def candidates(step: Step, earlier: Earlier, budget: int | str, others: Iterable
     return Candidates(tuple(_told_apart(found.values())), points, num_left_out)
 
 
-def _general(step: Step, budget: int | str) -> Iterator[tuple[str, Callable[[], Plan]]]:
+def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[[], Plan]]]:
     """Plans that are for any task."""
     yield AS_WRITTEN, Plan
     for name in PRESETS:
@@ -221,7 +221,7 @@ def _general(step: Step, budget: int | str) -> Iterator[tuple[str, Callable[[], 
         yield f"assign {share}, layers again", lambda: step.made(nbytes, recompute=True)
 
 
-def _candidate(step: Step, label: str, make: Callable[[], Plan], column: int) -> Candidate | None:
+def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> Candidate | None:
     """None where the plan cannot be made for this step, or speaks of slots that it does not have."""
     try:
         plan = make()

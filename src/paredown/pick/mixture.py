@@ -9,7 +9,7 @@ that go up and down together and towards one noise. Conditioning on a new task's
 
 >>> rng = np.random.default_rng(0)
 >>> tasks = 0.5 + 0.2 * rng.standard_normal((40, 1)) + [[0.0, 0.1]] + 0.01 * rng.standard_normal((40, 2))
->>> belief = Mixture.fitted(Sums.of(tasks, np.array([0, 1]))).given(Sums.of(np.array([[0.3, np.nan]]), np.array([0, 1])))
+>>> belief = Mixture.fitted(LevelSums.of(tasks, np.array([0, 1]))).given(LevelSums.of(np.array([[0.3, np.nan]]), np.array([0, 1])))
 >>> mean, deviation = belief.levels()
 >>> mean.round(1).tolist(), bool(deviation[1] < 0.05)
 ([0.3, 0.4], True)
@@ -52,7 +52,7 @@ SETTLED = 0.01  # EM ends when a step makes everything observed less than 1 % mo
 
 
 @dataclass(frozen=True)
-class Sums:
+class LevelSums:
     """What matters of observed errors: how many of each level, their sum and sum of squares; (num_tasks, num_levels) each."""
 
     count: Array
@@ -60,20 +60,20 @@ class Sums:
     square: Array
 
     @staticmethod
-    def of(errors: Array, levels: NDArray[np.intp], num_levels: int | None = None, weights: Array | None = None) -> Sums:
+    def of(errors: Array, levels: NDArray[np.intp], num_levels: int | None = None, weights: Array | None = None) -> LevelSums:
         """Of a matrix (tasks, plans), NaN where nothing was observed; `weights` (plans,): as parts of a run, 1 unless given."""
         is_of = (levels[:, None] == np.arange(num_levels or int(levels.max()) + 1)[None]).astype(float)
         is_of = is_of if weights is None else is_of * weights[:, None]
         seen = np.where(np.isfinite(errors), errors, 0.0)
-        return Sums(np.isfinite(errors) @ is_of, seen @ is_of, seen**2 @ is_of)
+        return LevelSums(np.isfinite(errors) @ is_of, seen @ is_of, seen**2 @ is_of)
 
-    def rows(self, which: NDArray[np.bool_]) -> Sums:
+    def rows(self, which: NDArray[np.bool_]) -> LevelSums:
         """Those of some tasks alone."""
-        return Sums(self.count[which], self.total[which], self.square[which])
+        return LevelSums(self.count[which], self.total[which], self.square[which])
 
 
 @dataclass(frozen=True)
-class Belief:
+class Posterior:
     """Tasks after their observations: `weights` (tasks, kinds), `means` (tasks, kinds, levels) and `spreads` (.., levels, levels) of each
     kind, `noise` (kinds, levels), and how likely the observations were."""
 
@@ -112,7 +112,7 @@ class Mixture:
     noise: Array
 
     @staticmethod
-    def fitted(sums: Sums, num_kinds: int = 2, num_steps: int = NUM_STEPS) -> Mixture:
+    def fitted(sums: LevelSums, num_kinds: int = 2, num_steps: int = NUM_STEPS) -> Mixture:
         """By EM from a split of the tasks into equal parts by their mean error; of fewer kinds where tasks are few."""
         guess = _Guess.of(sums)
         num_kinds = max(1, min(num_kinds, len(sums.count) // TASKS_OF_A_KIND))
@@ -120,7 +120,7 @@ class Mixture:
         weights = np.eye(num_kinds)[order * num_kinds // len(order)]
         means = np.repeat(guess.filled(sums)[:, None], num_kinds, axis=1)
         spreads = np.zeros((*means.shape, means.shape[-1]))
-        found = _maximised(sums, Belief(weights, means, spreads, np.empty(0), 0.0), guess)
+        found = _maximised(sums, Posterior(weights, means, spreads, np.empty(0), 0.0), guess)
         last = -np.inf
         for _ in range(num_steps):
             belief = found.given(sums)
@@ -129,7 +129,7 @@ class Mixture:
             found, last = _maximised(sums, belief, guess), belief.log_likelihood
         return found
 
-    def given(self, sums: Sums) -> Belief:
+    def given(self, sums: LevelSums) -> Posterior:
         """Tasks by their observations; a task without any is as the earlier ones were."""
         pull = (sums.total[:, None] - sums.count[:, None] * self.means) / self.noise  # (tasks, kinds, levels)
         spreads, size = self._conditioned(sums.count)
@@ -138,7 +138,7 @@ class Mixture:
         logs = -0.5 * (misfit - (pull * shift).sum(axis=-1) + size) + np.log(self.shares)
         top = logs.max(axis=1, keepdims=True)
         total = np.exp(logs - top).sum(axis=1, keepdims=True)
-        return Belief(np.exp(logs - top) / total, self.means + shift, spreads, self.noise, float((top + np.log(total)).sum()))
+        return Posterior(np.exp(logs - top) / total, self.means + shift, spreads, self.noise, float((top + np.log(total)).sum()))
 
     def _conditioned(self, count: Array) -> tuple[Array, Array]:
         """Spreads (tasks, kinds, levels, levels) after so many runs, and log |I + S D|; once where the same was observed of all tasks."""
@@ -150,7 +150,7 @@ class Mixture:
         sizes = np.linalg.slogdet(inner)[1]
         return np.broadcast_to(spreads, (len(count), *spreads.shape[1:])), np.broadcast_to(sizes, (len(count), sizes.shape[1]))
 
-    def _around(self, sums: Sums) -> Array:
+    def _around(self, sums: LevelSums) -> Array:
         return sums.square[:, None] - 2 * self.means * sums.total[:, None] + sums.count[:, None] * self.means**2
 
 
@@ -165,7 +165,7 @@ class _Guess:
     noise: float
 
     @staticmethod
-    def of(sums: Sums) -> _Guess:
+    def of(sums: LevelSums) -> _Guess:
         """From sums, means and what is left of them."""
         seen = np.maximum(sums.count, 1e-12)
         offsets = sums.total.sum(axis=0) / np.maximum(sums.count.sum(axis=0), 1e-12)
@@ -181,7 +181,7 @@ class _Guess:
             alone *= len(lifted) / max(len(lifted) - 1 - num_common, 1)
         return replace(guess, loose=float(np.clip(alone / guess.variance, *LOOSE)))
 
-    def filled(self, sums: Sums) -> Array:
+    def filled(self, sums: LevelSums) -> Array:
         """The tasks' levels: as seen, and where nothing was seen the level's offset moved by the task's height."""
         return np.where(sums.count > 0, sums.total / np.maximum(sums.count, 1.0), self.offsets + self.heights[:, None])
 
@@ -191,7 +191,7 @@ class _Guess:
         return self.variance * ((1 - self.loose) + self.loose * np.eye(size))
 
 
-def _maximised(sums: Sums, belief: Belief, guess: _Guess) -> Mixture:
+def _maximised(sums: LevelSums, belief: Posterior, guess: _Guess) -> Mixture:
     """The kinds that suit what is believed about the tasks."""
     weights = belief.weights
     tasks = np.maximum(weights.sum(axis=0), 1e-9)  # (kinds,)
@@ -242,7 +242,11 @@ def as_levels(levels: Levels) -> Levels:
 def _likelihood(fit: Array, judge: Array, levels: Levels) -> float:
     """Of one half of the tasks, by what the other half teaches."""
     apart = offsets(fit, levels)[0]
-    return Mixture.fitted(Sums.of(fit - apart, levels), num_steps=FEW_STEPS).given(Sums.of(judge - apart, levels)).log_likelihood
+    return (
+        Mixture.fitted(LevelSums.of(fit - apart, levels), num_steps=FEW_STEPS)
+        .given(LevelSums.of(judge - apart, levels))
+        .log_likelihood
+    )
 
 
 def _tree(errors: Array) -> Array:
@@ -273,7 +277,7 @@ def _cut(tree: Array, count: int, num_plans: int) -> Levels:
 
 def offsets(errors: Array, levels: Levels) -> tuple[Array, Array]:
     """How far each plan lies from its level on all tasks alike, drawn to 0 by as much as noise explains, and the variance of that."""
-    sums = Sums.of(errors, levels)
+    sums = LevelSums.of(errors, levels)
     count = sums.count[:, levels]
     apart = errors - (sums.total / np.maximum(sums.count, 1.0))[:, levels]
     apart = np.where(count > 1, apart * np.sqrt(count / np.maximum(count - 1, 1.0)), np.nan)
@@ -307,7 +311,7 @@ def _are_twins(runs: Array, others: Array) -> bool:
     return bool((num_tasks >= TASKS_OF_TWINS).all()) and bool((runs == others)[both].all())
 
 
-def once(runs: Array, twins: Levels) -> Array:
+def without_twins(runs: Array, twins: Levels) -> Array:
     """Runs (tasks, plans, seeds), those of twins once: NaN where an earlier twin has the same."""
     kept = runs.copy()
     for twin in np.unique(twins):

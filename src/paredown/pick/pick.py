@@ -5,8 +5,8 @@
 Only plans within the budget are tried. Trials are those that are worth most to the choice (pick/acquisition.py); the last one is for the
 plan that is about to be taken, if it was not tried. No trial at all is fine: then earlier tasks alone answer, with their bands.
 
->>> from paredown.pick.priors import made_up
->>> picked = pick("digits#model=mlp,steps=30", "80%", evaluations=0, prior=made_up(), device="cpu")
+>>> from paredown.pick.priors import made_up_prior
+>>> picked = pick("digits#model=mlp,steps=30", "80%", evaluations=0, prior=made_up_prior(), device="cpu")
 >>> picked.plan is not None, picked.point.predicted_bytes <= picked.budget_bytes, picked.trials
 (True, True, ())
 """
@@ -24,22 +24,22 @@ import torch
 from paredown.errors import PlanError, TaskError
 from paredown.pick import priors
 from paredown.pick.answer import Picked
-from paredown.pick.candidates import Candidates, Step, candidates
-from paredown.pick.pick_loop import Picking
+from paredown.pick.candidates import Candidates, TaskStep, candidates
+from paredown.pick.pick_loop import PickLoop
 from paredown.pick.prior_collection import family_of_task
-from paredown.pick.prior_data import Earlier
-from paredown.pick.task_prior import Learned, blind_error
+from paredown.pick.prior_data import PriorData
+from paredown.pick.task_prior import TaskPrior, blind_error
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.simulate.outline import Outline, outline
 from paredown.simulate.peppp import plan_bytes
 from paredown.sizes import parse_bytes
-from paredown.sweeps.measurement import Runner, Told, measurer
-from paredown.tasks.evaluate import device_name, find_device, formats_state, traced
+from paredown.sweeps.measurement import Runner, TrialCallback, measurer
+from paredown.tasks.evaluate import device_name, find_device, formats_state, trace_task
 from paredown.tasks.lookup import find_task
 from paredown.tasks.task import Task
-from paredown.tasks.training import Setting
+from paredown.tasks.training import TrainingSetup
 from paredown.trace.trace import Trace
 
 MODES = {"store": "store", "simulate": "simulate", "peppp": "simulate"}  # and the mode of the prior that is asked
@@ -50,12 +50,12 @@ def pick(
     budget: int | str = "40%",
     evaluations: int = 8,
     *,
-    prior: str | os.PathLike[str] | Earlier | None = None,
+    prior: str | os.PathLike[str] | PriorData | None = None,
     store: str | Path | None = None,
     mode: str = "store",
     seed: int = 0,
     device: Any = None,
-    progress: Told | None = None,
+    progress: TrialCallback | None = None,
 ) -> Picked:
     """The plan of least expected error whose predicted peak is within `budget`, after at most `evaluations` trials.
 
@@ -67,13 +67,13 @@ def pick(
     found = _checked(task, evaluations, mode)
     earlier = _earlier(prior, mode)
     place = find_device(device)
-    step = step_of(found, place.type, mode, earlier)
+    step = task_step(found, place.type, mode, earlier)
     budget_bytes = parse_bytes(budget, whole=step.full_bytes)
     runs = measurer(Runner(found, mode, None if device is None else str(place)), store, f"pick {budget_bytes} bytes")
     try:
         own, others = runs.known()
         rows = candidates(step, earlier, budget, [(f"trial of {trial.task}", trial.plan) for trial in (*own, *others)])
-        picking = _begun(found, budget_bytes, step, rows, Learned.of(earlier, _family(found)), place)
+        picking = _begun(found, budget_bytes, step, rows, TaskPrior.of(earlier, _family(found)), place)
         picking.learn(own, others)
         picking.search(runs, evaluations, seed=seed, told=progress)
     finally:
@@ -81,17 +81,17 @@ def pick(
     return picking.answer(time.perf_counter() - begun)
 
 
-def _begun(task: Task, budget_bytes: int, step: Step, rows: Candidates, learned: Learned, place: torch.device) -> Picking:
+def _begun(task: Task, budget_bytes: int, step: TaskStep, rows: Candidates, learned: TaskPrior, place: torch.device) -> PickLoop:
     """What is known before any trial; on a GPU measured peaks have to fit too."""
     about: dict[str, Any] = {"task": task.name, "metric": _metric(task), "unit": blind_of(task), "budget_bytes": budget_bytes}
     where: dict[str, Any] = {"is_strict": place.type == "cuda", "device": device_name(place)}
-    return Picking(**about, step=step, candidates=rows, learned=learned, **where)
+    return PickLoop(**about, step=step, candidates=rows, learned=learned, **where)
 
 
-def _earlier(prior: str | os.PathLike[str] | Earlier | None, mode: str) -> Earlier:
-    if isinstance(prior, Earlier):
+def _earlier(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> PriorData:
+    if isinstance(prior, PriorData):
         return prior
-    return priors.known(MODES[mode]) if prior is None else priors.load(prior)
+    return priors.known_prior(MODES[mode]) if prior is None else priors.load(prior)
 
 
 def _checked(task: Any, evaluations: Any, mode: Any) -> Task:
@@ -122,19 +122,19 @@ def blind_of(task: Task) -> float | None:
     return blind_error(task.metric, task.data.num_answers) if isinstance(task.metric, str) else None
 
 
-def step_of(task: Task, device: str, mode: str, earlier: Earlier) -> Step:
+def task_step(task: Task, device: str, mode: str, earlier: PriorData) -> TaskStep:
     """The step of a task, to be planned for: bytes are those that it stores; of PEPPP's configurations those that PEPPP counts."""
 
     def trace_of(plan: Plan) -> Trace:
-        return traced(task, device, formats_state(plan))
+        return trace_task(task, device, formats_state(plan))
 
     def bytes_of(plan: Plan) -> int:
         return footprint(trace_of(plan), plan).peak_bytes
 
     if mode != "store" and any(row.plan is not None and is_peppp(Plan.from_json(row.plan)) for row in earlier.plans):
-        counted = partial(_counted_bytes, outlined(task))
-        return Step(counted, None, counted(Plan()))
-    return Step(bytes_of, trace_of if mode == "store" else None, bytes_of(Plan()))
+        counted = partial(_counted_bytes, outline_of_task(task))
+        return TaskStep(counted, None, counted(Plan()))
+    return TaskStep(bytes_of, trace_of if mode == "store" else None, bytes_of(Plan()))
 
 
 def is_peppp(plan: Plan) -> bool:
@@ -152,8 +152,8 @@ def _counted_bytes(outline: Outline, plan: Plan) -> int:
         raise PlanError("PEPPP counts the memory of its own network.") from None
 
 
-def outlined(task: Task) -> Outline:
+def outline_of_task(task: Task) -> Outline:
     """All values of a task's model."""
-    setting = Setting(task, Plan(), 0, torch.device("cpu"))
+    setting = TrainingSetup(task, Plan(), 0, torch.device("cpu"))
     x, _ = next(task.data.batches(task.batch, seed=0, device=setting.device))
     return outline(setting.model(), (x,))

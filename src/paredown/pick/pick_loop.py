@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from paredown.errors import BudgetError, TaskError
 from paredown.pick.acquisition import ENOUGH, TURNS, is_settled, propose
 from paredown.pick.answer import Frontier, Picked, Point
-from paredown.pick.candidates import Candidates, Step
+from paredown.pick.candidates import Candidates, TaskStep
 from paredown.pick.pareto import undominated
-from paredown.pick.posterior import Choice, Estimate, Prior
-from paredown.pick.seed_effects import Run
-from paredown.pick.task_prior import WORST, Learned
+from paredown.pick.posterior import BudgetChoice, Estimate, Prior
+from paredown.pick.seed_effects import SeedRun
+from paredown.pick.task_prior import WORST, TaskPrior
 from paredown.plan.plan import Plan
 from paredown.sizes import say_bytes
-from paredown.sweeps.measurement import Measurer, Told
+from paredown.sweeps.measurement import Measurer, TrialCallback
 from paredown.tasks.trial import Status, Trial
 
 NAMED = 3  # ties that a reason names
@@ -31,13 +31,13 @@ UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)  # trials that
 
 
 @dataclass(frozen=True)
-class Telling:
+class AnswerText:
     """What is told of: the budget, the step as it is written, the trials, earlier tasks, and trials of the task known besides."""
 
     budget_bytes: int
     full_bytes: int
     trials: tuple[Trial, ...]
-    learned: Learned
+    learned: TaskPrior
     others: tuple[Trial, ...] = ()
 
     def why(self, point: Point, ties: Sequence[str], num_fits: int, *, is_settled: bool) -> str:
@@ -136,7 +136,7 @@ MOST_FAILURES = 3  # trials that may fail, and none succeed: then it is not the 
 
 
 @dataclass
-class Picking:
+class PickLoop:
     """`unit`: the error of a blind guess; where it is not known, what makes the first trial as good as earlier tasks were under its plan.
 
     `is_strict`: measured peaks above the budget do not fit either, as on a GPU. `device`: what trials call the one that is planned for.
@@ -146,9 +146,9 @@ class Picking:
     metric: str
     unit: float | None
     budget_bytes: int
-    step: Step
+    step: TaskStep
     candidates: Candidates
-    learned: Learned
+    learned: TaskPrior
     is_strict: bool = False
     device: str = ""
     prior: Prior = field(init=False)
@@ -193,11 +193,11 @@ class Picking:
     def _placed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
         return [(self._place[_key(trial.plan)], trial) for trial in trials if _key(trial.plan) in self._place]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[SeedRun]:
         """Trials that came to an end, their errors in parts of a blind guess."""
         found = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
         errors = [min(WORST, trial.error / self._unit) if trial.error is not None else WORST for _, trial in found]
-        return [Run(plan, error, trial.seed) for (plan, trial), error in zip(found, errors, strict=True)]
+        return [SeedRun(plan, error, trial.seed) for (plan, trial), error in zip(found, errors, strict=True)]
 
     @property
     def _unit(self) -> float:
@@ -252,7 +252,7 @@ class Picking:
 
     # --- what is tried ------------------------------------------------------------------------------------------------
 
-    def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, told: Told | None = None) -> None:
+    def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, told: TrialCallback | None = None) -> None:
         """Trials, until there are `evaluations` of them or nothing more is worth one; TaskError where all of them failed."""
         while self.num_done < evaluations and not self.is_settled:
             plan = self.next_plan(evaluations - self.num_done)
@@ -315,7 +315,7 @@ class Picking:
         """What is believed of all plans, in parts of a blind guess."""
         return Estimate.after(self.prior, self.needed(), self.runs())
 
-    def choice(self) -> Choice:
+    def choice(self) -> BudgetChoice:
         """The plan to take; BudgetError where nothing fits."""
         return self.estimate().best(self.budget_bytes)
 
@@ -343,7 +343,7 @@ class Picking:
         return self._taken(answer, points[choice.plan], tuple(points[plan].label for plan in choice.ties))
 
     def _taken(self, answer: Picked, point: Point, ties: tuple[str, ...]) -> Picked:
-        telling = Telling(self.budget_bytes, self.step.full_bytes, answer.trials, self.learned, tuple(self.others))
+        telling = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.learned, tuple(self.others))
         reason = telling.why(point, ties, len(self.fits()), is_settled=self.is_settled)
         notes = telling.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
         return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)

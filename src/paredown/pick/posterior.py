@@ -34,9 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
-from paredown.pick.mixture import NUM_STEPS, Belief, Mixture, Sums, as_levels, find_levels, offsets
+from paredown.pick.mixture import NUM_STEPS, LevelSums, Mixture, Posterior, as_levels, find_levels, offsets
 from paredown.pick.pareto import undominated
-from paredown.pick.seed_effects import Level, Run, on_one_level
+from paredown.pick.seed_effects import RunsWithoutSeeds, SeedRun, on_one_level
 
 Array = NDArray[np.float64]
 FOUND_STEPS = 20  # of EM with levels that were found: what more of them change is less than what the levels leave open
@@ -66,30 +66,30 @@ class Prior:
         num_steps = NUM_STEPS if levels is not None else FOUND_STEPS
         levels = find_levels(earlier) if levels is None else as_levels(levels)
         apart, doubt = offsets(earlier, levels)
-        mixture = Mixture.fitted(Sums.of(earlier - apart, levels), num_kinds, num_steps)
+        mixture = Mixture.fitted(LevelSums.of(earlier - apart, levels), num_kinds, num_steps)
         return Prior(levels, apart, doubt, mixture, len(earlier), float(np.nanmax(earlier)))
 
-    def given(self, seen: Array) -> Belief:
+    def given(self, seen: Array) -> Posterior:
         """A new task by what was measured (NaN where not)."""
-        return self.mixture.given(Sums.of((seen - self.offsets)[None], self.levels, self.mixture.means.shape[1]))
+        return self.mixture.given(LevelSums.of((seen - self.offsets)[None], self.levels, self.mixture.means.shape[1]))
 
-    def after(self, runs: Sequence[Run | tuple[int, float]]) -> Belief:
+    def after(self, runs: Sequence[SeedRun | tuple[int, float]]) -> Posterior:
         """A new task by runs, (plan, error) or a Run each; a plan may have several."""
         plans = np.array([run[0] for run in runs], dtype=np.intp)
         level = self.level(runs)
         errors = level.errors - self.offsets[plans]
-        return self.mixture.given(Sums.of(errors[None], self.levels[plans], self.mixture.means.shape[1], level.weights))
+        return self.mixture.given(LevelSums.of(errors[None], self.levels[plans], self.mixture.means.shape[1], level.weights))
 
-    def level(self, runs: Sequence[Run | tuple[int, float]]) -> Level:
+    def level(self, runs: Sequence[SeedRun | tuple[int, float]]) -> RunsWithoutSeeds:
         """A new task's runs without what their seeds do to all plans."""
-        return on_one_level([Run(run[0], self.finite(run[1]), *run[2:]) for run in runs], self.shared, self.worst)
+        return on_one_level([SeedRun(run[0], self.finite(run[1]), *run[2:]) for run in runs], self.shared, self.worst)
 
     def finite(self, measured: float) -> float:
         """A run that diverged counts as the worst of all errors."""
         return measured if np.isfinite(measured) else self.worst
 
 
-def propose(design: str, prior: Prior, belief: Belief, memory: Array, seen: Array) -> int:
+def propose(design: str, prior: Prior, belief: Posterior, memory: Array, seen: Array) -> int:
     """The plan to measure next: of those with the largest gain, the one with the least memory."""
     gains = _knowledge(belief)[prior.levels] if design == "knowledge" else _improvement(prior, belief, memory, seen)
     gains = np.where(np.isnan(seen), gains, -np.inf)
@@ -97,14 +97,14 @@ def propose(design: str, prior: Prior, belief: Belief, memory: Array, seen: Arra
     return int(best[np.argmin(memory[best])])
 
 
-def _knowledge(belief: Belief) -> Array:
+def _knowledge(belief: Posterior) -> Array:
     """By how much a run of each level lowers the sum of all levels' variances, (levels,)."""
     spreads, weights = belief.spreads[0], belief.weights[0]  # (kinds, levels, levels)
     lowered = (spreads**2).sum(axis=1) / (np.diagonal(spreads, axis1=-2, axis2=-1) + belief.noise)
     return weights @ lowered
 
 
-def _improvement(prior: Prior, belief: Belief, memory: Array, seen: Array) -> Array:
+def _improvement(prior: Prior, belief: Posterior, memory: Array, seen: Array) -> Array:
     """By how much each plan is expected to add to the area under what was measured, up to the most memory and the worst error."""
     order = np.argsort(memory, kind="stable")
     top = max(1.0, prior.worst)
@@ -153,7 +153,7 @@ DOUBT = 0.05  # a plan that is better than the one taken with at least this prob
 
 
 @dataclass(frozen=True)
-class Choice:
+class BudgetChoice:
     """The plan to take within a budget; `ties` are others within it that may be as good."""
 
     plan: int
@@ -173,16 +173,16 @@ class Estimate:
     noise: Array
     measured: Mapping[int, float]
     prior: Prior
-    belief: Belief
+    belief: Posterior
 
     @staticmethod
     def of(prior: Prior, memory: Array, measured: Mapping[int, float | Sequence[float]] | None = None) -> Estimate:
         """After measurements, or before any; a plan may have been measured several times."""
         errors = {plan: np.atleast_1d(errors) for plan, errors in (measured or {}).items()}
-        return Estimate.after(prior, memory, [Run(plan, float(error)) for plan, found in errors.items() for error in found])
+        return Estimate.after(prior, memory, [SeedRun(plan, float(error)) for plan, found in errors.items() for error in found])
 
     @staticmethod
-    def after(prior: Prior, memory: Array, runs: Sequence[Run]) -> Estimate:
+    def after(prior: Prior, memory: Array, runs: Sequence[SeedRun]) -> Estimate:
         """After runs, with their seeds: what these do to all plans alike makes bands wider, and no plan better than another."""
         belief, levels = prior.after(runs), prior.levels
         mean, deviation = belief.levels()
@@ -209,7 +209,7 @@ class Estimate:
         """Between which errors each plan's mean lies: nine times of ten, unless told otherwise."""
         return self.means - width * self.deviations, self.means + width * self.deviations
 
-    def best(self, budget: float) -> Choice:
+    def best(self, budget: float) -> BudgetChoice:
         """The plan with the least mean error within the budget; of equals the one with the least memory."""
         fits = np.flatnonzero(self.memory <= budget)
         if not len(fits):
@@ -219,7 +219,7 @@ class Estimate:
         plan = int(fits[np.lexsort((self.memory[fits], self.means[fits]))[0]])
         chances = self.chance_below(plan)
         ties = tuple(int(other) for other in fits if other != plan and chances[other] >= DOUBT)
-        return Choice(plan, float(self.means[plan]), float(self.deviations[plan]), ties, self._reason(plan, ties, len(fits)))
+        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties, self._reason(plan, ties, len(fits)))
 
     def chance_below(self, plan: int) -> Array:
         """How likely each plan's mean error is less than this one's; a half where nothing tells them apart."""

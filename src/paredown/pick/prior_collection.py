@@ -42,16 +42,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from paredown.assign.assign import recipes_of
+from paredown.assign.assign import templates_of
 from paredown.errors import ParedownError, PriorError
 from paredown.formats.catalog import TIERS
-from paredown.pick.prior_data import Array, Earlier, PlanRow, TaskRow
+from paredown.pick.prior_data import Array, PlanRow, PriorData, TaskRow
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_json
 from paredown.simulate.peppp import parse_peppp
 from paredown.tasks.evaluate import peppp_bytes
-from paredown.tasks.lookup import found_task, parse_options, portable_text
+from paredown.tasks.lookup import cached_task, parse_options, portable_text
 from paredown.tasks.task import Task
 from paredown.tasks.trial import Status, Trial
 
@@ -124,7 +124,7 @@ def _options(text: str) -> dict[str, Any]:
 
 def _task(text: str, folder: Path | None) -> Task | None:
     try:
-        return found_task(text, folder)
+        return cached_task(text, folder)
     except ParedownError:
         return None
 
@@ -185,7 +185,7 @@ CHECKS: dict[str, Check] = {**dict.fromkeys(("sweep", "task", "mode"), TEXT), "p
 Rows = Sequence[Mapping[str, Any]]
 
 
-class Entry(NamedTuple):
+class CollectedTrial(NamedTuple):
     """A trial that counts, and where it belongs."""
 
     task: str  # its text
@@ -200,7 +200,7 @@ class Table:
     """Entries, with the rows and columns that they belong to, by text and by key."""
 
     mode: str
-    entries: list[Entry]
+    entries: list[CollectedTrial]
     tasks: dict[str, TaskRow]
     plans: dict[str, PlanRow]
 
@@ -225,7 +225,9 @@ def _exported(path: Path) -> Rows:
     return found
 
 
-def collect(rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None, is_finished: bool = False) -> Earlier:
+def collect(
+    rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None, is_finished: bool = False
+) -> PriorData:
     """The prior of all trials, or of all on the tasks of some sweeps; tasks are looked for in `folder`, without one none that are code.
 
     `is_finished`: only tasks of which these sweeps have nothing left to run; of others a sample would be what happened to run first.
@@ -259,16 +261,18 @@ def _names(rows: Rows) -> list[str]:
 def _table(rows: Rows, mode: str, folder: Path | None) -> Table:
     """What counts, once for each task, plan and seed; columns in the order in which they came."""
     plans: dict[str, PlanRow] = {}
-    found: dict[tuple[str, str, int], Entry] = {}
+    found: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:
         trial = _trial(row)
         if trial.status not in COUNTED:
             continue
-        for column in [recipe_row(one) for one in recipes_of(trial.plan)] or [row_of(replace(trial.plan, made_for={}, reason=""))]:
+        for column in [recipe_row(one) for one in templates_of(trial.plan)] or [
+            row_of(replace(trial.plan, made_for={}, reason=""))
+        ]:
             plans.setdefault(column.key, column)
             place = str(row["task"]), column.key, trial.seed
             odds = float(row.get("propensity") or 1.0)
-            new = Entry(*place[:2], trial, odds, str(row["sweep"]))
+            new = CollectedTrial(*place[:2], trial, odds, str(row["sweep"]))
             kept = found.setdefault(place, new)
             found[place] = kept._replace(propensity=max(odds, kept.propensity))
     if not found:
@@ -284,7 +288,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
         raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
 
 
-def _earlier(name: str, table: Table, folder: Path | None) -> Earlier:
+def _earlier(name: str, table: Table, folder: Path | None) -> PriorData:
     """The matrices."""
     at_task, at_plan = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
     shape, seeds = (len(at_task), len(at_plan)), _places(table.entries)
@@ -306,17 +310,17 @@ def _earlier(name: str, table: Table, folder: Path | None) -> Earlier:
     ]
     told = {"diverged": diverged, "propensity": propensity, "provenance": provenance_of(table.entries)}
     runs = _guessed(sheets["runs"], [row.blind for row in tasks])
-    return Earlier.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **told)
+    return PriorData.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **told)
 
 
-def _places(entries: Iterable[Entry]) -> dict[tuple[str, int], int]:
+def _places(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], int]:
     """Of each task and seed, which of the task's seeds it is."""
     pairs = sorted({(entry.task, entry.trial.seed) for entry in entries})
     first = {task: i for i, (task, _) in reversed(list(enumerate(pairs)))}
     return {pair: i - first[pair[0]] for i, pair in enumerate(pairs)}
 
 
-def _bytes(entry: Entry, mode: str, folder: Path | None) -> float:
+def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
     """Predicted peak bytes; where arithmetic is simulated and no step stores what a plan speaks of, PEPPP's count."""
     if mode == "simulate":
         try:
@@ -352,9 +356,9 @@ def _told_apart(table: Table, source: str) -> list[TaskRow]:
     return found
 
 
-def provenance_of(entries: Iterable[Entry]) -> tuple[dict[str, Any], ...]:
+def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ...]:
     """Commit, device and versions of the trials that are in a prior, how many each, their sweeps and the day on which this was made."""
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[CollectedTrial]] = {}
     for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may stand in two columns
         trial = entry.trial
         told = {"commit": trial.commit, "device": trial.device, "versions": dict(trial.versions)}

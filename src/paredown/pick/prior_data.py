@@ -11,9 +11,9 @@ Plans of which a run diverged tell nothing of the noise of those that do not, an
 
 >>> tasks = [TaskRow("digits", "cnn", "digits"), TaskRow("clothes", "cnn", "fashion_mnist")]
 >>> runs = np.array([[[0.02, 0.04], [0.05, 0.05]], [[0.11, 0.13], [np.nan, np.nan]]])
->>> found = Earlier.of_runs("two", "store", tasks, [PlanRow("8 bits"), PlanRow("4 bits", recipe="assign 40% role")], runs)
+>>> found = PriorData.of_runs("two", "store", tasks, [PlanRow("8 bits"), PlanRow("4 bits", recipe="assign 40% role")], runs)
 >>> found
-Earlier(two: 2 tasks x 2 plans, store mode, 3 of 4 entries, 6 runs, noise 0.010 to 0.014)
+PriorData(two: 2 tasks x 2 plans, store mode, 3 of 4 entries, 6 runs, noise 0.010 to 0.014)
 >>> found.without(["digits"]).errors.round(3).tolist()
 [[0.12, nan]]
 """
@@ -81,7 +81,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Earlier:
+class PriorData:
     """Tasks x plans, as the head of this file says. `provenance`: commit, device, versions, dates and sweep of each collection."""
 
     name: str
@@ -121,7 +121,7 @@ class Earlier:
                 raise PriorError(f"prior {self.name!r} has one of its {what} twice: {twice!r}.")
 
     @staticmethod
-    def of_runs(name: str, mode: str, tasks: Sequence[TaskRow], plans: Sequence[PlanRow], runs: Array, **rest: Any) -> Earlier:
+    def of_runs(name: str, mode: str, tasks: Sequence[TaskRow], plans: Sequence[PlanRow], runs: Array, **rest: Any) -> PriorData:
         """From single runs (tasks, plans, seeds), NaN where there is none; `rest` are the other fields, unknown unless given."""
         runs, shape = np.asarray(runs, dtype=np.float64), (len(tasks), len(plans))
         counts = np.isfinite(runs).sum(axis=2)
@@ -129,7 +129,7 @@ class Earlier:
         diverged = rest.get("diverged", np.zeros(shape))
         unknown: dict[str, Any] = {word: np.full(shape, np.nan) for word in ("memory", "measured") if word not in rest}
         noise = pooled_noise(np.where((diverged > 0)[..., None], np.nan, runs))
-        return Earlier(name, mode, tuple(tasks), tuple(plans), errors, counts, noise=noise, runs=runs, **{**unknown, **rest})
+        return PriorData(name, mode, tuple(tasks), tuple(plans), errors, counts, noise=noise, runs=runs, **{**unknown, **rest})
 
     @property
     def levels(self) -> NDArray[np.intp] | None:
@@ -146,16 +146,16 @@ class Earlier:
             raise PriorError(f"prior {self.name!r} has no task {name!r}. Closest: {closest(name, names)}.")
         return names.index(name)
 
-    def rows(self, names: Iterable[str]) -> Earlier:
+    def rows(self, names: Iterable[str]) -> PriorData:
         """These tasks alone, in this order."""
         return self._taken([self.row(name) for name in names])
 
-    def without(self, tasks: Iterable[str]) -> Earlier:
+    def without(self, tasks: Iterable[str]) -> PriorData:
         """All tasks but these."""
         out = {self.row(name) for name in tasks}
         return self._taken([i for i in range(len(self.tasks)) if i not in out])
 
-    def _taken(self, which: Sequence[int]) -> Earlier:
+    def _taken(self, which: Sequence[int]) -> PriorData:
         arrays = {name: getattr(self, name)[list(which)] for name in (*MATRICES, "runs", *OF_TASKS)}
         return replace(self, tasks=tuple(self.tasks[i] for i in which), **arrays)
 
@@ -163,7 +163,7 @@ class Earlier:
         seen, known = np.isfinite(self.errors), self.noise[np.isfinite(self.noise)]
         noise = f", noise {known.min():.3f} to {known.max():.3f}" if len(known) else ""
         size = f"{len(self.tasks)} tasks x {len(self.plans)} plans, {self.mode} mode"
-        return f"Earlier({self.name}: {size}, {seen.sum()} of {seen.size} entries, {int(self.counts.sum())} runs{noise})"
+        return f"PriorData({self.name}: {size}, {seen.sum()} of {seen.size} entries, {int(self.counts.sum())} runs{noise})"
 
 
 def pooled_noise(runs: Array) -> Array:
@@ -175,7 +175,7 @@ def pooled_noise(runs: Array) -> Array:
     return np.where(free > 0, np.sqrt(squares / np.maximum(free, 1)), np.nan)
 
 
-def joined(parts: Sequence[Earlier], name: str = "joined") -> Earlier:
+def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
     """All tasks under all plans; a plan that several parts have is one column, a task of two parts two rows."""
     modes = list(dict.fromkeys(part.mode for part in parts))
     if len(modes) != 1:
@@ -194,10 +194,10 @@ def joined(parts: Sequence[Earlier], name: str = "joined") -> Earlier:
     arrays = {word: np.concatenate(found) for word, found in wide.items()} | {"runs": np.concatenate(runs)}
     of_tasks: dict[str, Any] = {word: np.concatenate([getattr(part, word) for part in parts]) for word in OF_TASKS}
     provenance = tuple(one for part in parts for one in part.provenance)
-    return Earlier(name, modes[0], tuple(tasks), tuple(plans), provenance=provenance, **arrays, **of_tasks)
+    return PriorData(name, modes[0], tuple(tasks), tuple(plans), provenance=provenance, **arrays, **of_tasks)
 
 
-def _spread(part: Earlier, word: str, at: NDArray[np.intp], num: int, depth: int = 0) -> Array:
+def _spread(part: PriorData, word: str, at: NDArray[np.intp], num: int, depth: int = 0) -> Array:
     """A matrix of `part` in columns `at` of `num`."""
     array = getattr(part, word)
     tail = (depth,) if depth else ()

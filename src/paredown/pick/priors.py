@@ -17,8 +17,8 @@ A prior that nobody measured, of the form of the shipped ones: for tests, and to
 More bits are better until they no longer pay; what is known of the optimizer's formats is that they cost little. Half of the tasks
 are of family "cnn", the others of "vit", "gpt" and "mlp".
 
->>> made_up(3, 4)
-Earlier(made_up: 3 tasks x 4 plans, store mode, 12 of 12 entries, 24 runs, noise 0.005 to 0.011)
+>>> made_up_prior(3, 4)
+PriorData(made_up: 3 tasks x 4 plans, store mode, 12 of 12 entries, 24 runs, noise 0.005 to 0.011)
 """
 
 from __future__ import annotations
@@ -38,12 +38,24 @@ import numpy as np
 
 from paredown.errors import PriorError
 from paredown.formats.catalog import TIERS
-from paredown.pick.prior_data import Array, Earlier, Mask, PlanRow, TaskRow, joined, pooled_noise
+from paredown.pick.prior_data import Array, Mask, PlanRow, PriorData, TaskRow, join_priors, pooled_noise
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import closest
 from paredown.serial import read_bytes
 
-__all__ = ["Earlier", "PlanRow", "TaskRow", "add", "available", "joined", "known", "load", "made_up", "pooled_noise", "remove"]
+__all__ = [
+    "PlanRow",
+    "PriorData",
+    "TaskRow",
+    "add",
+    "available",
+    "join_priors",
+    "known_prior",
+    "load",
+    "made_up_prior",
+    "pooled_noise",
+    "remove",
+]
 
 
 VERSION = 2
@@ -79,9 +91,9 @@ ABOUT = {
 }
 
 
-def write(earlier: Earlier, path: Path, *, name: str | None = None) -> None:
+def write_prior(earlier: PriorData, path: Path, *, name: str | None = None) -> None:
     """Write a prior, a line for each task and plan; it appears whole or not at all."""
-    text = to_text(earlier if name is None else replace(earlier, name=name))
+    text = prior_to_text(earlier if name is None else replace(earlier, name=name))
     _check_readable(text, path.name)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -97,7 +109,7 @@ def _check_readable(text: str, name: str) -> None:
     """What would not be read is not written."""
     try:
         _check_size(len(text.encode()), "it")
-        from_text(text)
+        prior_from_text(text)
     except PriorError as error:
         raise PriorError(f"{name} is not written, since it could not be read again: {error}") from None
 
@@ -107,10 +119,10 @@ def _check_size(size: int, what: str) -> None:
         raise PriorError(f"{what} has {size} bytes; priors of up to {MOST_BYTES} are read.")
 
 
-def read(path: Path) -> Earlier:
+def read_prior(path: Path) -> PriorData:
     """The prior of a file; PriorError says why it is none."""
     try:
-        return from_text(read_bytes(path, "prior", PriorError, name=path.name, most_bytes=MOST_BYTES))
+        return prior_from_text(read_bytes(path, "prior", PriorError, name=path.name, most_bytes=MOST_BYTES))
     except PriorError as error:
         raise PriorError(str(error) if str(error).startswith(path.name) else f"{path.name}: {error}") from None
 
@@ -118,7 +130,7 @@ def read(path: Path) -> Earlier:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def to_text(earlier: Earlier) -> str:
+def prior_to_text(earlier: PriorData) -> str:
     """The JSON, a line for each row of a table or matrix."""
     parts: list[tuple[str, Any]] = [("about", ABOUT), ("version", VERSION), ("name", earlier.name), ("mode", earlier.mode)]
     parts += [("tasks", [_told(task) for task in earlier.tasks]), ("plans", [_told(plan) for plan in earlier.plans])]
@@ -161,7 +173,7 @@ def _number(value: float) -> float | None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def from_text(text: str | bytes) -> Earlier:
+def prior_from_text(text: str | bytes) -> PriorData:
     """The prior whose JSON this is."""
     try:
         value = json.loads(text)
@@ -182,7 +194,7 @@ def from_text(text: str | bytes) -> Earlier:
     return _earlier(value)
 
 
-def _earlier(value: Mapping[str, Any]) -> Earlier:
+def _earlier(value: Mapping[str, Any]) -> PriorData:
     tasks, plans = _rows(value["tasks"], TaskRow, "tasks"), _rows(value["plans"], PlanRow, "plans")
     shape = len(tasks), len(plans)
     rest = {name: _matrix(value.get(name), shape, name) for name in ("diverged", "memory", "measured", "propensity")}
@@ -193,7 +205,7 @@ def _earlier(value: Mapping[str, Any]) -> Earlier:
     runs = _all_runs(value["runs"], shape)
     seeds = _has_seeds(value.get("seeds"), shape[0]) & (_may_have_seeds(runs) if value["version"] == FIRST else True)
     told = {"provenance": tuple(provenance), "has_seeds": seeds, **rest}
-    return Earlier.of_runs(value["name"], value["mode"], tasks, plans, runs, **told)
+    return PriorData.of_runs(value["name"], value["mode"], tasks, plans, runs, **told)
 
 
 def _rows(value: Any, kind: type[Row], what: str) -> list[Row]:
@@ -304,26 +316,26 @@ FOLDER = "PAREDOWN_PRIORS"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
-def load(name: str | os.PathLike[str] = "stored") -> Earlier:
+def load(name: str | os.PathLike[str] = "stored") -> PriorData:
     """The prior of that name, or of that file."""
     text = os.fspath(name)
     if text.endswith(".json") or "/" in text or os.sep in text:
-        return read(Path(text))
-    return read(_paths_by_name(text))
+        return read_prior(Path(text))
+    return read_prior(_paths_by_name(text))
 
 
 def available() -> list[str]:
     """Names that `load` knows: shipped ones first."""
     shipped = [name for name in SHIPPED.values() if _shipped(name).is_file()]
-    return [*shipped, *own()]
+    return [*shipped, *own_priors()]
 
 
-def own() -> list[str]:
+def own_priors() -> list[str]:
     """The user's own."""
     return sorted(path.stem for path in folder().glob("*.json") if NAME.fullmatch(path.stem))
 
 
-def known(mode: str = "store") -> Earlier:
+def known_prior(mode: str = "store") -> PriorData:
     """All that is known in a mode: the shipped prior and the user's own."""
     if mode not in SHIPPED:
         raise PriorError(f"mode {mode!r} is unknown. Allowed: {', '.join(SHIPPED)}.")
@@ -331,10 +343,10 @@ def known(mode: str = "store") -> Earlier:
     parts = [one for one in found if one.mode == mode]
     if not parts:
         raise PriorError(f"there is no prior of mode {mode!r} yet: add your own sweeps with paredown prior add STORE.")
-    return parts[0] if len(parts) == 1 else joined(parts, "+".join(one.name for one in parts))
+    return parts[0] if len(parts) == 1 else join_priors(parts, "+".join(one.name for one in parts))
 
 
-def add(earlier: Earlier, name: str, *, replaces: bool = False) -> Path:
+def add(earlier: PriorData, name: str, *, replaces: bool = False) -> Path:
     """Keep a prior as one of the user's own; the file."""
     path = _own_path(name)
     if path.exists() and not replaces:
@@ -342,7 +354,7 @@ def add(earlier: Earlier, name: str, *, replaces: bool = False) -> Path:
             f"there is a prior {name!r} already. Remove it first (paredown prior remove {name}), or take another name."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(earlier, path, name=name)
+    write_prior(earlier, path, name=name)
     return path
 
 
@@ -350,7 +362,7 @@ def remove(name: str) -> None:
     """Forget one of the user's own."""
     path = _own_path(name)
     if not path.is_file():
-        raise PriorError(f"there is no prior {name!r} of your own. You have: {', '.join(own()) or 'none'}.")
+        raise PriorError(f"there is no prior {name!r} of your own. You have: {', '.join(own_priors()) or 'none'}.")
     path.unlink()
 
 
@@ -400,7 +412,7 @@ ELEMENTS = (
 STATES = {"full": 32.0, "half": 16.0, "lpmm": 8.125}  # bits of a weight
 
 
-def made_up(num_tasks: int = 11, num_plans: int = 30, *, seeds: int = 2, seed: int = 0, mode: str = "store") -> Earlier:
+def made_up_prior(num_tasks: int = 11, num_plans: int = 30, *, seeds: int = 2, seed: int = 0, mode: str = "store") -> PriorData:
     """`num_plans` is at most 39: activations as they are, or in 2, 4 or 8 bits in blocks of four lengths, with three tiers."""
     source = np.random.default_rng(seed)
     plans = list(islice(_plans(), num_plans))
@@ -416,7 +428,7 @@ def made_up(num_tasks: int = 11, num_plans: int = 30, *, seeds: int = 2, seed: i
     ]
     runs = np.clip(means[..., None] + noise[:, None, None] * source.standard_normal((num_tasks, len(plans), seeds)), 0, 1)
     about = {"memory": memory, "measured": memory * 1.02, "provenance": ({"about": "made up"},)}
-    return Earlier.of_runs("made_up", mode, tasks, plans, runs, **about)
+    return PriorData.of_runs("made_up", mode, tasks, plans, runs, **about)
 
 
 def _plans() -> Iterator[PlanRow]:

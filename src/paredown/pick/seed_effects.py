@@ -16,7 +16,7 @@ The place of a run among its plan's is its seed; NaN where there is none. Plans 
 no lift of a seed. Such runs stay where they are, and other runs of their seeds are as the other plans have them.
 
 >>> runs = np.array([[[0.30, 0.40], [0.33, 0.42], [0.31, np.nan]]])
->>> levelled(runs).round(2).tolist()
+>>> without_seed_effects(runs).round(2).tolist()
 [[[0.35, 0.35], [0.38, 0.37], [0.36, nan]]]
 """
 
@@ -36,7 +36,7 @@ RATIOS = np.concatenate([[0.0], np.geomspace(1e-3, MOST, 701)])  # steps of 2 %
 NUM_DRAWS = 1000  # of what the squares of a task may be
 
 
-class Squares(NamedTuple):
+class SeedSquares(NamedTuple):
     """That seeds explain beside plans, and that are left; how many each could be; and how often, in runs, the first have a lift in them."""
 
     seeds: float
@@ -51,7 +51,7 @@ class Squares(NamedTuple):
         return self.lifts / max(self.free_seeds, 1)
 
 
-class Parts(NamedTuple):
+class VarianceParts(NamedTuple):
     """Variances of lifts and of the rest; NaN where fewer than two plans ran with the same two seeds."""
 
     shared: float
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
         return min(self.shared / max(self.rest, SMALLEST), MOST) if self.shared > 0 else 0.0
 
 
-class Run(NamedTuple):
+class SeedRun(NamedTuple):
     """An error of a plan, with a seed."""
 
     plan: int
@@ -71,14 +71,14 @@ class Run(NamedTuple):
     seed: int = 0
 
 
-class Lifts(NamedTuple):
+class SeedEffects(NamedTuple):
     """Of each seed: what it adds to all runs, and what is left open of that (seeds, seeds), in variances of the rest."""
 
     size: Array
     doubt: Array
 
 
-class Level(NamedTuple):
+class RunsWithoutSeeds(NamedTuple):
     """Runs without the lifts of their seeds. `weights`: how much each tells, 1 where its seed is that of all. `common`: what is open of the
     lifts that all share, in variances of the rest."""
 
@@ -87,16 +87,16 @@ class Level(NamedTuple):
     common: float
 
 
-def parts_of(runs: Array) -> Parts:
+def variance_parts_of(runs: Array) -> VarianceParts:
     """Of one task's runs (plans, seeds), by all plans that ran more than once."""
     found = squares_of(runs)
     if not found.free_seeds or not found.free_rest:
-        return Parts(np.nan, np.nan)
+        return VarianceParts(np.nan, np.nan)
     rest = found.rest / found.free_rest
-    return Parts(max(0.0, (found.seeds - found.free_seeds * rest) / found.lifts), rest)
+    return VarianceParts(max(0.0, (found.seeds - found.free_seeds * rest) / found.lifts), rest)
 
 
-def squares_of(runs: Array) -> Squares:
+def squares_of(runs: Array) -> SeedSquares:
     """Of one task's runs (plans, seeds)."""
     again = runs[np.isfinite(runs).sum(axis=1) > 1]
     seen = np.isfinite(again)
@@ -105,15 +105,15 @@ def squares_of(runs: Array) -> Squares:
     inner = np.diag(seen.sum(axis=0)) - (seen / sizes).T @ seen  # A
     rank, sums = int(np.linalg.matrix_rank(inner)), apart.sum(axis=0)
     explained = float(sums @ np.linalg.pinv(inner, hermitian=True) @ sums)
-    return Squares(
+    return SeedSquares(
         explained, max(0.0, float((apart**2).sum()) - explained), rank, int(seen.sum()) - len(again) - rank, float(np.trace(inner))
     )
 
 
-def lifts_of(runs: Sequence[Run], ratio: float, num_seeds: int) -> Lifts:
+def seed_effects_of(runs: Sequence[SeedRun], ratio: float, num_seeds: int) -> SeedEffects:
     """Of the seeds 0, 1, .. of one task."""
     if ratio <= 0 or not runs:
-        return Lifts(np.zeros(num_seeds), np.zeros((num_seeds, num_seeds)))
+        return SeedEffects(np.zeros(num_seeds), np.zeros((num_seeds, num_seeds)))
     plans, errors, seeds = (np.array(part) for part in zip(*runs, strict=True))
     names, places = np.unique(plans, return_inverse=True)
     counts = np.zeros((len(names), num_seeds))
@@ -122,10 +122,10 @@ def lifts_of(runs: Sequence[Run], ratio: float, num_seeds: int) -> Lifts:
     apart = errors - (np.bincount(places, errors) / sizes)[places]
     inner = np.diag(counts.sum(axis=0)) - (counts / sizes[:, None]).T @ counts  # Z' M Z
     doubt: Array = np.linalg.inv(inner + np.eye(num_seeds) / ratio)
-    return Lifts(doubt @ np.bincount(seeds, apart, num_seeds), doubt)
+    return SeedEffects(doubt @ np.bincount(seeds, apart, num_seeds), doubt)
 
 
-def on_one_level(runs: Sequence[Run], ratio: float, worst: float = np.inf) -> Level:
+def on_one_level(runs: Sequence[SeedRun], ratio: float, worst: float = np.inf) -> RunsWithoutSeeds:
     """A new task's runs, whatever their seeds are called. What is not known of a seed makes its runs tell less, beside the others.
 
     `worst`: the error of a run that diverged.
@@ -136,28 +136,30 @@ def on_one_level(runs: Sequence[Run], ratio: float, worst: float = np.inf) -> Le
     shares = np.bincount(seeds[moves], minlength=len(names)) / max(int(moves.sum()), 1)
     lost = {run.plan for run in runs if run.error >= worst}
     calm = [run._replace(seed=int(seed)) for run, seed in zip(runs, seeds, strict=True) if run.plan not in lost]
-    size, doubt = lifts_of(calm, ratio, len(names))
+    size, doubt = seed_effects_of(calm, ratio, len(names))
     across = doubt @ shares
     common = float(shares @ across)
     beside = np.maximum(np.diagonal(doubt) + common - 2 * across, 0.0)
-    return Level(errors - np.where(moves, size[seeds], 0.0), np.where(moves, 1 / (1 + beside[seeds]), 1.0), common)
+    return RunsWithoutSeeds(errors - np.where(moves, size[seeds], 0.0), np.where(moves, 1 / (1 + beside[seeds]), 1.0), common)
 
 
-def levelled(runs: Array, calm: NDArray[np.bool_] | None = None) -> Array:
+def without_seed_effects(runs: Array, calm: NDArray[np.bool_] | None = None) -> Array:
     """Runs (tasks, plans, seeds) without the lifts of their seeds; those of a task that tells nothing of them stay as they are.
 
     `calm`: which (tasks, plans) tell of lifts; all unless given.
     """
     telling = runs if calm is None else np.where(calm[..., None], runs, np.nan)
-    lifts, ratios = np.zeros((len(runs), 1, runs.shape[2])), [parts_of(task).ratio for task in telling]
+    lifts, ratios = np.zeros((len(runs), 1, runs.shape[2])), [variance_parts_of(task).ratio for task in telling]
     for place in np.flatnonzero(ratios):
-        lifts[place, 0] = lifts_of(listed(telling[place]), ratios[place], runs.shape[2]).size
+        lifts[place, 0] = seed_effects_of(runs_of_task(telling[place]), ratios[place], runs.shape[2]).size
     return runs - lifts
 
 
-def listed(runs: Array) -> list[Run]:
+def runs_of_task(runs: Array) -> list[SeedRun]:
     """Those of one task (plans, seeds)."""
-    return [Run(int(plan), float(runs[plan, seed]), int(seed)) for plan, seed in zip(*np.nonzero(np.isfinite(runs)), strict=True)]
+    return [
+        SeedRun(int(plan), float(runs[plan, seed]), int(seed)) for plan, seed in zip(*np.nonzero(np.isfinite(runs)), strict=True)
+    ]
 
 
 def shared_of(runs: Array) -> float:

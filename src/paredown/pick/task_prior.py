@@ -7,8 +7,8 @@ Seeds: what a seed does to all plans of a task is taken off (pick/seed_effects.p
 
 Levels: those that a prior names; where it names none, every plan is its own, or levels are found where plans are many.
 
->>> from paredown.pick.priors import made_up
->>> learned = Learned.of(made_up(), family="vit")
+>>> from paredown.pick.priors import made_up_prior
+>>> learned = TaskPrior.of(made_up_prior(), family="vit")
 >>> learned.family, learned.prior.num_tasks, len(learned.prior.levels)
 ('vit', 11, 30)
 >>> blind_error("error", 10), round(blind_error("loss", 256), 2), blind_error("mine", 10)
@@ -40,7 +40,7 @@ of new plans teach about old ones and the other way round.
 
 >>> points = np.linspace(0, 6, 7)[:, None]
 >>> tasks = np.random.default_rng(0).random((20, 1)) * np.exp(points.T / 3)
->>> likeness = Likeness.of(points, tasks)
+>>> likeness = PlanSimilarity.of(points, tasks)
 >>> weights, _ = likeness.weights(np.array([[2.5]]))
 >>> bool(abs(weights @ np.exp(points[:, 0] / 3) - np.exp(2.5 / 3)) < 0.05), round(float(weights.sum()), 6)
 (True, 1.0)
@@ -58,10 +58,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import PriorError
-from paredown.pick.mixture import MOST_LEVELS, STRENGTH, Belief, Mixture, Sums, as_levels, find_levels, find_twins, offsets, once
+from paredown.pick.mixture import (
+    MOST_LEVELS,
+    STRENGTH,
+    LevelSums,
+    Mixture,
+    Posterior,
+    as_levels,
+    find_levels,
+    find_twins,
+    offsets,
+    without_twins,
+)
 from paredown.pick.posterior import Prior
-from paredown.pick.prior_data import Earlier, pooled_noise
-from paredown.pick.seed_effects import levelled, parts_of, shared_of
+from paredown.pick.prior_data import PriorData, pooled_noise
+from paredown.pick.seed_effects import shared_of, variance_parts_of, without_seed_effects
 
 Array = NDArray[np.float64]
 OF_ALL = 2.0
@@ -95,7 +106,7 @@ def nearest(family: str, known: Sequence[str]) -> str:
     return best if best and shared[best] else ""
 
 
-def with_strangers(mixture: Mixture) -> Mixture:
+def with_unknown_kind(mixture: Mixture) -> Mixture:
     """The mixture and, last, the kind of tasks like none before."""
     mean = mixture.shares @ mixture.means
     spread = TOGETHER**2 + APART**2 * np.eye(len(mean))
@@ -111,7 +122,7 @@ def with_noises(mixture: Mixture, ratios: Array) -> Mixture:
     return Mixture(shares, means, spreads, noise)
 
 
-def with_family(mixture: Mixture, sums: Sums, is_of: NDArray[np.bool_], *, is_own: bool = True) -> Mixture:
+def with_family(mixture: Mixture, sums: LevelSums, is_of: NDArray[np.bool_], *, is_own: bool = True) -> Mixture:
     """The mixture and, last, the kind of the tasks `is_of`; without it where that are all tasks, or none."""
     count = int(is_of.sum())
     if not count or count == len(is_of):
@@ -130,9 +141,9 @@ def _joined(mixture: Mixture, share: float, mean: Array, spread: Array, noise: A
     )
 
 
-def _family(mixture: Mixture, sums: Sums, count: int) -> tuple[Array, Array]:
+def _family(mixture: Mixture, sums: LevelSums, count: int) -> tuple[Array, Array]:
     """Mean and spread of the family's tasks; the spread has the doubt about the mean in it."""
-    nobody = Sums(*(np.zeros((1, mixture.means.shape[1])) for _ in range(3)))
+    nobody = LevelSums(*(np.zeros((1, mixture.means.shape[1])) for _ in range(3)))
     middle, whole = (part[0] for part in mixture.given(nobody).moments())
     means, spreads = mixture.given(sums).moments()
     mean = (means.sum(axis=0) + OF_ALL * middle) / (count + OF_ALL)
@@ -151,7 +162,7 @@ NINE_OF_TEN = 1.645
 
 
 @dataclass(frozen=True)
-class Likeness:
+class PlanSimilarity:
     """How errors go with features: `points` (levels, features) of known levels, a length for each feature, the nugget and the scale."""
 
     points: Array
@@ -160,12 +171,12 @@ class Likeness:
     scale: float
 
     @staticmethod
-    def of(points: Array, tasks: Array, known: NDArray[np.bool_] | None = None) -> Likeness:
+    def of(points: Array, tasks: Array, known: NDArray[np.bool_] | None = None) -> PlanSimilarity:
         """From levels' errors (tasks, levels); `known`: those that were observed."""
         known = np.ones(tasks.shape, dtype=bool) if known is None else known
-        best, least = Likeness(points, np.full(points.shape[1], LENGTHS[1]), NUGGETS[1], 1.0), np.inf
+        best, least = PlanSimilarity(points, np.full(points.shape[1], LENGTHS[1]), NUGGETS[1], 1.0), np.inf
         for lengths, nugget in _tried(points):
-            trial = Likeness(points, lengths, nugget, 1.0)
+            trial = PlanSimilarity(points, lengths, nugget, 1.0)
             apart, inverse = trial._left_out(tasks)
             squares = np.where(known, apart**2 * inverse, 0.0).sum() / max(int(known.sum()), 1)
             score = np.log(max(squares, 1e-300)) - np.log(inverse).mean()
@@ -174,7 +185,7 @@ class Likeness:
         apart, inverse = best._left_out(tasks)
         ratios = np.abs(apart) * np.sqrt(inverse)
         ninth = float(np.quantile(ratios[known], 0.9)) / NINE_OF_TEN if known.any() else 1.0
-        return Likeness(points, best.lengths, best.nugget, max(ninth, 1e-6) ** 2)
+        return PlanSimilarity(points, best.lengths, best.nugget, max(ninth, 1e-6) ** 2)
 
     def weights(self, points: Array) -> tuple[Array, Array]:
         """W (new, levels), and the covariance of what is left over (new, new)."""
@@ -214,7 +225,7 @@ def _tried(points: Array) -> Iterator[tuple[Array, float]]:
             yield lengths, nugget
 
 
-def extended(mixture: Mixture, likeness: Likeness, points: Array, known: NDArray[np.intp]) -> Mixture:
+def with_new_levels(mixture: Mixture, likeness: PlanSimilarity, points: Array, known: NDArray[np.intp]) -> Mixture:
     """The mixture with new levels behind the others, at these features; `known`: the levels that `likeness` is about."""
     size, weights = mixture.means.shape[1], np.zeros((len(points), mixture.means.shape[1]))
     weights[:, known], rest = likeness.weights(points)
@@ -239,23 +250,23 @@ def blind_error(metric: str, answers: int | None) -> float | None:
 
 
 @dataclass(frozen=True)
-class Learned:
+class TaskPrior:
     """What earlier tasks teach about a task of some family.
 
     `wanted`: the new task's family; `family`: the one whose tasks are a kind of their own, "" where none is. `shares`: how much each
     earlier task weighs in each kind, (tasks, kinds). `twins`: for each plan the first that came to the same runs, (plans,).
     """
 
-    earlier: Earlier
+    earlier: PriorData
     prior: Prior
     wanted: str
     family: str
-    sums: Sums
+    sums: LevelSums
     shares: Array
     twins: NDArray[np.intp]
 
     @staticmethod
-    def of(earlier: Earlier, family: str = "", *, num_kinds: int = 2) -> Learned:
+    def of(earlier: PriorData, family: str = "", *, num_kinds: int = 2) -> TaskPrior:
         """From all of its tasks; `family`: that of the new one."""
         runs = _level(earlier)  # (tasks, plans, seeds)
         seen = np.isfinite(runs)
@@ -267,8 +278,8 @@ class Learned:
         levels = levels_of(earlier, errors)
         apart, doubt = offsets(errors, levels)
         twins = find_twins(earlier.runs, levels)
-        flat = (once(runs, twins) - apart[:, None]).reshape(len(runs), -1)
-        sums = Sums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
+        flat = (without_twins(runs, twins) - apart[:, None]).reshape(len(runs), -1)
+        sums = LevelSums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
         fitted = _widened(Mixture.fitted(sums, num_kinds), len(runs))
         near = nearest(family, [task.family for task in earlier.tasks])
         is_of = np.array([bool(near) and task.family == near for task in earlier.tasks])
@@ -277,10 +288,10 @@ class Learned:
         if has_own := len(with_own.shares) > len(fitted.shares):
             weights = np.column_stack([weights, is_of])
         ratios = noise_ratios(earlier)
-        mixture = with_strangers(with_noises(with_own, ratios))
+        mixture = with_unknown_kind(with_noises(with_own, ratios))
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])  # to a stranger all tell alike
         prior = Prior(levels, apart, doubt, mixture, len(runs), WORST, shared_of(calm_runs(earlier)))
-        return Learned(
+        return TaskPrior(
             earlier, prior, family, near if has_own else "", sums, weights / np.maximum(weights.sum(axis=0), 1e-12), twins
         )
 
@@ -295,11 +306,11 @@ class Learned:
         if is_new.any():
             levels[is_new] = mixture.means.shape[1] + np.arange(int(is_new.sum()))
             known, likeness = self.likeness(points)
-            mixture = extended(mixture, likeness, features[is_new], known)
+            mixture = with_new_levels(mixture, likeness, features[is_new], known)
         shift, doubt = (np.where(is_new, 0.0, part[columns]) for part in (prior.offsets, prior.doubt))
         return replace(prior, levels=levels, offsets=shift, doubt=doubt, mixture=mixture)
 
-    def likeness(self, points: Array) -> tuple[NDArray[np.intp], Likeness]:
+    def likeness(self, points: Array) -> tuple[NDArray[np.intp], PlanSimilarity]:
         """The levels whose features are known, and how errors go with features; a level is where the mean of its plans is."""
         levels, is_known = self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
@@ -310,21 +321,21 @@ class Learned:
         known = known[np.linspace(0, len(known) - 1, min(len(known), MOST_POINTS)).astype(int)]
         places = np.array([points[is_known & (levels == level)].mean(axis=0) for level in known])
         tasks = self.prior.mixture.given(self.sums).moments()[0]
-        return known, Likeness.of(places, tasks[:, known], self.sums.count[:, known] > 0)
+        return known, PlanSimilarity.of(places, tasks[:, known], self.sums.count[:, known] > 0)
 
-    def used(self, belief: Belief) -> list[tuple[str, float]]:
+    def used(self, belief: Posterior) -> list[tuple[str, float]]:
         """How much each earlier task weighs in what is believed, the most first; they add up to 1."""
         weights = self.shares @ belief.weights[0]
         return [(self.earlier.tasks[i].name, float(weights[i])) for i in np.argsort(-weights, kind="stable")]
 
 
-def scaled(earlier: Earlier) -> Array:
+def scaled(earlier: PriorData) -> Array:
     """All runs (tasks, plans, seeds) in parts of a blind guess's error, at most WORST; NaN where there is none."""
     runs = np.where(np.isfinite(earlier.runs), earlier.runs, np.nan)
     return np.minimum(runs / scales_of(earlier)[:, None, None], WORST)
 
 
-def scales_of(earlier: Earlier) -> Array:
+def scales_of(earlier: PriorData) -> Array:
     """The error of a blind guess, (tasks,); of a metric of one's own the worst that was seen."""
     runs = np.where(np.isfinite(earlier.runs), earlier.runs, np.nan)
     blind = _blind(earlier)
@@ -334,10 +345,12 @@ def scales_of(earlier: Earlier) -> Array:
     return np.array([one if one and one > 0 else top if 0 < top < np.inf else 1.0 for one, top in zip(blind, tops, strict=True)])
 
 
-def noise_ratios(earlier: Earlier) -> Array:
+def noise_ratios(earlier: PriorData) -> Array:
     """How the noise of a task may differ from that of all, as variances: by the tasks of which plans ran more than once."""
     calm = calm_runs(earlier)
-    rests = np.array([part.rest if part.shared > 0 else np.nan for part in map(parts_of, calm)])  # lifts have taken some freedom
+    rests = np.array(
+        [part.rest if part.shared > 0 else np.nan for part in map(variance_parts_of, calm)]
+    )  # lifts have taken some freedom
     found = np.where(np.isfinite(rests), np.sqrt(rests), pooled_noise(calm))
     noise = np.where(np.isfinite(found), found, earlier.noise / scales_of(earlier)) ** 2
     known = noise[np.isfinite(noise) & (noise > 0)]
@@ -346,29 +359,29 @@ def noise_ratios(earlier: Earlier) -> Array:
     return np.quantile(known, NOISE_QUANTILES) / known.mean()
 
 
-def _blind(earlier: Earlier) -> list[float | None]:
+def _blind(earlier: PriorData) -> list[float | None]:
     return [task.blind or blind_error(task.metric, task.answers) for task in earlier.tasks]
 
 
-def _level(earlier: Earlier) -> Array:
+def _level(earlier: PriorData) -> Array:
     """All runs as `scaled` has them, without the lifts of their seeds; one that is no better than a blind guess stays that."""
     runs = scaled(earlier)
-    return np.where(runs >= WORST, runs, np.minimum(levelled(runs, is_calm(earlier)), WORST))
+    return np.where(runs >= WORST, runs, np.minimum(without_seed_effects(runs, is_calm(earlier)), WORST))
 
 
-def is_calm(earlier: Earlier) -> NDArray[np.bool_]:
+def is_calm(earlier: PriorData) -> NDArray[np.bool_]:
     """Which (tasks, plans) tell of noise and lifts: no run diverged or was no better than a blind guess, and their seeds are known."""
     has_unit = np.array([bool(one) for one in _blind(earlier)])  # of a metric of one's own the worst run is no blind guess
     lost = (scaled(earlier) >= WORST).any(axis=2) & has_unit[:, None]
     return ~lost & (earlier.diverged == 0) & earlier.has_seeds[:, None]
 
 
-def calm_runs(earlier: Earlier) -> Array:
+def calm_runs(earlier: PriorData) -> Array:
     """Those of calm plans, as `scaled` has them."""
     return np.where(is_calm(earlier)[..., None], scaled(earlier), np.nan)
 
 
-def levels_of(earlier: Earlier, errors: Array) -> NDArray[np.intp]:
+def levels_of(earlier: PriorData, errors: Array) -> NDArray[np.intp]:
     """A level for each plan: by name, or else each by itself; found where that would be too many."""
     names = [plan.level or f"\0{i}" for i, plan in enumerate(earlier.plans)]
     levels = as_levels(np.unique(names, return_inverse=True)[1])

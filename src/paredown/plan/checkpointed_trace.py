@@ -68,7 +68,7 @@ def modules_of(trace: Trace) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Span:
+class CheckpointSpan:
     """When the forward pass of a module runs, when its backward begins to ask for what it saved, and when it is done with it."""
 
     module: str
@@ -82,17 +82,17 @@ class Span:
         return is_of(path, self.module)
 
 
-def recomputed(trace: Trace, patterns: tuple[str, ...]) -> Trace:
+def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
     """The trace of the same step with the modules that match `patterns` computed again."""
     if not patterns:
         return trace
     for module in outermost(modules_of(trace), patterns):
         span = _span(trace, module)
-        trace = _without(trace, span) if isinstance(span, Span) else replace(trace, notes=(*trace.notes, span))
+        trace = _without(trace, span) if isinstance(span, CheckpointSpan) else replace(trace, notes=(*trace.notes, span))
     return trace
 
 
-def _span(trace: Trace, module: str) -> Span | str:
+def _span(trace: Trace, module: str) -> CheckpointSpan | str:
     """When a module runs; or why that cannot be told."""
     made = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in made), max(o.birth for o in made)
@@ -100,7 +100,7 @@ def _span(trace: Trace, module: str) -> Span | str:
     calls = max((sum(first < trace.backward_at for first, _ in slot.running) for slot in own), default=1)
     if calls > 1:
         return f"module {module!r} is called {calls} times in a step: that it is computed again is not counted"
-    span = Span(module, start, end, trace.length, end)
+    span = CheckpointSpan(module, start, end, trace.length, end)
     inner = [slot for slot in trace.activations if _is_inner(slot, span)]
     if not _asked(inner, span, trace.backward_at):
         return f"module {module!r} saves nothing of its own that backward asks for: computing it again saves nothing"
@@ -108,13 +108,13 @@ def _span(trace: Trace, module: str) -> Span | str:
     return replace(span, asks=asks, done=max(slot.death for slot in inner))
 
 
-def _asked(slots: Iterable[Slot], span: Span, backward_at: int) -> list[int]:
+def _asked(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
     """When backward asks for what the module saved."""
     own = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in own for first, _ in part.decoded if first > backward_at]
 
 
-def _own_parts(slot: Slot, span: Span) -> list[Part]:
+def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
     """What the module alone needs of a slot."""
     if not any(span.has(saver.name) for saver in slot.savers):
         return []
@@ -122,11 +122,11 @@ def _own_parts(slot: Slot, span: Span) -> list[Part]:
     return [part for part in slot.parts if part.use not in others]
 
 
-def _is_inner(slot: Slot, span: Span) -> bool:
+def _is_inner(slot: Slot, span: CheckpointSpan) -> bool:
     return slot.birth >= span.start and all(span.has(saver.name) for saver in slot.savers)
 
 
-def _without(trace: Trace, span: Span) -> Trace:
+def _without(trace: Trace, span: CheckpointSpan) -> Trace:
     slots: list[Slot] = []
     outputs = [_extended(made, span) for made in trace.outputs]
     for slot in trace.slots:
@@ -148,7 +148,7 @@ def _without(trace: Trace, span: Span) -> Trace:
     return replace(trace, slots=tuple(slots), outputs=tuple(outputs))
 
 
-def _twice(slot: Slot, span: Span) -> list[Output]:
+def _twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
     """What is saved inside: there in forward as long as somebody uses it, and again in backward."""
     ends = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(ends, slot.birth))
@@ -160,7 +160,7 @@ def _given_back(slot: Slot) -> int:
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
-def _returned(slot: Slot, span: Span) -> tuple[Slot, list[Output]]:
+def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, list[Output]]:
     """What the module returns and others save too: theirs stays, and a second one is made when the module is computed again."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own = _own_parts(slot, span)
@@ -172,27 +172,27 @@ def _returned(slot: Slot, span: Span) -> tuple[Slot, list[Output]]:
     return kept, [again]
 
 
-def _extended(made: Output, span: Span) -> Output:
+def _extended(made: Output, span: CheckpointSpan) -> Output:
     """What was there before the module's forward pass, is taken inside of it and dies there is an input, and waits."""
     is_input = made.phase == "forward" and not made.slot and made.birth < span.start <= made.death <= span.end + 1
     is_input = is_input and (made.used < 0 or made.used >= span.start)
     return replace(made, death=max(made.death, span.done)) if is_input else made
 
 
-def _run_again(trace: Trace, weight: Slot, span: Span) -> Slot:
+def _run_again(trace: Trace, weight: Slot, span: CheckpointSpan) -> Slot:
     """A weight of the module is plain from when it is computed again until its gradient is there."""
     complete = max((s.dropped for s in trace.of(Role.GRADIENT) if s.name == weight.name), default=span.done)
     return replace(weight, running=(*weight.running, (span.asks, max(span.asks, complete))))
 
 
-def _cast_again(trace: Trace, cast: Slot, span: Span) -> Slot:
+def _cast_again(trace: Trace, cast: Slot, span: CheckpointSpan) -> Slot:
     """The cast of a weight is made twice. Autocast keeps those of weights that are trained until its context ends, and no others."""
     is_trained = any(slot.name == cast.recomputed_from for slot in trace.of(Role.GRADIENT))
     ends = trace.backward_at - 1 if is_trained else cast.parts[0].packed
     return replace(cast, running=((cast.birth, max(ends, cast.birth)), (span.asks, max(cast.death, span.asks))))
 
 
-def _rerun(trace: Trace, span: Span) -> Output:
+def _rerun(trace: Trace, span: CheckpointSpan) -> Output:
     """What the second forward pass takes for a moment, beyond what it saves."""
     change: dict[int, int] = {}
     inner = [slot for slot in trace.activations if _is_inner(slot, span)]

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
-from paredown.plan.checkpointed_trace import recomputed
+from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.footprint import slot_bytes
 from paredown.plan.plan import Plan
-from paredown.plan.replay import Choice, choices, given_to, moment_bytes, parameter_of
+from paredown.plan.replay import SlotStorage, moment_bytes, parameter_of, resolve_parameter_formats, slot_storages
 from paredown.roles import Role
 from paredown.sizes import say_bytes
 from paredown.trace.trace import Slot, Trace
@@ -29,7 +29,7 @@ SMALL = "it is small: biases, norms and small layers stay as they are"
 
 
 @dataclass(frozen=True)
-class Fate:
+class PlannedSlot:
     """What becomes of one slot. `nbytes`: what waits of it; `written_bytes`: what the step as it is written keeps."""
 
     slot: str
@@ -47,18 +47,18 @@ class Fate:
         return self.slot, self.role.value, say_bytes(self.written_bytes), waits, self.what, self.why
 
 
-class Fates(tuple[Fate, ...]):
+class PlannedSlots(tuple[PlannedSlot, ...]):
     """All slots that a plan could speak of, as a tuple that prints as a table."""
 
     __slots__ = ()
 
-    def __new__(cls, rows: Iterable[Fate] = ()) -> Fates:
+    def __new__(cls, rows: Iterable[PlannedSlot] = ()) -> PlannedSlots:
         """A tuple of `rows`."""
         return super().__new__(cls, rows)
 
-    def that(self, what: str) -> Fates:
+    def that(self, what: str) -> PlannedSlots:
         """Those of one kind: "lowered", "pinned", "stays" and so on."""
-        return Fates(row for row in self if row.what == what)
+        return PlannedSlots(row for row in self if row.what == what)
 
     def __repr__(self) -> str:
         cells = [HEAD, *(row.cells for row in self)]
@@ -66,25 +66,25 @@ class Fates(tuple[Fate, ...]):
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
 
 
-def explain_slots(trace: Trace, plan: Plan) -> Fates:
+def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:
     """What `plan` makes of every activation, weight, gradient and moment of the step, and why."""
-    return Fates([*_activations(trace, plan), *_parameters(trace, plan)])
+    return PlannedSlots([*_activations(trace, plan), *_parameters(trace, plan)])
 
 
-def _activations(trace: Trace, plan: Plan) -> Iterator[Fate]:
-    then = recomputed(trace, plan.recompute)
-    chosen, slots = choices(then, plan), {slot.name: slot for slot in then.activations}
+def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
+    then = checkpointed_trace(trace, plan.recompute)
+    chosen, slots = slot_storages(then, plan), {slot.name: slot for slot in then.activations}
     for slot in trace.activations:
         now = slots.get(slot.name)
         if now is None:
-            yield Fate(slot.name, slot.role, slot.nbytes, 0, "", "again", "its module is computed again in backward")
+            yield PlannedSlot(slot.name, slot.role, slot.nbytes, 0, "", "again", "its module is computed again in backward")
         else:
             choice = chosen[slot.name]
             what, why = _what(now, choice, plan)
-            yield Fate(slot.name, slot.role, slot.nbytes, slot_bytes(now, choice), str(choice.format or ""), what, why)
+            yield PlannedSlot(slot.name, slot.role, slot.nbytes, slot_bytes(now, choice), str(choice.format or ""), what, why)
 
 
-def _what(slot: Slot, choice: Choice, plan: Plan) -> tuple[str, str]:
+def _what(slot: Slot, choice: SlotStorage, plan: Plan) -> tuple[str, str]:
     if slot.stays:
         return "stays", slot.stays
     if choice.recomputed:
@@ -98,21 +98,21 @@ def _what(slot: Slot, choice: Choice, plan: Plan) -> tuple[str, str]:
     return "kept", choice.reason or ("the plan changes nothing" if plan.changes_nothing else "the plan leaves it as it is")
 
 
-def _parameters(trace: Trace, plan: Plan) -> Iterator[Fate]:
+def _parameters(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     for slot in trace.slots:
         of = weights.get(slot.name) if slot.role is not Role.ACTIVATION else None
         of = parameter_of(slot, weights) if slot.role in (Role.MOMENT1, Role.MOMENT2) else of
         if of is None or slot.role not in (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
             continue
-        gets = given_to(of, plan)
+        gets = resolve_parameter_formats(of, plan)
         format: Format | None = {Role.WEIGHT: gets.weight, Role.GRADIENT: gets.gradient}.get(slot.role)
         nbytes = slot.nbytes if format is None else format.nbytes(slot.shape)
         if slot.role in (Role.MOMENT1, Role.MOMENT2):
             nbytes = moment_bytes(slot, of, gets, plan)
             format = None if is_small(of.shape) or gets.is_full else plan.find((slot.name,), slot.role).format
         what, why = ("lowered", "paredown.optim serves it") if format is not None else _left(of)
-        yield Fate(slot.name, slot.role, slot.nbytes, nbytes, str(format or ""), what, why)
+        yield PlannedSlot(slot.name, slot.role, slot.nbytes, nbytes, str(format or ""), what, why)
 
 
 def _left(weight: Slot) -> tuple[str, str]:

@@ -20,10 +20,10 @@ from html import escape
 from itertools import accumulate
 
 from paredown.errors import PlanError
-from paredown.plan.checkpointed_trace import modules_of, outermost, recomputed
+from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
-from paredown.plan.replay import AS_WRITTEN, Choice, Interval, choices, intervals, model_memory, part_bytes
+from paredown.plan.replay import AS_WRITTEN, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes
 from paredown.trace.trace import Slot, Trace
@@ -169,7 +169,7 @@ class Footprint:
         plans = {"as written": AS_WRITTEN, **({} if self.plan.changes_nothing else {"this plan": self.plan})}
         plans |= {name: Plan.preset(name) for name in SHOWN_PRESETS if name in PRESETS}
         rows = [["largest slots", *plans]]
-        chosen = [choices(recomputed(trace, plan.recompute), plan) for plan in plans.values()]
+        chosen = [slot_storages(checkpointed_trace(trace, plan.recompute), plan) for plan in plans.values()]
         rows += [[slot.name, *(_cell(slot, of.get(slot.name)) for of in chosen)] for slot in trace.largest]
         peaks = (self.peak_bytes if plan == self.plan else peak_of(trace, plan) for plan in plans.values())
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
@@ -194,7 +194,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # which a plan may make
     missing = plan.check([*((slot.names, slot.role) for slot in trace.slots), *residues])
     allocator = DEVICES[trace.device]
-    seen = recomputed(trace, plan.recompute)
+    seen = checkpointed_trace(trace, plan.recompute)
     held = intervals(seen, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)
@@ -247,11 +247,11 @@ def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
     return totals.index(peak), peak
 
 
-def _cell(slot: Slot, chosen: Choice | None) -> str:
+def _cell(slot: Slot, chosen: SlotStorage | None) -> str:
     return "recomputed" if chosen is None else say_bytes(slot_bytes(slot, chosen))
 
 
-def slot_bytes(slot: Slot, chosen: Choice) -> int:
+def slot_bytes(slot: Slot, chosen: SlotStorage) -> int:
     """Bytes of a slot that waits as was chosen."""
     return sum(part_bytes(slot, part, chosen) for part in slot.parts) if chosen.packs else slot.nbytes
 

@@ -39,7 +39,17 @@ from typing import Any, NamedTuple, Unpack, cast
 from paredown.errors import PlanError
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.presets import PRESETS, ByRole
-from paredown.plan.selectors import ROLE_NAMES, Index, Key, Slot, bare_names, closest, closest_role, index_of, say_closest
+from paredown.plan.selectors import (
+    ROLE_NAMES,
+    NamesAndRole,
+    Selector,
+    SelectorIndex,
+    bare_names,
+    closest,
+    closest_role,
+    index_of,
+    say_closest,
+)
 from paredown.plan.storage import AS_IS, Assignment, FormatLike
 from paredown.roles import FORMATTED, Role
 from paredown.serial import brief, object_parts, read_json
@@ -81,11 +91,11 @@ class Plan:
     reason: str = field(default="", hash=False)
     made_for: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     recompute: tuple[str, ...] = ()
-    _index: Index = field(default=Index(()), init=False, compare=False)
+    _index: SelectorIndex = field(default=SelectorIndex(()), init=False, compare=False)
     _found: dict[tuple[tuple[str, ...], Role], Assignment] = field(default_factory=dict, init=False, compare=False)  # by `find`
 
     def __post_init__(self) -> None:
-        pairs = [(Key.parse(key), assignment) for key, assignment in _checked(self.rules)]
+        pairs = [(Selector.parse(key), assignment) for key, assignment in _checked(self.rules)]
         pairs.sort(key=lambda pair: pair[0].place)  # stable: what was written later stays later
         object.__setattr__(self, "rules", tuple((str(key), assignment) for key, assignment in pairs))
         object.__setattr__(self, "made_for", _json_values(self.made_for))
@@ -110,7 +120,7 @@ class Plan:
             if role not in tuple(Role):
                 hint = f" Did you mean {likely!r}?" if (likely := closest_role(role)) else ""
                 raise PlanError(f"Plan.uniform: {role!r} is no role.{hint} Allowed: {ROLE_NAMES}, rounding, overflow.")
-            Key.parse(role)
+            Selector.parse(role)
             if format is not None:
                 rules.append((role, _assignment(role, format, rounding, overflow)))
         return Plan(tuple(rules))
@@ -128,13 +138,13 @@ class Plan:
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
         """This plan with a rule more, or with this key's rule replaced; the new rule is the one written last."""
-        key = str(Key.parse(key))
+        key = str(Selector.parse(key))
         kept = tuple(rule for rule in self.rules if rule[0] != key)
         return replace(self, rules=(*kept, (key, _assignment(key, format, rounding, overflow))))
 
     def without(self, key: str) -> Plan:
         """This plan without the rule of this key."""
-        key = str(Key.parse(key))
+        key = str(Selector.parse(key))
         keys = [rule[0] for rule in self.rules]
         if key not in keys:
             has = f"Closest of {len(keys)}: {closest(key, keys)}." if keys else "The plan has none."
@@ -173,7 +183,7 @@ class Plan:
         best = self._index.best(bare_names(names, role), role) if role in FORMATTED else None
         return AS_IS if best is None else self.rules[best][1]
 
-    def check(self, slots: Iterable[Slot]) -> list[str]:
+    def check(self, slots: Iterable[NamesAndRole]) -> list[str]:
         """The keys of single slots that are not among `slots`: differences, which a plan made for a like model may have.
 
         Each slot is the names of its savers and its role. A pattern that matches none is an error, and so is a plan that names
@@ -314,10 +324,10 @@ def _json_values(made_for: Any) -> dict[str, Any]:
     return value
 
 
-def combined(names: Iterable[str]) -> Plan:
+def combine_presets(names: Iterable[str]) -> Plan:
     """Presets of different roles as one plan.
 
-    >>> [key for key, _ in combined(("half", "activations8")).rules]
+    >>> [key for key, _ in combine_presets(("half", "activations8")).rules]
     ['weight', 'gradient', 'moment1', 'moment2', 'activation']
     """
     plans = [Plan.preset(name) for name in names]

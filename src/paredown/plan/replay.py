@@ -28,8 +28,8 @@ A weight that would not become smaller stays as it is: bfloat16 parameters in "b
 
 >>> from paredown.plan.plan import Plan
 >>> weight = Slot("fc.weight", Role.WEIGHT, "fc", (64, 64), "float32", 16384, 0, 9, numel=4096)
->>> given_to(weight, Plan.preset("safe"))
-Given(is_full=False, weight=Format('bf16'), gradient=Format('int8/64@bf16'), residue_bytes=4096)
+>>> resolve_parameter_formats(weight, Plan.preset("safe"))
+ParameterFormats(is_full=False, weight=Format('bf16'), gradient=Format('int8/64@bf16'), residue_bytes=4096)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import NamedTuple
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
 from paredown.plan.plan import Plan
-from paredown.plan.storage import given, keeps_enough
+from paredown.plan.storage import keeps_enough, resolve_format
 from paredown.roles import FORMATTED, Role
 from paredown.sizes import FLOAT_BYTES
 from paredown.trace.operations import Use
@@ -54,7 +54,7 @@ WITH_RESIDUE = "bf16"  # the weights whose next 8 bits a residue holds
 
 
 @dataclass(frozen=True)
-class Given:
+class ParameterFormats:
     """What one parameter gets; None: plain."""
 
     is_full: bool  # nothing is asked for, not even for its moments
@@ -63,24 +63,24 @@ class Given:
     residue_bytes: int = 0
 
 
-FULL = Given(True)
+FULL = ParameterFormats(True)
 
 
-def given_to(weight: Slot, plan: Plan) -> Given:
+def resolve_parameter_formats(weight: Slot, plan: Plan) -> ParameterFormats:
     """What `plan` makes of the parameter whose slot is `weight`."""
     wanted = {role: plan.find((weight.name,), role).format for role in OF_PARAMETERS} if plan.rules else {}
     if weight.stays or weight.dtype not in FLOAT_BYTES or not any(wanted.values()):
         return FULL
     if is_small(weight.shape):
-        return Given(False, residue_bytes=weight.numel if weight.dtype == "bfloat16" else 0)
+        return ParameterFormats(False, residue_bytes=weight.numel if weight.dtype == "bfloat16" else 0)
     format = wanted[Role.WEIGHT]
     has_residue = wanted[Role.RESIDUE] is not None and str(format) == WITH_RESIDUE
     if format is not None and format.nbytes(weight.shape) >= weight.nbytes:
         format = None
-    return Given(False, format, wanted[Role.GRADIENT], weight.numel if has_residue else 0)
+    return ParameterFormats(False, format, wanted[Role.GRADIENT], weight.numel if has_residue else 0)
 
 
-def moment_bytes(moment: Slot, weight: Slot, given: Given, plan: Plan) -> int:
+def moment_bytes(moment: Slot, weight: Slot, given: ParameterFormats, plan: Plan) -> int:
     """Bytes of one moment of the parameter `weight`."""
     if given.is_full or moment.dtype not in FLOAT_BYTES:  # integers: an optimizer that packs by itself
         return moment.nbytes
@@ -119,7 +119,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class SlotStorage:
     """What a slot gets under a plan. `packs` False: it stays as it is, and `reason` says why if the plan asked for more.
 
     `recomputed`: its values follow from another slot that waits, and are computed again from that.
@@ -131,27 +131,27 @@ class Choice:
     recomputed: bool = False
 
 
-def choice(slot: Slot, plan: Plan) -> Choice:
+def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
     """What `plan` makes of an activation: the format of the first saver that needs values, or a later saver's if that is pinned."""
     if not plan.packs_activations:
-        return Choice(False)
+        return SlotStorage(False)
     if slot.stays:
-        return Choice(False, None, slot.stays)
+        return SlotStorage(False, None, slot.stays)
     format: Format | None = None
     reason = ""
     for saver in slot.savers:
         if saver.use is not Use.VALUE:
             continue
         asked = plan.find((saver.name,), Role.ACTIVATION)
-        found, why = given(asked, saver.needs, dtype=slot.dtype, numel=slot.numel)
+        found, why = resolve_format(asked, saver.needs, dtype=slot.dtype, numel=slot.numel)
         if format is None or not keeps_enough(format, saver.needs):
             if found is None:
-                return Choice(False, None, why)
+                return SlotStorage(False, None, why)
             format, reason = found, why
-    return Choice(True, format, reason)
+    return SlotStorage(True, format, reason)
 
 
-def can_recompute(slot: Slot, source: Choice) -> bool:
+def can_recompute(slot: Slot, source: SlotStorage) -> bool:
     """Whether what waits of `source` is precise enough for the first saver of `slot` that needs values."""
     if source.format is None or source.recomputed:
         return False
@@ -159,12 +159,12 @@ def can_recompute(slot: Slot, source: Choice) -> bool:
     return first is None or keeps_enough(source.format, first.needs)
 
 
-def choices(trace: Trace, plan: Plan) -> dict[str, Choice]:
+def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
     """What `plan` makes of every activation, by the name of its slot."""
-    return with_recomputed(trace.activations, {slot.name: choice(slot, plan) for slot in trace.activations})
+    return with_recomputed(trace.activations, {slot.name: slot_storage(slot, plan) for slot in trace.activations})
 
 
-def with_recomputed(slots: Iterable[Slot], chosen: dict[str, Choice]) -> dict[str, Choice]:
+def with_recomputed(slots: Iterable[Slot], chosen: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
     """`chosen`, with those that are computed again from what waits of others told apart."""
     chosen = dict(chosen)
     for slot in slots:
@@ -174,7 +174,7 @@ def with_recomputed(slots: Iterable[Slot], chosen: dict[str, Choice]) -> dict[st
     return chosen
 
 
-def part_bytes(slot: Slot, part: Part, chosen: Choice) -> int:
+def part_bytes(slot: Slot, part: Part, chosen: SlotStorage) -> int:
     """Bytes of what waits for one use of a slot."""
     if part.use is Use.VALUE:
         assert chosen.format is not None
@@ -188,10 +188,14 @@ def part_bytes(slot: Slot, part: Part, chosen: Choice) -> int:
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     """All that the step holds under `plan`."""
-    return [*fixed(trace), *model_memory(trace, plan), *activations(trace.activations, choices(trace, plan))]
+    return [
+        *fixed_intervals(trace),
+        *model_memory(trace, plan),
+        *activation_intervals(trace.activations, slot_storages(trace, plan)),
+    ]
 
 
-def fixed(trace: Trace) -> list[Interval]:
+def fixed_intervals(trace: Trace) -> list[Interval]:
     """What no plan changes: buffers, inputs, and whatever operations make for themselves."""
     found: list[Interval] | None = vars(trace).get("_fixed")
     if found is None:
@@ -207,7 +211,7 @@ def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
     """Weights, gradients and optimizer state, and the plain copies of them that come and go."""
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     trained = {slot.name for slot in trace.of(Role.GRADIENT)}
-    gets = {name: given_to(slot, plan) for name, slot in weights.items()}
+    gets = {name: resolve_parameter_formats(slot, plan) for name, slot in weights.items()}
     for slot in trace.slots:
         if slot.role is Role.WEIGHT:
             yield from _weight(slot, gets[slot.name])
@@ -228,7 +232,7 @@ def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
         yield Interval(Role.TEMPORARY, made.module, made.birth, made.death, min(made.nbytes, full_bytes))
 
 
-def _weight(slot: Slot, given: Given) -> Iterator[Interval]:
+def _weight(slot: Slot, given: ParameterFormats) -> Iterator[Interval]:
     """A weight; packed, it is plain beside that while a module that has it runs, and whenever backward needs it."""
     nbytes = slot.nbytes if given.weight is None else given.weight.nbytes(slot.shape)
     yield Interval(Role.WEIGHT, slot.module, slot.birth, slot.death, nbytes)
@@ -251,7 +255,7 @@ def _decoded(slot: Slot) -> Iterator[tuple[int, int]]:
     return (span for part in slot.parts for span in part.decoded)
 
 
-def _gradient(slot: Slot, weight: Slot, given: Given, ends: int) -> Iterator[Interval]:
+def _gradient(slot: Slot, weight: Slot, given: ParameterFormats, ends: int) -> Iterator[Interval]:
     """A gradient, and the bits that the update keeps of the weight (RESIDUE). A packed accumulator is always there: a plain gradient is
     folded into it when it is complete. One that is used at once, then, has no accumulator.
     """
@@ -264,7 +268,7 @@ def _gradient(slot: Slot, weight: Slot, given: Given, ends: int) -> Iterator[Int
     yield Interval(Role.GRADIENT, slot.module, 0, ends, given.gradient.nbytes(slot.shape))
 
 
-def activations(held: Iterable[Slot], chosen: Mapping[str, Choice]) -> Iterator[Interval]:
+def activation_intervals(held: Iterable[Slot], chosen: Mapping[str, SlotStorage]) -> Iterator[Interval]:
     """Activations as was chosen for them; slots of one storage are given together."""
     storages: dict[int, list[Slot]] = defaultdict(list)
     for slot in held:
@@ -279,7 +283,7 @@ def activations(held: Iterable[Slot], chosen: Mapping[str, Choice]) -> Iterator[
         yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, ends, slots[0].nbytes)
 
 
-def _packed(slot: Slot, chosen: Choice) -> Iterator[Interval]:
+def _packed(slot: Slot, chosen: SlotStorage) -> Iterator[Interval]:
     decoded_bytes = slot.numel * DTYPE_BYTES.get(slot.dtype, 1)
     for part in slot.parts:
         waits = part_bytes(slot, part, chosen)

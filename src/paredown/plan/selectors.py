@@ -1,4 +1,4 @@
-"""Whom a rule of a plan speaks of: the text in front of a rule is a `Key`.
+"""Whom a rule of a plan speaks of: the text in front of a rule is a `Selector`.
 
     activation                        every slot of a role
     layer3.*:input                    a pattern: * is any text (dots and colons too), ? one character, [ab] one of these
@@ -10,9 +10,9 @@ A gradient, a moment, a master copy and a residue bear the name of their weight,
 without a role is that of the weight or the activation, and a pattern without a role speaks of them all. Where several rules speak
 of a slot, a name beats a pattern, a pattern beats a role, and among equals the one written last wins.
 
->>> Key.parse("weight=layer3.*").rank(("layer3.0.conv1.weight",), Role.WEIGHT).name
+>>> Selector.parse("weight=layer3.*").rank(("layer3.0.conv1.weight",), Role.WEIGHT).name
 'PATTERN'
->>> Key.parse("activations")
+>>> Selector.parse("activations")
 Traceback (most recent call last):
     ...
 paredown.errors.PlanError: key 'activations' is no role: did you mean 'activation'? A parameter of that name is 'weight=activations'.
@@ -32,14 +32,14 @@ from paredown.errors import PlanError
 from paredown.roles import FORMATTED, Role
 from paredown.serial import brief
 
-Slot = tuple[tuple[str, ...], Role]  # the names of all its savers, and its role
+NamesAndRole = tuple[tuple[str, ...], Role]  # the names of all its savers, and its role
 WILDCARDS = "*?["
 ROLE_NAMES = ", ".join(role.value for role in FORMATTED)
 NAMED_ALONE = (Role.WEIGHT, Role.ACTIVATION)  # whose slots a name without a role means
 SHAPES = "a role (activation), a slot (layer3.0.conv1:input), a pattern (layer3.*:input), or a role before either (weight=layer3.*)"
 
 
-class Rank(IntEnum):
+class SelectorRank(IntEnum):
     """How closely a key speaks of a slot; the highest rank decides."""
 
     NONE = 0
@@ -49,27 +49,27 @@ class Rank(IntEnum):
 
 
 @dataclass(frozen=True)
-class Key:
+class Selector:
     """A role, a pattern or the name of a slot; `str(key)` gives its text back."""
 
     role: Role | None
     name: str | None  # None: the role as a whole
 
     @staticmethod
-    def parse(text: str) -> Key:
+    def parse(text: str) -> Selector:
         """The key that `text` spells; PlanError says what is wrong with it."""
         if not isinstance(text, str) or not text or text != text.strip():
             raise PlanError(f"key {brief(text)} is none: a key is {SHAPES}, without spaces around it.")
         text = text.value if isinstance(text, Role) else text
         head, equals, name = text.partition("=")
         if equals:
-            return Key(_role(text, head), _name(text, name))
+            return Selector(_role(text, head), _name(text, name))
         if text in tuple(Role):
-            return Key(_role(text, text), None)
+            return Selector(_role(text, text), None)
         likely = closest_role(text) if not any(letter in ".:" + WILDCARDS for letter in text) else None
         if likely:
             raise PlanError(f"key {text!r} is no role: did you mean {likely!r}? A parameter of that name is 'weight={text}'.")
-        return Key(None, text)
+        return Selector(None, text)
 
     def __str__(self) -> str:
         return "=".join(part for part in (self.role and self.role.value, self.name) if part)
@@ -83,20 +83,20 @@ class Key:
     def place(self) -> tuple[int, int]:
         """Where it stands among the rules of a plan: roles in their order, then patterns, then names."""
         if self.role is not None and self.name is None:
-            return Rank.ROLE, FORMATTED.index(self.role)
-        return (Rank.PATTERN if self.is_pattern else Rank.NAME), 0
+            return SelectorRank.ROLE, FORMATTED.index(self.role)
+        return (SelectorRank.PATTERN if self.is_pattern else SelectorRank.NAME), 0
 
-    def rank(self, names: Sequence[str], role: Role) -> Rank:
+    def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
         """How closely it speaks of the slot of this role whose savers have these names."""
         if self.role is not None and self.role is not role:
-            return Rank.NONE
+            return SelectorRank.NONE
         if self.name is None:
-            return Rank.ROLE
+            return SelectorRank.ROLE
         if self.name in names and (self.role is not None or role in NAMED_ALONE):  # a name may hold a [, so names come first
-            return Rank.NAME
+            return SelectorRank.NAME
         if self.is_pattern and any(fnmatchcase(name, self.name) for name in names):
-            return Rank.PATTERN
-        return Rank.NONE
+            return SelectorRank.PATTERN
+        return SelectorRank.NONE
 
     def say(self) -> str:
         """In words: "weight slots like 'layer3.*'"."""
@@ -106,10 +106,10 @@ class Key:
         return f"{role}slots like {self.name!r}" if self.is_pattern else f"{role}slot {self.name!r}"
 
 
-class Index:
+class SelectorIndex:
     """The keys of a plan, the one written last at the end, ready to be asked: plans may name a thousand slots one by one."""
 
-    def __init__(self, keys: Iterable[Key]) -> None:
+    def __init__(self, keys: Iterable[Selector]) -> None:
         self.keys = tuple(keys)
         self._loose = [place for place, key in enumerate(self.keys) if key.name is None or key.is_pattern]
         self._named: dict[str | None, list[int]] = {}
@@ -126,15 +126,15 @@ class Index:
     def _best(self, names: tuple[str, ...], role: Role) -> int | None:
         places = {*self._loose, *(place for name in names for place in self._named.get(name, ()))}
         ranks = [(self.keys[place].rank(names, role), place) for place in places]
-        rank, place = max(ranks, default=(Rank.NONE, 0))
+        rank, place = max(ranks, default=(SelectorRank.NONE, 0))
         return place if rank else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return index_of, (self.keys,)  # without what it remembers
 
-    def unanswered(self, slots: Sequence[Slot]) -> list[Key]:
+    def unanswered(self, slots: Sequence[NamesAndRole]) -> list[Selector]:
         """The names and patterns that speak of none of the slots."""
-        by_name: dict[str, list[Slot]] = {}
+        by_name: dict[str, list[NamesAndRole]] = {}
         for slot in slots:
             for name in slot[0]:
                 by_name.setdefault(name, []).append(slot)
@@ -144,9 +144,9 @@ class Index:
 
 
 @lru_cache(maxsize=64)
-def index_of(keys: tuple[Key, ...]) -> Index:
+def index_of(keys: tuple[Selector, ...]) -> SelectorIndex:
     """One for all plans with the same keys: plans that are compared often differ in formats alone."""
-    return Index(keys)
+    return SelectorIndex(keys)
 
 
 def slot_key(name: str, role: Role) -> str:
@@ -175,7 +175,7 @@ def closest(text: str, names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in get_close_matches(text, list(names), 3, 0.0))
 
 
-def say_closest(key: Key, slots: Iterable[Slot]) -> str:
+def say_closest(key: Selector, slots: Iterable[NamesAndRole]) -> str:
     """A sentence that names the slots whose names are most like the key's."""
     names = {name: None for names, role in slots if key.role in (None, role) for name in names}  # in order, each once
     of_role = f"{key.role.value} " if key.role else ""

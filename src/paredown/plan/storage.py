@@ -19,9 +19,9 @@ Three limits hold beyond what the plan asks for:
 >>> from paredown.plan.storage import Assignment
 >>> from paredown.trace.operations import EXPONENT
 >>> asked = Assignment.parse("int4/64@bf16")
->>> given(asked, Needs(pin=EXPONENT), dtype="bfloat16", numel=1 << 20)[0]
+>>> resolve_format(asked, Needs(pin=EXPONENT), dtype="bfloat16", numel=1 << 20)[0]
 Format('int8/64@bf16')
->>> given(asked, Needs(is_centered=True), dtype="bfloat16", numel=1 << 20)[0]
+>>> resolve_format(asked, Needs(is_centered=True), dtype="bfloat16", numel=1 << 20)[0]
 Format('uint4/64@bf16+bf16')
 """
 
@@ -34,7 +34,7 @@ from typing import TypeVar
 
 from paredown.errors import FormatError, PlanError
 from paredown.formats.catalog import find_format
-from paredown.formats.element import Kind
+from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, default_rounding
 from paredown.roles import ACCUMULATED, Role
@@ -157,9 +157,9 @@ def significant_bits(format: Format) -> int:
     Unsigned integers with a minimum divide the range from the smallest value to the largest, twice as long as that of magnitudes.
     """
     element = format.element
-    if element.kind is Kind.FLOAT:
+    if element.kind is ElementKind.FLOAT:
         return element.mantissa_bits + 1
-    return element.width - (element.kind is not Kind.UINT or format.minimum is not None)
+    return element.width - (element.kind is not ElementKind.UINT or format.minimum is not None)
 
 
 def resolves_differences(format: Format) -> bool:
@@ -188,7 +188,7 @@ def keeps_enough(format: Format, needs: Needs) -> bool:
     return is_fine and (not needs.is_centered or resolves_differences(format))
 
 
-def given(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
+def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
     """The format of `numel` values of `dtype` that were saved together, None for plain storage; and why it is not what was asked for."""
     asked = assignment.format
     if asked is None or needs.use is not Use.VALUE:

@@ -8,7 +8,7 @@ What leaves a record, as JSON or as a page, holds no absolute path and no name o
 >>> record
 Record('two plans': 1 task, 2 plans, 2 trials)
 >>> record.studies[0].picks
-(Pick(nbytes=1048576, label='lpmm'), Pick(nbytes=2097152, label='as written'))
+(BudgetPick(nbytes=1048576, label='lpmm'), BudgetPick(nbytes=2097152, label='as written'))
 >>> Record.from_json(record.to_json()) == record
 True
 
@@ -41,8 +41,18 @@ from typing import TYPE_CHECKING, Any
 from paredown.errors import ReportError
 from paredown.pick.answer import Picked
 from paredown.plan.plan import Plan
-from paredown.report.studies import Labels, Progress, Run, Study, kept_under, plans_to_show, run_of, study_of_pick, study_of_trials
-from paredown.serial import dump, read, read_json
+from paredown.report.studies import (
+    Labels,
+    ReportedProgress,
+    ReportedTrial,
+    Study,
+    kept_under,
+    plans_to_show,
+    run_of,
+    study_of_pick,
+    study_of_trials,
+)
+from paredown.serial import dump_dataclass, read_dataclass, read_json
 from paredown.session.changes import Action, Change
 from paredown.tasks.trial import Trial
 from paredown.trace.trace import Trace
@@ -138,11 +148,11 @@ class Record:
 
     title: str
     studies: tuple[Study, ...] = ()
-    runs: tuple[Run, ...] = ()
+    runs: tuple[ReportedTrial, ...] = ()
     actions: tuple[Action, ...] = ()
     changes: tuple[Change, ...] = ()
     given: tuple[Change, ...] = ()
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[ReportedProgress, ...] = ()
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     commit: str = ""
@@ -223,7 +233,7 @@ class Record:
         """The JSON value, scrubbed."""
         labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
         tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
-        return {"version": VERSION, **scrub_all(dump(self), scrub_names(tasks) | scrub_names(labels))}
+        return {"version": VERSION, **scrub_all(dump_dataclass(self), scrub_names(tasks) | scrub_names(labels))}
 
     @staticmethod
     def from_json(value: Any) -> Record:
@@ -234,7 +244,7 @@ class Record:
         if type(version) is not int or not 1 <= version <= VERSION:
             said = version if type(version) is int and abs(version) < 10**6 else "no number of one"
             raise ReportError(f"the record is of version {said}; this paredown reads 1 to {VERSION}. Update paredown to read it.")
-        return read(Record, {name: part for name, part in value.items() if name != "version"}, "record")
+        return read_dataclass(Record, {name: part for name, part in value.items() if name != "version"}, "record")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON."""
@@ -264,11 +274,11 @@ def _last(trials: list[Trial]) -> list[Trial]:
     return kept[::-1]
 
 
-def _runs(trials: list[Trial], names: Labels) -> list[Run]:
+def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
     """Their rows; a curve for the first run of a plan on a task, in all at most MOST_CURVES, as many for each task."""
     most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
     drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
-    runs: list[Run] = []
+    runs: list[ReportedTrial] = []
     for trial in trials:
         label, there = names.of(trial.plan), drawn[trial.task]
         runs.append(run_of(trial, label, has_curve=label not in there and len(there) < most))

@@ -35,7 +35,7 @@ from paredown.report.record import Record, scrub
 PATIENCE_SECONDS = 2.0  # that a store may be busy before the page says so
 
 
-class Source(ABC):
+class RecordSource(ABC):
     """Where records come from."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Source(ABC):
         return
 
 
-class FileSource(Source):
+class FileSource(RecordSource):
     """The record in a file."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -68,7 +68,7 @@ class FileSource(Source):
         return record
 
 
-class StoreSource(Source):
+class StoreSource(RecordSource):
     """The trials of a store."""
 
     def __init__(self, address: str | PathLike[str], *, sweep: str | None = None) -> None:
@@ -94,15 +94,15 @@ class StoreSource(Source):
         self._store.close()
 
 
-def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> Source:
+def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> RecordSource:
     """The source that a text names: a file that ends in .json is a record, anything else a store."""
     return FileSource(source) if str(source).lower().endswith(".json") else StoreSource(source, sweep=sweep)
 
 
-class Watched:
+class WatchedSource:
     """The latest record of a source, with a number that rises with each; who waits for the next one is woken."""
 
-    def __init__(self, source: Source, *, seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, source: RecordSource, *, seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._source, self._seconds, self._clock = source, seconds, clock
         self._changed = threading.Condition()
         self._ended = threading.Event()
@@ -175,10 +175,10 @@ TEXT, PAGE, JSON, EVENTS = "text/plain", "text/html", "application/json", "text/
 class Server:
     """A page on loopback, from `start` to `close`; a context manager does both. `url` is where it is."""
 
-    def __init__(self, source: Source, *, host: str = "127.0.0.1", port: int = 0, seconds: float = 1.0) -> None:
+    def __init__(self, source: RecordSource, *, host: str = "127.0.0.1", port: int = 0, seconds: float = 1.0) -> None:
         _check(host, port)
         try:
-            self.watched = Watched(source, seconds=seconds)
+            self.watched = WatchedSource(source, seconds=seconds)
             self._http = _Http((host, port), self.watched)
         except BaseException as error:
             source.close()
@@ -217,7 +217,7 @@ class Server:
 
 
 def serve(
-    source: str | PathLike[str] | Source,
+    source: str | PathLike[str] | RecordSource,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -227,7 +227,7 @@ def serve(
 ) -> None:
     """Show a store, or a record's file, until interrupted; `say` hears the address."""
     _check(host, port)
-    found = source if isinstance(source, Source) else open_source(source, sweep=sweep)
+    found = source if isinstance(source, RecordSource) else open_source(source, sweep=sweep)
     with Server(found, host=host, port=port, seconds=seconds) as server:
         say(f"{server.url} shows it until Ctrl-C")
         try:
@@ -256,7 +256,7 @@ class _Http(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, address: tuple[str, int], watched: Watched) -> None:
+    def __init__(self, address: tuple[str, int], watched: WatchedSource) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.watched = watched
         self.streams = threading.Semaphore(MOST_STREAMS)

@@ -10,9 +10,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from paredown.errors import ParedownError, ReportError, StoreError
 from paredown.report.record import Record
-from paredown.report.studies import Progress
+from paredown.report.studies import ReportedProgress
 from paredown.sweeps.export import rows
-from paredown.sweeps.status import Counts, count
+from paredown.sweeps.status import SweepCounts, count
 from paredown.sweeps.store import Store
 from paredown.tasks.trial import Trial
 
@@ -23,7 +23,7 @@ def open_to_read(address: str, *, patience_seconds: float = 120.0) -> Store:
         return Store(address, may_create=False, patience_seconds=patience_seconds)
 
 
-def counts_of(store: Store) -> tuple[Counts, ...]:
+def counts_of(store: Store) -> tuple[SweepCounts, ...]:
     """How far its sweeps are: what changes when anything does."""
     with _sentences():
         return tuple(count(store))
@@ -39,7 +39,7 @@ def record_of_store(store: Store, *, sweep: str | None = None, title: str = "") 
     with _sentences():
         trials = [Trial.from_json(row["trial"]) for row in rows(store, sweep) if row["trial"] is not None]
     record = Record.of_trials(title or (f"Sweep {names}" if names else "An empty store"), trials)
-    progress = tuple(Progress(one.sweep, one.waiting, one.running, dict(one.by_status)) for one in counts)
+    progress = tuple(ReportedProgress(one.sweep, one.waiting, one.running, dict(one.by_status)) for one in counts)
     return replace(record, progress=progress)
 
 

@@ -32,7 +32,7 @@ from paredown.plan.explanation import explain_slots
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
-from paredown.plan.selectors import Key
+from paredown.plan.selectors import Selector
 from paredown.sizes import say_bytes
 from paredown.tasks.trial import Status, Trial
 from paredown.trace.trace import Trace
@@ -42,7 +42,7 @@ SEEDS = "Bands: from the best seed to the worst."
 
 
 @dataclass(frozen=True)
-class Mark:
+class PlanMark:
     """A plan on the chart: bytes that count against a budget, and the mean error over runs; None: no run of it ended well."""
 
     label: str
@@ -59,14 +59,14 @@ class Mark:
     predicted_bytes: int | None = None  # where that is not what counts: trials took more
 
 
-class Pick(NamedTuple):
+class BudgetPick(NamedTuple):
     """From so many bytes on this plan is taken, until the next row."""
 
     nbytes: int
     label: str
 
 
-class Place(NamedTuple):
+class ModuleBytes(NamedTuple):
     """Bytes that a module keeps in a role."""
 
     module: str
@@ -74,7 +74,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class Slot(NamedTuple):
+class SlotRow(NamedTuple):
     """What becomes of a slot under a plan, and why: see plan/explanation.py."""
 
     slot: str
@@ -87,7 +87,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
+class MemoryUse:
     """Where the memory goes under a plan: at the peak, what waits by role and by module, slot by slot."""
 
     label: str
@@ -95,8 +95,8 @@ class Kept:
     low_bytes: int
     high_bytes: int
     by_role: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
-    places: tuple[Place, ...] = ()
-    slots: tuple[Slot, ...] = ()
+    places: tuple[ModuleBytes, ...] = ()
+    slots: tuple[SlotRow, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -113,9 +113,9 @@ class Study:
     reason: str = ""
     ties: tuple[str, ...] = ()
     band: str = ""  # what bands mean
-    marks: tuple[Mark, ...] = ()
-    picks: tuple[Pick, ...] = ()  # by bytes
-    kept: tuple[Kept, ...] = ()
+    marks: tuple[PlanMark, ...] = ()
+    picks: tuple[BudgetPick, ...] = ()  # by bytes
+    kept: tuple[MemoryUse, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -128,14 +128,14 @@ class Study:
         if list(self.picks) != sorted(self.picks, key=lambda pick: pick.nbytes):
             raise ReportError(f"task {self.task!r}: picks are ordered by bytes, the fewest first; these are not.")
 
-    def keeping(self, kept: tuple[Kept, ...], written: str, full_bytes: int | None) -> Study:
+    def keeping(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
         """With these footprints too, and the step as it is written where that was not known."""
         known = {"written": self.written or written, "full_bytes": self.full_bytes or full_bytes}
         return replace(self, kept=(*self.kept, *kept), **known)
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedTrial:
     """A trial."""
 
     task: str
@@ -154,7 +154,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ReportedProgress:
     """The trials of a sweep, by state; finished ones by status."""
 
     sweep: str
@@ -163,18 +163,18 @@ class Progress:
     by_status: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
 
 
-def choose(marks: Iterable[Mark]) -> tuple[Pick, ...]:
+def choose(marks: Iterable[PlanMark]) -> tuple[BudgetPick, ...]:
     """What is taken within each budget: the least error, of equals the fewest bytes.
 
-    >>> choose([Mark("a", 10, 0.5), Mark("b", 20, 0.6), Mark("c", 30, 0.4), Mark("d", 5)])
-    (Pick(nbytes=10, label='a'), Pick(nbytes=30, label='c'))
+    >>> choose([PlanMark("a", 10, 0.5), PlanMark("b", 20, 0.6), PlanMark("c", 30, 0.4), PlanMark("d", 5)])
+    (BudgetPick(nbytes=10, label='a'), BudgetPick(nbytes=30, label='c'))
     """
-    found: list[Pick] = []
+    found: list[BudgetPick] = []
     least = float("inf")
     known = [(mark.nbytes, mark.error, mark.label) for mark in marks if mark.error is not None]
     for nbytes, error, label in sorted(known):
         if error < least:
-            found.append(Pick(nbytes, label))
+            found.append(BudgetPick(nbytes, label))
             least = error
     return tuple(found)
 
@@ -189,11 +189,11 @@ class Labels:
     """The label of every plan that was asked for; two plans never share one."""
 
     def __init__(self, known: Mapping[str, Plan] | None = None) -> None:
-        self._labels: dict[object, str] = {said(plan): label for label, plan in (known or {}).items()}
+        self._labels: dict[object, str] = {rules_key(plan): label for label, plan in (known or {}).items()}
 
     def of(self, plan: Plan) -> str:
         """Its label, the same each time."""
-        key = said(plan)
+        key = rules_key(plan)
         if key not in self._labels:
             taken, name = set(self._labels.values()), name_of(plan)
             self._labels[key] = next(
@@ -202,7 +202,7 @@ class Labels:
         return self._labels[key]
 
 
-def said(plan: Plan) -> object:
+def rules_key(plan: Plan) -> object:
     """What a plan says, without its reason."""
     return plan.rules, plan.recompute
 
@@ -211,9 +211,9 @@ def name_of(plan: Plan) -> str:
     """A plan in a few words."""
     if plan.changes_nothing:
         return WRITTEN
-    if (name := _presets().get(said(plan))) is not None:
+    if (name := _presets().get(rules_key(plan))) is not None:
         return name
-    roles = [f"{key} {assignment.format or 'as it is'}" for key, assignment in plan.rules if Key.parse(key).role is not None]
+    roles = [f"{key} {assignment.format or 'as it is'}" for key, assignment in plan.rules if Selector.parse(key).role is not None]
     slots = len(plan.rules) - len(roles)
     own = [f"{slots} slots by name"] if slots else []
     again = [f"{len(plan.recompute)} modules computed again"] if plan.recompute else []
@@ -229,7 +229,7 @@ def in_words(plan: Plan) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _presets() -> dict[object, str]:
-    return {said(Plan.preset(name)): name for name in reversed(list(PRESETS))}
+    return {rules_key(Plan.preset(name)): name for name in reversed(list(PRESETS))}
 
 
 # --- Studies of tasks ---
@@ -242,11 +242,11 @@ LIBRARIES = "libraries"  # beside the roles: workspaces that libraries keep
 def study_of_pick(picked: Picked) -> Study:
     """What a pick says of its task."""
     frontier = picked.frontier
-    counts = Counter(said(trial.plan) for trial in picked.trials)
-    marks = tuple(_mark(point, point.num_trials or counts[said(point.plan)]) for point in frontier.points)
+    counts = Counter(rules_key(trial.plan) for trial in picked.trials)
+    marks = tuple(_mark(point, point.num_trials or counts[rules_key(point.plan)]) for point in frontier.points)
     written = next((point.label for point in frontier.points if point.plan.changes_nothing), "")
     steps = sorted({point.needs for point in frontier.points if point.trains})
-    picks = [Pick(nbytes, frontier.best(nbytes).label) for nbytes in steps]
+    picks = [BudgetPick(nbytes, frontier.best(nbytes).label) for nbytes in steps]
     kept = tuple(pick for i, pick in enumerate(picks) if i == 0 or pick.label != picks[i - 1].label)
     return Study(
         picked.task,
@@ -264,14 +264,14 @@ def study_of_pick(picked: Picked) -> Study:
     )
 
 
-def _mark(point: Point, num_trials: int) -> Mark:
+def _mark(point: Point, num_trials: int) -> PlanMark:
     half = BAND * point.deviation
     notes = {"prior": "predicted from earlier tasks", "features": "predicted from its formats alone: no earlier task had this plan"}
     lost = "it could not be trained" if num_trials else "there was no memory for it, or for a smaller plan"
     found = [notes.get(point.source, "")] if point.trains else [lost]
     if point.measured_bytes is None and point.needs > point.predicted_bytes:
         found.append(f"trials took more than predicted: {say_bytes(point.needs)} are expected")
-    return Mark(
+    return PlanMark(
         point.label,
         point.needs,
         error=point.mean if point.trains else None,
@@ -310,7 +310,7 @@ def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study
     return Study(task, metric=metric, written=written, full_bytes=full, band=SEEDS, marks=marks, picks=picks)
 
 
-def _measured(label: str, trials: Sequence[Trial]) -> Mark | None:
+def _measured(label: str, trials: Sequence[Trial]) -> PlanMark | None:
     """Where a plan stands; None where nobody knows what it takes."""
     sizes = [trial.predicted_peak_bytes for trial in trials if trial.predicted_peak_bytes is not None]
     measured = [trial.measured_peak_bytes for trial in trials if trial.measured_peak_bytes is not None]
@@ -318,7 +318,7 @@ def _measured(label: str, trials: Sequence[Trial]) -> Mark | None:
         return None
     errors = [trial.error for trial in trials if trial.status is Status.DONE and trial.error is not None]
     ended = {status.value: sum(trial.status is status for trial in trials) for status in Status if status is not Status.DONE}
-    return Mark(
+    return PlanMark(
         label,
         max(sizes or measured),
         error=fmean(errors) if errors else None,
@@ -332,9 +332,9 @@ def _measured(label: str, trials: Sequence[Trial]) -> Mark | None:
     )
 
 
-def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> Run:
+def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
     """A trial as a row."""
-    return Run(
+    return ReportedTrial(
         trial.task,
         label,
         trial.seed,
@@ -362,24 +362,24 @@ def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[t
     return tuple((group[-1][0], float(f"{fmean(loss for _, loss in group):.4g}")) for group in groups)
 
 
-def kept_under(trace: Trace, plans: Mapping[str, Plan]) -> tuple[Kept, ...]:
+def kept_under(trace: Trace, plans: Mapping[str, Plan]) -> tuple[MemoryUse, ...]:
     """Where the memory of a step goes under each of these plans; labels are theirs."""
     return tuple(_kept(trace, label, plan) for label, plan in plans.items())
 
 
-def _kept(trace: Trace, label: str, plan: Plan) -> Kept:
+def _kept(trace: Trace, label: str, plan: Plan) -> MemoryUse:
     foot = footprint(trace, plan)
     by_role = {role.value: nbytes for role, nbytes in foot.at_peak.items()}
     by_role |= {LIBRARIES: foot.workspace_bytes} if foot.workspace_bytes else {}
-    return Kept(
+    return MemoryUse(
         label,
         foot.peak_bytes,
         foot.low_bytes,
         foot.high_bytes,
         by_role=by_role,
-        places=tuple(Place(module, role.value, nbytes) for (module, role), nbytes in foot.places_at_peak().items()),
+        places=tuple(ModuleBytes(module, role.value, nbytes) for (module, role), nbytes in foot.places_at_peak().items()),
         slots=tuple(
-            Slot(row.slot, row.role.value, row.written_bytes, row.nbytes, row.format, row.what, row.why)
+            SlotRow(row.slot, row.role.value, row.written_bytes, row.nbytes, row.format, row.what, row.why)
             for row in explain_slots(trace, plan)
         ),
         notes=foot.notes,

@@ -52,12 +52,22 @@ from paredown.codec.recompute import NO_BOUND, pack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from paredown.plan.plan import Plan
-from paredown.plan.storage import given, is_same_level, keeps_enough, significant_bits
+from paredown.plan.storage import is_same_level, keeps_enough, resolve_format, significant_bits
 from paredown.roles import Role
-from paredown.session.stored_tensors import Bits, Integers, Nothing, Piece, Recomputed, Values, View, Waiting, steps_of
+from paredown.session.stored_tensors import (
+    RecomputedValues,
+    StoragePiece,
+    StoredForm,
+    StoredIntegers,
+    StoredMask,
+    StoredShape,
+    StoredValues,
+    StoredView,
+    decode_steps_of,
+)
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, Use
-from paredown.trace.saved_tensors import SOURCE_OPS, recipe_of
+from paredown.trace.saved_tensors import SOURCE_OPS, rematerialization_of
 
 LARGEST_ERROR = 0.1  # of a logit, as a standard deviation: probabilities 10 % off
 OF_ONE_STEP = 0.75  # relative error of rounding, in units of 2^-bits: 0.6 % for int8, measured on normal values in blocks of 64
@@ -65,7 +75,7 @@ EVERY = 8
 
 
 @dataclass(eq=False, slots=True)
-class Seen:
+class AttentionNorms:
     """What is known of one attention: the bound on its logits, in which forward pass, and a later one on its way to the host."""
 
     bound: float
@@ -78,7 +88,7 @@ class LogitBounds:
     """The bounds of all attentions of a model, by the module and operation that saved them."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, AttentionNorms] = {}
 
     def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
         """Why a query, key or value stays plain under `format` in this forward pass; "" if it may be packed."""
@@ -92,7 +102,7 @@ class LogitBounds:
     def _bound(self, name: str, node: Any, is_cuda: bool, forwards: int) -> float:
         seen = self._seen.get(name)
         if seen is None or (not is_cuda and seen.forwards != forwards):
-            seen = self._seen[name] = Seen(largest_logit(node).item(), forwards)
+            seen = self._seen[name] = AttentionNorms(largest_logit(node).item(), forwards)
         elif is_cuda and seen.forwards != forwards:
             _update(seen, node, forwards)
         return seen.bound
@@ -105,7 +115,7 @@ def largest_logit(node: Any) -> Tensor:
     return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
 
 
-def _update(seen: Seen, node: Any, forwards: int) -> None:
+def _update(seen: AttentionNorms, node: Any, forwards: int) -> None:
     """Take over what has arrived on the host; send the next one on its way."""
     seen.forwards = forwards
     if seen.coming is not None and seen.arrived.query():
@@ -124,7 +134,7 @@ REASONS = {"hooked": HOOKED, "weight": "it is a weight", "buffer": "it is a buff
 
 
 @dataclass(frozen=True)
-class Decision:
+class StorageDecision:
     """What becomes of a slot: `format` None leaves it as it is; `reason` says why that is not what was asked for."""
 
     asked: Format | None
@@ -135,21 +145,21 @@ class Decision:
     tensor_id: int
 
 
-Observer = Callable[[Saved, Piece, Waiting], None]
+Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 
 
 @dataclass
-class Shelf:
+class ForwardStorage:
     """Of the forward pass that is running: what waits already, and which storages stay as they are."""
 
-    waiting: dict[Any, Waiting] = field(default_factory=dict)
+    waiting: dict[Any, StoredForm] = field(default_factory=dict)
     plain: dict[int, Tensor] = field(default_factory=dict)  # storage -> what keeps it
     names: dict[Any, str] = field(default_factory=dict)  # of what waits: that of its first saver
     # Number of a node -> (the node, what others can be recomputed from). Threads number their nodes independently, so that two nodes may
     # have one number: the entry counts for the node itself alone. Holding it is safe: its saved tensor is packed, and the pass is short.
-    sources: dict[int, tuple[Any, View]] = field(default_factory=dict)
+    sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
 
-    def source(self, node: Any) -> View | None:
+    def source(self, node: Any) -> StoredView | None:
         """What is stored of the operand of `node` from which others can be recomputed."""
         found = self.sources.get(node._sequence_nr()) if node is not None else None
         return found[1] if found is not None and found[0] is node else None
@@ -162,15 +172,15 @@ class Activations:
         self.plan, self.seed, self.forwards = plan, seed, 0
         self.is_sharded = False  # whether parameters are freed between forward and backward
         self.names: set[str] = set()  # of all that was reported
-        self.decisions: dict[str, Decision] = {}
+        self.decisions: dict[str, StorageDecision] = {}
         self.left: dict[str, str] = {}  # name -> why it was left alone
         self.returned: frozenset[str] = frozenset()  # what went back to being plain in the last forward pass
         self.min_numel = MIN_PACKED_NUMEL
         self.on_packed: Observer = lambda saved, piece, waiting: None  # is told of everything that is put away
-        self._decided: dict[tuple[Any, ...], Decision] = {}
-        self._waiting: list[weakref.ref[Waiting]] = []  # of all forward passes whose backward may come
+        self._decided: dict[tuple[Any, ...], StorageDecision] = {}
+        self._waiting: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may come
         self._running = threading.local()
-        self._open: list[Shelf] = []  # of the forward passes that are running, in all threads
+        self._open: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
         self._logits = LogitBounds()
         self._lock = threading.Lock()  # threads of one forward pass share its shelf: one storage is packed once
 
@@ -179,7 +189,7 @@ class Activations:
         """Bytes of everything that waits packed now."""
         return sum(waiting.nbytes for waiting in self.waiting())
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[StoredForm]:
         """Everything that waits now."""
         alive = [waiting for ref in self._waiting if (waiting := ref()) is not None]
         self._waiting = [weakref.ref(waiting) for waiting in alive]
@@ -195,12 +205,12 @@ class Activations:
         self.forwards += 1
         self.is_sharded = is_sharded
         self.waiting()  # forgets what is gone
-        self._running.now = Shelf()
+        self._running.now = ForwardStorage()
         self._open.append(self._running.now)
 
     def end(self, output: Any) -> None:
         """It ended: what the caller or the model keeps, or a saved tensor that stays plain holds, goes back to being plain."""
-        now: Shelf = self._running.now
+        now: ForwardStorage = self._running.now
         self._running.now = None
         self._open = [shelf for shelf in self._open if shelf is not now]
         held = now.plain
@@ -220,14 +230,14 @@ class Activations:
             if saved.name not in self.left and saved.operand != "weight":
                 self.left[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
             return
-        piece = Piece(tensor)
+        piece = StoragePiece(tensor)
         now = self._shelf()
         if piece.numel < self.min_numel or piece.address in now.plain:
             return
         with self._lock:
             self._store(saved, tensor, piece, now)
 
-    def _store(self, saved: Saved, tensor: Tensor, piece: Piece, now: Shelf) -> None:
+    def _store(self, saved: Saved, tensor: Tensor, piece: StoragePiece, now: ForwardStorage) -> None:
         use, detail = _form(saved, tensor)
         key = (*piece.key, use, detail)
         waiting = now.waiting.get(key)
@@ -242,22 +252,22 @@ class Activations:
                 self._waiting.append(weakref.ref(waiting))
         if tensor.grad_fn is not saved.node:  # an operation's own output is told as a tensor that nobody else has
             waiting.original = weakref.ref(tensor if tensor._base is None else tensor._base)
-        view = View(waiting, *piece.layout())
+        view = StoredView(waiting, *piece.layout())
         if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
             now.sources[saved.node._sequence_nr()] = saved.node, view
-        saved.raw.register_hooks(lambda _: view, View.tensor)
+        saved.raw.register_hooks(lambda _: view, StoredView.tensor)
         self.on_packed(saved, piece, waiting)
         if self.left:
             self.left.pop(saved.name, None)
 
-    def _shelf(self) -> Shelf:
+    def _shelf(self) -> ForwardStorage:
         """That of the forward pass that runs in this thread, or of the one pass that this thread runs a part of."""
-        own: Shelf | None = getattr(self._running, "now", None)
+        own: ForwardStorage | None = getattr(self._running, "now", None)
         return own if own is not None else self._open[-1]
 
     # --- one function for each use ----------------------------------------------------------------------------------------
 
-    def _values(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
+    def _values(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
         decision = self.decide(saved, piece)
         if decision.format is None:
             return there if there is not None and _keeps_enough(there, saved) else None
@@ -273,42 +283,52 @@ class Activations:
             return recomputed
         seed = Seed(self.seed, decision.tensor_id, self.forwards)
         packed = encode_flat(piece.flat(), decision.format, decision.rounding, decision.overflow, seed)
-        if type(there) is Values:
+        if type(there) is StoredValues:
             there.packed = packed  # an operation after the first needs more of it
             return there
-        return Values(piece, packed)
+        return StoredValues(piece, packed)
 
-    def _recomputed(self, saved: Saved, piece: Piece) -> Waiting | None:
+    def _recomputed(self, saved: Saved, piece: StoragePiece) -> StoredForm | None:
         """What follows from a tensor that waits already, if this one does and that is precise enough."""
-        recipe = recipe_of(piece.tensor)
+        recipe = rematerialization_of(piece.tensor)
         now = self._shelf()
         view = now.source(recipe.source) if recipe is not None else None
-        if recipe is None or view is None or type(view.waiting) is not Values or view.waiting.packed is None or not piece.is_whole:
+        if (
+            recipe is None
+            or view is None
+            or type(view.waiting) is not StoredValues
+            or view.waiting.packed is None
+            or not piece.is_whole
+        ):
             return None
         if not _keeps_enough(view.waiting, saved):
             return None
         signs = now.source(recipe.sign)
         if piece.tensor._version != (signs.waiting.version if signs is not None and signs.waiting.is_of(piece) else 0):
             return None  # modified since, without autograd's knowing
-        steps = steps_of(recipe, view, signs, piece, keeps_parameters=not self.is_sharded)
-        return Recomputed(piece, view.waiting, steps) if steps is not None else None
+        steps = decode_steps_of(recipe, view, signs, piece, keeps_parameters=not self.is_sharded)
+        return RecomputedValues(piece, view.waiting, steps) if steps is not None else None
 
-    def _bits(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
+    def _bits(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
         bounds: Bounds = detail
-        return Bits(piece, pack_mask(piece.flat(), bounds.low, bounds.high), bounds.values) if bounds.values is not None else None
+        return (
+            StoredMask(piece, pack_mask(piece.flat(), bounds.low, bounds.high), bounds.values)
+            if bounds.values is not None
+            else None
+        )
 
-    def _integers(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
+    def _integers(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
         width: torch.dtype = detail
-        return None if width.itemsize >= piece.tensor.itemsize or piece.tensor.is_floating_point() else Integers(piece, width)
+        return None if width.itemsize >= piece.tensor.itemsize or piece.tensor.is_floating_point() else StoredIntegers(piece, width)
 
-    def _nothing(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
-        return Nothing(piece)
+    def _nothing(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
+        return StoredShape(piece)
 
-    def _exact(self, saved: Saved, piece: Piece, there: Waiting | None, detail: Any) -> Waiting | None:
+    def _exact(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
         self.left.setdefault(saved.name, saved.reason)
         return None
 
-    def decide(self, saved: Saved, piece: Piece) -> Decision:
+    def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
         """The format of a slot, by the plan and what limits it."""
         numel = piece.numel
         key = (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered)
@@ -316,16 +336,16 @@ class Activations:
         if decision is None:
             asked = self.plan.find((saved.name,), Role.ACTIVATION)
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
-            format, reason = given(asked, saved.needs, dtype=dtype, numel=numel)
+            format, reason = resolve_format(asked, saved.needs, dtype=dtype, numel=numel)
             rounding = asked.resolved_rounding if is_same_level(asked.format, format) else Rounding.NEAREST_EVEN
             overflow = asked.overflow if format is asked.format else None
-            decision = Decision(asked.format, format, rounding, overflow, reason, crc32(saved.name.encode()))
+            decision = StorageDecision(asked.format, format, rounding, overflow, reason, crc32(saved.name.encode()))
             self._decided[key] = decision
         self.decisions[saved.name] = decision
         return decision
 
 
-Maker = Callable[[Activations, Saved, Piece, Waiting | None, Any], Waiting | None]
+Maker = Callable[[Activations, Saved, StoragePiece, StoredForm | None, Any], StoredForm | None]
 MAKERS: dict[Use, Maker] = {
     Use.VALUE: Activations._values,
     Use.SIGN: Activations._bits,
@@ -392,7 +412,13 @@ def _width(saved: Saved, tensor: Tensor) -> torch.dtype:
     return next((dtype for bound, dtype in WIDTHS if saved.bound is not None and saved.bound <= bound), tensor.dtype)
 
 
-def _keeps_enough(waiting: Waiting, saved: Saved) -> bool:
+def _keeps_enough(waiting: StoredForm, saved: Saved) -> bool:
     """Whether the values that come back are precise enough for another operation that saved them."""
-    packed = waiting.packed if isinstance(waiting, Values) else waiting.source.packed if isinstance(waiting, Recomputed) else None
+    packed = (
+        waiting.packed
+        if isinstance(waiting, StoredValues)
+        else waiting.source.packed
+        if isinstance(waiting, RecomputedValues)
+        else None
+    )
     return packed is None or keeps_enough(packed.format, saved.needs)

@@ -12,8 +12,8 @@ step  slot        from          to        why
 
 Slot by slot, what a plan did and why: what was lowered, what is pinned or held by others, what was raised later.
 
->>> lowered = Row("fc:input", "int4/64@bf16", "int4/64@bf16", "lowered by the plan")
->>> Explanation([lowered, Row("attn:query", "int4/64@bf16", "int8/64@bf16", "pinned")])
+>>> lowered = SlotExplanation("fc:input", "int4/64@bf16", "int4/64@bf16", "lowered by the plan")
+>>> Explanation([lowered, SlotExplanation("attn:query", "int4/64@bf16", "int8/64@bf16", "pinned")])
 slot        asked         now           why
 fc:input    int4/64@bf16  int4/64@bf16  lowered by the plan
 attn:query  int4/64@bf16  int8/64@bf16  pinned
@@ -65,10 +65,10 @@ class Changes(tuple[Change, ...]):
         return f"<table>{head}{body}</table>"
 
 
-def said_keys(state: Any) -> str:
+def describe_state(state: Any) -> str:
     """What a state that cannot be loaded is, for the sentence that says so.
 
-    >>> said_keys({"seed": 1}), said_keys(None)
+    >>> describe_state({"seed": 1}), describe_state(None)
     ("has ['seed']", 'is of type NoneType')
     """
     return f"has {sorted(map(str, state))}" if isinstance(state, Mapping) else f"is of type {type(state).__name__}"
@@ -122,7 +122,7 @@ HELD = "the caller or the model holds it when the forward pass ends"
 
 
 @dataclass(frozen=True)
-class Row:
+class SlotExplanation:
     """A slot: what the plan that was applied asked for, what it has now, and why."""
 
     slot: str
@@ -131,16 +131,16 @@ class Row:
     why: str
 
 
-class Explanation(tuple[Row, ...]):
+class Explanation(tuple[SlotExplanation, ...]):
     """All slots, as a tuple that prints as a table."""
 
     __slots__ = ()
 
-    def __new__(cls, rows: Iterable[Row] = ()) -> Explanation:
+    def __new__(cls, rows: Iterable[SlotExplanation] = ()) -> Explanation:
         """A tuple of `rows`."""
         return super().__new__(cls, rows)
 
-    def of(self, slot: str) -> Row:
+    def of(self, slot: str) -> SlotExplanation:
         """The row of a slot; KeyError if there is none."""
         found = next((row for row in self if row.slot == slot), None)
         if found is None:
@@ -154,15 +154,17 @@ class Explanation(tuple[Row, ...]):
         return in_html([EXPLANATION_COLUMNS, *map(astuple, self)])
 
 
-def explained(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:
+def explain_session(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:
     """The rows of a session: every activation among `slots` that it decided about, and whatever else is not as it was asked for."""
     rows = [row for row in _activations(plan, activations, actions) if row.slot in slots]
     there = {row.slot for row in rows}
-    rows += [Row(change.slot, change.asked, change.given, change.reason) for change in changes if change.slot not in there]
+    rows += [
+        SlotExplanation(change.slot, change.asked, change.given, change.reason) for change in changes if change.slot not in there
+    ]
     return Explanation(rows)
 
 
-def _activations(plan: Plan, activations: Activations, actions: Actions) -> Iterator[Row]:
+def _activations(plan: Plan, activations: Activations, actions: Actions) -> Iterator[SlotExplanation]:
     done: dict[str, list[Action]] = defaultdict(list)
     for action in actions:
         if action.slot not in (THE_STEP, THE_PROBE):
@@ -175,4 +177,4 @@ def _activations(plan: Plan, activations: Activations, actions: Actions) -> Iter
         if not why:
             why = "the plan leaves it" if asked is None else LOWERED
         later = [f"step {action.step}: {action.before} to {action.after}, {action.why}" for action in done[name]]
-        yield Row(name, str(asked or AS_IS), now, "; ".join([why, *later]))
+        yield SlotExplanation(name, str(asked or AS_IS), now, "; ".join([why, *later]))

@@ -29,7 +29,7 @@ from paredown.trace.module_watch import Hook
 DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, True
 
 
-class Recomputed:
+class CheckpointedModules:
     """The modules of one model that a plan has computed again."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:

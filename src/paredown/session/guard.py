@@ -45,7 +45,7 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.activations import Activations
-from paredown.session.stored_tensors import Piece, Values, Waiting
+from paredown.session.stored_tensors import StoragePiece, StoredForm, StoredValues
 from paredown.sizes import parse_bytes, say_bytes
 from paredown.trace.autograd_graph import Saved
 from paredown.trace.trace import Trace
@@ -176,7 +176,7 @@ CENTERED_LEN = 64  # values that are taken to have one mean, as those of a chann
 
 
 @dataclass(frozen=True)
-class Look:
+class SlotSignal:
     """What was seen of a slot: its error, and its largest value; infinity where they are not finite."""
 
     error: float
@@ -203,7 +203,7 @@ class Signals:
         """Where the numbers are."""
         return self._numbers.device if self._numbers is not None else torch.device("cpu")
 
-    def read(self, norm: Tensor | None) -> tuple[float, dict[str, Look]]:
+    def read(self, norm: Tensor | None) -> tuple[float, dict[str, SlotSignal]]:
         """The gradient norm, and what was seen of each slot since the last time, alike on all processes."""
         assert self._numbers is not None
         first = self._numbers.new_tensor([UNSEEN]) if norm is None else norm.detach().reshape(1).to(self._numbers)
@@ -215,11 +215,11 @@ class Signals:
         values = [inf if value >= 0.99 * TOO_LARGE else value for value in numbers.tolist()]
         num = len(self._names)
         seen = zip(self._names, values[1 : 1 + num], values[1 + num :], strict=True)
-        return values[0], {name: Look(error, largest) for name, error, largest in seen if error != UNSEEN}
+        return values[0], {name: SlotSignal(error, largest) for name, error, largest in seen if error != UNSEEN}
 
-    def _packed(self, saved: Saved, piece: Piece, waiting: Waiting) -> None:
+    def _packed(self, saved: Saved, piece: StoragePiece, waiting: StoredForm) -> None:
         place = self._places.get(saved.name)
-        if place is None or type(waiting) is not Values or waiting.packed is None:
+        if place is None or type(waiting) is not StoredValues or waiting.packed is None:
             return
         if self._numbers is None:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=piece.tensor.device)
@@ -229,7 +229,7 @@ class Signals:
             self._numbers[0, place] = relative_error(exact.float(), rounded.float(), is_centered=saved.is_centered)
             self._numbers[1, place] = torch.linalg.vector_norm(flat, inf)
 
-    def _all(self, flat: Tensor, waiting: Values) -> tuple[Tensor, Tensor]:
+    def _all(self, flat: Tensor, waiting: StoredValues) -> tuple[Tensor, Tensor]:
         assert waiting.packed is not None
         return flat, waiting.packed.decode()
 
@@ -275,7 +275,7 @@ KEPT = 0.9  # how much of what is usual stays when a new number comes
 
 
 @dataclass
-class Taken:
+class OptimizerSteps:
     """The steps of one optimizer: its usual gradient norm, and of how many; `left_out` and `suspicions` are those in a row."""
 
     norm: float = 0.0
@@ -298,7 +298,7 @@ class Taken:
 
 
 @dataclass
-class Memory:
+class GuardState:
     """`looks`: the usual error of a slot, and its largest value when it came to its format.
 
     `taken`: of each optimizer, by the name of its first parameter. `done`: the optimizers that came to this step.
@@ -306,8 +306,8 @@ class Memory:
 
     steps: int = 0
     done: list[str] = field(default_factory=list[str])
-    taken: dict[str, Taken] = field(default_factory=dict[str, Taken])
-    looks: dict[str, Look] = field(default_factory=dict[str, Look])
+    taken: dict[str, OptimizerSteps] = field(default_factory=dict[str, OptimizerSteps])
+    looks: dict[str, SlotSignal] = field(default_factory=dict[str, SlotSignal])
     held_until: dict[str, int] = field(default_factory=dict[str, int])
     refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -330,12 +330,12 @@ class Memory:
         """Whether sensitivities are measured anew after this step."""
         return self.steps == next(step for step in probe_steps() if step >= self.steps)
 
-    def learn(self, looks: Mapping[str, Look]) -> None:
+    def learn(self, looks: Mapping[str, SlotSignal]) -> None:
         """Take what was seen of slots into account."""
         for name, look in looks.items():
             if isfinite(look.error) and isfinite(look.largest):
                 before = self.looks.get(name)
-                self.looks[name] = look if before is None else Look(_mixed(before.error, look.error), before.largest)
+                self.looks[name] = look if before is None else SlotSignal(_mixed(before.error, look.error), before.largest)
 
     def forget(self, name: str, *, held_until: int | None) -> None:
         """A slot has another format now: what was usual is not."""
@@ -349,13 +349,13 @@ class Memory:
         return {**asdict(self), "looks": looks}
 
     @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Memory:
+    def from_json(value: Mapping[str, Any]) -> GuardState:
         """The memory whose `to_json` is `value`."""
-        looks = {name: Look(*pair) for name, pair in value["looks"].items()}
-        taken = {name: Taken(**row) for name, row in value["taken"].items()}
+        looks = {name: SlotSignal(*pair) for name, pair in value["looks"].items()}
+        taken = {name: OptimizerSteps(**row) for name, row in value["taken"].items()}
         until = {name: dict(value[name]) for name in ("held_until", "refused_until")}
         parts: dict[str, Any] = {**value, "done": list(value["done"]), "taken": taken, "looks": looks, **until}
-        return Memory(**parts)
+        return GuardState(**parts)
 
 
 def _mixed(usual: float, now: float) -> float:

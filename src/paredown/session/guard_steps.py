@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paredown.assign.problem import ladder_of
-from paredown.assign.repair import LEVELS, Repaired, Terms, repair, settle
+from paredown.assign.repair import LEVELS, RepairedPlan, RepairTerms, repair, replan
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.optim.parameter_state import owner_of
@@ -47,7 +47,7 @@ from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.activations import Activations
 from paredown.session.changes import THE_PROBE, THE_STEP, Action
-from paredown.session.guard import UNSEEN, Guard, Look, Memory, Signals, Taken, check_model, total_norm
+from paredown.session.guard import UNSEEN, Guard, GuardState, OptimizerSteps, Signals, SlotSignal, check_model, total_norm
 from paredown.session.probe import probe
 from paredown.sizes import say_bytes
 from paredown.trace.trace import Trace
@@ -62,7 +62,7 @@ def probe_bytes(trace: Trace, plan: Plan, batch: Any, *, num_examples: int | Non
     return int(beside + each * (count_examples(batch) if num_examples is None else num_examples))
 
 
-def within(batch: Any, trace: Trace, plan: Plan, budget_bytes: int) -> Any | None:
+def examples_within(batch: Any, trace: Trace, plan: Plan, budget_bytes: int) -> Any | None:
     """The first examples of `batch`, as many as can be probed within the budget; None if not even one can."""
     beside, each = _costs(trace, plan, batch)
     num = int((budget_bytes - beside) // each) if each else 1 << 62
@@ -104,7 +104,7 @@ NOT_FINITE = "gradients are not finite"
 NO_ROOM = "nobody else can pay for it within the budget"
 
 
-class Guarded:
+class GuardRunner:
     """The guard of one session. `change` puts another plan to work."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Guarded:
         self._levels = LEVELS if guard.limits.levels is None else ladder_of(guard.limits.levels)
         self.slots = {slot.name: slot for slot in guard.trace.activations if not slot.stays}
         self.sensitivities = guard.sensitivities
-        self.memory = Memory()
+        self.memory = GuardState()
         self.actions: list[Action] = []
         self.is_probing = False
         self._activations = activations
@@ -126,9 +126,9 @@ class Guarded:
         weakref.finalize(self, self._handle.remove)
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> RepairTerms:
         """Within which plans are repaired."""
-        return Terms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
+        return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def close(self) -> None:
         """Look no more."""
@@ -149,13 +149,13 @@ class Guarded:
         norm, looks = self._signals.read(None if has_scaler else total_norm(gradients))
         name = self._names[id(parameters[0])]
         is_new = self.memory.begin(name)
-        if not self._takes(self.memory.taken.setdefault(name, Taken()), norm, looks, is_new=is_new):
+        if not self._takes(self.memory.taken.setdefault(name, OptimizerSteps()), norm, looks, is_new=is_new):
             drop = getattr(optimizer, "drop_gradients", optimizer.zero_grad)
             drop()
         if self.guard.batch is not None and is_new and self.memory.is_probe_due():
             self._probe_within_budget()
 
-    def _takes(self, taken: Taken, norm: float, looks: Mapping[str, Look], *, is_new: bool) -> bool:
+    def _takes(self, taken: OptimizerSteps, norm: float, looks: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
         """Whether the step is taken by the optimizer that has `taken` those before; repairs the plan."""
         memory, signals = self.memory, self._signals
         alarm = self._alarm(taken, norm)
@@ -174,7 +174,7 @@ class Guarded:
             self.actions.append(Action(memory.steps, THE_STEP, "due", "left out", alarm + count))
         return not alarm
 
-    def _alarm(self, taken: Taken, norm: float) -> str:
+    def _alarm(self, taken: OptimizerSteps, norm: float) -> str:
         """What is wrong with gradients, "" for nothing."""
         if not isfinite(norm):
             return NOT_FINITE
@@ -184,7 +184,7 @@ class Guarded:
             return f"the gradient norm is {norm:.3g}, and usually {usual:.3g}"
         return ""
 
-    def _wrong(self, looks: Mapping[str, Look]) -> dict[str, str]:
+    def _wrong(self, looks: Mapping[str, SlotSignal]) -> dict[str, str]:
         """The slots whose rounding went wrong, and how, the worst first."""
         found: dict[str, tuple[float, str]] = {}
         limits = self.guard.limits
@@ -213,7 +213,7 @@ class Guarded:
         is_scaled = decision is None or decision.format is None or decision.format.block is not None
         return inf if is_scaled else self.guard.limits.jump
 
-    def _suspects(self, taken: Taken, looks: Mapping[str, Look]) -> list[str]:
+    def _suspects(self, taken: OptimizerSteps, looks: Mapping[str, SlotSignal]) -> list[str]:
         """Slots to raise where gradients are wrong and no slot is: those that are pinned, then by error; more from time to time."""
 
         def blame(name: str) -> tuple[bool, float, str]:
@@ -234,7 +234,7 @@ class Guarded:
 
     # --- plans ------------------------------------------------------------------------------------------------------------
 
-    def _put(self, repaired: Repaired, why: Mapping[str, str], whole: str = "") -> None:
+    def _put(self, repaired: RepairedPlan, why: Mapping[str, str], whole: str = "") -> None:
         """Put a repaired plan to work, and write down what became of whom."""
         steps = self.memory.steps
         for move in repaired.moves:
@@ -253,7 +253,7 @@ class Guarded:
     def _probe_within_budget(self) -> None:
         """Probe with as many examples of the guard's batch as the budget has room for."""
         trace, batch = self.guard.trace, self.guard.batch
-        part = within(batch, trace, self.plan, self.budget_bytes)
+        part = examples_within(batch, trace, self.plan, self.budget_bytes)
         if part is not None:
             self.reprobe(part, self.guard.loss)
             return
@@ -270,7 +270,7 @@ class Guarded:
             found = probe(model, batch, self.guard.trace, loss=loss, backwards=REPROBE_BACKWARDS, seed=self.memory.steps)
         self.sensitivities = Sensitivities(_averaged(found.errors, self._signals.device), self.memory.steps)
         keeps = {name for name in self.slots if self.memory.is_held(name)}
-        self._put(settle(self.plan, self.terms, keeps=keeps), {}, whole=f"sensitivities of step {self.memory.steps}")
+        self._put(replan(self.plan, self.terms, keeps=keeps), {}, whole=f"sensitivities of step {self.memory.steps}")
         return self.sensitivities
 
     @contextmanager
@@ -295,7 +295,7 @@ class Guarded:
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
         """Go on where a guard was that had come to `plan`."""
         try:
-            memory, actions = Memory.from_json(state["memory"]), [Action(*row) for row in state["actions"]]
+            memory, actions = GuardState.from_json(state["memory"]), [Action(*row) for row in state["actions"]]
             saved, looks_at_all = state["sensitivities"], bool(state["looks_at_all"])
             sensitivities = Sensitivities.from_json(saved) if saved is not None else None
         except (KeyError, TypeError, AttributeError) as error:
@@ -309,7 +309,7 @@ class Guarded:
         self._change(plan)
 
 
-def _weakly(guarded: Guarded) -> Callable[..., None]:
+def _weakly(guarded: GuardRunner) -> Callable[..., None]:
     """A hook for all optimizers that keeps nothing alive."""
     there = weakref.ref(guarded)
 

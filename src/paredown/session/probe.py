@@ -32,7 +32,7 @@ from paredown.errors import ApplyError
 from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
 from paredown.plan.storage import significant_bits
-from paredown.session.probe_passes import Board, Held, Noise, Trial, energy_of
+from paredown.session.probe_passes import HeldForward, HeldSlot, NoiseMeasurement, SlotRounding, energy_of
 from paredown.trace.fake_step import Arguments, _loss_of, note_missing_loss
 from paredown.trace.trace import Slot, Trace
 
@@ -62,19 +62,19 @@ def probe(
         raise ApplyError(
             "the model is sharded (fully_shard), and gradients of shards come by hooks alone: probe it before it is sharded."
         )
-    board, parameters = Board(model, seed=seed), [p for p in model.parameters() if p.requires_grad]
-    with unchanged(model), torch.enable_grad(), closing(board):
+    board, parameters = HeldForward(model, seed=seed), [p for p in model.parameters() if p.requires_grad]
+    with restored_state(model), torch.enable_grad(), closing(board):
         value = board.forward(lambda: _loss(model, batch, trace, loss))
         slots = {slot.name: slot for slot in trace.activations if not slot.stays and slot.name in board.slots}
         if not slots:
             raise ApplyError(_nothing_in_common(trace, board))
-        return Sensitivities(Measure(board, slots, value, parameters).errors(wanted, backwards))
+        return Sensitivities(ProbeMeasurement(board, slots, value, parameters).errors(wanted, backwards))
 
 
-class Measure:
+class ProbeMeasurement:
     """The backwards of one probe."""
 
-    def __init__(self, board: Board, slots: Mapping[str, Slot], loss: Tensor, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, board: HeldForward, slots: Mapping[str, Slot], loss: Tensor, parameters: Sequence[Tensor]) -> None:
         self.board, self.slots, self.loss, self.parameters = board, slots, loss, parameters
         self.trained: list[tuple[Tensor, Tensor]] = []  # with its exact gradient
         self.energies: list[float] = []  # of those
@@ -82,7 +82,7 @@ class Measure:
     def errors(self, formats: Sequence[Format], backwards: int) -> dict[str, dict[str, float]]:
         """By slot and format."""
         called = formats if len(formats) <= min(CALLED, backwards - 1) else [_middle(formats)]
-        noise = Noise(self._trials(called))
+        noise = NoiseMeasurement(self._trials(called))
         exact = noise.backward(self.loss, self.parameters)
         for held in self.board.slots.values():
             held.rounded.clear()
@@ -101,9 +101,9 @@ class Measure:
         self._extend(found, middle, [format for format in formats if format not in called])
         return {name: {text: inf if isnan(error) else error for text, error in row.items()} for name, row in found.items()}
 
-    def _trials(self, formats: Sequence[Format]) -> dict[Any, list[Trial]]:
+    def _trials(self, formats: Sequence[Format]) -> dict[Any, list[SlotRounding]]:
         """For each node, what to round before it is called again."""
-        trials: dict[Any, list[Trial]] = defaultdict(list)
+        trials: dict[Any, list[SlotRounding]] = defaultdict(list)
         for name in self.slots:
             held = self.board.slots[name]
             for format in formats:
@@ -111,7 +111,7 @@ class Measure:
                 if there is not None:
                     lower = partial(held.lower, there, self.board.seed_of(name, 0), keeps=True)
                     for node in dict.fromkeys(held.nodes):
-                        trials[node].append(Trial(name, str(format), lower, held.restore))
+                        trials[node].append(SlotRounding(name, str(format), lower, held.restore))
         return trials
 
     def _scales(self, parts: Mapping[str, tuple[float, float]], format: Format, backwards: int) -> dict[str, float]:
@@ -141,7 +141,7 @@ class Measure:
             for format in formats:
                 row[str(format)] = row[str(known)] * (self._rounding_error(held, format) / base if base > 0 else 1.0)
 
-    def _rounding_error(self, held: Held, format: Format) -> float:
+    def _rounding_error(self, held: HeldSlot, format: Format) -> float:
         there = held.given(format)
         if there is None:
             return 0.0
@@ -172,7 +172,7 @@ def groups(ops: Mapping[str, str], count: int) -> list[list[str]]:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Generator[None]:
+def restored_state(model: nn.Module) -> Generator[None]:
     """A context after which buffers and random states are what they were."""
     named = ((module._buffers, name, b) for module in model.modules() for name, b in module._buffers.items())
     there = [(buffers, name, b, b.clone()) for buffers, name, b in named if b is not None]
@@ -213,7 +213,7 @@ def _checked(formats: Sequence[str | Format] | None, backwards: int, trace: Any)
     return list(dict.fromkeys(find_format(format) for format in formats or FORMATS))
 
 
-def _nothing_in_common(trace: Trace, board: Board) -> str:
+def _nothing_in_common(trace: Trace, board: HeldForward) -> str:
     if not board.slots:
         return (
             "the forward pass of this batch saved nothing that a probe can round: all parameters are frozen, the batch is tiny, or the "

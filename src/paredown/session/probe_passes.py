@@ -1,6 +1,6 @@
 """One forward pass whose saved tensors are held as they are, and can come back rounded: another format for every backward.
 
-    board = Board(model, seed=0)
+    board = HeldForward(model, seed=0)
     loss = board.forward(lambda: criterion(model(x), y))
     board.lower({"fc1:input": Format.parse("int4/64@bf16")})      # from now on backward gets this slot as it would be decoded
     torch.autograd.grad(loss, parameters, retain_graph=True)
@@ -40,21 +40,21 @@ from paredown.codec.packed import PackedTensor, encode_flat
 from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
 from paredown.plan.plan import Plan
-from paredown.plan.storage import PINNED, Assignment, given
+from paredown.plan.storage import PINNED, Assignment, resolve_format
 from paredown.session.activations import Activations
-from paredown.session.stored_tensors import Piece, Recomputed, Values, Waiting, as_flat
+from paredown.session.stored_tensors import RecomputedValues, StoragePiece, StoredForm, StoredValues, as_flat
 from paredown.trace.autograd_graph import ACCUMULATE, Saved
 from paredown.trace.module_watch import Watch
 from paredown.trace.operations import Needs, Pin, Use
 
 
 @dataclass(eq=False)
-class Held:
+class HeldSlot:
     """A slot: what waits for it, its exact values, and the nodes that saved it."""
 
     name: str
     op: str
-    waiting: Values | Recomputed
+    waiting: StoredValues | RecomputedValues
     exact: Tensor
     nodes: list[Any] = field(default_factory=list)
     pin: Pin | None = None
@@ -64,7 +64,9 @@ class Held:
     def given(self, format: Format) -> Format | None:
         """What a session would give where `format` is asked for."""
         dtype = str(self.exact.dtype).removeprefix("torch.")
-        return given(Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel())[0]
+        return resolve_format(
+            Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel()
+        )[0]
 
     def restore(self) -> None:
         """The exact values come back."""
@@ -84,13 +86,13 @@ class Held:
 
 
 @final
-class Board:
+class HeldForward:
     """Holds what one forward pass of `model` saves; `slots` are its slots by name, in the order of their saving."""
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
-        self.slots: dict[str, Held] = {}
+        self.slots: dict[str, HeldSlot] = {}
         self._seed = seed
-        self._by_waiting: dict[Waiting, Held] = {}
+        self._by_waiting: dict[StoredForm, HeldSlot] = {}
         self._activations = Activations(Plan.uniform(activation=PINNED), seed)
         self._activations.min_numel = 1
         self._activations.on_packed = self._note
@@ -137,13 +139,13 @@ class Board:
         self._activations.begin(is_sharded=False)
         return True
 
-    def _note(self, saved: Saved, piece: Piece, waiting: Waiting) -> None:
-        if not isinstance(waiting, Values | Recomputed):
+    def _note(self, saved: Saved, piece: StoragePiece, waiting: StoredForm) -> None:
+        if not isinstance(waiting, StoredValues | RecomputedValues):
             return
         held = self._by_waiting.get(waiting)
         if held is None:
             exact = as_flat(piece.storage, piece.tensor.dtype) if piece.is_whole else piece.flat().detach()
-            self._by_waiting[waiting] = held = Held(saved.name, saved.op, waiting, exact)
+            self._by_waiting[waiting] = held = HeldSlot(saved.name, saved.op, waiting, exact)
         held.nodes.append(saved.node)
         if saved.pin is not None and (held.pin is None or saved.pin.significant_bits > held.pin.significant_bits):
             held.pin = saved.pin
@@ -156,7 +158,7 @@ Energies = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class Trial:
+class SlotRounding:
     """A slot in a format: `lower` makes backward see it so, `restore` as it was."""
 
     slot: str
@@ -166,7 +168,7 @@ class Trial:
 
 
 @dataclass(eq=False)
-class Passed:
+class NodeEnergies:
     """A node that ran: energies of what came in, of what went out, and of the differences by (slot, format)."""
 
     node: Any
@@ -175,12 +177,12 @@ class Passed:
     differences: dict[tuple[str, str], Energies] = field(default_factory=dict)
 
 
-class Noise:
+class NoiseMeasurement:
     """Measures one exact backward. `trials`: for a node, the slots that it saved, in each format."""
 
-    def __init__(self, trials: Mapping[Any, Sequence[Trial]]) -> None:
+    def __init__(self, trials: Mapping[Any, Sequence[SlotRounding]]) -> None:
         self._trials = trials
-        self._passed: list[Passed] = []
+        self._passed: list[NodeEnergies] = []
 
     def backward(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The exact gradients of `parameters`; the graph is kept."""
@@ -216,7 +218,7 @@ class Noise:
             sums = [energy for energy in map(energy_of, came) if energy is not None]
             if not sums:
                 return
-            passed = Passed(node, torch.stack(sums).sum(), tuple(map(energy_of, went)))
+            passed = NodeEnergies(node, torch.stack(sums).sum(), tuple(map(energy_of, went)))
             for trial in self._trials.get(node, ()):
                 trial.lower()
                 again = _called(node, came)
@@ -231,7 +233,7 @@ class Noise:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """`Passed` in numbers of Python."""
+    """`NodeEnergies` in numbers of Python."""
 
     node: Any
     came: float
@@ -239,14 +241,14 @@ class _Read:
     differences: dict[tuple[str, str], list[float]]
 
     @staticmethod
-    def of(passed: Passed, numbers: Any) -> _Read:
+    def of(passed: NodeEnergies, numbers: Any) -> _Read:
         came = next(numbers)
         went = [0.0 if tensor is None else next(numbers) for tensor in passed.went]
         rows = {place: [0.0 if t is None else next(numbers) for t in row] for place, row in passed.differences.items()}
         return _Read(passed.node, came, went, rows)
 
 
-def _tensors(passed: Passed) -> Iterable[Tensor]:
+def _tensors(passed: NodeEnergies) -> Iterable[Tensor]:
     rows = [(passed.came,), passed.went, *passed.differences.values()]
     return (tensor for row in rows for tensor in row if tensor is not None)
 

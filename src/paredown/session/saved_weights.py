@@ -41,7 +41,7 @@ LEADS_ON = frozenset((*VIEWS, CAST_NODE))
 DECODED = f"{Decoded.__name__}Backward"
 
 
-class Again:
+class DeferredWeight:
     """A saved weight, to be decoded when backward asks for it."""
 
     __slots__ = ("accumulator", "dtype", "offset", "size", "stride", "version", "weight")
@@ -59,10 +59,10 @@ class Again:
         return self.weight.shared(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-setattr(Again.tensor, IS_WEIGHT, True)  # others pass over what is replaced by this
+setattr(DeferredWeight.tensor, IS_WEIGHT, True)  # others pass over what is replaced by this
 
 
-class Finder:
+class SavedWeightFinder:
     """Finds what the calls of one module saved of its weights, the second time by the way that led there the first time."""
 
     __slots__ = ("_trails",)
@@ -72,9 +72,9 @@ class Finder:
         self._trails: dict[tuple[str, int], list[tuple[tuple[int, ...], str]]] = {}
 
     def let_go(self, output: Any, first: int, memory: Mapping[int, Weight]) -> bool:
-        """`let_go`, for what one call of the module made."""
+        """`release_saved_weights`, for what one call of the module made."""
         if not isinstance(output, Tensor) or output.grad_fn is None:
-            return let_go(output, first, memory)
+            return release_saved_weights(output, first, memory)
         node = output.grad_fn
         key = node.name(), next_number() - first
         trails = self._trails.get(key)
@@ -83,7 +83,7 @@ class Finder:
                 return False
             del self._trails[key]
         found_by: list[tuple[tuple[int, ...], str]] = []
-        is_hooked = let_go(output, first, memory, found_by)
+        is_hooked = release_saved_weights(output, first, memory, found_by)
         if not is_hooked and all(name for _, name in found_by):
             self._trails[key] = found_by
         return is_hooked
@@ -100,7 +100,9 @@ def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
     return raw if raw is not None and raw.unpack_hook is None else None
 
 
-def let_go(values: Any, first: int, memory: Mapping[int, Weight], trails: list[tuple[tuple[int, ...], str]] | None = None) -> bool:
+def release_saved_weights(
+    values: Any, first: int, memory: Mapping[int, Weight], trails: list[tuple[tuple[int, ...], str]] | None = None
+) -> bool:
     """Replace the weights that the nodes behind `values` saved, from number `first` on; whether hooks of others may hold any of them.
 
     `memory`: the storages of plain parameters, and whose they are. `trails` gets the way to each that was replaced: the edges from the
@@ -143,8 +145,8 @@ def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
         weight = _weight_behind(tensor)
     if weight is None:
         return False
-    again = Again(weight, tensor)
-    raw.register_hooks(lambda _: again, Again.tensor)
+    again = DeferredWeight(weight, tensor)
+    raw.register_hooks(lambda _: again, DeferredWeight.tensor)
     return True
 
 
@@ -220,7 +222,7 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 # --- A packed parameter that is plain at this moment ---
 
 
-class Entry:
+class WeightUse:
     """A packed parameter in use: how many held it when it was made plain.
 
     It keeps the node that accumulates the gradient: whether a graph holds that too changes no count then.
@@ -250,26 +252,26 @@ class Entry:
         return self.parameter._use_count(), sys.getrefcount(self.parameter)
 
 
-class Call:
+class WeightCall:
     """A module whose forward is running."""
 
     __slots__ = ("entries", "first", "place")
 
-    def __init__(self, place: Place, entries: list[Entry]) -> None:
+    def __init__(self, place: PackedModule, entries: list[WeightUse]) -> None:
         self.place, self.entries, self.first = place, entries, 0
 
 
-class Place:
+class PackedModule:
     """A module with packed parameters: what its calls need, kept from one to the next."""
 
     __slots__ = ("_free", "_known", "finder", "module")
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.finder = module, Finder()
+        self.module, self.finder = module, SavedWeightFinder()
         self._known: list[tuple[int, Weight | None]] = []
-        self._free: list[Call] = []  # calls that ended, to be used again
+        self._free: list[WeightCall] = []  # calls that ended, to be used again
 
-    def call(self) -> Call:
+    def call(self) -> WeightCall:
         """A call that begins now."""
         parameters = self.module._parameters.values()
         known = [(id(p), vars(p).get(KEY)) for p in parameters if p is not None]
@@ -280,10 +282,10 @@ class Place:
         except IndexError:
             pairs = [(p, vars(p).get(KEY)) for p in parameters if p is not None]
             # a view of a weight that was made a parameter, nn.Parameter(p.data), is used as code outside of modules uses it
-            call = Call(self, [Entry(p, weight) for p, weight in pairs if weight is not None and weight.parameter is p])
+            call = WeightCall(self, [WeightUse(p, weight) for p, weight in pairs if weight is not None and weight.parameter is p])
         call.first = next_number()
         return call
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: WeightCall) -> None:
         """Nobody needs this call any more."""
         self._free.append(call)

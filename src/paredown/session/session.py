@@ -34,14 +34,25 @@ from torch.distributed.tensor import DTensor
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
-from paredown.optim.parameter_state import Asked, Choice, ask, asked_of, owner_of
+from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, request_of, set_request
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role
 from paredown.session.activations import Activations
-from paredown.session.changes import AGAIN, HELD, LOWERED, Actions, Change, Changes, Explanation, Row, explained, said_keys
-from paredown.session.checkpointing import Recomputed
+from paredown.session.changes import (
+    AGAIN,
+    HELD,
+    LOWERED,
+    Actions,
+    Change,
+    Changes,
+    Explanation,
+    SlotExplanation,
+    describe_state,
+    explain_session,
+)
+from paredown.session.checkpointing import CheckpointedModules
 from paredown.session.guard import Guard, checked_guard
-from paredown.session.guard_steps import Guarded
+from paredown.session.guard_steps import GuardRunner
 from paredown.session.weights import ADDED, Weights
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
@@ -55,9 +66,9 @@ REPLICATED = "gradients of several processes are averaged in the buckets of Dist
 SHARDED = "fully_shard brings the gradient of each shard as a plain tensor"
 
 
-def asked_for(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Asked]]:
+def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, RequestedFormats]]:
     """What `plan` gives to the parameters of `model`; an optimizer that has them already was made for something else."""
-    rows: list[tuple[nn.Parameter, Asked]] = []
+    rows: list[tuple[nn.Parameter, RequestedFormats]] = []
     for name, parameter in model.named_parameters():
         found = {role: plan.find((name,), role) for role in (Role.WEIGHT, *STATE)}
         choices: dict[Role, Choice] = {role: (a.format, a.rounding_in(role)) for role, a in found.items()}
@@ -68,20 +79,20 @@ def asked_for(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Asked]]:
                     f"{type(owner).__name__} of paredown.optim has {name} already, and was made without this plan. Apply the plan first, "
                     "then make the optimizer; its export_state() can be loaded into the new one."
                 )
-            rows.append((parameter, Asked(name, choices)))
+            rows.append((parameter, RequestedFormats(name, choices)))
     return rows
 
 
-def ask_for(rows: list[tuple[nn.Parameter, Asked]]) -> None:
+def request_formats(rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
     """Tell optimizers what a plan gives."""
     for parameter, asked in rows:
-        ask(parameter, asked)
+        set_request(parameter, asked)
 
 
-def forget(model: nn.Module) -> None:
+def withdraw_requests(model: nn.Module) -> None:
     """Ask for nothing any more."""
     for parameter in model.parameters():
-        ask(parameter, None)
+        set_request(parameter, None)
 
 
 def state_changes(model: nn.Module, plan: Plan) -> Iterator[Change]:
@@ -111,7 +122,7 @@ def _given(parameter: Tensor, role: Role) -> tuple[str, str] | None:
     if owner is None:
         return "as it is", NOBODY
     entry = owner.entry_of(parameter)
-    if entry is not None and asked_of(parameter) is None and entry.choices.format(role) is None:
+    if entry is not None and request_of(parameter) is None and entry.choices.format(role) is None:
         return "as it is", ADDED
     if role is not Role.GRADIENT or entry is None or entry.gradient is not None:
         return None
@@ -145,10 +156,10 @@ class Session:
         self._is_checked = False
         self._modules = list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
-        rows = asked_for(model, plan)  # may refuse
-        self._recomputed = Recomputed(plan, model)  # may refuse too
+        rows = requested_formats_of(model, plan)  # may refuse
+        self._recomputed = CheckpointedModules(plan, model)  # may refuse too
         self._watch.passed_over = frozenset(self._recomputed.modules)
-        self._guarded = Guarded(guard, plan, model, self._activations, self._change) if guard is not None else None  # and this
+        self._guarded = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None  # and this
         self._weights = Weights(plan, model, is_compiled=is_compiled)
         self._watch.attach(follows=self._packs_activations)
         try:
@@ -157,7 +168,7 @@ class Session:
             self._watch.detach()
             raise
         self._recomputed.attach()
-        ask_for(rows)
+        request_formats(rows)
         self._is_open = True
 
     @property
@@ -241,10 +252,12 @@ class Session:
         slots = self._guarded.slots if self._guarded is not None else self._activations.decisions
         changes = self.changes
         told = {change.slot for change in changes}
-        rows = [Row(path, AGAIN, AGAIN, "its inside is not saved") for path in self._recomputed.paths if path not in told]
+        rows = [
+            SlotExplanation(path, AGAIN, AGAIN, "its inside is not saved") for path in self._recomputed.paths if path not in told
+        ]
         packed = {f"weight={name}": str(weight.packed.format) for name, weight in self._weights.weights.items()}
-        rows += [Row(slot, text, text, LOWERED) for slot, text in packed.items() if slot not in told]
-        return Explanation([*explained(self.applied, self._activations, changes, self.actions, slots), *rows])
+        rows += [SlotExplanation(slot, text, text, LOWERED) for slot, text in packed.items() if slot not in told]
+        return Explanation([*explain_session(self.applied, self._activations, changes, self.actions, slots), *rows])
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, the seed and the count of forward passes: with these, stochastic rounding goes on with the same bits.
@@ -260,13 +273,14 @@ class Session:
         """Go on where a session with the same plan was."""
         if not isinstance(state, Mapping) or state.get("version") != VERSION or not {"plan", "seed", "forwards"} <= set(state):
             raise ApplyError(
-                f"this is not the state of a session, version {VERSION}: it {said_keys(state)}. Give what session.state_dict() returned."
+                f"this is not the state of a session, version {VERSION}: it {describe_state(state)}. "
+                "Give what session.state_dict() returned."
             )
         if not all(type(state[name]) is int and abs(state[name]) < 2**64 for name in ("seed", "forwards")):
             raise ApplyError("seed and forwards of a session's state are whole numbers. Give what session.state_dict() returned.")
         guard: Mapping[str, Any] | None = state.get("guard")
         if guard is not None and (not isinstance(guard, Mapping) or "applied" not in guard):
-            raise ApplyError(f"the guard's part of the state {said_keys(guard)}. Give what session.state_dict() returned.")
+            raise ApplyError(f"the guard's part of the state {describe_state(guard)}. Give what session.state_dict() returned.")
         if (guard is None) != (self._guarded is None):
             has, had = ("no guard", "one") if self._guarded is None else ("a guard", "none")
             raise ApplyError(f"this session has {has}, and the one whose state this is had {had}. Apply the plan in the same way.")
@@ -288,7 +302,7 @@ class Session:
             self._guarded.close()
         model = self._model()
         if model is not None:
-            forget(model)
+            withdraw_requests(model)
             _close(model, self)
         self._is_open = False
 

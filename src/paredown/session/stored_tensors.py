@@ -1,6 +1,7 @@
 """The forms in which a saved tensor waits for backward, each of which can make its values again.
 
-What waits covers a flat piece of memory: all of a storage in the order of its memory, or the copy of a small view of it. `View` says where
+What waits covers a flat piece of memory: all of a storage in the order of its memory, or the copy of a small view of it.
+`StoredView` says where
 the saved tensor lies in it. Where the original storage turns out to live on anyway, `goes_back` makes that what waits.
 
 From a recipe, which names nodes of autograd's graph, to the tensors that computing it again takes.
@@ -21,9 +22,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paredown.codec.packed import PackedTensor
-from paredown.codec.recompute import Norm, Steps, recompute, unpack_mask
+from paredown.codec.recompute import DecodeSteps, Norm, recompute, unpack_mask
 from paredown.trace.autograd_graph import is_packed_whole
-from paredown.trace.saved_tensors import Recipe
+from paredown.trace.saved_tensors import Rematerialization
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -31,7 +32,7 @@ MODIFIED = (
 )
 
 
-class Piece:
+class StoragePiece:
     """The flat piece of memory that a saved tensor is packed with: all of its storage, or a copy of a view that is a small part of it.
 
     `key` is the same for the same memory with the same contents, as long as somebody keeps a weak reference to the storage.
@@ -62,12 +63,12 @@ class Piece:
         return tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0
 
 
-class Waiting(ABC):
+class StoredForm(ABC):
     """Something that waits in place of a flat piece of memory."""
 
     __slots__ = ("__weakref__", "dtype", "is_whole", "numel", "original", "plain", "storage", "version")
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: StoragePiece) -> None:
         self.storage = StorageWeakRef(piece.storage)  # the original's; while this is kept its address is not used again
         self.numel, self.dtype, self.is_whole = piece.numel, piece.tensor.dtype, piece.is_whole
         self.original, self.version = weakref.ref(piece.tensor), piece.tensor._version
@@ -86,7 +87,7 @@ class Waiting(ABC):
             raise RuntimeError(MODIFIED.format(self.version, self.plain._version))
         return self.plain
 
-    def is_of(self, piece: Piece) -> bool:
+    def is_of(self, piece: StoragePiece) -> bool:
         """Whether this waits for the same memory."""
         return self.storage.cdata == piece.address
 
@@ -109,12 +110,12 @@ class Waiting(ABC):
 
 
 @final
-class Values(Waiting):
+class StoredValues(StoredForm):
     """Numbers in a format."""
 
     __slots__ = ("_decoded", "packed")
 
-    def __init__(self, piece: Piece, packed: PackedTensor) -> None:
+    def __init__(self, piece: StoragePiece, packed: PackedTensor) -> None:
         super().__init__(piece)
         self.packed: PackedTensor | None = packed
         self._decoded: StorageWeakRef | None = None
@@ -138,12 +139,12 @@ class Values(Waiting):
 
 
 @final
-class Recomputed(Waiting):
+class RecomputedValues(StoredForm):
     """Numbers that follow from others which wait: nothing of their own but what a norm is made of."""
 
     __slots__ = ("source", "steps")
 
-    def __init__(self, piece: Piece, source: Values, steps: Steps) -> None:
+    def __init__(self, piece: StoragePiece, source: StoredValues, steps: DecodeSteps) -> None:
         super().__init__(piece)
         self.source, self.steps = source, steps
 
@@ -159,12 +160,12 @@ class Recomputed(Waiting):
 
 
 @final
-class Bits(Waiting):
+class StoredMask(StoredForm):
     """One exact bit for each value, which stands for one of two values."""
 
     __slots__ = ("bits", "inside", "outside")
 
-    def __init__(self, piece: Piece, bits: Tensor, values: tuple[float, float]) -> None:
+    def __init__(self, piece: StoragePiece, bits: Tensor, values: tuple[float, float]) -> None:
         super().__init__(piece)
         self.bits: Tensor | None = bits
         self.inside, self.outside = values
@@ -182,12 +183,12 @@ class Bits(Waiting):
 
 
 @final
-class Integers(Waiting):
+class StoredIntegers(StoredForm):
     """Integers in a smaller width."""
 
     __slots__ = ("small",)
 
-    def __init__(self, piece: Piece, width: torch.dtype) -> None:
+    def __init__(self, piece: StoragePiece, width: torch.dtype) -> None:
         super().__init__(piece)
         self.small: Tensor | None = piece.flat().to(width)
 
@@ -203,12 +204,12 @@ class Integers(Waiting):
 
 
 @final
-class Nothing(Waiting):
+class StoredShape(StoredForm):
     """A tensor of which backward asks the shape alone: its values are memory that is not filled."""
 
     __slots__ = ("device",)
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: StoragePiece) -> None:
         super().__init__(piece)
         self.device = piece.tensor.device
 
@@ -223,10 +224,10 @@ class Nothing(Waiting):
 
 
 @dataclass(eq=False, slots=True)
-class View:
+class StoredView:
     """What replaces a saved tensor in autograd's graph."""
 
-    waiting: Waiting
+    waiting: StoredForm
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -245,7 +246,9 @@ def as_flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
 # --- From a recipe, which names nodes of autograd's graph, to the tensors that computing it again takes ---
 
 
-def steps_of(recipe: Recipe, source: View, signs: View | None, result: Piece, *, keeps_parameters: bool) -> Steps | None:
+def decode_steps_of(
+    recipe: Rematerialization, source: StoredView, signs: StoredView | None, result: StoragePiece, *, keeps_parameters: bool
+) -> DecodeSteps | None:
     """What makes `result` of the values of `source`; None where its memory is laid out otherwise, or something is missing.
 
     Parameters are referred to where the model keeps them until backward, and copied where it does not.
@@ -260,25 +263,25 @@ def steps_of(recipe: Recipe, source: View, signs: View | None, result: Piece, *,
     if recipe.op == "batch_norm":
         bits = signs.waiting if signs is not None else None
         if (
-            not isinstance(bits, Bits)
+            not isinstance(bits, StoredMask)
             or bits.bits is None
             or (source.size, source.stride) != (result.tensor.size(), result.tensor.stride())
         ):
             return None
         return _after_batch_norm(recipe.source, source, bits.bits, keeps_parameters)
-    return Steps(activation="gelu_tanh" if recipe.op == "gelu" and recipe.source._saved_approximate == "tanh" else recipe.op)
+    return DecodeSteps(activation="gelu_tanh" if recipe.op == "gelu" and recipe.source._saved_approximate == "tanh" else recipe.op)
 
 
-def _after_layer_norm(node: Any, source: View, keeps_parameters: bool) -> Steps | None:
+def _after_layer_norm(node: Any, source: StoredView, keeps_parameters: bool) -> DecodeSteps | None:
     mean, deviation = node._saved_result1, node._saved_result2
     channels = source.size.numel() // max(mean.numel(), 1)
     if mean.dtype is not torch.float32 or not _is_contiguous(source):
         return None
     weight, bias = (_vector(t, keeps_parameters) for t in (node._saved_weight, node._saved_bias))
-    return Steps(Norm(channels, 1, weight, bias, mean, deviation, by_row=True))
+    return DecodeSteps(Norm(channels, 1, weight, bias, mean, deviation, by_row=True))
 
 
-def _after_batch_norm(node: Any, source: View, bits: Tensor, keeps_parameters: bool) -> Steps | None:
+def _after_batch_norm(node: Any, source: StoredView, bits: Tensor, keeps_parameters: bool) -> DecodeSteps | None:
     weight, bias = node._saved_weight, getattr(node.next_functions[2][0], "variable", None)
     mean, deviation = node._saved_result1, node._saved_result2
     channels = source.size[1]
@@ -288,7 +291,7 @@ def _after_batch_norm(node: Any, source: View, bits: Tensor, keeps_parameters: b
     if not channels_last and not _is_contiguous(source):
         return None
     weight, bias = (_vector(t, keeps_parameters) for t in (weight, bias))
-    return Steps(Norm(channels, 1 if channels_last else source.size[2:].numel(), weight, bias, mean, deviation), "relu", bits)
+    return DecodeSteps(Norm(channels, 1 if channels_last else source.size[2:].numel(), weight, bias, mean, deviation), "relu", bits)
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
@@ -298,7 +301,7 @@ def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
     return parameter.detach().float().reshape(-1).clone()
 
 
-def _is_contiguous(view: View) -> bool:
+def _is_contiguous(view: StoredView) -> bool:
     expected = 1
     for size, stride in zip(reversed(view.size), reversed(view.stride), strict=True):
         if size != 1 and stride != expected:

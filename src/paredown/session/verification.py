@@ -19,7 +19,7 @@ Which slots are at fault: the smallest sets that fail together, by tests of halv
 A test stores some slots alone, and fails if gradients are off then. One slot of n that fails alone is found by about 2 log2(n) tests, k of
 them by k times that; slots that fail together alone, such as two that are wrongly stored as one, are found as a set.
 
->>> Search(100).minimal_groups(list("abcdefgh"), lambda names: "c" in names or {"a", "h"} <= set(names))
+>>> FaultSearch(100).minimal_groups(list("abcdefgh"), lambda names: "c" in names or {"a", "h"} <= set(names))
 ([['c'], ['a', 'h']], False)
 """
 
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from paredown.errors import PlanError, VerificationError
-from paredown.formats.element import Kind
+from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.tables import in_columns, in_html
@@ -177,10 +177,10 @@ def expected_error(format: Format, rounding: Rounding) -> float:
     ['3.4e-08', '2.3e-03', '6.8e-03', '1.2e-01']
     """
     element = format.element
-    if element.kind is Kind.FLOAT:
+    if element.kind is ElementKind.FLOAT:
         nearest = 2.0 ** -(element.mantissa_bits + 1) / sqrt(3)
     else:
-        steps = 2.0**element.width - 1 if element.kind is not Kind.INT else max(2.0**element.width - 2, 1.0)
+        steps = 2.0**element.width - 1 if element.kind is not ElementKind.INT else max(2.0**element.width - 2, 1.0)
         nearest = 2 * PEAK / steps / sqrt(12)
     return nearest * (sqrt(2) if rounding is Rounding.STOCHASTIC else 1.0 if rounding is not Rounding.TOWARD_ZERO else 2.0)
 
@@ -191,7 +191,7 @@ MAX_GROUPS = 4
 Fails = Callable[[Sequence[str]], bool]
 
 
-class Search:
+class FaultSearch:
     """A search of at most `max_tests` tests, after which sets are left as large as they are."""
 
     def __init__(self, max_tests: int) -> None:

@@ -35,15 +35,15 @@ from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.plan import Plan
-from paredown.plan.selectors import Key
+from paredown.plan.selectors import Selector
 from paredown.roles import Role
-from paredown.session.activations import Decision
+from paredown.session.activations import StorageDecision
 from paredown.session.guard_steps import count_examples, first_examples
-from paredown.session.probe import unchanged
+from paredown.session.probe import restored_state
 from paredown.session.probe_passes import nodes_behind
 from paredown.session.session import Session, apply, is_wrapped_by_compile, session_of, unwrapped
-from paredown.session.stored_tensors import Recomputed, Values, Waiting
-from paredown.session.verification import EXACT, PLAN, Compared, Fault, Search, Verification, expected_error
+from paredown.session.stored_tensors import RecomputedValues, StoredForm, StoredValues
+from paredown.session.verification import EXACT, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.trace.fake_step import Arguments, _loss_of, note_missing_loss
 
@@ -105,7 +105,7 @@ def verify_step(
     while True:
         try:
             with _session(session, plan, unwrapped(model), seed) as opened:
-                found = Bench(opened, unwrapped(model), partial(step, batch)).verification(tolerance)
+                found = VerificationRuns(opened, unwrapped(model), partial(step, batch)).verification(tolerance)
             break
         except torch.OutOfMemoryError:
             if count < 2:
@@ -154,7 +154,7 @@ def _session(open_one: Session | None, plan: Plan | None, model: nn.Module, seed
         yield open_one
         return
     assert plan is not None
-    rules = tuple(rule for rule in plan.rules if Key.parse(rule[0]).role in (None, *STORED))  # others are for optimizers
+    rules = tuple(rule for rule in plan.rules if Selector.parse(rule[0]).role in (None, *STORED))  # others are for optimizers
     there = {name: p for name, p in model.named_parameters() if plan.find((name,), Role.WEIGHT).format is not None}
     copies = {name: p.detach().clone() for name, p in there.items()}
     try:
@@ -165,7 +165,7 @@ def _session(open_one: Session | None, plan: Plan | None, model: nn.Module, seed
             there[name].data.copy_(copy)
 
 
-class Bench:
+class VerificationRuns:
     """Runs of one step: unmodified, and with the slots stored that are asked for."""
 
     def __init__(self, session: Session, model: nn.Module, step: Callable[[], Tensor]) -> None:
@@ -206,17 +206,21 @@ class Bench:
         activations, watch = self.session._activations, self.session._watch
         save, decide, chosen = activations.save, activations.decide, None if names is None else frozenset(names)
 
-        def exact(*arguments: Any) -> Decision:
+        def exact(*arguments: Any) -> StorageDecision:
             found = decide(*arguments)
             return found if found.format is None else replace(found, format=FP32, rounding=Rounding.NEAREST_EVEN, overflow=None)
 
         with ExitStack() as stack:
             if chosen is not None:
-                stack.enter_context(replaced(watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None))
+                stack.enter_context(
+                    patched_attributes(watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None)
+                )
             if is_exact:  # what is recomputed from another slot is stored itself: recomputing rounds in another order
-                stack.enter_context(replaced(activations, decide=exact, _recomputed=lambda *_: None))
+                stack.enter_context(patched_attributes(activations, decide=exact, _recomputed=lambda *_: None))
             if looks:
-                stack.enter_context(replaced(activations, on_packed=lambda saved, _, waiting: self._look(saved.name, waiting)))
+                stack.enter_context(
+                    patched_attributes(activations, on_packed=lambda saved, _, waiting: self._look(saved.name, waiting))
+                )
             return self._gradients()
 
     def _unmodified(self) -> Gradients:
@@ -224,16 +228,18 @@ class Bench:
         weights, local = self.session._weights, self.session._recomputed._local
         done = weights._done
         with ExitStack() as stack:
-            stack.enter_context(replaced(self.session._watch, _on_begin=lambda: False))  # nothing is followed
-            stack.enter_context(replaced(local, is_again=True))  # no module is recomputed
+            stack.enter_context(patched_attributes(self.session._watch, _on_begin=lambda: False))  # nothing is followed
+            stack.enter_context(patched_attributes(local, is_again=True))  # no module is recomputed
             stack.enter_context(self.session.unpacked())
-            stack.enter_context(replaced(weights, _done=lambda call, output: done(call, None), _holding={}))  # saved ones are plain
+            stack.enter_context(
+                patched_attributes(weights, _done=lambda call, output: done(call, None), _holding={})
+            )  # saved ones are plain
             return self._gradients()
 
     def _gradients(self) -> Gradients:
         self.session._activations.forwards = self._forwards  # the same random bits in every run
         torch.clear_autocast_cache()
-        with unchanged(self.model), _python_random_state(), torch.enable_grad():
+        with restored_state(self.model), _python_random_state(), torch.enable_grad():
             loss = self.step()
             if not self.baseline and any(node.name() == REENTRANT for node in nodes_behind(loss)):
                 raise ApplyError(
@@ -250,7 +256,7 @@ class Bench:
         activations = self.session._activations
         self._forwards, returned = activations.forwards, activations.returned
         decisions, left = dict(activations.decisions), dict(activations.left)
-        with replaced(activations, on_packed=lambda *_: None):
+        with patched_attributes(activations, on_packed=lambda *_: None):
             try:
                 yield
             finally:
@@ -258,9 +264,9 @@ class Bench:
                 activations.decisions, activations.left = decisions, left
                 torch.clear_autocast_cache()
 
-    def _look(self, name: str, waiting: Waiting) -> None:
+    def _look(self, name: str, waiting: StoredForm) -> None:
         decision = self.session._activations.decisions.get(name)
-        if isinstance(waiting, Values | Recomputed) and decision is not None and decision.format is not None:
+        if isinstance(waiting, StoredValues | RecomputedValues) and decision is not None and decision.format is not None:
             self.formats[name] = str(decision.format)
             self.errors[name] = expected_error(decision.format, decision.rounding)
         else:
@@ -293,7 +299,7 @@ class Bench:
 
     def _faults(self, off: Iterable[bool], limits: Mapping[bool, float]) -> tuple[list[Fault], list[str]]:
         """Those of the exact plan if that is off, then those of the plan among all other slots."""
-        faults, notes, runs = list[Fault](), list[str](), Search(MAX_RUNS)
+        faults, notes, runs = list[Fault](), list[str](), FaultSearch(MAX_RUNS)
         for is_exact in off:
             rest = [slot for slot in self.formats if slot not in {fault.slot for fault in faults}]
             groups, is_outside = runs.minimal_groups(rest, self._test(is_exact=is_exact, limit=limits[is_exact]))
@@ -354,7 +360,7 @@ def _distance(found: Tensor | None, baseline: Tensor | None, scale: float) -> fl
 
 
 @contextmanager
-def replaced(owner: object, **attributes: Any) -> Generator[None]:
+def patched_attributes(owner: object, **attributes: Any) -> Generator[None]:
     """Attributes of an object for the time of the context, in front of those of its class."""
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}

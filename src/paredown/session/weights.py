@@ -33,12 +33,19 @@ from paredown.codec.packed import DEVICES
 from paredown.errors import CodecError
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.formats.format import Format
-from paredown.optim.packed_parameter import PackedParameter, WeightView, plain
+from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_parameter
 from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.changes import Change
-from paredown.session.saved_weights import Call, Entry, Place, keeps_objects, leads_to_weight, let_go
+from paredown.session.saved_weights import (
+    PackedModule,
+    WeightCall,
+    WeightUse,
+    keeps_objects,
+    leads_to_weight,
+    release_saved_weights,
+)
 from paredown.trace.autograd_graph import next_number
 from paredown.trace.module_watch import Hook
 
@@ -50,7 +57,7 @@ ADDED = "it was added after the plan was applied"
 LARGER = "it would not be smaller"
 
 
-def reason_to_leave(parameter: nn.Parameter, format: Format) -> str | None:
+def reason_to_keep_plain(parameter: nn.Parameter, format: Format) -> str | None:
     """Why a parameter cannot wait packed."""
     if type(parameter) is not nn.Parameter:
         return "another session has it" if type(parameter) is PackedParameter else f"it is a {type(parameter).__name__}"
@@ -66,7 +73,7 @@ def reason_to_leave(parameter: nn.Parameter, format: Format) -> str | None:
     return None if bool(parameter.detach().isfinite().all()) else "it holds values that are not finite"
 
 
-def unreached(model: nn.Module, is_compiled: bool) -> dict[int, str]:
+def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, str]:
     """Parameters (by id) of modules whose hooks do not run."""
     found: dict[int, str] = {}
     for module in model.modules():
@@ -99,7 +106,7 @@ class Weights:
         self._plain: set[str] = set()  # names of those that have the dtype that was asked for
         self.held: tuple[str, ...] = ()  # at the end of the last forward pass
         self._plan, self._model, self._is_compiled = plan, weakref.ref(model), is_compiled
-        self._holding: dict[Weight, Entry] = {}
+        self._holding: dict[Weight, WeightUse] = {}
         self._running, self._lock = threading.local(), threading.RLock()
         self._handles: list[Any] = []
         self._hooks: dict[Weight, list[Hook]] = {}  # of the modules that have it
@@ -113,7 +120,7 @@ class Weights:
             self.small[name] = format
             return
         try:
-            reason = reason or reason_to_leave(parameter, format)
+            reason = reason or reason_to_keep_plain(parameter, format)
             if reason is None:
                 self.weights[name] = weight = pack(parameter, format, PackedParameter)
                 weight.on_use = Used(self)
@@ -184,7 +191,7 @@ class Weights:
     def _pack(self) -> None:
         model = self._model()
         assert model is not None
-        reasons = unreached(model, self._is_compiled)
+        reasons = parameters_without_hooks(model, self._is_compiled)
         for name, parameter in model.named_parameters():
             format = self._plan.find((name,), Role.WEIGHT).format
             if format is not None:
@@ -197,7 +204,7 @@ class Weights:
         for module in model.modules():
             weights = [weight for p in module._parameters.values() if p is not None and (weight := weight_of(p)) is not None]
             if weights:
-                place = Place(module)  # kept by the hooks alone: it refers to parameters
+                place = PackedModule(module)  # kept by the hooks alone: it refers to parameters
                 hook = Hook(partial(self._enter, place))
                 for weight in weights:
                     self._hooks.setdefault(weight, []).append(hook)
@@ -218,20 +225,20 @@ class Weights:
             weight.release()
         self.weights, self._holding, self._hooks, self._running = {}, {}, {}, threading.local()
 
-    def _calls(self) -> list[Call]:
+    def _calls(self) -> list[WeightCall]:
         try:
             return self._running.calls
         except AttributeError:
-            self._running.calls = calls = list[Call]()
+            self._running.calls = calls = list[WeightCall]()
             return calls
 
-    def _enter(self, place: Place, module: nn.Module, args: Any) -> None:
+    def _enter(self, place: PackedModule, module: nn.Module, args: Any) -> None:
         call = place.call()
         for entry in call.entries:
             self._take(entry)
         self._calls().append(call)
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: WeightUse) -> None:
         weight = entry.weight
         with self._lock:  # threads may run the same module
             weight.users += 1
@@ -241,14 +248,14 @@ class Weights:
         if self._holding and weight in self._holding:
             entry.holders = self._holding[weight].holders
 
-    def _leave(self, place: Place, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, place: PackedModule, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._calls()
         if any(call.place is place for call in calls):
             while calls[-1].place is not place:  # calls that ended without their hooks
                 self._done(calls.pop(), None)
             self._done(calls.pop(), output)
 
-    def _done(self, call: Call, output: Any) -> None:
+    def _done(self, call: WeightCall, output: Any) -> None:
         entries = call.entries
         if not entries:
             return
@@ -259,7 +266,7 @@ class Weights:
             memory = {entry.weight.address: entry.weight for entry in entries}
             is_hooked = call.place.finder.let_go(output, call.first, memory) or is_hooked
             if any([entry.parameter._use_count() > entry.holders[0] for entry in entries]):
-                is_hooked = let_go(output, call.first, memory) or is_hooked  # more was saved than the last time
+                is_hooked = release_saved_weights(output, call.first, memory) or is_hooked  # more was saved than the last time
         if torch.is_autocast_enabled(entries[0].weight.device_type):
             torch.clear_autocast_cache()
         for entry in entries:
@@ -267,14 +274,14 @@ class Weights:
         if not self._holding:
             call.place.ended(call)
 
-    def _drop(self, entry: Entry, is_hooked: bool) -> None:
+    def _drop(self, entry: WeightUse, is_hooked: bool) -> None:
         with self._lock:
             entry.weight.users -= 1
             if entry.weight.users == 0:
                 entry.weight.accumulator = None  # which refers to the parameter, that would never be freed
                 self._free(entry, is_hooked)
 
-    def _free(self, entry: Entry, is_hooked: bool) -> None:
+    def _free(self, entry: WeightUse, is_hooked: bool) -> None:
         """Make a parameter wait again, if nobody holds it; `is_hooked`: if nobody holds the object either."""
         tensors, objects = entry.count()
         if tensors > entry.holders[0] or (is_hooked and objects > entry.holders[1]):
@@ -286,7 +293,7 @@ class Weights:
                 holding.handle.remove()
         entry.weight.hide()
 
-    def _hold(self, entry: Entry, is_hooked: bool) -> None:
+    def _hold(self, entry: WeightUse, is_hooked: bool) -> None:
         """Try again when the gradient is there; of frozen ones in a layer that is computed again, with the next such one and at the end."""
         if entry.weight not in self._holding:
             entry.is_hooked = is_hooked
@@ -331,7 +338,7 @@ class Weights:
         loose: int | None = self._running.loose if hasattr(self._running, "loose") else None
         if output is not None and torch.is_grad_enabled() and (self._holding or loose is not None):
             first = self._running.first if self._holding or loose is None else loose
-            let_go(output, first, {weight.address: weight for weight in self._holding})
+            release_saved_weights(output, first, {weight.address: weight for weight in self._holding})
         for weight in list(self._holding):
             self.retry(weight)
         if self._holding or self.held:
@@ -361,7 +368,7 @@ class Weights:
     def used(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
         """Values of packed weights went into `result`, outside of their modules."""
         if torch.is_grad_enabled():
-            let_go(result, first, {value.untyped_storage()._cdata: weight for weight, value in values})
+            release_saved_weights(result, first, {value.untyped_storage()._cdata: weight for weight, value in values})
             if getattr(self._running, "loose", 0) is None and leads_to_weight(result):
                 self._running.loose = first  # a view, which others may save: it is looked for when the forward pass ends
         for weight, _ in values:
@@ -377,7 +384,7 @@ class Weights:
     def unpacked(self) -> Generator[None]:
         """All parameters plain; what was changed is encoded again in the end."""
         self._forget_released()
-        entries = [Entry(p, weight) for weight in self.weights.values() if (p := weight.parameter) is not None]
+        entries = [WeightUse(p, weight) for weight in self.weights.values() if (p := weight.parameter) is not None]
         for entry in entries:
             self._take(entry)
         try:
@@ -423,4 +430,4 @@ def _export(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
         if weight is not None:
             state[prefix + name] = weight.exported()
         elif type(value) is PackedParameter:
-            state[prefix + name] = plain(value)
+            state[prefix + name] = plain_parameter(value)

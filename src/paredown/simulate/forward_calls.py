@@ -1,4 +1,4 @@
-"""Follows the operations of a forward pass: every tensor that one makes is told to a `Listener`, with the name of its slot.
+"""Follows the operations of a forward pass: every tensor that one makes is told to a `OperationListener`, with the name of its slot.
 
     layer3.0.conv1:output     what `layer3.0.conv1`, a module of torch.nn without children, made
     encoder.3:add.output      what a sum written in the forward of `encoder.3` made; a second one is `encoder.3:add#2.output`
@@ -61,7 +61,7 @@ CHECKS = re.compile("has_torch_function(_unary|_variadic)?")
 
 
 @dataclass(eq=False, slots=True)
-class Source:
+class OperandSource:
     """A value that an operation takes: what it is, and where autograd sends its gradient."""
 
     value: Any
@@ -74,7 +74,7 @@ class Operation:
 
     name: str  # of what it makes, without "output"
     op: str
-    sources: list[Source]
+    sources: list[OperandSource]
     weights: list[nn.Parameter]
     first: int
     num_unknown: int = 0  # floats that it takes and that are neither
@@ -84,7 +84,7 @@ class Operation:
         return f"{self.name}output{number if number > 1 else ''}"
 
 
-class Listener(ABC):
+class OperationListener(ABC):
     """Who is told."""
 
     @abstractmethod
@@ -107,26 +107,26 @@ class Listener(ABC):
         return value, out
 
 
-def mark(tensor: Tensor, listener: Listener, value: Any) -> None:
+def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
     """From now on `tensor` is this value to this listener."""
     setattr(tensor, MARK, (listener, value))
 
 
-def known(tensor: Tensor, listener: Listener) -> Any:
+def mark_of(tensor: Tensor, listener: OperationListener) -> Any:
     """What a tensor is to this listener; None where it is nothing, or something to another one."""
     marked = getattr(tensor, MARK, None)
     return marked[1] if marked is not None and marked[0] is listener else None
 
 
-def leaves(values: Any) -> Iterator[Tensor]:
+def tensors_in_nest(values: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists and dicts."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
         for value in values:
-            yield from leaves(value)
+            yield from tensors_in_nest(value)
     elif isinstance(values, dict):
-        yield from leaves(list(values.values()))
+        yield from tensors_in_nest(list(values.values()))
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -134,13 +134,13 @@ def is_weight(tensor: Tensor) -> bool:
     return type(tensor) is nn.Parameter or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter))
 
 
-def replaced(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = nn.Parameter) -> Any:
+def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = nn.Parameter) -> Any:
     """The same nest with something else for its parameters, or for all of its tensors."""
     if isinstance(values, Tensor):
         return by(values) if kind is Tensor or is_weight(values) else values
     if isinstance(values, dict):
-        return {key: replaced(value, by, kind) for key, value in values.items()}
-    return type(values)([replaced(value, by, kind) for value in values]) if type(values) in (tuple, list) else values
+        return {key: replace_tensors(value, by, kind) for key, value in values.items()}
+    return type(values)([replace_tensors(value, by, kind) for value in values]) if type(values) in (tuple, list) else values
 
 
 @cache
@@ -159,7 +159,7 @@ def op_of(func: Any) -> str:
 
 
 @cache
-def reopened(func: FunctionType) -> Callable[..., Any]:
+def without_mode_check(func: FunctionType) -> Callable[..., Any]:
     """A function of torch without its first look for modes: called inside of one, its body runs, and what that calls is seen."""
     checks = {name: _no for name in func.__globals__ if CHECKS.fullmatch(name)}
     made = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
@@ -196,10 +196,10 @@ class Frame:
 
 
 @final
-class Calls(TorchFunctionMode):
+class ForwardCalls(TorchFunctionMode):
     """Follows operations while it is entered, under the path of the module that runs."""
 
-    def __init__(self, model: nn.Module, listener: Listener) -> None:
+    def __init__(self, model: nn.Module, listener: OperationListener) -> None:
         super().__init__()
         self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
         self._model, self._listener = model, listener
@@ -295,19 +295,19 @@ class Calls(TorchFunctionMode):
         self._running.open.append(func)
         try:
             with self:
-                return reopened(func)(*args, **kwargs)
+                return without_mode_check(func)(*args, **kwargs)
         finally:
             self._running.open.pop()
 
     def _run(self, func: Any, op: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        tensors = [t for t in leaves((args, kwargs)) if t.is_floating_point()]
+        tensors = [t for t in tensors_in_nest((args, kwargs)) if t.is_floating_point()]
         if not tensors:
             return func(*args, **kwargs)
         if op in MOVES:
             return self._moved(self._call(func, args, kwargs, tensors), op, tensors)
         versions = [_version(t) for t in tensors]
-        values = [(t, known(t, self._listener)) for t in tensors]
-        sources = [Source(value, (t.grad_fn, t.output_nr)) for t, value in values if value is not None]
+        values = [(t, mark_of(t, self._listener)) for t in tensors]
+        sources = [OperandSource(value, (t.grad_fn, t.output_nr)) for t, value in values if value is not None]
         weights = [cast("nn.Parameter", t) for t in tensors if is_weight(t)]
         frame, num_unknown = self._running.frames[-1], len(tensors) - len(sources) - len(weights)
         operation = Operation("", op, sources, weights, next_number(), num_unknown)
@@ -316,7 +316,7 @@ class Calls(TorchFunctionMode):
         storages = {_storage(t) for t, version in zip(tensors, versions, strict=True) if _version(t) == version}
         if tensors[0].is_inference() and _is_in_place(func.__name__):
             storages.discard(_storage(tensors[0]))  # it has no versions to tell
-        made = [t for t in leaves(out) if t.is_floating_point() and _storage(t) not in storages]
+        made = [t for t in tensors_in_nest(out) if t.is_floating_point() and _storage(t) not in storages]
         if not made or is_weight(made[0]):
             return self._moved(out, op, tensors)
         operation.name = frame.prefix(op)
@@ -326,21 +326,21 @@ class Calls(TorchFunctionMode):
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
         """`out`, known as the value that it came from, or as a part of it."""
-        source = next((t for t in tensors if known(t, self._listener) is not None), None)
-        return out if source is None else replaced(out, lambda tensor: self._part(tensor, source, op), Tensor)
+        source = next((t for t in tensors if mark_of(t, self._listener) is not None), None)
+        return out if source is None else replace_tensors(out, lambda tensor: self._part(tensor, source, op), Tensor)
 
     def _part(self, tensor: Tensor, source: Tensor, op: str) -> Tensor:
         if not tensor.is_floating_point() or tensor is source:
             return tensor
         is_part = 0 < tensor.numel() < source.numel()
         name = f"{self._running.frames[-1].prefix(op)}output" if is_part else ""
-        value, tensor = self._listener.moved(known(source, self._listener), tensor, name)
+        value, tensor = self._listener.moved(mark_of(source, self._listener), tensor, name)
         mark(tensor, self._listener, value)
         return tensor
 
     def _call(self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
         if any(is_weight(t) for t in tensors) and not func.__name__.endswith("_"):
-            args, kwargs = replaced(args, self._listener.taken), replaced(kwargs, self._listener.taken)
+            args, kwargs = replace_tensors(args, self._listener.taken), replace_tensors(kwargs, self._listener.taken)
         return func(*args, **kwargs)
 
 

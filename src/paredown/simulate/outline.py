@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from paredown.roles import Role
-from paredown.simulate.forward_calls import PRODUCTS, Calls, Listener, Operation, mark
+from paredown.simulate.forward_calls import PRODUCTS, ForwardCalls, Operation, OperationListener, mark
 from paredown.trace.autograd_graph import Saved, tensors_in
-from paredown.trace.fake_tensors import Fakes, check_model, faked
+from paredown.trace.fake_tensors import FakeTensors, check_model, with_fake_tensors
 from paredown.trace.module_watch import Watch
 
 LOSS = "loss"
@@ -92,16 +92,16 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 
 
 def of_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, Fakes], Any] | None = None
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, FakeTensors], Any] | None = None
 ) -> Outline:
     """The outline of one call of `model`, and of what `after` does with its output; of a training pass where no gradient is wanted now."""
-    fakes = Fakes()
-    with faked(model, fakes):
+    fakes = FakeTensors()
+    with with_fake_tensors(model, fakes):
         if not torch.is_grad_enabled():
             model.train()  # dropout makes values then
         names = {id(p): name for name, p in model.named_parameters()}
-        seen = Seen(names)
-        calls = Calls(model, seen)
+        seen = OutlineListener(names)
+        calls = ForwardCalls(model, seen)
         watch = Watch(model, seen.saved)
         with fakes.mode, torch.enable_grad(), torch.autocast("cpu", enabled=False):
             args, kwargs = seen.inputs(fakes.batch((args, kwargs)))
@@ -117,7 +117,7 @@ def of_call(
 
 
 @final
-class Seen(Listener):
+class OutlineListener(OperationListener):
     """Writes down what it is told; keeps the tensors, so that none takes the memory of another."""
 
     def __init__(self, names: dict[int, str]) -> None:

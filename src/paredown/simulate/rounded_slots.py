@@ -1,6 +1,7 @@
 """The slots of a simulated session: what each is rounded to now, and promotion of those that overflow.
 
-Every slot has a number. On a GPU, formats stand in a `LiveTable`, the count of forward passes and what promotion looks at beside it, all on
+Every slot has a number. On a GPU, formats stand in a `RuntimeFormatTable`, the count of forward passes and what promotion looks
+at beside it, all on
 the device: rounding asks the host for nothing, so that one captured CUDA graph serves every format and goes on counting.
 
 Promotion (of "Training with Mixed-Precision Floating-Point Assignments"): in each training pass the share of values that lie past the
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from paredown.codec.runtime_formats import (
     FLOATS,
+    BatchedRoundTrip,
     Job,
-    LiveTable,
-    Many,
+    RuntimeFormatTable,
     flat,
     is_live,
     is_narrow,
@@ -53,7 +54,7 @@ class Promotion(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class RoundedSlot:
     """One slot: its number, what it is rounded to, and what it would be raised to."""
 
     number: int
@@ -89,7 +90,7 @@ class Capture:
 
     def __init__(self, memory: Tensor) -> None:
         self._memory, self._taken = memory, 0
-        self.made: list[Many] = []
+        self.made: list[BatchedRoundTrip] = []
 
     def take(self, jobs: Sequence[Job]) -> Tensor:
         """Memory for one launch."""
@@ -99,25 +100,25 @@ class Capture:
         return self._memory[first : self._taken]
 
 
-class Places:
+class RoundedSlots:
     """All slots of one session."""
 
     def __init__(self, plan: Plan, seed: int, *, raised: Plan | None = None, share: float = 0.01, all_live: bool = False) -> None:
         self.plan, self.seed, self.raised, self.share, self.all_live = plan, seed, raised, share, all_live
         self.refused: dict[str, str] = {}  # slots that are not rounded -> why
-        self._all: list[Place] = []
-        self._found: dict[tuple[str, Role], Place | None] = {}
+        self._all: list[RoundedSlot] = []
+        self._found: dict[tuple[str, Role], RoundedSlot | None] = {}
         self._pending: dict[str, tuple[int, float]] = {}  # of a loaded state, for slots that were not met yet
         self.device = torch.device("cpu")
         self._counter = torch.zeros(1, dtype=torch.int32)
         self._capture: Capture | None = None  # of the graph that is being captured
         self._kept: list[Capture] = []  # of those that were
-        self._table: LiveTable | None = None
+        self._table: RuntimeFormatTable | None = None
         self._make_room(SPARE)
 
     # --- slots ----------------------------------------------------------------------------------------------------------
 
-    def of(self, names: Sequence[str], role: Role) -> Place | None:
+    def of(self, names: Sequence[str], role: Role) -> RoundedSlot | None:
         """The slot with these names, the first its own; None where nothing is ever rounded."""
         key = (names[0], role)
         if key not in self._found:
@@ -132,12 +133,12 @@ class Places:
                 self._write([place])
         return self._found[key]
 
-    def _add(self, names: tuple[str, ...], role: Role) -> Place:
+    def _add(self, names: tuple[str, ...], role: Role) -> RoundedSlot:
         asked = self.plan.find(names, role)
         raised = self.raised.find(names, role) if self.raised is not None and role in FORWARD else AS_IS
-        return Place(len(self._all), names, role, asked, raised, asked.rounding_in(role))
+        return RoundedSlot(len(self._all), names, role, asked, raised, asked.rounding_in(role))
 
-    def _write(self, places: Sequence[Place]) -> None:
+    def _write(self, places: Sequence[RoundedSlot]) -> None:
         """Tell the device what these slots have."""
         for place in places if self.raised is not None else ():
             is_raised = self.is_raised(place)
@@ -171,8 +172,8 @@ class Places:
         for new, old in zip((self._promoted, self._shares, self._risen_at_share), before, strict=False):
             new[: len(old)] = old
         is_tabled = self.device.type in TABLED
-        self._table = LiveTable(capacity, self.device) if is_tabled else None
-        self._next_rows = LiveTable(capacity, self.device) if is_tabled and self.raised is not None else None
+        self._table = RuntimeFormatTable(capacity, self.device) if is_tabled else None
+        self._next_rows = RuntimeFormatTable(capacity, self.device) if is_tabled and self.raised is not None else None
         if self._all:
             self._write(self._all)
 
@@ -219,18 +220,18 @@ class Places:
         """A forward pass begins."""
         self._counter.add_(1)
 
-    def round_(self, x: Tensor, place: Place, *, looks: bool = False) -> Tensor:
+    def round_(self, x: Tensor, place: RoundedSlot, *, looks: bool = False) -> Tensor:
         """`x` rounded in place, out of autograd's sight; `looks`: what overflows is counted before."""
         return self._round(x, x, place, looks=looks)
 
-    def rounded(self, x: Tensor, place: Place, *, looks: bool = False) -> Tensor:
+    def rounded(self, x: Tensor, place: RoundedSlot, *, looks: bool = False) -> Tensor:
         """A rounded copy."""
         x = x.detach()
         if self._table is not None and x.device == self.device and place.is_live:
             return self._round(x, torch.empty_like(x), place, looks=looks)
         return self.round_(x.clone(), place, looks=looks)
 
-    def _round(self, x: Tensor, out: Tensor, place: Place, *, looks: bool) -> Tensor:
+    def _round(self, x: Tensor, out: Tensor, place: RoundedSlot, *, looks: bool) -> Tensor:
         if x.dtype not in FLOATS:
             self.refused[place.key] = f"its values are {str(x.dtype).removeprefix('torch.')}"
             return out if out is x else out.copy_(x)
@@ -244,7 +245,7 @@ class Places:
         now = place.raised if self.is_raised(place) else place.assignment
         return x if now.format is None else round_trip_(x, now.format, place.rounding, now.overflow, seed)
 
-    def round_all(self, jobs: Sequence[tuple[Tensor, Tensor, Place]]) -> None:
+    def round_all(self, jobs: Sequence[tuple[Tensor, Tensor, RoundedSlot]]) -> None:
         """Round each x of (x, out, slot) into its out: in one launch inside of `capturing`, one by one otherwise."""
         capture, many = self._capture, dict[Rounding, list[Job]]()
         for x, out, place in jobs:
@@ -258,7 +259,7 @@ class Places:
             memory = capture.take(rows)
             capture.made.append(self._table.round_many(rows, rounding, self._counter, memory, is_captured=is_captured))
 
-    def _is_simple(self, x: Tensor, out: Tensor, place: Place) -> bool:
+    def _is_simple(self, x: Tensor, out: Tensor, place: RoundedSlot) -> bool:
         """Whether a launch for many takes this one."""
         is_here = self._table is not None and x.device == self.device and place.is_live and x.numel() > 0
         return is_here and x.dtype is torch.float32 and x.stride() == out.stride() and flat(x) is not None
@@ -289,7 +290,7 @@ class Places:
 
     # --- promotion ------------------------------------------------------------------------------------------------------
 
-    def is_raised(self, place: Place) -> bool:
+    def is_raised(self, place: RoundedSlot) -> bool:
         """Whether this slot was promoted; asks the device, but not where slots cannot be."""
         return self.raised is not None and place.role in FORWARD and bool(self._promoted[place.number] >= 0)
 

@@ -26,16 +26,16 @@ from paredown.codec.runtime_formats import is_narrow
 from paredown.errors import ApplyError
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.simulate.forward_calls import PRODUCTS, Listener, Operation, known, mark
+from paredown.simulate.forward_calls import PRODUCTS, Operation, OperationListener, mark, mark_of
 from paredown.simulate.outline import INPUT, Outline
-from paredown.simulate.rounded_slots import Place, Places
+from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
 from paredown.trace.autograd_graph import NO_SEQUENCE, tensors_in
 
 # Not allow_tf32, which cannot be read once the user has set these; it reads as before when they are put back
 SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn).conv)
 
 
-def are_narrow(places: Iterable[Place | None]) -> bool:
+def are_narrow(places: Iterable[RoundedSlot | None]) -> bool:
     """Whether all of these are, also once they are raised."""
     return all(
         p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in places
@@ -114,24 +114,24 @@ MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp
 
 
 @dataclass(eq=False, slots=True)
-class Known:
+class TrackedValue:
     """A value: the slots of the activation and of its gradient, and how many operations take it."""
 
-    activation: Place | None
-    error: Place | None
+    activation: RoundedSlot | None
+    error: RoundedSlot | None
     num_uses: int = 1
 
 
 @final
-class Values(Listener):
+class RoundedValues(OperationListener):
     """Rounds what operations take, make and send back. `names`: of parameters, by their ids."""
 
-    def __init__(self, places: Places, names: dict[int, str], how: Simulate) -> None:
+    def __init__(self, places: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
         self.places, self.how, self._names = places, how, names
         self.precision = Precision()
         self.has_stepped = self.looks = False  # `looks`: overflow is counted in this pass
         self._outline = Outline((), {})
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, TrackedValue] = {}
         self._weights: dict[int, Tensor] = {}  # rounded copies of the forward pass that runs
         self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, made all at once
 
@@ -156,7 +156,7 @@ class Values(Listener):
         self._weights.clear()
         self.precision.restore()
         for tensor in tensors_in(output) if self.how.sums == "exact" else ():
-            value: Known | None = known(tensor, self)
+            value: TrackedValue | None = mark_of(tensor, self)
             if value is not None and value.error is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._rounder(value.error))
 
@@ -164,7 +164,11 @@ class Values(Listener):
         if not tensor.is_floating_point():
             return tensor
         value = self._value(f"{INPUT}{number}")
-        tensor = Straight.apply(tensor, self.places, value.activation, self.looks) if value.activation else tensor.view_as(tensor)
+        tensor = (
+            StraightThroughRounding.apply(tensor, self.places, value.activation, self.looks)
+            if value.activation
+            else tensor.view_as(tensor)
+        )
         mark(tensor, self, value)
         return tensor
 
@@ -179,7 +183,7 @@ class Values(Listener):
         copy = self._weights.get(id(weight))
         if copy is None or copy.requires_grad != (weight.requires_grad and torch.is_grad_enabled()):
             made = self._copies.pop(id(weight), None)
-            self._weights[id(weight)] = copy = Straight.apply(weight, self.places, place, self.looks, made)
+            self._weights[id(weight)] = copy = StraightThroughRounding.apply(weight, self.places, place, self.looks, made)
         return copy
 
     def copy_all(self, weights: Iterable[Tensor]) -> None:
@@ -195,7 +199,7 @@ class Values(Listener):
         if self._is_product(operation):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
-    def made(self, operation: Operation, out: Tensor, number: int) -> Known:
+    def made(self, operation: Operation, out: Tensor, number: int) -> TrackedValue:
         """Round what an operation made, and what it will send back."""
         if self._is_product(operation):
             self.precision.restore()
@@ -206,39 +210,39 @@ class Values(Listener):
             self._hook_errors(operation, out, value)
         return value
 
-    def moved(self, value: Known, out: Tensor, name: str) -> tuple[Known, Tensor]:
+    def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
         """A part of a value is rounded as that is, unless the plan gives it something else."""
         if not name:
             return value, out
         part = self._value(name)
         if part.activation is None or (value.activation is not None and part.activation.assignment == value.activation.assignment):
-            return Known(value.activation, part.error), out
-        return part, Straight.apply(out, self.places, part.activation, self.looks)
+            return TrackedValue(value.activation, part.error), out
+        return part, StraightThroughRounding.apply(out, self.places, part.activation, self.looks)
 
-    def _value(self, name: str) -> Known:
+    def _value(self, name: str) -> TrackedValue:
         value = self._known.get(name)
         if value is None:
             self._known[name] = value = self._slots((name,), 1)
         return value
 
-    def _slots(self, names: tuple[str, ...], num_uses: int) -> Known:
-        return Known(self.places.of(names, Role.ACTIVATION), self.places.of(names, Role.ERROR), num_uses)
+    def _slots(self, names: tuple[str, ...], num_uses: int) -> TrackedValue:
+        return TrackedValue(self.places.of(names, Role.ACTIVATION), self.places.of(names, Role.ERROR), num_uses)
 
     def _is_product(self, operation: Operation) -> bool:
         return operation.op in PRODUCTS and self.places.device.type == "cuda"
 
-    def _operands(self, operation: Operation) -> list[Place | None]:
+    def _operands(self, operation: Operation) -> list[RoundedSlot | None]:
         """The slots that a product reads; a bias is added in float32."""
         weights = [self.places.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
-    def _are_narrow(self, places: list[Place | None]) -> bool:
+    def _are_narrow(self, places: list[RoundedSlot | None]) -> bool:
         """Whether TF32 is exact, now and whatever formats come later."""
         return not self.how.all_live and are_narrow(places)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
-    def _hook_errors(self, operation: Operation, out: Tensor, value: Known) -> None:
+    def _hook_errors(self, operation: Operation, out: Tensor, value: TrackedValue) -> None:
         """Round gradients of what the operation took where they leave it, or the gradient of what it made where it is summed."""
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
@@ -258,19 +262,19 @@ class Values(Listener):
             if is_product:
                 self.precision.around(node, is_narrow)
 
-    def _rounder(self, place: Place) -> Callable[[Tensor], Tensor]:
+    def _rounder(self, place: RoundedSlot) -> Callable[[Tensor], Tensor]:
         return lambda gradient: self.places.rounded(gradient, place)
 
-    def _returned(self, places: dict[int, Place]) -> Callable[[Any, Any], Any]:
+    def _returned(self, places: dict[int, RoundedSlot]) -> Callable[[Any, Any], Any]:
         def hook(sent: tuple[Tensor | None, ...], received: Any) -> tuple[Tensor | None, ...]:
             return tuple(self.places.rounded(g, places[i]) if i in places and g is not None else g for i, g in enumerate(sent))
 
         return hook
 
 
-def _leaving(node: Any, edges: list[tuple[Any, int, Place | None]]) -> dict[int, Place]:
+def _leaving(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
     """Which of the gradients that `node` sends go along one of `edges`, and their slots."""
-    found: dict[int, Place] = {}
+    found: dict[int, RoundedSlot] = {}
     for number, (before, output) in enumerate(node.next_functions):
         for other, its_output, place in edges:
             if place is not None and before is other and output == its_output:
@@ -289,11 +293,11 @@ def _nodes(last: Any, first: int) -> list[Any]:
     return found
 
 
-class Straight(torch.autograd.Function):
+class StraightThroughRounding(torch.autograd.Function):
     """A rounded copy, whose gradient passes straight through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Places, place: Place, looks: bool, made: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, places: RoundedSlots, place: RoundedSlot, looks: bool, made: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """`x` rounded."""
         return places.rounded(x, place, looks=looks) if made is None else made
 

@@ -33,12 +33,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from paredown.errors import ApplyError
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.session.changes import Change, Changes, said_keys
-from paredown.session.checkpointing import Recomputed
-from paredown.simulate.forward_calls import Calls
+from paredown.session.changes import Change, Changes, describe_state
+from paredown.session.checkpointing import CheckpointedModules
+from paredown.simulate.forward_calls import ForwardCalls
 from paredown.simulate.outline import LOSS, Outline, of_call
-from paredown.simulate.rounded_slots import Place, Places, Promotion
-from paredown.simulate.rounded_values import MODES, Simulate, Values
+from paredown.simulate.rounded_slots import Promotion, RoundedSlot, RoundedSlots
+from paredown.simulate.rounded_values import MODES, RoundedValues, Simulate
 from paredown.trace.autograd_graph import tensors_in
 from paredown.trace.module_watch import Hook
 from paredown.trace.optimizer_state import role_of_state
@@ -49,7 +49,7 @@ __all__ = ["MODES", "Simulate", "SimulatedSession"]
 class Updates:
     """Rounds around the steps of all optimizers that hold parameters of `names` (id -> name)."""
 
-    def __init__(self, places: Places, names: dict[int, str], *, gradients_at_step: bool) -> None:
+    def __init__(self, places: RoundedSlots, names: dict[int, str], *, gradients_at_step: bool) -> None:
         self._places, self._names, self._gradients_at_step = places, names, gradients_at_step
         self.num_steps = 0
         me: weakref.ref[Updates] = weakref.ref(self)
@@ -116,11 +116,11 @@ class SimulatedSession:
 
     def __init__(self, plan: Plan, model: nn.Module, seed: int, how: Simulate, on_close: Callable[..., None]) -> None:
         self.how, self._model, self._on_close = how, weakref.ref(model), on_close
-        Recomputed(plan, model)  # refuses modules that are not there
-        self._places = Places(plan, seed, raised=how.raised, share=how.share, all_live=how.all_live)
+        CheckpointedModules(plan, model)  # refuses modules that are not there
+        self._places = RoundedSlots(plan, seed, raised=how.raised, share=how.share, all_live=how.all_live)
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._values = Values(self._places, self._names, how)
-        self._calls = Calls(model, self._values)
+        self._values = RoundedValues(self._places, self._names, how)
+        self._calls = ForwardCalls(model, self._values)
         self._updates = Updates(self._places, self._names, gradients_at_step=how.gradients == "step")
         self._outline: Outline | None = None
         self._missing: tuple[str, ...] = ()
@@ -216,7 +216,7 @@ class SimulatedSession:
         """Go on where a simulated session with the same plan was."""
         if not isinstance(state, Mapping) or state.get("version") != VERSION or set(state) != FIELDS:
             raise ApplyError(
-                f"this is not the state of a simulated session, version {VERSION}: it {said_keys(state)}. "
+                f"this is not the state of a simulated session, version {VERSION}: it {describe_state(state)}. "
                 "Give what state_dict() of one returned."
             )
         other = Plan.from_json(state["plan"])
@@ -313,7 +313,7 @@ class SimulatedSession:
             if place is not None:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(place)))
 
-    def _accumulated(self, place: Place) -> Callable[[Tensor], None]:
+    def _accumulated(self, place: RoundedSlot) -> Callable[[Tensor], None]:
         places = self._places  # not the session, which has the model: nobody collects a parameter that its own hook keeps
 
         def hook(parameter: Tensor) -> None:

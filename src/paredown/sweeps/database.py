@@ -220,7 +220,7 @@ SECONDS = re.compile(r"[0-9]{1,6}")
 PAUSE_SECONDS = (0.05, 2.0)  # between attempts: the first, and the longest
 
 
-class Trouble(NamedTuple):
+class DatabaseTrouble(NamedTuple):
     """A text of the database's message, what it means, whether it may pass, and what to do."""
 
     said: str
@@ -230,37 +230,43 @@ class Trouble(NamedTuple):
 
 
 TROUBLES = (
-    Trouble("database is locked", "other processes keep it locked", True, "End what holds it, or use PostgreSQL."),
-    Trouble("disk is full", "its disk is full", True, "Free some space: finished trials are safe and the sweep goes on."),
-    Trouble("disk i/o error", "its disk takes no more writes: full, over a quota, or broken", True, "Free some space, or copy it."),
-    Trouble("no space left on device", "the server's disk is full", True, "Free some space there: the sweep goes on."),
-    Trouble("could not extend file", "the server's disk is full", True, "Free some space there: the sweep goes on."),
-    Trouble(
+    DatabaseTrouble("database is locked", "other processes keep it locked", True, "End what holds it, or use PostgreSQL."),
+    DatabaseTrouble("disk is full", "its disk is full", True, "Free some space: finished trials are safe and the sweep goes on."),
+    DatabaseTrouble(
+        "disk i/o error", "its disk takes no more writes: full, over a quota, or broken", True, "Free some space, or copy it."
+    ),
+    DatabaseTrouble("no space left on device", "the server's disk is full", True, "Free some space there: the sweep goes on."),
+    DatabaseTrouble("could not extend file", "the server's disk is full", True, "Free some space there: the sweep goes on."),
+    DatabaseTrouble(
         "readonly database", "it cannot be written", False, "Allow writing to the file and its folder, or copy both elsewhere."
     ),
-    Trouble(
+    DatabaseTrouble(
         "unable to open database file",
         "it cannot be opened",
         False,
         "The folder must be there and writable, for the log beside it.",
     ),
-    Trouble("not a database", "the file is no SQLite database", False, "Give another path."),
-    Trouble("malformed", "the file is damaged", False, "Take a copy, and read it with sqlite3's .recover."),
-    Trouble("password authentication failed", "the server refuses user or password", False, "Set PGPASSWORD, or correct the URL."),
-    Trouble("no password supplied", "the server asks for a password", False, "Set PGPASSWORD, or put it into the URL."),
-    Trouble(
+    DatabaseTrouble("not a database", "the file is no SQLite database", False, "Give another path."),
+    DatabaseTrouble("malformed", "the file is damaged", False, "Take a copy, and read it with sqlite3's .recover."),
+    DatabaseTrouble(
+        "password authentication failed", "the server refuses user or password", False, "Set PGPASSWORD, or correct the URL."
+    ),
+    DatabaseTrouble("no password supplied", "the server asks for a password", False, "Set PGPASSWORD, or put it into the URL."),
+    DatabaseTrouble(
         "permission denied", "this user may not do that there", False, "Ask for CREATE, SELECT, INSERT, UPDATE and DELETE rights."
     ),
-    Trouble("fatal:  database", "the server has no such database", False, "Make it (createdb), or correct the URL."),
-    Trouble("fatal:  role", "the server has no such user", False, "Make it (createuser), or correct the URL."),
+    DatabaseTrouble("fatal:  database", "the server has no such database", False, "Make it (createdb), or correct the URL."),
+    DatabaseTrouble("fatal:  role", "the server has no such user", False, "Make it (createuser), or correct the URL."),
 )
-SILENT = Trouble(
+SILENT = DatabaseTrouble(
     "timeout expired",
     "no server answers at this address within {seconds} s",
     True,
     "Check host and port, and that the server runs. To wait longer, write ?connect_timeout=10 behind the URL, or set PGCONNECT_TIMEOUT.",
 )
-LOST = Trouble("", "the server does not answer", True, "Start it, and run the same command again: it goes on where it stopped.")
+LOST = DatabaseTrouble(
+    "", "the server does not answer", True, "Start it, and run the same command again: it goes on where it stopped."
+)
 
 
 DAMAGED = "It is damaged, or was not made by paredown."
@@ -336,7 +342,7 @@ class Database:
     def _unusable(self) -> str:
         return f"the store {self.name} cannot be used"
 
-    def _trouble(self, error: DBAPIError) -> Trouble:
+    def _trouble(self, error: DBAPIError) -> DatabaseTrouble:
         """What the error means; StoreError where nothing is known of it."""
         trouble = find_trouble(error)
         if trouble is None and isinstance(error, IntegrityError):
@@ -346,12 +352,12 @@ class Database:
             raise StoreError(f"{self._unusable}: {said}. {DAMAGED}") from error
         return trouble
 
-    def _sentence(self, trouble: Trouble, waited: float) -> str:
+    def _sentence(self, trouble: DatabaseTrouble, waited: float) -> str:
         after = f" (waited {waited:.0f} s)" if trouble.may_pass and trouble is not SILENT else ""
         return f"{self._unusable}: {trouble.meaning.format(seconds=self._connect_seconds)}{after}. {trouble.advice}"
 
 
-def find_trouble(error: DBAPIError) -> Trouble | None:
+def find_trouble(error: DBAPIError) -> DatabaseTrouble | None:
     """What the database means; None where nothing is known of it."""
     said = str(error.orig).lower()
     for row in (*TROUBLES, SILENT):

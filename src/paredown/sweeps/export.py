@@ -117,7 +117,7 @@ COPIED = tuple(column.name for column in TRIALS.columns if column.name != "worke
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """What a merge did: trials that are new here, results taken over, and trials that both had finished."""
 
     num_new: int = 0
@@ -127,15 +127,15 @@ class Merged:
     def __str__(self) -> str:
         return f"{self.num_new} new trials, {self.num_results} results for trials that had none, {self.num_both} finished in both"
 
-    def __add__(self, other: Merged) -> Merged:
-        return Merged(self.num_new + other.num_new, self.num_results + other.num_results, self.num_both + other.num_both)
+    def __add__(self, other: MergeResult) -> MergeResult:
+        return MergeResult(self.num_new + other.num_new, self.num_results + other.num_results, self.num_both + other.num_both)
 
 
-def merge(into: Store, source: Store) -> Merged:
+def merge(into: Store, source: Store) -> MergeResult:
     """Bring the trials of `source` into `into`; the source stays as it is. A batch is one transaction, and merging again is safe."""
     if is_same_store(into.database.url, source.database.url):
         raise StoreError(f"{into.database.name} is both stores; a merge needs two.")
-    total, last = Merged(), ""
+    total, last = MergeResult(), ""
     while found := _next_rows(source, last):
         total += into.database.write(lambda connection, rows=found: _take(connection, rows))
         last = found[-1].key
@@ -147,7 +147,7 @@ def _next_rows(source: Store, last: str) -> Sequence[Row[Any]]:
     return source.database.read(lambda connection: connection.execute(query).all())
 
 
-def _take(connection: Connection, found: Sequence[Row[Any]]) -> Merged:
+def _take(connection: Connection, found: Sequence[Row[Any]]) -> MergeResult:
     query = select(TRIALS.c.key, TRIALS.c.state).where(TRIALS.c.key.in_([row.key for row in found]))
     here = {row.key: row.state for row in connection.execute(query)}
     new = [_copy(row) for row in found if row.key not in here]
@@ -155,7 +155,7 @@ def _take(connection: Connection, found: Sequence[Row[Any]]) -> Merged:
         connection.execute(INSERTS[connection.dialect.name](TRIALS).values(new).on_conflict_do_nothing())
     finished = [row for row in found if row.key in here and row.state == FINISHED]
     taken = sum(_take_result(connection, row) for row in finished)
-    return Merged(len(new), taken, len(finished) - taken)
+    return MergeResult(len(new), taken, len(finished) - taken)
 
 
 def _copy(row: Row[Any]) -> dict[str, Any]:

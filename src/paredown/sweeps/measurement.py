@@ -16,7 +16,7 @@ from paredown.errors import TaskError
 from paredown.plan.plan import Plan
 from paredown.tasks.evaluate import evaluate
 from paredown.tasks.task import Task
-from paredown.tasks.training import Progress
+from paredown.tasks.training import ProgressCallback
 from paredown.tasks.trial import Status, Trial
 
 
@@ -28,7 +28,7 @@ class Runner:
     mode: str = "store"
     device: str | None = None
 
-    def __call__(self, plan: Plan, seed: int, progress: Progress | None = None) -> Trial:
+    def __call__(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> Trial:
         """One trial; what its code raises makes it a failed one."""
         try:
             return evaluate(self.task, plan, seed=seed, device=self.device, mode=self.mode, progress=progress)
@@ -48,7 +48,7 @@ class Measurer(ABC):
         """Finished trials that an earlier call made for this very purpose, and others of the same task."""
 
     @abstractmethod
-    def measure(self, plan: Plan, seed: int, progress: Progress | None = None) -> list[Trial]:
+    def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
         """The trial, and whatever else was finished with it."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Measurer(ABC):
 
 @final
 @dataclass
-class Direct(Measurer):
+class DirectMeasurer(Measurer):
     """Runs and forgets."""
 
     runner: Runner
@@ -67,7 +67,7 @@ class Direct(Measurer):
         """None and none: nothing is stored."""
         return [], []
 
-    def measure(self, plan: Plan, seed: int, progress: Progress | None = None) -> list[Trial]:
+    def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
         """Run the plan with this seed."""
         return [self.runner(plan, seed, progress)]
 
@@ -78,7 +78,7 @@ class Direct(Measurer):
 
 @final
 @dataclass
-class Stored(Measurer):
+class StoredMeasurer(Measurer):
     """Runs through a store, as one sweep of its own; needs SQLAlchemy (`paredown[sweeps]`)."""
 
     runner: Runner
@@ -104,16 +104,16 @@ class Stored(Measurer):
         found = [(row["sweep"] == self.sweep, Trial.from_json(row["trial"])) for row in self._rows()]
         return [trial for is_own, trial in found if is_own], [trial for is_own, trial in found if not is_own]
 
-    def measure(self, plan: Plan, seed: int, progress: Progress | None = None) -> list[Trial]:
+    def measure(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> list[Trial]:
         """Run the plan with this seed."""
         from paredown.sweeps.engines.engine import InlineEngine
-        from paredown.sweeps.sweep import Drawn, Settings, TrialSpec
-        from paredown.sweeps.worker import Duty, work
+        from paredown.sweeps.sweep import DrawnTrial, TrialSettings, TrialSpec
+        from paredown.sweeps.worker import WorkerOptions, work
 
-        spec = TrialSpec(self.runner.task.name, plan, seed, Settings(self.runner.mode, self.runner.device))
-        self._store.add(self.sweep, [Drawn(spec, 1.0)])
+        spec = TrialSpec(self.runner.task.name, plan, seed, TrialSettings(self.runner.mode, self.runner.device))
+        self._store.add(self.sweep, [DrawnTrial(spec, 1.0)])
         before = self._own()
-        work(self._store, InlineEngine(lambda one: self._run(one, progress)), Duty(sweep=self.sweep))
+        work(self._store, InlineEngine(lambda one: self._run(one, progress)), WorkerOptions(sweep=self.sweep))
         after = self._own()
         return [trial for key, trial in after.items() if key not in before or key == spec.key(self.sweep)]
 
@@ -121,7 +121,7 @@ class Stored(Measurer):
         """Release what is open."""
         self._store.close()
 
-    def _run(self, spec: Any, progress: Progress | None) -> Trial:
+    def _run(self, spec: Any, progress: ProgressCallback | None) -> Trial:
         return replace(self.runner(spec.plan, spec.seed, progress), task=spec.task)
 
     def _rows(self, sweep: str | None = None) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ class Stored(Measurer):
 
 def measurer(runner: Runner, store: str | Path | None, name: str) -> Measurer:
     """Through a store where one is given; there, trials of the same name go on."""
-    return Direct(runner) if store is None else Stored(runner, store, name)
+    return DirectMeasurer(runner) if store is None else StoredMeasurer(runner, store, name)
 
 
-Told = Callable[[float, int, str], object]  # trials done, trials at most, a sentence
+TrialCallback = Callable[[float, int, str], object]  # trials done, trials at most, a sentence

@@ -17,12 +17,12 @@ from paredown.errors import SweepError, TaskError
 from paredown.sweeps.engines.cuda_graphs import NUM_LANES, GraphsEngine
 from paredown.sweeps.engines.engine import Engine, InlineEngine, LocalEngine, RunTrial
 from paredown.sweeps.engines.ray import RayEngine
-from paredown.sweeps.store import Added, Store
+from paredown.sweeps.store import AddResult, Store
 from paredown.sweeps.sweep import Cost, Sweep, TrialSpec
-from paredown.sweeps.worker import Duty, work
+from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.evaluate import evaluate, make_setting, predicted_bytes
-from paredown.tasks.lookup import WITH_FILE, find_file, found_task, is_inside
-from paredown.tasks.training import Setting
+from paredown.tasks.lookup import WITH_FILE, cached_task, find_file, is_inside
+from paredown.tasks.training import TrainingSetup
 from paredown.tasks.trial import Trial
 
 __all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", "predicted_bytes", "run_sweep"]
@@ -58,12 +58,12 @@ class TaskFolder:
         trial = evaluate(given.task, given.plan, seed=given.seed, device=given.device, mode=given.mode)
         return replace(trial, task=spec.task)  # as the sweep calls it
 
-    def setting(self, spec: TrialSpec) -> Setting:
+    def setting(self, spec: TrialSpec) -> TrainingSetup:
         """What a trial trains."""
         if (reason := self.refuses(spec.task)) is not None:
             raise TaskError(f"task {spec.task!r}: {reason}")
         how = spec.settings
-        return make_setting(found_task(spec.task, self.path), spec.plan, seed=spec.seed, device=how.device, mode=how.mode)
+        return make_setting(cached_task(spec.task, self.path), spec.plan, seed=spec.seed, device=how.device, mode=how.mode)
 
 
 def _local(run: RunTrial, slots: int | None) -> Engine:
@@ -101,15 +101,15 @@ def make_engine(name: str, run: RunTrial, *, slots: int | None = None) -> Engine
     return ENGINES[name](run, slots)
 
 
-def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> Added:
+def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddResult:
     """Put a sweep's trials into a store; those that are there stay as they are."""
     return store.add(sweep.name, sweep.draw(cost))
 
 
-def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, duty: Duty | None = None) -> int:
+def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, duty: WorkerOptions | None = None) -> int:
     """Run what is left of a sweep, with whoever else works on it; how many trials were finished here."""
     add_sweep(sweep, store, cost=cost)
-    return work(store, engine, replace(duty or Duty(), sweep=sweep.name))
+    return work(store, engine, replace(duty or WorkerOptions(), sweep=sweep.name))
 
 
 def find_gpus() -> list[str]:

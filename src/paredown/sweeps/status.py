@@ -1,6 +1,6 @@
 """How far a store is: counts by state and status, and the least error of each task.
 
->>> print(Counts("widths", waiting=3, running=1, by_status={"done": 5, "diverged": 1}))
+>>> print(SweepCounts("widths", waiting=3, running=1, by_status={"done": 5, "diverged": 1}))
 widths: 6 of 10 finished (5 done, 1 diverged), 1 running, 3 waiting
 
 How a sweep gets on: finished, trials a minute, time left, the best so far. Numbers only; cli/sweep_verbs.py draws them.
@@ -32,7 +32,7 @@ from paredown.tasks.trial import Status
 
 
 @dataclass(frozen=True)
-class Counts:
+class SweepCounts:
     """The trials of one sweep, by state; finished ones by status."""
 
     sweep: str
@@ -61,7 +61,7 @@ class Counts:
         return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
 
 
-class Best(NamedTuple):
+class BestTrial(NamedTuple):
     """The finished trial of least error on a task."""
 
     task: str
@@ -77,7 +77,7 @@ class Best(NamedTuple):
         return {"task": self.task, "error": self.error, "seed": self.seed, "plan": self.plan.to_json()}
 
 
-def count(store: Store) -> list[Counts]:
+def count(store: Store) -> list[SweepCounts]:
     """The counts of every sweep, by name."""
     columns = (TRIALS.c.sweep, TRIALS.c.state, TRIALS.c.status)
     rows = store.database.read(lambda c: c.execute(select(*columns, func.count()).group_by(*columns)).all())
@@ -95,11 +95,11 @@ def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str]
     return store.database.read(lambda c: c.scalar(select(func.count()).where(and_(*conditions)))) or 0
 
 
-def find_best(store: Store, sweep: str) -> list[Best]:
+def find_best(store: Store, sweep: str) -> list[BestTrial]:
     """For each task of a sweep, the trial of least error among those that are done."""
     done = and_(TRIALS.c.sweep == sweep, TRIALS.c.status == Status.DONE.value, TRIALS.c.error.is_not(None))
 
-    def work(connection: Connection) -> list[Best]:
+    def work(connection: Connection) -> list[BestTrial]:
         turn = func.row_number().over(partition_by=TRIALS.c.task, order_by=(TRIALS.c.error, TRIALS.c.place)).label("turn")
         ranked = select(TRIALS.c.task, TRIALS.c.error, TRIALS.c.plan, TRIALS.c.seed, turn).where(done).subquery()
         rows = connection.execute(select(ranked).where(ranked.c.turn == 1).order_by(ranked.c.task)).all()
@@ -108,10 +108,10 @@ def find_best(store: Store, sweep: str) -> list[Best]:
     return store.database.read(work)
 
 
-def _best(row: Any) -> Best:
+def _best(row: Any) -> BestTrial:
     with readable("a trial"):
         check_columns(row)
-        return Best(row.task, row.error, Plan.from_json(json.loads(row.plan)), row.seed)
+        return BestTrial(row.task, row.error, Plan.from_json(json.loads(row.plan)), row.seed)
 
 
 def say_plan(plan: Plan) -> str:
@@ -122,9 +122,9 @@ def say_plan(plan: Plan) -> str:
     return ", ".join([*said, *more, *again]) or "nothing packed"
 
 
-def _counts(sweep: str, nums: dict[str, int]) -> Counts:
+def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:
     by_status = {status.value: nums[status.value] for status in Status if status.value in nums}
-    return Counts(sweep, nums.get(WAITING, 0), nums.get(RUNNING, 0), by_status)
+    return SweepCounts(sweep, nums.get(WAITING, 0), nums.get(RUNNING, 0), by_status)
 
 
 # --- How a sweep gets on ---
@@ -149,12 +149,12 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SweepProgress:
     """One moment of a sweep."""
 
-    counts: Counts
+    counts: SweepCounts
     trials_per_minute: float | None
-    best: tuple[Best, ...]
+    best: tuple[BestTrial, ...]
 
     @property
     def seconds_left(self) -> float | None:
@@ -173,7 +173,7 @@ class Progress:
         return {"event": "progress", **self.counts.to_json(), **rates, "best": [one.to_json() for one in self.best]}
 
 
-class Watcher:
+class SweepWatcher:
     """Looks at a sweep of a store, or at all of them (None), at most every `seconds`."""
 
     def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
@@ -181,7 +181,7 @@ class Watcher:
         self._paces: dict[str, Pace] = {}
         self._next = 0.0
 
-    def look(self, *, is_due: bool = False) -> list[Progress]:
+    def look(self, *, is_due: bool = False) -> list[SweepProgress]:
         """The sweeps now; none if the last look is not long ago, unless this one is due."""
         now = time.monotonic()
         if now < self._next and not is_due:
@@ -189,9 +189,9 @@ class Watcher:
         self._next = now + self._seconds
         return [self._progress(one, now) for one in count(self._store) if self._sweep in (None, one.sweep)]
 
-    def _progress(self, counts: Counts, now: float) -> Progress:
+    def _progress(self, counts: SweepCounts, now: float) -> SweepProgress:
         pace = self._paces.setdefault(counts.sweep, Pace())
-        return Progress(counts, pace.add(counts.finished, now), tuple(find_best(self._store, counts.sweep)))
+        return SweepProgress(counts, pace.add(counts.finished, now), tuple(find_best(self._store, counts.sweep)))
 
 
 def say_seconds(seconds: float) -> str:

@@ -28,7 +28,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from paredown.plan.plan import Plan
 from paredown.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, WORKERS, Database, check_columns, readable
-from paredown.sweeps.sweep import Drawn, Settings, TrialSpec
+from paredown.sweeps.sweep import DrawnTrial, TrialSettings, TrialSpec
 from paredown.tasks.trial import Status, Trial
 
 MAX_ATTEMPTS = 5  # a trial that took its process or its worker down so often is finished as killed
@@ -47,7 +47,7 @@ class Claim(NamedTuple):
     attempt: int  # 1: the first time
 
 
-class Ended(NamedTuple):
+class EndedTrial(NamedTuple):
     """A claim and its result; None: the process died, and `reason` says how."""
 
     claim: Claim
@@ -55,7 +55,7 @@ class Ended(NamedTuple):
     reason: str = ""
 
 
-class Fate(str, Enum):
+class WriteOutcome(str, Enum):
     """What became of a result that was handed in."""
 
     COUNTED = "counted"  # it is the trial's result
@@ -63,14 +63,14 @@ class Fate(str, Enum):
     AGAIN = "again"  # there is none: the process died, and the trial waits again
 
 
-class Written(NamedTuple):
+class WrittenResult(NamedTuple):
     """A fate, and the result that is now in the store if it is ours."""
 
-    fate: Fate
+    fate: WriteOutcome
     trial: Trial | None
 
 
-class Bid(NamedTuple):
+class ClaimRequest(NamedTuple):
     """Who claims, the token of this claim, how many trials at most, of which sweep (None: any) and of which tasks not."""
 
     worker: str
@@ -92,7 +92,7 @@ def beat(connection: Connection, worker: str) -> None:
     connection.execute(_beat_statement(connection.dialect.name), {"id": worker})
 
 
-def claim(connection: Connection, bid: Bid) -> list[Claim]:
+def claim(connection: Connection, bid: ClaimRequest) -> list[Claim]:
     """Trials that waited and are now the bidder's, in turn."""
     if not bid.num:
         return []
@@ -104,23 +104,23 @@ def claim(connection: Connection, bid: Bid) -> list[Claim]:
     return [_to_claim(row) for row in sorted(rows, key=lambda row: (row.sweep, row.place))]
 
 
-def held(connection: Connection, bid: Bid) -> list[Claim]:
+def held_claims(connection: Connection, bid: ClaimRequest) -> list[Claim]:
     """What this very bid claimed before: it was committed, and the answer was lost."""
     query = select(TRIALS).where(TRIALS.c.worker == bid.worker, TRIALS.c.claim == bid.token)
     return [_to_claim(row) for row in connection.execute(query)]
 
 
-def finish(connection: Connection, ended: Ended) -> Written:
+def finish(connection: Connection, ended: EndedTrial) -> WrittenResult:
     """Write a result, unless there is one; let a trial whose process died wait again, up to MAX_ATTEMPTS."""
     claim, trial = ended.claim, ended.trial
     if trial is None and claim.attempt < MAX_ATTEMPTS:
         give_back(connection, [claim], WAIT_AGAIN)
-        return Written(Fate.AGAIN, None)
+        return WrittenResult(WriteOutcome.AGAIN, None)
     trial = trial or killed(claim.spec, claim.attempt, ended.reason)
     if connection.execute(WRITE_RESULT, {**result_values(trial, claim.token), "of_key": claim.key}).rowcount:
-        return Written(Fate.COUNTED, trial)
+        return WrittenResult(WriteOutcome.COUNTED, trial)
     by = connection.scalar(select(TRIALS.c.claim).where(TRIALS.c.key == claim.key))
-    return Written(Fate.COUNTED, trial) if by == claim.token else Written(Fate.LATE, None)
+    return WrittenResult(WriteOutcome.COUNTED, trial) if by == claim.token else WrittenResult(WriteOutcome.LATE, None)
 
 
 def give_back(connection: Connection, claims: Sequence[Claim], statement: Update = GIVE_BACK) -> None:
@@ -144,7 +144,7 @@ def to_spec(row: Row[Any]) -> TrialSpec:
     """What a row of TRIALS says is to be run."""
     with readable("a trial"):
         check_columns(row)
-        return TrialSpec(row.task, Plan.from_json(json.loads(row.plan)), row.seed, Settings(**json.loads(row.settings)))
+        return TrialSpec(row.task, Plan.from_json(json.loads(row.plan)), row.seed, TrialSettings(**json.loads(row.settings)))
 
 
 def result_values(trial: Trial, token: str) -> dict[str, Any]:
@@ -188,7 +188,7 @@ T = TypeVar("T")
 BATCH = 200  # rows of one statement: SQLite takes 32766 values
 
 
-class Added(NamedTuple):
+class AddResult(NamedTuple):
     """What `Store.add` found: trials that are new, and those that were there."""
 
     num_new: int
@@ -226,7 +226,7 @@ class Store:
         """Give the connections back."""
         self.database.close()
 
-    def add(self, sweep: str, drawn: Iterable[Drawn]) -> Added:
+    def add(self, sweep: str, drawn: Iterable[DrawnTrial]) -> AddResult:
         """Put the trials of a sweep in, where they are not there yet; those that wait take the new turn and settings.
 
         A sweep whose share was raised goes on with what ran: a trial that both draws took was as likely as in the larger one.
@@ -234,7 +234,7 @@ class Store:
         rows = [_row(sweep, place, one) for place, one in enumerate(drawn)]
         keys = [row["key"] for row in rows]
 
-        def work(connection: Connection) -> Added:
+        def work(connection: Connection) -> AddResult:
             there = sum(len(connection.scalars(select(TRIALS.c.key).where(TRIALS.c.key.in_(part))).all()) for part in _parts(keys))
             for part in _parts(rows):
                 statement = INSERTS[connection.dialect.name](TRIALS).values(part)
@@ -243,7 +243,7 @@ class Store:
                 likelier = case((newer.propensity > TRIALS.c.propensity, newer.propensity), else_=TRIALS.c.propensity)
                 statement = statement.on_conflict_do_update(index_elements=["key"], set_={**kept, "propensity": likelier})
                 connection.execute(statement)
-            return Added(len(rows) - there, there)
+            return AddResult(len(rows) - there, there)
 
         return self.database.write(work)
 
@@ -251,20 +251,20 @@ class Store:
         """Up to `num` trials that waited and are now this worker's, in turn; none of the tasks `without`."""
         return self.exchange(worker, (), num, sweep=sweep, without=without)[1]
 
-    def finish(self, worker: str, ended: Ended) -> Written:
+    def finish(self, worker: str, ended: EndedTrial) -> WrittenResult:
         """Write a result down."""
         return self.exchange(worker, (ended,), 0)[0][0]
 
     def exchange(
-        self, worker: str, ended: Sequence[Ended], num: int, *, sweep: str | None = None, without: Sequence[str] = ()
-    ) -> tuple[list[Written], list[Claim]]:
+        self, worker: str, ended: Sequence[EndedTrial], num: int, *, sweep: str | None = None, without: Sequence[str] = ()
+    ) -> tuple[list[WrittenResult], list[Claim]]:
         """`finish` and `claim` in one transaction: what became of our results, and what is ours to run next."""
-        bid, tries = Bid(worker, uuid4().hex, num, sweep, tuple(without)), count()
+        bid, tries = ClaimRequest(worker, uuid4().hex, num, sweep, tuple(without)), count()
 
-        def work(connection: Connection) -> tuple[list[Written], list[Claim]]:
+        def work(connection: Connection) -> tuple[list[WrittenResult], list[Claim]]:
             beat(connection, worker)
             written = [finish(connection, one) for one in ended]
-            ours = held(connection, bid) if next(tries) else []
+            ours = held_claims(connection, bid) if next(tries) else []
             return written, ours or claim(connection, bid)
 
         return self.database.write(work)
@@ -298,7 +298,7 @@ class Store:
         return self.database.write(lambda c: c.execute(update(TRIALS).where(which).values(**fresh)).rowcount)
 
 
-def _row(sweep: str, place: int, drawn: Drawn) -> dict[str, Any]:
+def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
     spec = drawn.spec
     return {
         "key": spec.key(sweep),

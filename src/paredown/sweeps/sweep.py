@@ -57,7 +57,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paredown.assign.assign import Recipe, make_plans
+from paredown.assign.assign import PlanTemplate, make_plans
 from paredown.errors import ParedownError, SweepError
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import parse_peppp, peppp_plan
@@ -66,7 +66,7 @@ Cost = Callable[[str, Plan], int]  # bytes of a plan on a task
 MODES = ("store", "simulate", "peppp")
 
 
-class Method(str, Enum):
+class SamplingMethod(str, Enum):
     """How pairs of task and plan are drawn."""
 
     FULL = "full"
@@ -75,7 +75,7 @@ class Method(str, Enum):
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrialSettings:
     """How trials of a sweep run, beside task, plan and seed. None: the worker's own device; no end but the task's."""
 
     mode: str = "store"
@@ -96,7 +96,7 @@ class TrialSpec:
     task: str
     plan: Plan
     seed: int
-    settings: Settings = Settings()
+    settings: TrialSettings = TrialSettings()
 
     def key(self, sweep: str) -> str:
         """What tells this trial from the others of a store: the same for the same words, on any machine."""
@@ -106,7 +106,7 @@ class TrialSpec:
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 
 
-class Drawn(NamedTuple):
+class DrawnTrial(NamedTuple):
     """A trial of a sweep, and how likely it was to be drawn."""
 
     spec: TrialSpec
@@ -121,10 +121,10 @@ class Sweep:
     tasks: tuple[str, ...]
     plans: tuple[Plan, ...] = field(repr=False)
     seeds: tuple[int, ...] = (0,)
-    method: Method = Method.FULL
+    method: SamplingMethod = SamplingMethod.FULL
     share: float = 1.0
     draw_seed: int = 0
-    settings: Settings = Settings()
+    settings: TrialSettings = TrialSettings()
     pairs: tuple[tuple[str, Plan], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class Sweep:
             raise SweepError(f"share is above 0 and at most 1, not {self.share!r}.")
         if not 0 <= self.draw_seed < 2**32:
             raise SweepError(f"draw_seed is from 0 to 2^32 - 1, not {self.draw_seed!r}.")
-        if self.method is Method.FULL and self.share != 1:
+        if self.method is SamplingMethod.FULL and self.share != 1:
             raise SweepError(f"share {self.share:g} needs a method that samples: uniform or cheap_first.")
 
     @property
@@ -152,7 +152,7 @@ class Sweep:
         """Pairs of task and plan, drawn or not."""
         return len(self.tasks) * len(self.plans) + len(self.pairs)
 
-    def draw(self, cost: Cost | None = None) -> list[Drawn]:
+    def draw(self, cost: Cost | None = None) -> list[DrawnTrial]:
         """The trials to run, in the order to run them. `cost` gives bytes, and `cheap_first` needs it."""
         odds, order = self._odds(cost)
         taken = draw_pairs(odds, self.method, self.draw_seed)
@@ -164,12 +164,12 @@ class Sweep:
         pairs = [(self.tasks[i // len(self.plans)], self.plans[i % len(self.plans)], float(odds[i])) for i in order if taken[i]]
         if self.pairs:  # task by task: who trains a task has its data at hand
             pairs = sorted([*pairs, *((task, plan, 1.0) for task, plan in self.pairs)], key=lambda pair: self.tasks.index(pair[0]))
-        return [Drawn(TrialSpec(task, plan, seed, self.settings), p) for task, plan, p in pairs for seed in self.seeds]
+        return [DrawnTrial(TrialSpec(task, plan, seed, self.settings), p) for task, plan, p in pairs for seed in self.seeds]
 
     def _odds(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:
         """The probability of each pair, task by task, and the order in which they run."""
         num = len(self.tasks) * len(self.plans)
-        if self.method is not Method.CHEAP_FIRST:
+        if self.method is not SamplingMethod.CHEAP_FIRST:
             return np.full(num, self.share), range(num)
         if cost is None:
             raise SweepError("cheap_first ranks plans by the bytes they need: give draw(cost=...), bytes of (task, plan).")
@@ -186,25 +186,25 @@ def cheap_odds(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, An
     return share * rank / (len(nbytes) - 1)
 
 
-def draw_pairs(odds: np.ndarray[Any, Any], method: Method, seed: int) -> np.ndarray[Any, Any]:
+def draw_pairs(odds: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
     """Which pairs are taken, each by itself with its own probability; the stream is numpy's legacy one, as in PEPPP's release."""
-    if method is Method.FULL:
+    if method is SamplingMethod.FULL:
         return np.ones(len(odds), dtype=bool)
     return np.random.RandomState(seed).uniform(size=len(odds)) < odds
 
 
-def _method(method: Method | str) -> Method:
+def _method(method: SamplingMethod | str) -> SamplingMethod:
     try:
-        return Method(method)
+        return SamplingMethod(method)
     except ValueError:
-        raise SweepError(f"method {method!r} is unknown. Allowed: {', '.join(m.value for m in Method)}.") from None
+        raise SweepError(f"method {method!r} is unknown. Allowed: {', '.join(m.value for m in SamplingMethod)}.") from None
 
 
 # --- A sweep from a TOML file ---
 
 LARGEST = 1 << 24  # bytes of a file
 DOTTED = re.compile(r"""(?:(?:[\w-]{1,99}|"[^"\n]{0,99}"|'[^'\n]{0,99}')[ \t]*\.[ \t]*){100}""")
-SETTINGS = tuple(row.name for row in fields(Settings))
+SETTINGS = tuple(row.name for row in fields(TrialSettings))
 PLAIN = tuple(row.name for row in fields(Sweep) if row.name not in ("plans", "settings", "pairs"))
 KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
@@ -261,9 +261,9 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
         raise SweepError(f"{missing[0]} is missing; a sweep needs tasks and plans.")
     folder = path.resolve().parent
     made = [one for i, table in enumerate(value["plans"], 1) for one in _plans(table, folder, i)]
-    plans, recipes = tuple(p for p in made if isinstance(p, Plan)), [r for r in made if isinstance(r, Recipe)]
+    plans, recipes = tuple(p for p in made if isinstance(p, Plan)), [r for r in made if isinstance(r, PlanTemplate)]
     plain: dict[str, Any] = {"name": path.stem} | {word: value[word] for word in PLAIN if word in value}
-    settings = Settings(**{word: value[word] for word in SETTINGS if word in value})
+    settings = TrialSettings(**{word: value[word] for word in SETTINGS if word in value})
     sweep = Sweep(**plain, plans=plans, settings=settings)
     if recipes:
         pairs = tuple((task, plan) for task in sweep.tasks for plan in _made(task, recipes, folder, settings.device))
@@ -272,7 +272,7 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
     return SweepFile(sweep, _beside(value.get("store"), folder), folder)
 
 
-def _made(task: str, recipes: list[Recipe], folder: Path, device: str | None) -> list[Plan]:
+def _made(task: str, recipes: list[PlanTemplate], folder: Path, device: str | None) -> list[Plan]:
     """What recipes come to on a task, traced for the device where its trials run."""
     from paredown.tasks.evaluate import trace_of  # torch takes seconds, and sweeps without recipes need none here
 
@@ -292,7 +292,7 @@ def _check(word: str, value: Any) -> None:
         raise SweepError(f"{word} is a list of {MEMBERS[word].__name__} alone, not {value!r}.")
 
 
-def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Plan | Recipe]:
+def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Plan | PlanTemplate]:
     """The plans of one [[plans]] table: a preset, a file, recipes, or every combination of the formats of its roles."""
     try:
         for word, (make, others) in SOURCES.items():
@@ -312,8 +312,8 @@ def _crossed(table: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(table, choice, strict=True)) for choice in product(*choices)]
 
 
-def _recipes(table: dict[str, Any], folder: Path) -> list[Recipe]:
-    return [Recipe(str(one["assign"]), one.get("method", "role")) for one in _crossed(table)]
+def _recipes(table: dict[str, Any], folder: Path) -> list[PlanTemplate]:
+    return [PlanTemplate(str(one["assign"]), one.get("method", "role")) for one in _crossed(table)]
 
 
 def _peppp(table: dict[str, Any], folder: Path) -> list[Plan]:
@@ -324,7 +324,7 @@ def _peppp(table: dict[str, Any], folder: Path) -> list[Plan]:
     return [peppp_plan(*(parse_peppp(text) for text in pair)) for pair in chosen]
 
 
-Make = Callable[[dict[str, Any], Path], Sequence[Plan | Recipe]]
+Make = Callable[[dict[str, Any], Path], Sequence[Plan | PlanTemplate]]
 SOURCES: dict[str, tuple[Make, tuple[str, ...]]] = {  # word: what it makes, and the words that go with it
     "preset": (lambda table, folder: [Plan.preset(table["preset"])], ()),
     "file": (lambda table, folder: [Plan.load(folder / table["file"])], ()),

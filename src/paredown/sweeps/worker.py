@@ -11,7 +11,7 @@ Each worker adds one to its counter every `beat_seconds`. Every worker also look
 its own monotonic clock how long each stood still. Wall clocks are not asked, so machines may disagree about the time and a clock
 may jump. A look counts for two beats at most: a watcher that was itself stopped, or cut off from the database, condemns nobody for it.
 
->>> pulse = Pulse(patience_seconds=10, look_seconds=2)
+>>> pulse = WorkerPulse(patience_seconds=10, look_seconds=2)
 >>> [sorted(pulse.look({"a": 1, "b": beats}, now)) for beats, now in ((1, 0.0), (2, 4.0), (3, 8.0), (4, 12.0))]
 [[], [], [], ['a']]
 >>> pulse.look({"a": 1, "c": 1}, 9999.0)
@@ -31,7 +31,7 @@ from sqlalchemy.exc import DBAPIError
 from paredown.errors import StoreError, SweepError
 from paredown.sweeps.engines.engine import Engine
 from paredown.sweeps.status import count_open
-from paredown.sweeps.store import MAX_ATTEMPTS, Claim, Ended, Fate, Store, Written
+from paredown.sweeps.store import MAX_ATTEMPTS, Claim, EndedTrial, Store, WriteOutcome, WrittenResult
 from paredown.tasks.trial import Trial
 
 BEAT_SECONDS = 2.0
@@ -44,7 +44,7 @@ def beat_every(patience_seconds: float) -> float:
 
 
 @dataclass
-class Pulse:
+class WorkerPulse:
     """How long the counter of each worker stood still, as far as this process saw it."""
 
     patience_seconds: float
@@ -64,7 +64,7 @@ class Pulse:
         return [worker for worker, (_, still) in self._still.items() if still >= self.patience_seconds]
 
 
-class Heart:
+class Heartbeat:
     """A thread that beats for one worker and frees what dead ones hold, from `start` to `stop`."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Heart:
         say: Callable[[str], object] | None = None,
     ) -> None:
         self._store, self._worker, self._seconds = store, worker, beat_seconds
-        self._pulse = Pulse(patience_seconds, beat_seconds)
+        self._pulse = WorkerPulse(patience_seconds, beat_seconds)
         self._say = say
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paredown-heart", daemon=True)
@@ -122,7 +122,7 @@ def refuse_nothing(task: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Duty:
+class WorkerOptions:
     """What a worker does and does not do.
 
     `refuses` says why a task is not for this worker, or None; its trials are left to others. `told` hears of each result after it
@@ -139,19 +139,19 @@ class Duty:
     patience_seconds: float = PATIENCE_SECONDS
 
 
-def work(store: Store, engine: Engine, duty: Duty | None = None) -> int:
+def work(store: Store, engine: Engine, duty: WorkerOptions | None = None) -> int:
     """Run trials until none is left; how many this worker finished. Interrupted, it gives back what it holds."""
-    return Worker(store, engine, duty or Duty()).run()
+    return Worker(store, engine, duty or WorkerOptions()).run()
 
 
 class Worker:
     """One worker, from its first claim to its leave."""
 
-    def __init__(self, store: Store, engine: Engine, duty: Duty) -> None:
+    def __init__(self, store: Store, engine: Engine, duty: WorkerOptions) -> None:
         self._store, self._engine, self._duty = store, engine, duty
         self._id = uuid4().hex
         self._claims: dict[str, Claim] = {}  # running
-        self._ended: list[Ended] = []  # not yet written
+        self._ended: list[EndedTrial] = []  # not yet written
         self._refused: dict[str, str] = {}  # task: why
         self._num_finished = 0
 
@@ -159,7 +159,9 @@ class Worker:
         """See `work`."""
         self._store.beat(self._id)
         duty = self._duty
-        heart = Heart(self._store, self._id, beat_seconds=duty.beat_seconds, patience_seconds=duty.patience_seconds, say=duty.say)
+        heart = Heartbeat(
+            self._store, self._id, beat_seconds=duty.beat_seconds, patience_seconds=duty.patience_seconds, say=duty.say
+        )
         heart.start()
         try:
             while self._turn():
@@ -197,20 +199,20 @@ class Worker:
             self._tell(one, fate)
         return claims
 
-    def _wait(self) -> list[Ended]:
+    def _wait(self) -> list[EndedTrial]:
         """Results, when there are any; a pause where nothing runs here."""
         if self._claims:
             return self._engine.wait(IDLE_SECONDS)
         time.sleep(IDLE_SECONDS)
         return []
 
-    def _tell(self, one: Ended, written: Written) -> None:
+    def _tell(self, one: EndedTrial, written: WrittenResult) -> None:
         """Say what became of a result, now that it is in the store."""
         about = f"{one.claim.spec.task}, seed {one.claim.spec.seed}"
         if written.trial is not None:
             self._num_finished += 1
             self._duty.told(one.claim, written.trial)
-        elif written.fate is Fate.LATE:
+        elif written.fate is WriteOutcome.LATE:
             self._duty.say(f"{about}: another worker had finished it before; this result is dropped.")
         else:
             self._duty.say(f"{about}: {one.reason}. It will run again ({one.claim.attempt} of at most {MAX_ATTEMPTS} attempts).")

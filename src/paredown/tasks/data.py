@@ -74,7 +74,7 @@ class Data(ABC):
 
 
 @dataclass(frozen=True)
-class Look:
+class PictureTransform:
     """How pictures reach the model: grey ones repeated in `channels`; in training shifted by up to `shift` pixels, mirrored or not."""
 
     channels: int | None = None  # None: as they are
@@ -82,7 +82,7 @@ class Look:
     mirror: bool = False
 
 
-AS_THEY_ARE = Look()
+AS_THEY_ARE = PictureTransform()
 
 
 @final
@@ -95,7 +95,7 @@ class Examples(Data):
     x_test: Tensor
     y_test: Tensor
     class_names: tuple[str, ...] = ()
-    look: Look = AS_THEY_ARE
+    look: PictureTransform = AS_THEY_ARE
 
     def __post_init__(self) -> None:
         for split, x, y in (("training", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):

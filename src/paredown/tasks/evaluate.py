@@ -49,14 +49,14 @@ from torch import autograd
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.selectors import Key
+from paredown.plan.selectors import Selector
 from paredown.roles import Role
 from paredown.simulate.outline import Outline, outline
 from paredown.simulate.peppp import plan_bytes
 from paredown.tasks.data import Pair
-from paredown.tasks.lookup import find_task, found_task
+from paredown.tasks.lookup import cached_task, find_task
 from paredown.tasks.task import Task
-from paredown.tasks.training import Curve, Loop, Progress, Setting, judge, make_optimizer, train, with_scores
+from paredown.tasks.training import Loop, LossCurve, ProgressCallback, TrainingSetup, judge, make_optimizer, train, with_scores
 from paredown.tasks.trial import Status, Trial
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step
@@ -199,7 +199,13 @@ ASKED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
 
 
 def evaluate(
-    task: Task | str, plan: Plan, *, seed: int = 0, device: Any = None, mode: Any = "store", progress: Progress | None = None
+    task: Task | str,
+    plan: Plan,
+    *,
+    seed: int = 0,
+    device: Any = None,
+    mode: Any = "store",
+    progress: ProgressCallback | None = None,
 ) -> Trial:
     """Train `task` under `plan` from `seed` and judge it. `task` may be a name; `device` is CUDA where there is one, unless given.
 
@@ -208,24 +214,24 @@ def evaluate(
     setting = make_setting(task, plan, seed=seed, device=device, mode=mode)
     meter = meter_of(setting.device)
     with seeded(setting), deterministic(setting.device):
-        head, begun = head_of(setting), time.perf_counter()
+        head, begun = empty_trial(setting), time.perf_counter()
         trial = _outcome(head, setting, meter, progress)
     measured = meter.bytes if setting.mode == "store" else None  # simulating saves nothing, and takes memory of its own
     return replace(trial, measured_peak_bytes=measured, seconds=time.perf_counter() - begun)
 
 
-def head_of(setting: Setting) -> Trial:
+def empty_trial(setting: TrainingSetup) -> Trial:
     """What is known of a trial before it runs."""
     head = Trial(setting.task.name, setting.plan, setting.seed, Status.DONE, predicted_peak_bytes=_predicted(setting))
     return replace(head, device=device_name(setting.device), versions=versions(), commit=commit())
 
 
-def curve_of(task: Task) -> Curve:
+def curve_of(task: Task) -> LossCurve:
     """The empty curve of a task."""
-    return Curve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
+    return LossCurve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
 
 
-def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mode: Any = "store") -> Setting:
+def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mode: Any = "store") -> TrainingSetup:
     """The arguments of `evaluate`, checked."""
     if isinstance(task, Plan):
         raise TaskError("evaluate takes the task first, then the plan: paredown.evaluate(task, plan).")
@@ -234,7 +240,7 @@ def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mod
         raise TaskError(f"evaluate takes a Task, or its name, and a Plan, not {type(task).__name__} and {type(plan).__name__}.")
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise TaskError(f"seed {seed!r} is none; it is a whole number from 0 to 2^63 - 1.")
-    return Setting(task, plan, seed, find_device(device), mode)
+    return TrainingSetup(task, plan, seed, find_device(device), mode)
 
 
 def find_device(device: Any) -> torch.device:
@@ -247,7 +253,7 @@ def find_device(device: Any) -> torch.device:
     return torch.device(wanted)
 
 
-def _outcome(head: Trial, setting: Setting, meter: Meter, progress: Progress | None) -> Trial:
+def _outcome(head: Trial, setting: TrainingSetup, meter: Meter, progress: ProgressCallback | None) -> Trial:
     """The trial without what is measured from outside; without memory, what the exception held is freed first."""
     task, curve = setting.task, curve_of(setting.task)
     try:
@@ -270,7 +276,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in NO_MEMORY)
 
 
-def _run(head: Trial, setting: Setting, curve: Curve, meter: Meter, progress: Progress | None) -> Trial:
+def _run(head: Trial, setting: TrainingSetup, curve: LossCurve, meter: Meter, progress: ProgressCallback | None) -> Trial:
     """Train and judge; the session is closed whatever happens."""
     batches = setting.task.data.batches(setting.task.batch, seed=setting.seed, device=setting.device)
     meter.start()  # after the data, which is no part of a step
@@ -291,13 +297,13 @@ def _run(head: Trial, setting: Setting, curve: Curve, meter: Meter, progress: Pr
 # --- predicted bytes --------------------------------------------------------------------------------------------------
 
 
-def _predicted(setting: Setting) -> int | None:
+def _predicted(setting: TrainingSetup) -> int | None:
     """The footprint's peak; None where the step cannot be followed, or where a simulated plan speaks of values that no step stores."""
     keys = tuple(key for key, _ in setting.plan.rules)
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None
     try:
-        return footprint(traced(setting.task, setting.device.type, formats_state(setting.plan)), setting.plan).peak_bytes
+        return footprint(trace_task(setting.task, setting.device.type, formats_state(setting.plan)), setting.plan).peak_bytes
     except TraceError:
         return None
     except PlanError as error:
@@ -312,9 +318,9 @@ _refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKe
 
 
 @lru_cache(maxsize=4)
-def traced(task: Task, device: str, formats_state: bool) -> Trace:
+def trace_task(task: Task, device: str, formats_state: bool) -> Trace:
     """The step of a task as it is written; plans are arithmetic on it."""
-    setting = Setting(task, Plan(), 0, torch.device("cpu"))
+    setting = TrainingSetup(task, Plan(), 0, torch.device("cpu"))
     model, (x, answers) = setting.model(), next(task.data.batches(task.batch, seed=0, device=setting.device))
     keeps = task.recipe.optimizer if formats_state else make_optimizer(task.recipe, model)
     return trace_step(model, (x, answers), loss=task.loss, optimizer=keeps, device=device, autocast=task.autocast)
@@ -322,14 +328,14 @@ def traced(task: Task, device: str, formats_state: bool) -> Trace:
 
 def formats_state(plan: Plan) -> bool:
     """Whether a plan speaks of the model's memory: its optimizer then takes no scratch as torch's does."""
-    return any(Key.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR) for key, _ in plan.rules)
+    return any(Selector.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR) for key, _ in plan.rules)
 
 
 # --- the same numbers again -------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def seeded(setting: Setting) -> Generator[None]:
+def seeded(setting: TrainingSetup) -> Generator[None]:
     """torch's random states, seeded inside, and as they were afterwards."""
     devices = [setting.device] if setting.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -380,17 +386,17 @@ def trace_of(text: str, folder: Path, device: str | None = None) -> Trace:
     """The step of a task by name, for a GPU where there is one, unless given."""
     task, batch = _first(text, folder)
     kind = None if device is None else device.partition(":")[0]
-    model = Setting(task, Plan(), 0, torch.device("cpu")).model()
+    model = TrainingSetup(task, Plan(), 0, torch.device("cpu")).model()
     return trace_step(model, batch, loss=task.loss, optimizer=task.recipe.optimizer, device=kind, autocast=task.autocast)
 
 
 @lru_cache(maxsize=4)
 def _outline(text: str, folder: Path | None) -> Outline:
     task, (x, _) = _first(text, folder)
-    return outline(Setting(task, Plan(), 0, torch.device("cpu")).model(), (x,))
+    return outline(TrainingSetup(task, Plan(), 0, torch.device("cpu")).model(), (x,))
 
 
 def _first(text: str, folder: Path | None) -> tuple[Task, Pair]:
     """A task and its first batch."""
-    task = found_task(text, folder)
+    task = cached_task(text, folder)
     return task, next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))

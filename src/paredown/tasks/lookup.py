@@ -26,7 +26,7 @@ model. Without a number of steps a task on pictures takes ten passes over its ex
 
 Code of the user's: what a function of a file or of a module returns; whatever it raises becomes a sentence.
 
->>> made_by("math", "sqrt", {})
+>>> call_user_function("math", "sqrt", {})
 Traceback (most recent call last):
     ...
 paredown.errors.TaskError: math raised TypeError: math.sqrt() takes exactly one argument (0 given).
@@ -56,11 +56,11 @@ from torch import nn
 from paredown.errors import TaskError
 from paredown.models import MODELS, OF_PIXELS, OF_TEXT
 from paredown.plan.selectors import closest
-from paredown.tasks.data import NUM_BYTES, Data, Examples, Look, Text
+from paredown.tasks.data import NUM_BYTES, Data, Examples, PictureTransform, Text
 from paredown.tasks.data_files import read_arrays, read_digits, read_fashion_mnist, read_folder, read_text, scaled
-from paredown.tasks.task import Recipe, Task
+from paredown.tasks.task import OptimizerSettings, Task
 
-__all__ = ["Recipe", "Task", "find_task"]
+__all__ = ["OptimizerSettings", "Task", "find_task"]
 
 
 BATCH = 32
@@ -70,34 +70,34 @@ MLP_WIDTH = 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}
 # what trains well with AdamW; all other models take SGD with momentum
 SLOW_STARTERS = frozenset({"vit", "convnext", "gpt", "lstm"})
-ADAMW = Recipe("adamw", 1e-3, {"betas": (0.9, 0.95), "weight_decay": 0.1}, max_norm=1.0)
-SGDM = Recipe("sgdm", 0.05, {"weight_decay": 5e-4})
+ADAMW = OptimizerSettings("adamw", 1e-3, {"betas": (0.9, 0.95), "weight_decay": 0.1}, max_norm=1.0)
+SGDM = OptimizerSettings("sgdm", 0.05, {"weight_decay": 5e-4})
 
 
-class Option(NamedTuple):
+class TaskOption(NamedTuple):
     """One option of a task: how its text is read, and what it means."""
 
     read: type
     note: str
 
 
-OPTIONS: Mapping[str, Option] = MappingProxyType(
+OPTIONS: Mapping[str, TaskOption] = MappingProxyType(
     {
-        "model": Option(str, "a name of paredown.models.MODELS"),
-        "steps": Option(int, "of training"),
-        "batch": Option(int, "examples of a step"),
-        "optimizer": Option(str, "sgd, sgdm, adamw or lion"),
-        "lr": Option(float, "the peak learning rate"),
-        "schedule": Option(str, "cosine or constant"),
-        "max_norm": Option(float, "to which gradients are clipped"),
-        "loss_scale": Option(float, "where torch's scaler of losses starts"),
-        "loss_factor": Option(float, "by which the loss is multiplied and gradients are divided"),
-        "autocast": Option(str, "bf16, fp16 or none"),
-        "superclass": Option(int, "pictures: only the classes of this one"),
-        "side": Option(int, "pictures: scaled to this height and width"),
-        "shift": Option(int, "pictures: shifted by up to so many pixels in training"),
-        "mirror": Option(bool, "pictures: mirrored or not in training"),
-        "length": Option(int, "text: bytes of a piece"),
+        "model": TaskOption(str, "a name of paredown.models.MODELS"),
+        "steps": TaskOption(int, "of training"),
+        "batch": TaskOption(int, "examples of a step"),
+        "optimizer": TaskOption(str, "sgd, sgdm, adamw or lion"),
+        "lr": TaskOption(float, "the peak learning rate"),
+        "schedule": TaskOption(str, "cosine or constant"),
+        "max_norm": TaskOption(float, "to which gradients are clipped"),
+        "loss_scale": TaskOption(float, "where torch's scaler of losses starts"),
+        "loss_factor": TaskOption(float, "by which the loss is multiplied and gradients are divided"),
+        "autocast": TaskOption(str, "bf16, fp16 or none"),
+        "superclass": TaskOption(int, "pictures: only the classes of this one"),
+        "side": TaskOption(int, "pictures: scaled to this height and width"),
+        "shift": TaskOption(int, "pictures: shifted by up to so many pixels in training"),
+        "mirror": TaskOption(bool, "pictures: mirrored or not in training"),
+        "length": TaskOption(int, "text: bytes of a piece"),
     }
 )
 OF_RECIPE = ("lr", "schedule", "max_norm", "loss_scale", "loss_factor")
@@ -184,7 +184,7 @@ def _prepared(data: Examples, model: str, options: Mapping[str, Any]) -> Example
         data = scaled(data, options["side"])
     if not 0 <= options.get("shift", 0) < min(data.x_train.shape[-2:]):
         raise TaskError(f"shift is {options['shift']}; pictures of {tuple(data.x_train.shape[-2:])} are shifted by less than that.")
-    look = Look(None if model == "mlp" else 3, options.get("shift", 0), options.get("mirror", False))
+    look = PictureTransform(None if model == "mlp" else 3, options.get("shift", 0), options.get("mirror", False))
     return replace(data, look=look)
 
 
@@ -221,7 +221,7 @@ def _check_build(model: str, build: partial[nn.Module], data: Examples | Text) -
         raise TaskError(f"model {model!r} does not take examples of {shape}: {error}.{hint}") from None
 
 
-def _recipe(model: str, options: Mapping[str, Any]) -> Recipe:
+def _recipe(model: str, options: Mapping[str, Any]) -> OptimizerSettings:
     usual = ADAMW if model in SLOW_STARTERS else SGDM
     own = {name: options[name] for name in OF_RECIPE if name in options}
     if options.get("optimizer", usual.optimizer) == usual.optimizer:
@@ -230,7 +230,7 @@ def _recipe(model: str, options: Mapping[str, Any]) -> Recipe:
         raise TaskError(
             f"optimizer={options['optimizer']} needs lr=: what suits {usual.optimizer} ({usual.lr:g}) does not suit it."
         )
-    return Recipe(options["optimizer"], **own)
+    return OptimizerSettings(options["optimizer"], **own)
 
 
 def _dtype(name: str) -> torch.dtype | None:
@@ -242,7 +242,7 @@ def _dtype(name: str) -> torch.dtype | None:
 # --- Code of the user's ---
 
 
-def made_by(source: Path | str, function: str, options: Mapping[str, Any]) -> Any:
+def call_user_function(source: Path | str, function: str, options: Mapping[str, Any]) -> Any:
     """What `function` of a file (a path) or of a module (a name) returns when called with `options`."""
     name = source.name if isinstance(source, Path) else source
     with _said(name):
@@ -420,7 +420,7 @@ def _own_task(text: str, options: Mapping[str, Any], folder: Path | None) -> Tas
         raise TaskError("it is outside of the folder that tasks may come from, and is not run.")
     if not path.is_file():
         raise TaskError("there is no such file.")
-    task = made_by(path, function, options)
+    task = call_user_function(path, function, options)
     if not isinstance(task, Task):
         told = f"{function} returned {type(task).__name__}; it is to return a paredown.Task"
         raise TaskError(f"{told}: a model with data, steps and a recipe (docs/tasks.md).")
@@ -433,7 +433,7 @@ KEPT = 32  # tasks: those of a sweep that runs cheap plans first take turns
 Stamp = tuple[int, int]
 
 
-def found_task(text: str, folder: Path | None) -> Task:
+def cached_task(text: str, folder: Path | None) -> Task:
     """`find_task(text, folder)`, the same object for the same words and the same file; with None data of this folder, and no code."""
     head = text.strip().partition("#")[0].strip()
     if ".py:" in head:

@@ -31,26 +31,26 @@ from paredown.tasks.data import Data
 Loss = Callable[[Any, Tensor], Tensor]  # (output, answers) -> one number, the mean over the batch
 
 
-class Rule(NamedTuple):
+class NamedOptimizer(NamedTuple):
     """An optimizer by name: the class in paredown.optim, and arguments that its name implies."""
 
     kind: str
     options: Mapping[str, Any]
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
+RULES: Mapping[str, NamedOptimizer] = MappingProxyType(
     {
-        "sgd": Rule("SGD", {}),
-        "sgdm": Rule("SGD", {"momentum": 0.9}),
-        "adamw": Rule("AdamW", {}),
-        "lion": Rule("Lion", {}),
+        "sgd": NamedOptimizer("SGD", {}),
+        "sgdm": NamedOptimizer("SGD", {"momentum": 0.9}),
+        "adamw": NamedOptimizer("AdamW", {}),
+        "lion": NamedOptimizer("Lion", {}),
     }
 )
 SCHEDULES = ("cosine", "constant")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OptimizerSettings:
     """How a task is optimized: a rule of RULES, its peak learning rate, further arguments of the rule, and what happens around its step.
 
     `schedule`: "cosine" goes up in the first tenth of the run and then down to a hundredth, "constant" does not. `max_norm` clips
@@ -101,7 +101,7 @@ class Task:
     data: Data
     steps: int = 500
     batch: int = 64
-    recipe: Recipe = Recipe()
+    recipe: OptimizerSettings = OptimizerSettings()
     loss: Loss = token_loss
     metric: str | Loss = "error"
     autocast: torch.dtype | None = None

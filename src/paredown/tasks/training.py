@@ -14,7 +14,7 @@ run nor the mean over its last tenth is better than blind guessing: equal odds f
 first point. So a run that falls late goes on. Runs of fewer than FEWEST steps are never called hopeless.
 
 >>> import torch
->>> curve = Curve(steps=100, blind_loss=math.log(10))
+>>> curve = LossCurve(steps=100, blind_loss=math.log(10))
 >>> points = [curve.add(torch.tensor(2.31)) for _ in range(50)]
 >>> curve.verdict
 Verdict(status=<Status.STOPPED: 'stopped'>, reason='hopeless: the mean training loss of steps 26 to 50 of 100 is 2.31, of the \
@@ -41,7 +41,7 @@ from paredown.errors import TaskError
 from paredown.plan.plan import Plan
 from paredown.session.session import apply
 from paredown.tasks.data import Pair
-from paredown.tasks.task import RULES, Recipe, Task
+from paredown.tasks.task import RULES, OptimizerSettings, Task
 from paredown.tasks.trial import Status, Trial
 
 POINTS = 100
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-class Curve:
+class LossCurve:
     """Points (step, mean loss since the last point), steps counted from 1."""
 
     def __init__(self, steps: int, *, blind_loss: float | None = None, stops_early: bool = True) -> None:
@@ -133,7 +133,7 @@ WARM_UP = 10  # one step in so many
 LAST = 0.01  # of the peak learning rate
 CPU = torch.device("cpu")
 FUSED: dict[str, dict[str, bool]] = {"SGD": {"fused": True}, "AdamW": {"fused": True, "capturable": True}}
-Progress = Callable[[int, int, float], None]  # step, steps, training loss
+ProgressCallback = Callable[[int, int, float], None]  # step, steps, training loss
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
@@ -150,7 +150,7 @@ def rate_of(task: Task, step: int) -> float:
     return task.recipe.lr if task.recipe.schedule == "constant" else learning_rate(step, task.steps, task.recipe.lr)
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
+def make_optimizer(recipe: OptimizerSettings, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
     """The optimizer that `recipe` names; its formats are those of the model's session."""
     kind, implied = RULES[recipe.optimizer]
     options = {"lr": recipe.lr, **implied, **recipe.options}
@@ -166,7 +166,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module, *, seed: int = 0, mode: Any
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetup:
     """What is trained, how its tensors wait, from which seed and where."""
 
     task: Task
@@ -203,7 +203,7 @@ class Setting:
 class Loop:
     """A model in training; `step` is one batch."""
 
-    setting: Setting
+    setting: TrainingSetup
     model: nn.Module
     session: Any
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -274,10 +274,10 @@ class Loop:
 def train(
     loop: Loop,
     batches: Iterator[Pair],
-    curve: Curve,
+    curve: LossCurve,
     *,
     after: Callable[[int], None] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> None:
     """Train to the last step or until `curve`, which is told every loss, says that this is the end.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paredown.trace.operations import Needs, Operand, Pin, Row, Use, row_of, unknown_operand
+from paredown.trace.operations import Needs, Operand, OperationRow, Pin, Use, row_of, unknown_operand
 
 MIN_PACKED_NUMEL = 4096  # smaller tensors stay as they are
 BLOCK = 64  # the usual length of a block
@@ -64,7 +64,7 @@ class Saved:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ModuleCall:
     """A module whose forward is running."""
 
     module: nn.Module
@@ -81,7 +81,7 @@ class Pass:
 
     inputs: frozenset[int]  # storages that the caller brought
     modules: Iterable[nn.Module]
-    calls: list[Call]
+    calls: list[ModuleCall]
     seen: set[int] = field(default_factory=set)
     unreached: int = 0  # nodes made so far that no output reached when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
@@ -219,7 +219,7 @@ def is_of_weight(hook: Any) -> bool:
     return getattr(hook, IS_WEIGHT, False)
 
 
-def describe(node: Any, row: Row, named: Named, now: Pass, call: Call) -> Saved:
+def describe(node: Any, row: OperationRow, named: Named, now: Pass, call: ModuleCall) -> Saved:
     """What one tensor is that `node` saved, in the words of its row, and its name."""
     attribute, raw, tensor = named
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
@@ -230,7 +230,7 @@ def describe(node: Any, row: Row, named: Named, now: Pass, call: Call) -> Saved:
         operand = unknown_operand(attribute, is_float=is_float, is_bool=is_bool, is_custom=is_custom)
     kind = "hooked" if tensor is None else kind_of(tensor, operand.name, now)
     if kind == "activation" and row.op == "mul" and isinstance(call.module, nn.modules.dropout._DropoutNd):
-        row, operand = Row("dropout"), Operand("mask", Use.MASK)  # on a CPU dropout multiplies by a float mask
+        row, operand = OperationRow("dropout"), Operand("mask", Use.MASK)  # on a CPU dropout multiplies by a float mask
     operand = operand.at(node)
     bound = _bound(operand, node) if tensor is not None else None
     name = f"{call.path}:{_prefix(call, row.op)}{operand.name}"
@@ -245,7 +245,7 @@ def _bound(operand: Operand, node: Any) -> int | None:
         return None
 
 
-def _prefix(call: Call, op: str) -> str:
+def _prefix(call: ModuleCall, op: str) -> str:
     """What stands between the module and the operand in a name."""
     if call.is_plain_leaf and len(call.counts) == 1 and 1 in call.counts.values():
         return ""

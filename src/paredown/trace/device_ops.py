@@ -252,7 +252,7 @@ FEWEST, MOST = 16, 256  # numbers that a thread adds up
 WIDEST = 2**31 - 1  # bytes that are summed at once
 
 
-def sum_scratch(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32) -> int:
+def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of partial sums where each of `num_outputs` numbers that lie side by side is the sum of `num_inputs`."""
     while num_inputs > 1 and num_inputs * num_outputs * dtype.itemsize > WIDEST:
         num_inputs = -(-num_inputs // 2)
@@ -283,7 +283,7 @@ def _of_sum(args: Any) -> int:
         return 0
     num = len(dims)
     is_leading = num < x.dim() and sorted(dim % x.dim() for dim in dims) == list(range(num))
-    return sum_scratch(prod(x.shape[:num]), prod(x.shape[num:]), x.dtype) if is_leading else 0
+    return sum_workspace(prod(x.shape[:num]), prod(x.shape[num:]), x.dtype) if is_leading else 0
 
 
 SCRATCH: Mapping[Any, Callable[[Any], int]] = {torch.ops.aten.sum.dim_IntList: _of_sum}  # bytes, by the arguments

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from paredown.errors import TraceError
 from paredown.roles import Role
 from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.fake_tensors import Elsewhere, Fakes
+from paredown.trace.fake_tensors import DeviceForms, FakeTensors
 from paredown.trace.module_watch import Watch
 from paredown.trace.saved_tensors import Recorder
 from paredown.trace.timeline import Allocation, Timeline
@@ -37,7 +37,7 @@ from paredown.trace.timeline import Allocation, Timeline
 Span = tuple[int, int]
 
 
-class Running:
+class ModuleRunTimes:
     """Follows the calls of `modules` that have parameters of their own, in ticks of a clock."""
 
     def __init__(self, modules: Iterable[nn.Module], now: Callable[[], int]) -> None:
@@ -151,18 +151,18 @@ class Loss(nn.Module):
         return self._hidden[0](*args)
 
 
-class Step:
+class FakeStep:
     """Runs the step.
 
     `brought`: parameters, buffers and inputs with name and role. `complete`: when the gradient of a parameter was, by the parameter's id.
     """
 
-    def __init__(self, model: nn.Module, beside: nn.Module, fakes: Fakes, device: str) -> None:
+    def __init__(self, model: nn.Module, beside: nn.Module, fakes: FakeTensors, device: str) -> None:
         self.model, self.beside, self.fakes, self.device = model, beside, fakes, device
-        self.elsewhere = Elsewhere(device, fakes)
+        self.elsewhere = DeviceForms(device, fakes)
         self.timeline = Timeline(self._where, is_cuda=device == "cuda")
         self.recorder = Recorder(self.timeline)
-        self.running = Running(model.modules(), lambda: self.timeline.now)
+        self.running = ModuleRunTimes(model.modules(), lambda: self.timeline.now)
         fakes.around = lambda: self.timeline.owned_by(
             Role.BUFFER
         )  # from now on: tensors that the model has, and no module registers

@@ -44,7 +44,7 @@ PACKED = "PackedParameter"  # a weight that waits packed in a session: it has al
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
-class Fakes:
+class FakeTensors:
     """Makes fake tensors for real ones, the same one for the same tensor."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ def check_model(model: nn.Module) -> None:
 
 
 @contextmanager
-def faked(model: nn.Module, fakes: Fakes) -> Generator[None]:
+def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
     """`model` with fake parameters and buffers, and without hooks of paredown's own."""
     modules = list(model.modules())
     before = [_state_of(module) for module in modules]
@@ -180,10 +180,10 @@ NOT_HERE = frozenset({"cuda", "pin_memory", "record_stream"})  # methods that mo
 
 
 @final
-class Elsewhere(TorchFunctionMode):
+class DeviceForms(TorchFunctionMode):
     """Runs a model's operations on fake tensors as `device` would."""
 
-    def __init__(self, device: str, fakes: Fakes) -> None:
+    def __init__(self, device: str, fakes: FakeTensors) -> None:
         super().__init__()
         self._is_cuda = device == "cuda"
         self._fakes = fakes

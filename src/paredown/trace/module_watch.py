@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from paredown.trace.autograd_graph import (
     SAVES_NOTHING,
-    Call,
+    ModuleCall,
     Pass,
     Saved,
     attributes,
@@ -44,7 +44,7 @@ from paredown.trace.operations import Operand, row_of
 
 
 @dataclass(eq=False, slots=True)
-class Trail:
+class SavedTrail:
     """One saved tensor of a call that is repeated: how to get to its node from that of the output, and what it was last time."""
 
     hops: tuple[int, ...]
@@ -56,7 +56,7 @@ class Trail:
 
 
 @dataclass(eq=False, slots=True)
-class Memory:
+class CallCache:
     """What the last call of a module without children saved: as long as it makes as many nodes, the graph need not be read again."""
 
     num_nodes: int
@@ -64,7 +64,7 @@ class Memory:
     size: torch.Size
     dtype: torch.dtype
     needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
-    trails: list[Trail]
+    trails: list[SavedTrail]
 
 
 class Watch:
@@ -88,7 +88,7 @@ class Watch:
         self._leaves = {
             name for name, module in model.named_modules() if next(module.children(), None) is None and module is not model
         }
-        self._memories: dict[str, Memory] = {}
+        self._memories: dict[str, CallCache] = {}
         self._handles: dict[nn.Module, list[Any]] = {}
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations that were left out for being small, as long as they are collected
@@ -140,7 +140,7 @@ class Watch:
             return
         path, is_plain_leaf = self._paths[module]
         held = frozenset(t.untyped_storage()._cdata for t in tensors_in((args, kwargs)))
-        self._running.now = Pass(held, self._paths, [Call(module, path, is_plain_leaf, next_number())])
+        self._running.now = Pass(held, self._paths, [ModuleCall(module, path, is_plain_leaf, next_number())])
         self._passes.append(self._running.now)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -167,7 +167,7 @@ class Watch:
             self._called[any(call.module in self.passed_over for call in now.calls)].add(module)
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         now.times[path] = times = now.times.get(path, 0) + 1
-        now.calls.append(Call(module, path if times == 1 else f"{path}@{times}", is_plain_leaf, next_number()))
+        now.calls.append(ModuleCall(module, path if times == 1 else f"{path}@{times}", is_plain_leaf, next_number()))
         if module in self.passed_over and not self.collects_small:
             now.over = module
 
@@ -204,7 +204,7 @@ class Watch:
             self.in_threads.add(self._paths.get(module, ("", False))[0])
             return None
         whole = self._passes[0]
-        call = Call(whole.calls[0].module, whole.calls[0].path, False, next_number())
+        call = ModuleCall(whole.calls[0].module, whole.calls[0].path, False, next_number())
         stops = frozenset(t.grad_fn for t in tensors_in(args))
         now = Pass(whole.inputs, whole.modules, [call], times=whole.times, is_branch=True, stops=stops)
         now.of_threads = whole.of_threads
@@ -237,7 +237,7 @@ class Watch:
         if before is None and self._min_numel and is_leaf and isinstance(values, Tensor):
             self._remember(innermost, nodes, reported, values)
 
-    def _report_node(self, node: Any, now: Pass, call: Call) -> Iterator[Saved]:
+    def _report_node(self, node: Any, now: Pass, call: ModuleCall) -> Iterator[Saved]:
         name = node.name()
         if name in SAVES_NOTHING:
             return
@@ -258,7 +258,7 @@ class Watch:
 
     # --- calls that are like the last -----------------------------------------------------------------------------------
 
-    def _remember(self, call: Call, nodes: list[tuple[int, Any]], reported: list[tuple[int, Saved]], output: Tensor) -> None:
+    def _remember(self, call: ModuleCall, nodes: list[tuple[int, Any]], reported: list[tuple[int, Saved]], output: Tensor) -> None:
         """Keep what this call of a module without children saved, if all of its nodes were found and all are autograd's own."""
         made = {number: node for number, node in nodes if number >= call.first}
         is_plain = all(not isinstance(node, torch.autograd.function.BackwardCFunction) for node in made.values())
@@ -268,19 +268,19 @@ class Watch:
             self._memories.pop(call.path, None)
             return
         hops = _hops(output.grad_fn, made)
-        trails: list[Trail] = []
+        trails: list[SavedTrail] = []
         for number, saved in saved_here:
             if saved.kind == "activation" and number in hops:
                 template = replace(saved, node=None, raw=None, tensor=None)
                 attribute, name = saved.attribute, made[number].name()
                 operand = row_of(name).operands.get(attribute)
                 changes = operand if operand is not None and operand.exact_if is not None else None
-                trails.append(Trail(hops[number], name, f"_raw_saved_{attribute}", f"_saved_{attribute}", template, changes))
-        self._memories[call.path] = Memory(
+                trails.append(SavedTrail(hops[number], name, f"_raw_saved_{attribute}", f"_saved_{attribute}", template, changes))
+        self._memories[call.path] = CallCache(
             len(made), output.grad_fn.name() if output.grad_fn else "", output.size(), output.dtype, call.needs, trails
         )
 
-    def _repeat(self, now: Pass, call: Call, memory: Memory, output: Any) -> bool:
+    def _repeat(self, now: Pass, call: ModuleCall, memory: CallCache, output: Any) -> bool:
         """Report what this call saved by what the last one did; False if it is not like it, and nothing was reported."""
         end, last = next_number(), output.grad_fn if isinstance(output, Tensor) else None
         if last is None or end - call.first != memory.num_nodes or call.first - now.calls[0].first - len(now.seen) != now.unreached:
@@ -328,7 +328,7 @@ def _hops(start: Any, made: Mapping[int, Any]) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _found(last: Any, trails: list[Trail]) -> list[tuple[Saved, Any, Any, Tensor]] | None:
+def _found(last: Any, trails: list[SavedTrail]) -> list[tuple[Saved, Any, Any, Tensor]] | None:
     """What the trails lead to from the node of an output; None if one leads to something else, or to what somebody hooked."""
     found: list[tuple[Saved, Any, Any, Tensor]] = []
     for trail in trails:

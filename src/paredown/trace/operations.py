@@ -94,7 +94,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Row:
+class OperationRow:
     """One kind of node: the name of the operation, and its operands by the name that autograd gives them."""
 
     op: str
@@ -176,35 +176,37 @@ RNN = {
     "weight_buf": _exact("weight", STATE),
 }
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, OperationRow] = {
     **dict.fromkeys(
         ("Convolution", "ConvolutionOverrideable", "CudnnConvolution", "CudnnConvolutionTranspose", "MkldnnConvolution"),
-        Row("conv", CONV),
+        OperationRow("conv", CONV),
     ),
-    "Addmm": Row("linear", {"mat1": Operand("input"), "mat2": WEIGHT}),
-    "Mm": Row("linear", {"self": Operand("input"), "mat2": WEIGHT}),
-    "Linear": Row("linear", {"input": Operand("input"), "weight": WEIGHT}),
-    "MkldnnLinear": Row("linear", {"input": Operand("input"), "weight": WEIGHT}),
-    "Bmm": Row("matmul", {"self": Operand("input"), "mat2": Operand("other")}),
-    "Baddbmm": Row("matmul", {"batch1": Operand("input"), "batch2": Operand("other")}),
-    "Mul": Row("mul", {"self": Operand("input"), "other": Operand("other")}),
-    **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "BatchNormWithUpdate"), Row("batch_norm", NORM)),
-    "NativeLayerNorm": Row("layer_norm", NORM),
-    "NativeGroupNorm": Row("group_norm", NORM),
-    "FusedRmsNorm": Row("rms_norm", {"input": Operand("input"), "result1": _exact("inverse_deviation", STATISTIC)}),
-    "Relu": Row("relu", {"result": Operand("output", Use.SIGN)}),
-    "LeakyRelu": Row("leaky_relu", {"self": Operand("input", Use.SIGN), "result": Operand("output", Use.SIGN)}),
-    "Hardtanh": Row("hardtanh", {"self": INSIDE, "result": INSIDE}),
-    "Gelu": Row("gelu", {"self": Operand("input")}),
-    "Silu": Row("silu", {"self": Operand("input")}),
-    "NativeDropout": Row("dropout", {"result1": Operand("mask", Use.MASK)}),
-    "FusedDropout": Row("dropout", {"result1": Operand("mask", Use.MASK)}),
-    "MaskedFill": Row("masked_fill", {"mask": Operand("mask", Use.MASK)}),
-    "Where": Row("where", {"condition": Operand("mask", Use.MASK)}),
+    "Addmm": OperationRow("linear", {"mat1": Operand("input"), "mat2": WEIGHT}),
+    "Mm": OperationRow("linear", {"self": Operand("input"), "mat2": WEIGHT}),
+    "Linear": OperationRow("linear", {"input": Operand("input"), "weight": WEIGHT}),
+    "MkldnnLinear": OperationRow("linear", {"input": Operand("input"), "weight": WEIGHT}),
+    "Bmm": OperationRow("matmul", {"self": Operand("input"), "mat2": Operand("other")}),
+    "Baddbmm": OperationRow("matmul", {"batch1": Operand("input"), "batch2": Operand("other")}),
+    "Mul": OperationRow("mul", {"self": Operand("input"), "other": Operand("other")}),
     **dict.fromkeys(
-        ("MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"), Row("max_pool", POOL)
+        ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "BatchNormWithUpdate"), OperationRow("batch_norm", NORM)
     ),
-    **dict.fromkeys(("AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D"), Row("avg_pool", SHAPE_ONLY)),
+    "NativeLayerNorm": OperationRow("layer_norm", NORM),
+    "NativeGroupNorm": OperationRow("group_norm", NORM),
+    "FusedRmsNorm": OperationRow("rms_norm", {"input": Operand("input"), "result1": _exact("inverse_deviation", STATISTIC)}),
+    "Relu": OperationRow("relu", {"result": Operand("output", Use.SIGN)}),
+    "LeakyRelu": OperationRow("leaky_relu", {"self": Operand("input", Use.SIGN), "result": Operand("output", Use.SIGN)}),
+    "Hardtanh": OperationRow("hardtanh", {"self": INSIDE, "result": INSIDE}),
+    "Gelu": OperationRow("gelu", {"self": Operand("input")}),
+    "Silu": OperationRow("silu", {"self": Operand("input")}),
+    "NativeDropout": OperationRow("dropout", {"result1": Operand("mask", Use.MASK)}),
+    "FusedDropout": OperationRow("dropout", {"result1": Operand("mask", Use.MASK)}),
+    "MaskedFill": OperationRow("masked_fill", {"mask": Operand("mask", Use.MASK)}),
+    "Where": OperationRow("where", {"condition": Operand("mask", Use.MASK)}),
+    **dict.fromkeys(
+        ("MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"), OperationRow("max_pool", POOL)
+    ),
+    **dict.fromkeys(("AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D"), OperationRow("avg_pool", SHAPE_ONLY)),
     **dict.fromkeys(
         (
             "ScaledDotProductFlashAttention",
@@ -213,52 +215,56 @@ ROWS: dict[str, Row] = {
             "ScaledDotProductFlashAttentionForCpu",
             "ScaledDotProductFusedAttentionOverrideable",
         ),
-        Row("scaled_dot_product_attention", ATTENTION),
+        OperationRow("scaled_dot_product_attention", ATTENTION),
     ),
-    "Pow": Row("pow", {"self": _divides("input", exact_if=_has_low_exponent)}),
-    "SafeSoftmax": Row("softmax", {"result": Operand("output", pin=NONLINEAR)}),
-    "Softmax": Row("softmax", {"result": Operand("output", pin=NONLINEAR)}),
-    "LogSoftmax": Row("log_softmax", {"result": LOG_PROBABILITY}),
-    "Logsumexp": Row("logsumexp", {"self": _exact("input", "it stands in an exponent"), "result": _exact("output", STATISTIC)}),
-    "NllLoss": Row("nll_loss", LOSS),
-    "NllLoss2D": Row("nll_loss", LOSS),
-    "Embedding": Row(
+    "Pow": OperationRow("pow", {"self": _divides("input", exact_if=_has_low_exponent)}),
+    "SafeSoftmax": OperationRow("softmax", {"result": Operand("output", pin=NONLINEAR)}),
+    "Softmax": OperationRow("softmax", {"result": Operand("output", pin=NONLINEAR)}),
+    "LogSoftmax": OperationRow("log_softmax", {"result": LOG_PROBABILITY}),
+    "Logsumexp": OperationRow(
+        "logsumexp", {"self": _exact("input", "it stands in an exponent"), "result": _exact("output", STATISTIC)}
+    ),
+    "NllLoss": OperationRow("nll_loss", LOSS),
+    "NllLoss2D": OperationRow("nll_loss", LOSS),
+    "Embedding": OperationRow(
         "embedding",
         {"indices": Operand("indices", Use.INDEX, bound=lambda node: int(node._saved_weight_sym_argsize_0))},
     ),
-    "CudnnRnn": Row("rnn", RNN),
-    "CheckpointFunction": Row(
+    "CudnnRnn": OperationRow("rnn", RNN),
+    "CheckpointFunction": OperationRow(
         "checkpoint", others=_exact("input", "a part of the model is computed again from it: signs would change")
     ),
-    "CompiledFunction": Row("compiled", others=_exact("saved", "torch.compile chose it: what backward does with it is not known")),
-    "Div": Row("div", {"self": Operand("input"), "other": _divides("other")}),
-    "Sqrt": Row("sqrt", {"result": _divides("output")}),
-    "Hypot": Row("hypot", {"result": _divides("output")}),
-    "Atan2": Row("atan2", {"self": _divides("input"), "other": _divides("other")}),
-    "Prod": Row("prod", {"self": _divides("input"), "result": _divides("output")}),
-    "Cumprod": Row("cumprod", {"self": _divides("input"), "result": _divides("output")}),
+    "CompiledFunction": OperationRow(
+        "compiled", others=_exact("saved", "torch.compile chose it: what backward does with it is not known")
+    ),
+    "Div": OperationRow("div", {"self": Operand("input"), "other": _divides("other")}),
+    "Sqrt": OperationRow("sqrt", {"result": _divides("output")}),
+    "Hypot": OperationRow("hypot", {"result": _divides("output")}),
+    "Atan2": OperationRow("atan2", {"self": _divides("input"), "other": _divides("other")}),
+    "Prod": OperationRow("prod", {"self": _divides("input"), "result": _divides("output")}),
+    "Cumprod": OperationRow("cumprod", {"self": _divides("input"), "result": _divides("output")}),
     **{
-        name: Row(name.lower(), {"self": _divides("input")})
+        name: OperationRow(name.lower(), {"self": _divides("input")})
         for name in ("Log", "Log2", "Log10", "Log1P", "Logit", "Asin", "Acos", "Atanh", "Acosh", "BinaryCrossEntropy")
     },
     **{
-        name: Row(name.lower(), {"self": Operand("input", pin=NONLINEAR), "result": Operand("output", pin=NONLINEAR)})
+        name: OperationRow(name.lower(), {"self": Operand("input", pin=NONLINEAR), "result": Operand("output", pin=NONLINEAR)})
         for name in ("Tanh", "Sigmoid", "Exp", "Elu", "Mish", "Hardswish", "Glu", "Erf", "Sin", "Cos")
     },
-    "Var": Row("var", {"self": Operand("input", pin=NONLINEAR, is_centered=True)}),
-    "Addcmul": Row("addcmul", {"tensor1": Operand("input", pin=NONLINEAR), "tensor2": Operand("other", pin=NONLINEAR)}),
-    "Dot": Row("matmul", {"self": Operand("input", pin=NONLINEAR), "tensor": Operand("other", pin=NONLINEAR)}),
-    "Mv": Row("matmul", {"self": Operand("input", pin=NONLINEAR), "vec": Operand("other", pin=NONLINEAR)}),
-    "Addmv": Row("matmul", {"mat": Operand("input", pin=NONLINEAR), "vec": Operand("other", pin=NONLINEAR)}),
-    "Addbmm": Row("matmul", {"batch1": Operand("input", pin=NONLINEAR), "batch2": Operand("other", pin=NONLINEAR)}),
-    "Rsqrt": Row("rsqrt", {"result": _exact("output", SCALE)}),
-    "Reciprocal": Row("reciprocal", {"result": _exact("output", SCALE)}),
-    "Std": Row("std", {"self": Operand("input", is_centered=True), "result": _exact("output", SCALE)}),
-    "LinalgVectorNorm": Row(
+    "Var": OperationRow("var", {"self": Operand("input", pin=NONLINEAR, is_centered=True)}),
+    "Addcmul": OperationRow("addcmul", {"tensor1": Operand("input", pin=NONLINEAR), "tensor2": Operand("other", pin=NONLINEAR)}),
+    "Dot": OperationRow("matmul", {"self": Operand("input", pin=NONLINEAR), "tensor": Operand("other", pin=NONLINEAR)}),
+    "Mv": OperationRow("matmul", {"self": Operand("input", pin=NONLINEAR), "vec": Operand("other", pin=NONLINEAR)}),
+    "Addmv": OperationRow("matmul", {"mat": Operand("input", pin=NONLINEAR), "vec": Operand("other", pin=NONLINEAR)}),
+    "Addbmm": OperationRow("matmul", {"batch1": Operand("input", pin=NONLINEAR), "batch2": Operand("other", pin=NONLINEAR)}),
+    "Rsqrt": OperationRow("rsqrt", {"result": _exact("output", SCALE)}),
+    "Reciprocal": OperationRow("reciprocal", {"result": _exact("output", SCALE)}),
+    "Std": OperationRow("std", {"self": Operand("input", is_centered=True), "result": _exact("output", SCALE)}),
+    "LinalgVectorNorm": OperationRow(
         "norm", {"self": _compared("input", exact_if=lambda node: node._saved_ord != 2), "result": _exact("output", SCALE)}
     ),
     **{
-        name: Row(name.lower(), {"self": _compared("input"), "other": _compared("other"), "result": _compared("output")})
+        name: OperationRow(name.lower(), {"self": _compared("input"), "other": _compared("other"), "result": _compared("output")})
         for name in (
             "Threshold",
             "Clamp",
@@ -275,7 +281,7 @@ ROWS: dict[str, Row] = {
         )
     },
     **{
-        name: Row(op, {"self": _compared("input"), "result": _compared("output")})
+        name: OperationRow(op, {"self": _compared("input"), "result": _compared("output")})
         for name, op in (
             ("PreluKernel", "prelu"),
             ("RreluWithNoise", "rrelu"),
@@ -288,10 +294,10 @@ ROWS: dict[str, Row] = {
 
 
 @cache
-def row_of(node_name: str) -> Row:
+def row_of(node_name: str) -> OperationRow:
     """The row of a node by what `node.name()` says; an empty one, named after the node, where nothing is known."""
     plain = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
-    return ROWS.get(plain) or Row(plain)
+    return ROWS.get(plain) or OperationRow(plain)
 
 
 def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom: bool) -> Operand:

@@ -41,7 +41,7 @@ PRIMES: tuple[int, ...] = (
 
 
 @dataclass(frozen=True)
-class State:
+class StateTensor:
     """One tensor of optimizer state: which parameter's, in which role, of what shape and dtype."""
 
     parameter: str
@@ -57,28 +57,28 @@ class State:
 
 
 @dataclass(frozen=True)
-class Kept:
+class OptimizerState:
     """All state of an optimizer, and the memory that its step takes and gives back."""
 
     name: str
-    states: tuple[State, ...]
+    states: tuple[StateTensor, ...]
     transient_bytes: int
     notes: tuple[str, ...] = ()
     released: frozenset[str] = frozenset()  # parameters whose gradient is used in backward, and freed
 
 
-def kept_by(optimizer: Any, parameters: dict[str, nn.Parameter], device: str) -> Kept:
+def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], device: str) -> OptimizerState:
     """What `optimizer`, a name or an instance, keeps for those of `parameters` (name -> parameter) that have gradients."""
     if optimizer is None:
-        return Kept("", (), 0)
+        return OptimizerState("", (), 0)
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if isinstance(optimizer, str):
         if optimizer not in NAMES:
             raise TraceError(
                 f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(NAMES)}, or an instance of torch.optim.Optimizer."
             )
-        states = (State(name, role, tuple(p.shape), p.dtype) for name, p in trained.items() for role in NAMES[optimizer])
-        return Kept(optimizer, tuple(states), 0)
+        states = (StateTensor(name, role, tuple(p.shape), p.dtype) for name, p in trained.items() for role in NAMES[optimizer])
+        return OptimizerState(optimizer, tuple(states), 0)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TraceError(
             f"optimizer is a name ({', '.join(NAMES)}) or an instance of torch.optim.Optimizer, not {type(optimizer).__name__}."
@@ -86,38 +86,38 @@ def kept_by(optimizer: Any, parameters: dict[str, nn.Parameter], device: str) ->
     return _kept_by_instance(optimizer, trained, device)
 
 
-def _kept_by_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], device: str) -> Kept:
+def _kept_by_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], device: str) -> OptimizerState:
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     held = {name: p for name, p in trained.items() if id(p) in mine}
     name = type(optimizer).__name__
     notes = [f"{len(trained) - len(held)} parameters are not in the optimizer"] if len(held) < len(trained) else []
     if all(hasattr(getattr(optimizer, "rule", None), told) for told in ("roles", "names")):
         return _kept_by_rule(optimizer, held, device, notes)
-    states: list[State] = []
+    states: list[StateTensor] = []
     try:
         tried = {rank: _tried(optimizer, rank) for rank in {p.dim() for p in held.values()}}
         for parameter, p in held.items():
             states += _scaled(parameter, p, tried[p.dim()])
     except Exception as error:
         notes.append(f"the state of {name} is left out: a step on a tiny parameter failed ({type(error).__name__}: {error})")
-    return Kept(name, tuple(states), _transient(optimizer, held, device), tuple(notes))
+    return OptimizerState(name, tuple(states), _transient(optimizer, held, device), tuple(notes))
 
 
-def _kept_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, notes: list[str]) -> Kept:
+def _kept_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, notes: list[str]) -> OptimizerState:
     """What an optimizer of `paredown.optim` keeps where nothing is packed: torch.optim's state, or float32 where torch has no such one."""
     releases = bool(getattr(getattr(optimizer, "memory", None), "release", False))
     is_torchs = bool(getattr(optimizer, "has_torch", False)) and not releases
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rule_for = getattr(optimizer, "rule_for", lambda group: optimizer.rule)
     states = [
-        State(name, role, tuple(p.shape), p.dtype if is_torchs else torch.float32)
+        StateTensor(name, role, tuple(p.shape), p.dtype if is_torchs else torch.float32)
         for name, p in held.items()
         for role in rule_for(groups[id(p)]).roles
     ]
     if any(group.get(asked) not in (None, "full", "tier") for group in optimizer.param_groups for asked in OWN_FORMATS):
         notes.append(OWN_NOTE.format(type(optimizer).__name__))
     transient = _transient(optimizer, held, device) if is_torchs else 0
-    return Kept(type(optimizer).__name__, tuple(states), transient, tuple(notes), frozenset(held if releases else ()))
+    return OptimizerState(type(optimizer).__name__, tuple(states), transient, tuple(notes), frozenset(held if releases else ()))
 
 
 def _tried(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
@@ -141,14 +141,14 @@ def role_of_state(name: str) -> Role:
     return Role.MOMENT2 if any(word in name.lower().split("_") for word in SECOND) else Role.MOMENT1
 
 
-def _scaled(parameter: str, p: Tensor, tried: dict[str, Tensor]) -> Iterator[State]:
+def _scaled(parameter: str, p: Tensor, tried: dict[str, Tensor]) -> Iterator[StateTensor]:
     """The states of `p`: every dimension of a tried one is that of the tiny parameter's dimension which it follows."""
     sizes = dict(zip(PRIMES, p.shape, strict=False))
     taken: set[Role] = set()
     for name, value in tried.items():
         role = role_of_state(name)
         dtype = p.dtype if value.dtype is torch.float32 else value.dtype
-        yield State(parameter, role, tuple(sizes.get(n, n) for n in value.shape), dtype, name if role in taken else "")
+        yield StateTensor(parameter, role, tuple(sizes.get(n, n) for n in value.shape), dtype, name if role in taken else "")
         taken.add(role)
 
 

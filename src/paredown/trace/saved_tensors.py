@@ -43,7 +43,7 @@ ACTIVATIONS = frozenset(("gelu", "silu"))
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class Rematerialization:
     """`source`: the node that saved what to start from, as its operand "input"; `sign`: that of a ReLU after it."""
 
     op: str
@@ -52,7 +52,7 @@ class Recipe:
     is_copy: bool = False  # in the logical order, then: the source must be contiguous
 
 
-def recipe_of(tensor: Tensor) -> Recipe | None:
+def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
     """How `tensor` follows from what a node before it saved, if it is known to."""
     node = tensor.grad_fn
     passed: set[str] = set()
@@ -66,10 +66,10 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
     if is_copy and op != "relu" and not tensor.is_contiguous():
         return None
     if op in ACTIVATIONS or op == "layer_norm":
-        return Recipe(op, node, is_copy=is_copy)
+        return Rematerialization(op, node, is_copy=is_copy)
     before = node.next_functions[0][0] if op == "relu" else None
     if before is not None and _op(before) == "batch_norm" and _is_training(before):
-        return Recipe("batch_norm", before, node)
+        return Rematerialization("batch_norm", before, node)
     return None
 
 
@@ -90,7 +90,7 @@ OUTSIDE = "it is outside of the model"
 
 
 @dataclass(eq=False)
-class Waiting:
+class StoredPart:
     """A part of a unit: what waits for one use."""
 
     use: Use
@@ -102,7 +102,7 @@ class Waiting:
 
 
 @dataclass(eq=False)
-class Unit:
+class SavedStorage:
     """A storage, or a small view of one, that operations saved."""
 
     allocation: Allocation
@@ -112,9 +112,9 @@ class Unit:
     whole: bool
     savers: list[Saver] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
-    parts: dict[Use, Waiting] = field(default_factory=dict)
+    parts: dict[Use, StoredPart] = field(default_factory=dict)
     stays: str = ""
-    recomputed_from: Unit | None = None
+    recomputed_from: SavedStorage | None = None
 
     @property
     def first(self) -> int:
@@ -122,10 +122,10 @@ class Unit:
         return next((i for i, saver in enumerate(self.savers) if saver.use is Use.VALUE), 0)
 
 
-class Handle:
+class SavedHandle:
     """What autograd holds in place of a saved tensor."""
 
-    def __init__(self, recorder: Recorder, unit: Unit, waiting: Waiting, tensor: Tensor) -> None:
+    def __init__(self, recorder: Recorder, unit: SavedStorage, waiting: StoredPart, tensor: Tensor) -> None:
         self._recorder, self._unit, self._waiting = recorder, unit, waiting
         self._view = (tensor.size(), tensor.stride(), tensor.storage_offset() if unit.whole else 0)
         if not unit.whole:
@@ -146,13 +146,13 @@ class Recorder:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.units: list[Unit] = []
+        self.units: list[SavedStorage] = []
         self.weight_casts: dict[Allocation, str] = {}
-        self.weights: dict[Allocation, tuple[Unit, Waiting]] = {}  # those, and casts, that backward needs
+        self.weights: dict[Allocation, tuple[SavedStorage, StoredPart]] = {}  # those, and casts, that backward needs
         self.hooked: Counter[str] = Counter()
-        self._by_key: dict[Any, Unit] = {}
+        self._by_key: dict[Any, SavedStorage] = {}
         # by the number of the node that saved it, and the node itself: threads number their nodes independently
-        self._sources: dict[int, tuple[Any, Unit, torch.Size, tuple[int, ...]]] = {}
+        self._sources: dict[int, tuple[Any, SavedStorage, torch.Size, tuple[int, ...]]] = {}
 
     def saved(self, saved: Saved, *, outside: str = "") -> None:
         """Take over one saved tensor of the model; what was saved `outside` of it, as by the loss, is named after that and stays."""
@@ -171,7 +171,7 @@ class Recorder:
         use = Use.MASK if _is_float_mask(saved, allocation) else saved.use
         unit.savers.append(Saver(name, saved.op, saved.operand, use, saved.pin, saved.is_centered))
         unit.modules.append(outside or saved.module)
-        unit.stays = unit.stays or (OUTSIDE if outside else why_it_stays(saved, unit))
+        unit.stays = unit.stays or (OUTSIDE if outside else reason_not_packed(saved, unit))
         if not unit.stays:
             self._pack(saved, saved.tensor, use, unit)
 
@@ -182,10 +182,10 @@ class Recorder:
         if is_outside or weight is None or weight.owner is not Role.WEIGHT:
             return
         if allocation not in self.weights:
-            unit = Unit(allocation, tuple(tensor.shape), tensor.dtype, allocation.nbytes // tensor.itemsize, whole=True)
-            self.weights[allocation] = unit, Waiting(Use.VALUE, self.timeline.now, None)
+            unit = SavedStorage(allocation, tuple(tensor.shape), tensor.dtype, allocation.nbytes // tensor.itemsize, whole=True)
+            self.weights[allocation] = unit, StoredPart(Use.VALUE, self.timeline.now, None)
         unit, waiting = self.weights[allocation]
-        saved.raw.register_hooks(lambda tensor: Handle(self, unit, waiting, tensor), Handle.tensor)
+        saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, waiting, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, ends: int) -> tuple[Part, ...]:
         """When backward needs a weight, or the cast of one."""
@@ -198,21 +198,21 @@ class Recorder:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
 
-    def _unit(self, saved: Saved, tensor: Tensor, allocation: Allocation) -> Unit:
+    def _unit(self, saved: Saved, tensor: Tensor, allocation: Allocation) -> SavedStorage:
         whole = covers_storage(tensor)
         view = () if whole else (tensor.storage_offset(), tensor.size(), tensor.stride())
         key = (allocation, tensor._version, tensor.dtype, *view)
         unit = self._by_key.get(key)
         if unit is None:
             numel = allocation.nbytes // tensor.itemsize if whole else tensor.numel()
-            self._by_key[key] = unit = Unit(allocation, tuple(tensor.shape), tensor.dtype, numel, whole)
+            self._by_key[key] = unit = SavedStorage(allocation, tuple(tensor.shape), tensor.dtype, numel, whole)
             self.units.append(unit)
         return unit
 
-    def _source(self, saved: Saved, unit: Unit) -> Unit | None:
+    def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
         """The unit whose values `saved` can be computed from again, under the conditions that a session has."""
         tensor = saved.tensor
-        recipe = recipe_of(tensor) if tensor is not None and unit.whole else None
+        recipe = rematerialization_of(tensor) if tensor is not None and unit.whole else None
         source = self._sources.get(recipe.source._sequence_nr()) if recipe is not None else None
         if tensor is None or recipe is None or source is None or source[0] is not recipe.source:
             return None
@@ -225,16 +225,16 @@ class Recorder:
             return None
         return origin
 
-    def _pack(self, saved: Saved, tensor: Tensor, use: Use, unit: Unit) -> None:
+    def _pack(self, saved: Saved, tensor: Tensor, use: Use, unit: SavedStorage) -> None:
         waiting = unit.parts.get(use)
         if waiting is None:
             unit.recomputed_from = unit.recomputed_from or (self._source(saved, unit) if use is Use.VALUE else None)
-            unit.parts[use] = waiting = Waiting(use, self.timeline.tick(), saved.bound)
+            unit.parts[use] = waiting = StoredPart(use, self.timeline.tick(), saved.bound)
         if saved.op in SOURCE_OPS and saved.operand == "input":
             self._sources[saved.node._sequence_nr()] = (saved.node, unit, tensor.size(), tensor.stride())
-        saved.raw.register_hooks(lambda tensor: Handle(self, unit, waiting, tensor), Handle.tensor)
+        saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, waiting, tensor), SavedHandle.tensor)
 
-    def decode(self, unit: Unit, waiting: Waiting) -> Tensor:
+    def decode(self, unit: SavedStorage, waiting: StoredPart) -> Tensor:
         """Flat memory for what waits; values are decoded once as long as somebody holds them, bits and integers each time."""
         last = waiting.decoded[-1] if waiting.decoded else None
         if last is not None and last.death is None and waiting.use is Use.VALUE:
@@ -252,7 +252,7 @@ def _is_float_mask(saved: Saved, allocation: Allocation) -> bool:
     return saved.op == "mul" and allocation.op == RANDOM_BITS and saved.tensor is not None and not saved.tensor.requires_grad
 
 
-def why_it_stays(saved: Saved, unit: Unit) -> str:
+def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
     """Why a saved tensor cannot be packed by any plan; "" where it can."""
     itemsize = unit.dtype.itemsize
     if unit.numel < MIN_PACKED_NUMEL:
@@ -323,7 +323,7 @@ def held_slots(held: Iterable[Allocation], ends: int) -> list[Slot]:
     return slots
 
 
-def _slot(unit: Unit, number: int, ends: int) -> Slot:
+def _slot(unit: SavedStorage, number: int, ends: int) -> Slot:
     dropped = ends if unit.allocation.death is None else unit.allocation.death
     parts = tuple(_part(waiting, ends) for waiting in unit.parts.values())
     saver = unit.savers[unit.first]
@@ -352,6 +352,6 @@ def _last(dropped: int, parts: tuple[Part, ...]) -> int:
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 
-def _part(waiting: Waiting, ends: int) -> Part:
+def _part(waiting: StoredPart, ends: int) -> Part:
     decoded = tuple((made.birth, ends if made.death is None else made.death) for made in waiting.decoded)
     return Part(waiting.use, waiting.packed, ends if waiting.handles else waiting.released, decoded, waiting.bound)

@@ -23,9 +23,9 @@ from paredown.errors import TraceError
 from paredown.roles import Role
 from paredown.sizes import say_bytes
 from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.fake_step import LOSS, Arguments, Step, merged
-from paredown.trace.fake_tensors import Fakes, check_model, faked
-from paredown.trace.optimizer_state import Kept, State, kept_by
+from paredown.trace.fake_step import LOSS, Arguments, FakeStep, merged
+from paredown.trace.fake_tensors import FakeTensors, check_model, with_fake_tensors
+from paredown.trace.optimizer_state import OptimizerState, StateTensor, state_of_optimizer
 from paredown.trace.saved_tensors import OUTSIDE, held_slots, slots_of
 from paredown.trace.timeline import Allocation
 from paredown.trace.trace import Output, Slot, Trace
@@ -57,12 +57,12 @@ def trace_step(
     if not (autocast is None or isinstance(autocast, torch.dtype)):
         raise TraceError(f"autocast is a dtype such as torch.bfloat16, or None, not {autocast!r}.")
     beside = nn.ModuleDict({LOSS: loss}) if isinstance(loss, nn.Module) else nn.ModuleDict()  # its parameters train too
-    kept = kept_by(optimizer, {**dict(model.named_parameters()), **dict(beside.named_parameters())}, target)
-    fakes = Fakes()
-    with faked(model, fakes), faked(beside, fakes):
-        step = Step(model, beside, fakes, target)
+    kept = state_of_optimizer(optimizer, {**dict(model.named_parameters()), **dict(beside.named_parameters())}, target)
+    fakes = FakeTensors()
+    with with_fake_tensors(model, fakes), with_fake_tensors(beside, fakes):
+        step = FakeStep(model, beside, fakes, target)
         step.run(Arguments.of(fakes.batch(_plain(batch)), has_loss=loss is not None), loss, autocast)
-        return Seen(step).trace(kept, batch, autocast)
+        return TraceBuilder(step).trace(kept, batch, autocast)
 
 
 def _device(device: Any) -> str:
@@ -79,14 +79,14 @@ def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-class Seen:
+class TraceBuilder:
     """A step that ran, told as a trace."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: FakeStep) -> None:
         self.step = step
         self._own = {id(p) for p in step.model.parameters()}
 
-    def trace(self, kept: Kept, batch: Any, autocast: torch.dtype | None) -> Trace:
+    def trace(self, kept: OptimizerState, batch: Any, autocast: torch.dtype | None) -> Trace:
         """The trace of the step that ran."""
         ends = self.step.timeline.tick()
         slots = [self._kept_slot(name, role, tensor, ends) for name, role, tensor in self.step.brought]
@@ -174,7 +174,7 @@ def _constant(number: int, made: Allocation, ends: int) -> Slot:
     return Slot(f"constant{number + 1}", Role.BUFFER, made.module, made.shape, made.dtype, made.nbytes, 0, ends)
 
 
-def _state_slot(state: State, ends: int) -> Slot:
+def _state_slot(state: StateTensor, ends: int) -> Slot:
     numel = torch.Size(state.shape).numel()
     dtype = str(state.dtype).removeprefix("torch.")
     module = state.parameter.rpartition(".")[0]

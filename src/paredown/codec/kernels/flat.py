@@ -38,9 +38,9 @@ from paredown.codec.kernels.launch import (
 )
 from paredown.codec.kernels.pack import NONE, decode_blocks, load_codes, load_shared, load_values, store_values
 from paredown.codec.packed import PackedTensor
-from paredown.codec.recompute import Steps
-from paredown.codec.reference import Encoding, Parts
-from paredown.formats.element import Kind
+from paredown.codec.recompute import DecodeSteps
+from paredown.codec.reference import Encoding, PackedParts
+from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
@@ -209,7 +209,7 @@ class Flat(NamedTuple):
     launches: list[Launch]
 
 
-def encode_flat(x: Tensor, how: Any, seed: Seed) -> Parts:
+def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
     """Flat `x` packed; `how`: format, rounding, overflow and "cover". The format has blocks, and no scale of the tensor."""
     numel, device = x.numel(), x.device
     random = random_of(seed, numel, how[1])
@@ -230,10 +230,10 @@ def encode_flat(x: Tensor, how: Any, seed: Seed) -> Parts:
     )
     for launch in flat.launches:
         launch(pointers, random.scalars)
-    return Parts(codes, scales, minimums)
+    return PackedParts(codes, scales, minimums)
 
 
-def decode_flat(parts: Parts, format: Format, out: Tensor) -> Tensor:
+def decode_flat(parts: PackedParts, format: Format, out: Tensor) -> Tensor:
     """The values of a flat packed tensor into flat `out`; the format has blocks, and no scale of the tensor."""
     assert parts.codes is not None and parts.scales is not None
     scales = parts.scales.view(AS_INTEGERS[parts.scales.dtype])
@@ -288,13 +288,13 @@ def covers_recompute(format: Format) -> bool:
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     return (
         format.block is not None
-        and format.element.kind is not Kind.TABLE
+        and format.element.kind is not ElementKind.TABLE
         and not format.has_tensor_scale
         and covers(encoding, "decode")
     )
 
 
-def recompute(packed: PackedTensor, steps: Steps, dtype: torch.dtype) -> Tensor:
+def recompute(packed: PackedTensor, steps: DecodeSteps, dtype: torch.dtype) -> Tensor:
     """What follows from flat packed values; see `codec/recompute.py`."""
     format, norm, numel = packed.format, steps.norm, packed.shape.numel()
     out = torch.empty(numel, dtype=dtype, device=packed.device)

@@ -22,8 +22,8 @@ import triton
 from torch import Tensor
 
 from paredown.codec.kernels import numbers, pack, runtime_formats
-from paredown.codec.reference import Encoding, Parts, table_limits
-from paredown.formats.element import Element, Kind
+from paredown.codec.reference import Encoding, PackedParts, table_limits
+from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
@@ -129,7 +129,12 @@ def _has_hooks() -> bool:
 FP32 = Format.parse("fp32")
 WIDTHS = (1, 2, 4, 6, 8, 16)
 MAX_BLOCK_LEN = 4096
-KINDS = {Kind.FLOAT: numbers.FLOAT, Kind.INT: numbers.INT, Kind.UINT: numbers.UINT, Kind.TABLE: numbers.TABLE}
+KINDS = {
+    ElementKind.FLOAT: numbers.FLOAT,
+    ElementKind.INT: numbers.INT,
+    ElementKind.UINT: numbers.UINT,
+    ElementKind.TABLE: numbers.TABLE,
+}
 ROUNDINGS = {
     Rounding.NEAREST_EVEN: numbers.NEAREST_EVEN,
     Rounding.TOWARD_ZERO: numbers.TOWARD_ZERO,
@@ -155,7 +160,7 @@ def covers(encoding: Encoding, job: str) -> bool:
     return element.width in WIDTHS and pow2_block and element.name != "int1"
 
 
-def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
+def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
     """`x` (rows, cols) packed."""
     parts = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     if encoding.rule == "given":
@@ -168,7 +173,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: Parts | None) -> Parts:
     return parts
 
 
-def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
+def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
     """The values of packed rows into `out` (rows, cols)."""
     element = encoding.format.element
     pointers = (parts.codes, out, *shared_of(parts, out), _table(element, Rounding.NEAREST_EVEN, out.device))
@@ -177,7 +182,7 @@ def decode_rows(parts: Parts, encoding: Encoding, out: Tensor) -> Tensor:
     return out
 
 
-def decoder(parts: Parts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
+def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
     """`decode_rows` of the same parts again and again; what does not depend on `out` is looked up once."""
     assert parts.codes is not None
     shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
@@ -192,12 +197,12 @@ def decoder(parts: Parts, encoding: Encoding, rows: int, cols: int) -> Callable[
     return decode
 
 
-def round_trip_rows(x: Tensor, encoding: Encoding, given: Parts | None, out: Tensor) -> Tensor:
+def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
     """decode(encode(x)) into `out`."""
     element = encoding.format.element
-    if encoding.format.block is None and element.kind is not Kind.TABLE:
+    if encoding.format.block is None and element.kind is not ElementKind.TABLE:
         return round_trip_at_run_time(x, device_spec(element, encoding.overflow, x.device), encoding.rounding, encoding.seed, out)
-    _launch_encode(x, out, encoding, given or Parts(), stores_codes=False)
+    _launch_encode(x, out, encoding, given or PackedParts(), stores_codes=False)
     return out
 
 
@@ -245,7 +250,7 @@ def largest_finite(x: Tensor) -> Tensor:
     return out.view(torch.float32)
 
 
-def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: Parts, *, stores_codes: bool) -> None:
+def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: PackedParts, *, stores_codes: bool) -> None:
     element, random = encoding.format.element, random_of(encoding.seed, x.numel(), encoding.rounding)
     pointers = (bf16_as_integers(x), out, *shared_of(parts, x), _table(element, encoding.rounding, x.device), random.step)
     how = (encoding.format, encoding.rounding, encoding.overflow, encoding.rule)
@@ -257,7 +262,7 @@ def _launch_encode(x: Tensor, out: Tensor, encoding: Encoding, parts: Parts, *, 
 def encodes(rows: int, cols: int, how: Any, stores_codes: bool, step_in_memory: bool, wide: bool) -> list[Launch]:
     """Launches for (rows, cols); `how`: format, rounding, overflow and the rule of scales."""
     format, rounding, overflow, rule = how
-    lowest, highest = table_limits(format.element, rounding) if format.element.kind is Kind.TABLE else (0.0, 0.0)
+    lowest, highest = table_limits(format.element, rounding) if format.element.kind is ElementKind.TABLE else (0.0, 0.0)
     limits = (lowest, highest, format.element.max_value)
     constants = {
         "ELEMENT": element_constants(format.element, overflow),
@@ -289,7 +294,7 @@ def element_constants(element: Element, overflow: Overflow) -> tuple[int, ...]:
     """The tuple that `numbers.py` documents."""
     inf_code, nan_code = (-1 if code is None else code for code in (element.inf_code, element.nan_code))
     special = (inf_code if inf_code >= 0 else nan_code) if overflow is Overflow.NONFINITE else -1
-    has_minus_zero = element.kind is Kind.FLOAT and element.value(element.sign_code) == 0
+    has_minus_zero = element.kind is ElementKind.FLOAT and element.value(element.sign_code) == 0
     fields = (
         KINDS[element.kind].value,
         element.width,
@@ -320,7 +325,7 @@ def device_spec(element: Element, overflow: Overflow, device: torch.device) -> T
 @cache
 def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor:
     """For a table: the float32 at which each code gives way to the next, in 2^width places, then the value of every code."""
-    if element.kind is not Kind.TABLE:
+    if element.kind is not ElementKind.TABLE:
         return torch.zeros(1, device=device)
     pairs = zip(element.table, element.table[1:], strict=False)
     thresholds = [_threshold(code, low, high, element, rounding) for code, (low, high) in enumerate(pairs)]
@@ -369,13 +374,13 @@ def bf16_as_integers(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
 
 
-def shared_of(parts: Parts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def shared_of(parts: PackedParts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales and minimums as integers, and the scale of the tensor; `like` in place of what is not there."""
     scales, minimums = (like if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
     return scales, minimums, like if parts.tensor_scale is None else parts.tensor_scale
 
 
-class Tiles(NamedTuple):
+class RowTiles(NamedTuple):
     """Tiles that one launch covers."""
 
     count: int
@@ -396,7 +401,7 @@ def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
     return tile, max(1, tile // per_warp)
 
 
-def _tiles(rows: int, cols: int, format: Format, job: str) -> list[Tiles]:
+def _tiles(rows: int, cols: int, format: Format, job: str) -> list[RowTiles]:
     """Full tiles without a mask and what is left with one, where the rows can be one long row; all of it with a mask otherwise."""
     if rows * cols == 0:
         return []
@@ -409,6 +414,6 @@ def _tiles(rows: int, cols: int, format: Format, job: str) -> list[Tiles]:
     tiles, full = triton.cdiv(cols, tile), cols // tile
     sizes = (tiles, cols, format.row_bytes(cols), format.blocks_per_row(cols))
     if not one_row:
-        return [Tiles(rows * tiles, (0, *sizes), {**constants, "MASKED": cols % tile != 0})]
-    whole = [Tiles(full, (0, *sizes), {**constants, "MASKED": False})] if full else []
-    return whole + ([Tiles(1, (full, *sizes), {**constants, "MASKED": True})] if tiles > full else [])
+        return [RowTiles(rows * tiles, (0, *sizes), {**constants, "MASKED": cols % tile != 0})]
+    whole = [RowTiles(full, (0, *sizes), {**constants, "MASKED": False})] if full else []
+    return whole + ([RowTiles(1, (full, *sizes), {**constants, "MASKED": True})] if tiles > full else [])

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from paredown.codec.kernels.numbers import INF_BITS, NEAREST_AWAY, NEAREST_EVEN, STOCHASTIC, as_bits, as_float
 from paredown.codec.kernels.pack import load_values, random_tile, store_values
-from paredown.formats.element import Element, Kind
+from paredown.formats.element import Element, ElementKind
 from paredown.formats.rounding import Overflow
 
 
@@ -31,7 +31,7 @@ def describe(element: Element, overflow: Overflow) -> list[int]:
     smallest = 2.0**element.min_exponent
     up = 30 - element.min_exponent
     past_value = float("nan" if element.inf_code is None and element.nan_code is not None else "inf")
-    has_minus_zero = element.kind is Kind.FLOAT and element.value(element.sign_code) == 0
+    has_minus_zero = element.kind is ElementKind.FLOAT and element.value(element.sign_code) == 0
     return [
         23 - element.mantissa_bits,
         float_bits(smallest),

@@ -1,5 +1,5 @@
 """Updates and folding as Triton kernels, the same bits as `optim/reference.py`. Importing this needs Triton: `engine.py` decides."""
 
-from paredown.optim.kernels.launch import Group, covers, covers_format, covers_squares, fold, square_sums, update_one
+from paredown.optim.kernels.launch import LaunchGroup, covers, covers_format, covers_squares, fold, square_sums, update_one
 
-__all__ = ["Group", "covers", "covers_format", "covers_squares", "fold", "square_sums", "update_one"]
+__all__ = ["LaunchGroup", "covers", "covers_format", "covers_squares", "fold", "square_sums", "update_one"]

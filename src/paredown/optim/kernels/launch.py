@@ -24,12 +24,12 @@ from paredown.codec.kernels.launch import ROUNDINGS, SCALES, Launch, element_con
 from paredown.codec.kernels.numbers import BF16, FP32, decode_values, load_scale
 from paredown.codec.kernels.pack import load_codes, load_shared
 from paredown.codec.packed import PackedTensor
-from paredown.formats.element import Kind as ElementKind
+from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from paredown.optim.kernels import arithmetic, slots, update
 from paredown.optim.kernels.update import fold_kernel
-from paredown.optim.reference import How, Slot, SlotKind, Unit
+from paredown.optim.reference import SlotKind, UpdateLayout, UpdateSlot, UpdateUnit
 from paredown.optim.rules import Rule, as_float32
 
 RULE_NUMBERS = {
@@ -56,7 +56,7 @@ ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
 
 @cache
-def covers(how: How) -> bool:
+def covers(how: UpdateLayout) -> bool:
     """Whether there is a kernel: floats and integers of 4 or 8 bits in blocks of one length, or plain tensors."""
     kinds = (how.weight, *how.moments, how.gradient)
     return (
@@ -104,7 +104,7 @@ def slot_constants(kind: SlotKind, is_weight: bool, has_residue: bool) -> tuple[
 
 
 @cache
-def constants_of(how: How) -> dict[str, Any]:
+def constants_of(how: UpdateLayout) -> dict[str, Any]:
     """What a kernel for `how` is compiled with, but its tile."""
     (w, we), (g, ge) = slot_constants(how.weight, True, how.has_residue), slot_constants(how.gradient, False, False)
     moments = [slot_constants(kind, False, False) for kind in how.moments]
@@ -115,7 +115,7 @@ def constants_of(how: How) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Tiles(NamedTuple):
+class UpdateTiles(NamedTuple):
     """How a tensor is cut: `full` tiles that are one run of memory, then `others` of `shape` EVEN or RAGGED."""
 
     full: int
@@ -133,7 +133,7 @@ def tile_blocks(shape: int, block: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(rows: int, cols: int, first_index: int, block: int) -> Tiles:
+def tiles_of(rows: int, cols: int, first_index: int, block: int) -> UpdateTiles:
     """The tiles of (rows, cols). Where indices could pass 2^32 within a tile, or start within four values, none is a run."""
     is_even = first_index % 4 == 0
     blocks_per_row, shape = -(-cols // block), EVEN if cols % 16 == 0 and is_even else RAGGED
@@ -142,16 +142,16 @@ def tiles_of(rows: int, cols: int, first_index: int, block: int) -> Tiles:
     is_narrow = first_index % size == 0 or first_index + rows * cols <= 1 << 32
     full = rows * cols // size if is_run and is_narrow and is_even else 0
     done, few = full * size // block, tile_blocks(shape, block)
-    return Tiles(full, -(-(num_blocks - done) // few), shape, done // few, blocks_per_row, num_blocks)
+    return UpdateTiles(full, -(-(num_blocks - done) // few), shape, done // few, blocks_per_row, num_blocks)
 
 
 # --- many tensors -----------------------------------------------------------------------------------------------------
 
 
-class Group:
+class LaunchGroup:
     """Units on one device that are stored alike: one launch for each shape of tiles, whatever the number of tensors."""
 
-    def __init__(self, rule: Rule, units: Sequence[Unit], seed: int) -> None:
+    def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.how = rule, list(units), units[0].how(rule.name)
         self.device = units[0].weight.codes.device
         self._tiles = [tiles_of(u.rows, u.cols, u.first_index, self.how.block) for u in units]
@@ -169,7 +169,7 @@ class Group:
         self._grad_addresses = np.zeros((0, 2), np.int64)
         self._set_addresses(np.array([_addresses(u.gradient) for u in units], np.int64))
 
-    def _row(self, unit: Unit, tiles: Tiles, seed: int, first: list[int]) -> list[int]:
+    def _row(self, unit: UpdateUnit, tiles: UpdateTiles, seed: int, first: list[int]) -> list[int]:
         """The row of a unit in the table; `first`: the programs before its own, by shape of tiles."""
         m, v = [*unit.moments, None, None][:2]
         pointers = [*_addresses(unit.weight), _addresses(unit.residue)[0], *_addresses(m), *_addresses(v)]
@@ -221,7 +221,7 @@ class Group:
 
 
 @lru_cache(maxsize=1024)
-def _launches(how: How, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
+def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
     """For so many programs for each shape of tiles."""
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
@@ -235,7 +235,7 @@ def tile_constant(shape: int, block: int) -> tuple[int, int, int]:
     return shape, tile_blocks(shape, block), block
 
 
-def _addresses(slot: Slot | None) -> tuple[int, int]:
+def _addresses(slot: UpdateSlot | None) -> tuple[int, int]:
     if slot is None:
         return 0, 0
     scales = slot.parts.scales
@@ -245,7 +245,7 @@ def _addresses(slot: Slot | None) -> tuple[int, int]:
 # --- one tensor -------------------------------------------------------------------------------------------------------
 
 
-def update_one(unit: Unit, how: How, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None) -> None:
+def update_one(unit: UpdateUnit, how: UpdateLayout, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None) -> None:
     """One update of one unit; `gradient` takes the place of a plain one."""
     w, g = unit.weight.parts, unit.gradient.parts
     pointers: list[Tensor | None] = [w.codes, w.scales, None if unit.residue is None else unit.residue.codes]
@@ -261,12 +261,12 @@ def update_one(unit: Unit, how: How, hyper: Sequence[float], step: int, seed: in
 
 
 @lru_cache(maxsize=4096)
-def _launches_of_one(how: How, rows: int, cols: int, first_index: int, has_factor: bool) -> list[Launch]:
+def _launches_of_one(how: UpdateLayout, rows: int, cols: int, first_index: int, has_factor: bool) -> list[Launch]:
     constants = {**constants_of(how), "HAS_FACTOR": has_factor}
     return _both(update.update_one_kernel, tiles_of(rows, cols, first_index, how.block), cols, how.block, constants)
 
 
-def _both(kernel: Any, tiles: Tiles, cols: int, block: int, constants: dict[str, Any]) -> list[Launch]:
+def _both(kernel: Any, tiles: UpdateTiles, cols: int, block: int, constants: dict[str, Any]) -> list[Launch]:
     """Launches for the full tiles of a tensor and for the others."""
     sizes = (cols, tiles.blocks_per_row, tiles.num_blocks)
     parts = ((tiles.full, 0, RUN), (tiles.others, tiles.first_other, tiles.shape))

@@ -2,7 +2,7 @@
 
 >>> from paredown.tasks.evaluate import make_setting
 >>> settings = [make_setting("digits#model=mlp,steps=5", Plan.uniform(activation=text), mode="simulate") for text in ("e4m3", "e5m2")]
->>> bench = Bench(num_lanes=2)
+>>> bench = GraphBench(num_lanes=2)
 >>> for number, setting in enumerate(settings):
 ...     bench.add(number, setting)
 >>> sorted((number, trial.status.value) for number, trial in bench.run())
@@ -42,8 +42,8 @@ from paredown.sweeps.engines.engine import (
     PRELOAD,
     Engine,
     LocalEngine,
-    Room,
     RunTrial,
+    TrialResources,
     cause_of,
     check_run,
     failed,
@@ -52,13 +52,13 @@ from paredown.sweeps.engines.engine import (
     settle,
     without_main,
 )
-from paredown.sweeps.engines.graph_lane import Lane, LaneRun, NotAlike, Starts, wait_for
-from paredown.sweeps.store import Claim, Ended
+from paredown.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, wait_for
+from paredown.sweeps.store import Claim, EndedTrial
 from paredown.sweeps.sweep import TrialSpec
 from paredown.tasks.data import Pair
-from paredown.tasks.evaluate import curve_of, deterministic, evaluate, head_of, is_out_of_memory, seeded
+from paredown.tasks.evaluate import curve_of, deterministic, empty_trial, evaluate, is_out_of_memory, seeded
 from paredown.tasks.task import RULES
-from paredown.tasks.training import FUSED, Setting
+from paredown.tasks.training import FUSED, TrainingSetup
 from paredown.tasks.trial import Status, Trial
 
 log = logging.getLogger("paredown")
@@ -68,7 +68,7 @@ LONGEST = 200  # letters of a reason
 KEPT_TESTS = 8  # tasks whose test examples are kept on the device
 
 
-def why_alone(setting: Setting) -> str | None:
+def why_alone(setting: TrainingSetup) -> str | None:
     """Why a training cannot share a graph, or None."""
     recipe, how = setting.task.recipe, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
     if not isinstance(how, Simulate):
@@ -86,7 +86,7 @@ def why_alone(setting: Setting) -> str | None:
     return None
 
 
-def kind_of(setting: Setting) -> Any:
+def kind_of(setting: TrainingSetup) -> Any:
     """What runs in one group have in common: all that is fixed when a graph is captured."""
     task, recipe = setting.task, replace(setting.task.recipe, lr=1.0, schedule="constant")
     how = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
@@ -119,18 +119,18 @@ def rounding_key(plan: Plan) -> Any:
     return tuple((key, a.rounding, a.format is None, is_narrow(a.format)) for key, a in plan.rules)
 
 
-class Waiting(NamedTuple):
+class QueuedTraining(NamedTuple):
     """A training that was asked for."""
 
     key: Any
-    setting: Setting
+    setting: TrainingSetup
 
 
 @dataclass
-class Group:
+class GraphGroup:
     """Runs that share graphs, and the lanes that have them."""
 
-    waiting: deque[Waiting] = field(default_factory=deque[Waiting])
+    waiting: deque[QueuedTraining] = field(default_factory=deque[QueuedTraining])
     lanes: list[Lane] = field(default_factory=list[Lane])
 
     @property
@@ -139,7 +139,7 @@ class Group:
         return [lane for lane in self.lanes if lane.run is None]
 
 
-class Bench:
+class GraphBench:
     """Trains what is added; `turn` queues a step in every lane and gives the trials that have become known.
 
     `evaluates`: what cannot share a graph is trained here too, when no lane runs. Otherwise it comes back as NotAlike.
@@ -147,21 +147,21 @@ class Bench:
 
     def __init__(self, num_lanes: int = NUM_LANES, *, evaluates: bool = True) -> None:
         self._num_lanes, self._evaluates = num_lanes, evaluates
-        self._groups: OrderedDict[Any, Group] = OrderedDict()
-        self._alone: deque[Waiting] = deque()
+        self._groups: OrderedDict[Any, GraphGroup] = OrderedDict()
+        self._alone: deque[QueuedTraining] = deque()
         self._begun: dict[int, tuple[Any, float]] = {}  # of lanes by id: the key of the run, and when it began
-        self._starts, self._tests = Starts(), dict[Any, list[Pair]]()
+        self._starts, self._tests = InitialStates(), dict[Any, list[Pair]]()
         self._told = set[tuple[str, str]]()
         self.begun: list[Any] = []  # keys of runs that have begun, for whoever wants to know
 
-    def add(self, key: Any, setting: Setting) -> None:
+    def add(self, key: Any, setting: TrainingSetup) -> None:
         """Ask for a training; `key` comes back with its trial."""
-        waiting, reason = Waiting(key, setting), why_alone(setting)
+        waiting, reason = QueuedTraining(key, setting), why_alone(setting)
         kind = kind_of(setting) if reason is None else None
         if kind is None or not _is_hashable(kind):
             self._leave(waiting, reason or "nothing tells whether another model is the same")
             return
-        self._groups.setdefault(kind, Group()).waiting.append(waiting)
+        self._groups.setdefault(kind, GraphGroup()).waiting.append(waiting)
         self._groups.move_to_end(kind)
 
     @property
@@ -182,7 +182,7 @@ class Bench:
         self._fill()
         if self._alone and not self._evaluates:
             refused, self._alone = self._alone, deque()
-            return [(waiting.key, NotAlike("it shares no graph with others")) for waiting in refused]
+            return [(waiting.key, LayoutMismatch("it shares no graph with others")) for waiting in refused]
         if self._alone and not self._begun:
             return [self._evaluate(self._alone.popleft())]
         found: list[tuple[Any, Trial | BaseException]] = []
@@ -192,7 +192,7 @@ class Bench:
                 trial: Trial | BaseException | None = lane.advance(waits=len(busy) == 1)
             except Exception as error:  # alone it gives its own error, or does not
                 assert lane.run is not None
-                self._leave(Waiting(self._begun.pop(id(lane))[0], lane.run.setting), _said(error))
+                self._leave(QueuedTraining(self._begun.pop(id(lane))[0], lane.run.setting), _said(error))
                 lane.run = trial = None
             if trial is not None:
                 found.append(self._ended(lane, trial))
@@ -222,7 +222,7 @@ class Bench:
                         return
         self._forget()
 
-    def _leave(self, waiting: Waiting, reason: str) -> None:
+    def _leave(self, waiting: QueuedTraining, reason: str) -> None:
         """It is trained alone, which is slower: the reason is told once for each task."""
         self._alone.append(waiting)
         name = waiting.setting.task.name
@@ -251,14 +251,14 @@ class Bench:
             torch.cuda.empty_cache()
         return num_idle > 0
 
-    def _start(self, group: Group, waiting: Waiting) -> None:
+    def _start(self, group: GraphGroup, waiting: QueuedTraining) -> None:
         setting = waiting.setting
         tests = self._tests_of(setting)
         if not group.idle:
             key = (model_key(setting.task.make_model), str(setting.device))
             group.lanes.append(Lane(setting, key, self._starts))
         lane, begun = group.idle[0], time.perf_counter()
-        run = LaneRun(setting, head_of(setting), curve_of(setting.task), tests)
+        run = LaneRun(setting, empty_trial(setting), curve_of(setting.task), tests)
         lane.begin(run)
         self._begun[id(lane)] = (waiting.key, begun)
         self.begun.append(waiting.key)
@@ -270,7 +270,7 @@ class Bench:
             for lane in self._groups.pop(kind).lanes:
                 lane.close()
 
-    def _tests_of(self, setting: Setting) -> list[Pair]:
+    def _tests_of(self, setting: TrainingSetup) -> list[Pair]:
         """The test examples of a task on the device, kept from one run to the next."""
         key = (setting.task.data, setting.task.batch, str(setting.device))
         if key not in self._tests:
@@ -282,7 +282,7 @@ class Bench:
                 del self._tests[next(iter(self._tests))]
         return self._tests[key]
 
-    def _evaluate(self, waiting: Waiting) -> tuple[Any, Trial | BaseException]:
+    def _evaluate(self, waiting: QueuedTraining) -> tuple[Any, Trial | BaseException]:
         setting = waiting.setting
         self._drop_idle()  # graphs have addresses of workspaces that a trial alone may give back
         self.begun.append(waiting.key)
@@ -325,7 +325,7 @@ class Trains(Protocol):
 
 
 @dataclass
-class Child:
+class GpuProcess:
     """The process of a GPU, our ends of its pipes, and what it has been given: claims with the times at which they must be over."""
 
     process: BaseProcess
@@ -343,7 +343,7 @@ class GraphsEngine(Engine):
         self._run, self._lanes = run, lanes
         self._gpus: list[str | None] = [*gpus] or [None]
         self.slots = PER_LANE * lanes * len(self._gpus)
-        self._children: dict[str | None, Child] = {}
+        self._children: dict[str | None, GpuProcess] = {}
         self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus, preload=preload)
         self._later: deque[Claim] = deque()  # for processes of their own, when there is room
         self._context: Any = get_context("forkserver")
@@ -367,17 +367,17 @@ class GraphsEngine(Engine):
         while self._later and len(self._others.pipes) < self._others.slots:
             self._others.start(self._later.popleft())
 
-    def _child(self, gpu: str | None) -> Child:
+    def _child(self, gpu: str | None) -> GpuProcess:
         (ours, theirs), (life, its_life) = self._context.Pipe(), self._context.Pipe()
-        arguments = (theirs, its_life, self._run, Room(gpu, 1), self._lanes)
+        arguments = (theirs, its_life, self._run, TrialResources(gpu, 1), self._lanes)
         process = self._context.Process(target=serve, args=arguments, daemon=False)
         with without_main():
             process.start()
         theirs.close()
         its_life.close()
-        return Child(process, ours, life)
+        return GpuProcess(process, ours, life)
 
-    def wait(self, seconds: float) -> list[Ended]:
+    def wait(self, seconds: float) -> list[EndedTrial]:
         """The trials that ended, after at most `seconds`."""
         pipes = [child.pipe for child in self._children.values()]
         deadlines = [deadline for child in self._children.values() for _, deadline in child.claims.values() if deadline is not None]
@@ -387,10 +387,10 @@ class GraphsEngine(Engine):
         self._start_alone()
         return ended
 
-    def _look(self, gpu: str | None) -> list[Ended]:
+    def _look(self, gpu: str | None) -> list[EndedTrial]:
         """What a child has sent; if it is no more, what it ran goes back."""
         child = self._children[gpu]
-        ended: list[Ended] = []
+        ended: list[EndedTrial] = []
         try:
             while child.pipe.poll():
                 told = json.loads(child.pipe.recv_bytes())
@@ -403,7 +403,7 @@ class GraphsEngine(Engine):
                 if told["event"] == ALONE:
                     self._start_alone(claim)
                 else:
-                    ended.append(Ended(claim, Trial.from_json(told["trial"])))
+                    ended.append(EndedTrial(claim, Trial.from_json(told["trial"])))
         except (EOFError, OSError):
             child.process.join()
             return [*ended, *self._drop(gpu, cause_of(child.process.exitcode))]
@@ -411,16 +411,16 @@ class GraphsEngine(Engine):
         for claim in late:
             del child.claims[claim.key]
             reason = f"no result after {claim.spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
-            ended.append(Ended(claim, failed(claim.spec, reason, Status.KILLED)))
+            ended.append(EndedTrial(claim, failed(claim.spec, reason, Status.KILLED)))
         return [*ended, *(self._drop(gpu, "it ran beside a trial that took too long") if late else [])]
 
-    def _drop(self, gpu: str | None, reason: str) -> list[Ended]:
+    def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
         """End a child; all that it still had is tried again."""
         child = self._children.pop(gpu)
         kill_group(child.process)
         child.pipe.close()
         child.life.close()
-        return [Ended(claim, None, reason) for claim, _ in child.claims.values()]
+        return [EndedTrial(claim, None, reason) for claim, _ in child.claims.values()]
 
     def stop(self) -> list[Claim]:
         """End all running trials and return their claims."""
@@ -430,7 +430,7 @@ class GraphsEngine(Engine):
         return [*dropped, *later, *self._others.stop()]
 
 
-def serve(pipe: Connection, life: Connection, run: Trains, room: Room, lanes: int) -> None:
+def serve(pipe: Connection, life: Connection, run: Trains, room: TrialResources, lanes: int) -> None:
     """All that a GPU's process does, until the pipe is closed."""
     settle(life, room)
     with suppress(EOFError, OSError):
@@ -440,7 +440,7 @@ def serve(pipe: Connection, life: Connection, run: Trains, room: Room, lanes: in
 
 def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
 
-    bench, specs = Bench(lanes, evaluates=False), dict[str, TrialSpec]()
+    bench, specs = GraphBench(lanes, evaluates=False), dict[str, TrialSpec]()
     while True:
         while pipe.poll(0 if bench.is_busy else None):
             key, spec = pipe.recv()

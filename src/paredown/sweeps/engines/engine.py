@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, final
 
 from paredown.errors import SweepError
-from paredown.sweeps.store import Claim, Ended
+from paredown.sweeps.store import Claim, EndedTrial
 from paredown.sweeps.sweep import TrialSpec
 from paredown.tasks.trial import Status, Trial
 
@@ -51,7 +51,7 @@ class Engine(ABC):
         """Begin a trial."""
 
     @abstractmethod
-    def wait(self, seconds: float) -> list[Ended]:
+    def wait(self, seconds: float) -> list[EndedTrial]:
         """The trials that have ended, as soon as there are any; none after so many seconds."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ PRELOAD = ("torch", "torch._dynamo", "paredown.tasks.evaluate", "paredown.sweeps
 END_SECONDS = 5.0  # for a process whose result has come to end by itself
 
 
-class Room(NamedTuple):
+class TrialResources(NamedTuple):
     """What a trial may use: a GPU, None for any, and threads of the CPU."""
 
     gpu: str | None
@@ -101,7 +101,7 @@ class Room(NamedTuple):
 
 
 @dataclass
-class Running:
+class TrialProcess:
     """A trial's process, our end of its pipe, its GPU and when it must be over."""
 
     claim: Claim
@@ -121,7 +121,7 @@ class LocalEngine(Engine):
         self._run = run
         self._gpus = list(gpus)
         self._threads = max(1, (os.cpu_count() or 1) // slots)
-        self._running: list[Running] = []
+        self._running: list[TrialProcess] = []
         self._context: Any = get_context("forkserver")
         self._context.set_forkserver_preload([*preload, __name__])
 
@@ -129,19 +129,21 @@ class LocalEngine(Engine):
         """Begin the claimed trial."""
         ours, theirs = self._context.Pipe()
         gpu = min(self._gpus, key=[one.gpu for one in self._running].count) if self._gpus else None
-        process = self._context.Process(target=_child, args=(theirs, self._run, claim.spec, Room(gpu, self._threads)), daemon=False)
+        process = self._context.Process(
+            target=_child, args=(theirs, self._run, claim.spec, TrialResources(gpu, self._threads)), daemon=False
+        )
         with without_main():
             process.start()
         theirs.close()
         limit = claim.spec.settings.timeout_seconds
-        self._running.append(Running(claim, process, ours, gpu, None if limit is None else time.monotonic() + limit))
+        self._running.append(TrialProcess(claim, process, ours, gpu, None if limit is None else time.monotonic() + limit))
 
     @property
     def pipes(self) -> list[Connection]:
         """Where results come from."""
         return [one.pipe for one in self._running]
 
-    def wait(self, seconds: float) -> list[Ended]:
+    def wait(self, seconds: float) -> list[EndedTrial]:
         """The trials that ended, after at most `seconds`."""
         left = [one.deadline - time.monotonic() for one in self._running if one.deadline is not None]
         connection.wait(self.pipes, timeout=max(0.0, min([seconds, *left])))
@@ -166,7 +168,7 @@ def check_run(run: RunTrial) -> None:
         )
 
 
-def _look(one: Running) -> Ended | None:
+def _look(one: TrialProcess) -> EndedTrial | None:
     """The result, the way its process died, or None while it runs."""
     spec = one.claim.spec
     if one.pipe.poll():
@@ -175,15 +177,15 @@ def _look(one: Running) -> Ended | None:
         reason = "" if trial else cause_of(one.process.exitcode)
         exited = trial is None and (one.process.exitcode or 0) >= 0
         _kill(one)
-        return Ended(one.claim, failed(spec, reason) if exited else trial, reason)
+        return EndedTrial(one.claim, failed(spec, reason) if exited else trial, reason)
     if one.deadline is not None and time.monotonic() >= one.deadline:
         _kill(one)
         reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
-        return Ended(one.claim, failed(spec, reason, Status.KILLED))
+        return EndedTrial(one.claim, failed(spec, reason, Status.KILLED))
     return None
 
 
-def _receive(one: Running) -> Trial | None:
+def _receive(one: TrialProcess) -> Trial | None:
     """What the child sent; None: the pipe closed without a result."""
     try:
         return Trial.from_json(json.loads(one.pipe.recv_bytes()))
@@ -202,7 +204,7 @@ def cause_of(exitcode: int | None) -> str:
     return f"its process was ended by {name}{hint}"
 
 
-def _kill(one: Running) -> None:
+def _kill(one: TrialProcess) -> None:
     kill_group(one.process)
     one.pipe.close()
 
@@ -216,7 +218,7 @@ def kill_group(process: BaseProcess) -> None:
     process.join()
 
 
-def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, room: Room) -> None:
+def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, room: TrialResources) -> None:
     """All that a trial's process does."""
     settle(pipe, room)
     trial = run_safely(run, spec)
@@ -225,7 +227,7 @@ def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, room: Room) -> None
     os._exit(0)  # what a library leaves behind for its end cannot hang or change the result
 
 
-def settle(pipe: Connection, room: Room) -> None:
+def settle(pipe: Connection, room: TrialResources) -> None:
     """What each child does first; it ends when the other side of `pipe` is closed."""
     os.setsid()  # a group of its own, which ends as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout is the parent's to write
@@ -270,11 +272,11 @@ class InlineEngine(Engine):
         """Begin the claimed trial."""
         self._next = claim
 
-    def wait(self, seconds: float) -> list[Ended]:
+    def wait(self, seconds: float) -> list[EndedTrial]:
         """The trials that ended, after at most `seconds`."""
         if self._next is None:
             return []
-        ended = Ended(self._next, run_safely(self._run, self._next.spec))
+        ended = EndedTrial(self._next, run_safely(self._run, self._next.spec))
         self._next = None
         return [ended]
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from paredown.errors import TaskError
 from paredown.tasks.data import Pair
-from paredown.tasks.training import Curve, Loop, Setting, rate_of, with_scores
+from paredown.tasks.training import Loop, LossCurve, TrainingSetup, rate_of, with_scores
 from paredown.tasks.trial import Status, Trial
 
 AHEAD = 3  # points of a curve that may be on their way
@@ -35,13 +35,13 @@ KEPT_STARTS = 4  # first states of models that are kept on the device
 Replay = Callable[[], None]
 
 
-class Starts:
+class InitialStates:
     """The first states of models, by seed, on the device."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
 
-    def of(self, key: Any, setting: Setting) -> list[Tensor]:
+    def of(self, key: Any, setting: TrainingSetup) -> list[Tensor]:
         """Parameters and buffers of a fresh model; `key` tells models apart."""
         found = self._kept.pop((key, setting.seed), None)
         if found is None:
@@ -62,9 +62,9 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 class LaneRun:
     """A training in a lane: what is known of its trial so far, and where it is."""
 
-    setting: Setting
+    setting: TrainingSetup
     head: Trial
-    curve: Curve
+    curve: LossCurve
     tests: list[Pair]
     batches: Iterator[Pair] = field(default_factory=lambda: iter(()))
     num_queued: int = 0  # steps
@@ -74,7 +74,7 @@ class LaneRun:
 class Lane:
     """A model, its session and its optimizer, with which one run after the other is trained."""
 
-    def __init__(self, setting: Setting, key: Any, starts: Starts) -> None:
+    def __init__(self, setting: TrainingSetup, key: Any, starts: InitialStates) -> None:
         self.setting, self._key, self._starts = setting, key, starts
         self.is_cuda = setting.device.type == "cuda"
         self._stream = torch.cuda.Stream(setting.device) if self.is_cuda else None
@@ -121,7 +121,7 @@ class Lane:
             with self._session.capturing():
                 call()
         if _drawn(self.setting.device) != drawn:
-            raise NotAlike("its model draws random numbers, which runs side by side would share")
+            raise LayoutMismatch("its model draws random numbers, which runs side by side would share")
         if not self.is_cuda:
             return call
         graph = torch.cuda.CUDAGraph()
@@ -150,7 +150,7 @@ class Lane:
             batches = _batches(setting)
             first = next(batches)
             if layout(*first) != layout(self._x, self._answers):  # random bits follow the order of memory
-                raise NotAlike("its batches lie otherwise in memory than those that were captured")
+                raise LayoutMismatch("its batches lie otherwise in memory than those that were captured")
             run.batches = chain([first], batches)
         self.run = run  # now that nothing can be refused any more
 
@@ -251,7 +251,7 @@ def layout(x: Tensor, answers: Tensor) -> Any:
     return tuple((tuple(part.shape), part.stride(), part.dtype) for part in (x, answers))
 
 
-def _batches(setting: Setting) -> Iterator[Pair]:
+def _batches(setting: TrainingSetup) -> Iterator[Pair]:
     return setting.task.data.batches_ahead(setting.task.batch, seed=setting.seed, device=setting.device)
 
 
@@ -272,5 +272,5 @@ def _drawn(device: torch.device) -> Any:
     return on_device, torch.get_rng_state().numpy().tobytes(), random.getstate()
 
 
-class NotAlike(Exception):
+class LayoutMismatch(Exception):
     """Why runs cannot share a graph."""

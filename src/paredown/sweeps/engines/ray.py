@@ -16,7 +16,7 @@ from typing import Any, final
 
 from paredown.errors import SweepError
 from paredown.sweeps.engines.engine import Engine, RunTrial, failed, run_safely
-from paredown.sweeps.store import Claim, Ended
+from paredown.sweeps.store import Claim, EndedTrial
 from paredown.sweeps.sweep import TrialSpec
 from paredown.tasks.trial import Status, Trial
 
@@ -47,7 +47,7 @@ class RayEngine(Engine):
         limit = claim.spec.settings.timeout_seconds
         self._running[self._remote.remote(self._run, claim.spec)] = (claim, None if limit is None else time.monotonic() + limit)
 
-    def wait(self, seconds: float) -> list[Ended]:
+    def wait(self, seconds: float) -> list[EndedTrial]:
         """The trials that ended, after at most `seconds`."""
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds)
         ended = [self._get(reference) for reference in ready]
@@ -65,20 +65,20 @@ class RayEngine(Engine):
         self._running = {}
         return left
 
-    def _get(self, reference: Any) -> Ended:
+    def _get(self, reference: Any) -> EndedTrial:
         claim, _ = self._running.pop(reference)
         try:
-            return Ended(claim, Trial.from_json(json.loads(self._ray.get(reference))))
+            return EndedTrial(claim, Trial.from_json(json.loads(self._ray.get(reference))))
         except self._ray.exceptions.WorkerCrashedError:
-            return Ended(claim, None, "its process on the cluster died (the machine may have run out of memory)")
+            return EndedTrial(claim, None, "its process on the cluster died (the machine may have run out of memory)")
         except self._ray.exceptions.RayError as error:
-            return Ended(claim, None, f"Ray lost it: {type(error).__name__}")
+            return EndedTrial(claim, None, f"Ray lost it: {type(error).__name__}")
 
-    def _end(self, reference: Any) -> Ended:
+    def _end(self, reference: Any) -> EndedTrial:
         claim, _ = self._running.pop(reference)
         self._ray.cancel(reference, force=True)
         reason = f"no result after {claim.spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
-        return Ended(claim, failed(claim.spec, reason, Status.KILLED))
+        return EndedTrial(claim, failed(claim.spec, reason, Status.KILLED))
 
 
 def _run_remotely(run: RunTrial, spec: TrialSpec) -> str:
