@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +97,8 @@ def test_formats_need_no_torch() -> None:
 def test_everything_works_where_triton_is_missing() -> None:
     code = """
 import sys
+from importlib import import_module
+from pathlib import Path
 sys.modules["triton"] = None  # as if it were not installed
 import torch
 import paredown
@@ -108,3 +112,16 @@ print(paredown.encode(torch.full((2, 8), 7.0), "int4/8@bf16").decode().sum().ite
 
 def test_importing_and_encoding_print_nothing() -> None:
     assert run("import torch, paredown; paredown.round_trip(torch.ones(4), 'e4m3fn')") == ""
+
+
+PACKAGES = ("assign", "integrations", "papers", "pick", "plan", "report", "session", "simulate", "sweeps", "tasks", "trace")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_name_of_a_package_resolves(package: str) -> None:
+    module = import_module(f"paredown.{package}")
+    submodules = {path.stem for path in Path(module.__path__[0]).glob("*.py")}
+    assert module.__all__ and not submodules & set(module.__all__), "a submodule of the same name would replace it when imported"
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    with pytest.raises(AttributeError, match=f"module 'paredown.{package}' has no attribute 'unheard_of'"):
+        _ = module.unheard_of

@@ -1,9 +1,7 @@
-"""Imports point up the list of packages: what a layer may import is a row of ALLOWED, in the order of the rows; a new folder
-needs a new row.
+"""Imports point up the list of packages: what a layer may import is a row of ALLOWED, in the order of the rows; a new folder needs a new row.
 
-`apply` and `verify` are a layer of their own: they start sessions of `session/` or of `simulate/`, and simulate mode uses the
-changes and the
-activation checkpointing of `session/`.
+`apply` and `verify` are a layer of their own: they start sessions of `session/` or of `simulate/`, and simulate mode uses the changes and
+the activation checkpointing of `session/`.
 """
 
 from __future__ import annotations
@@ -17,11 +15,12 @@ PACKAGE = Path(__file__).parent.parent / "src" / "paredown"
 TORCH = frozenset({"torch", "numpy", "triton"})
 MOST_FILES = 15  # of a package, beside __init__.py
 ENTRANCES = (("session", "session"), ("session", "verify"), ("session", "__init__"))
-BASE = frozenset({"errors", "roles", "sizes", "tables", "serial"})
+BASE = frozenset({"errors", "lazy", "roles", "sizes", "tables", "serial"})
 STEP = BASE | {"formats", "trace", "plan"}
 # layer: (layers of paredown, packages from elsewhere beside the standard library); rows stand below all that they import
 ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": (frozenset(), frozenset()),
+    "lazy": (frozenset(), frozenset()),
     "roles": (frozenset(), frozenset()),
     "serial": (frozenset({"errors"}), frozenset()),
     "sizes": (frozenset({"errors", "serial"}), frozenset()),

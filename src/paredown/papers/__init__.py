@@ -1,1 +1,64 @@
 """PEPPP and the mixed-precision assignments paper as published; PEPPP's configurations are in `simulate/peppp.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paredown.lazy import loader
+
+if TYPE_CHECKING:
+    from paredown.papers.mixed_precision_assignments import (
+        BASELINES,
+        demote,
+        groups_of,
+        high_plan,
+        low_ratio,
+        memory_factor,
+        plan_of,
+        total_bytes,
+    )
+    from paredown.papers.peppp_cross_validation import SETTINGS, Matrices, judge, trials
+    from paredown.papers.peppp_experiment_design import PICKERS, Pooled
+
+__all__ = [
+    "BASELINES",
+    "PICKERS",
+    "SETTINGS",
+    "Matrices",
+    "Pooled",
+    "demote",
+    "groups_of",
+    "high_plan",
+    "judge",
+    "low_ratio",
+    "memory_factor",
+    "plan_of",
+    "total_bytes",
+    "trials",
+]
+
+__getattr__ = loader(
+    __name__,
+    {
+        "mixed_precision_assignments": (
+            "BASELINES",
+            "demote",
+            "groups_of",
+            "high_plan",
+            "low_ratio",
+            "memory_factor",
+            "plan_of",
+            "total_bytes",
+        ),
+        "peppp_cross_validation": (
+            "Matrices",
+            "SETTINGS",
+            "judge",
+            "trials",
+        ),
+        "peppp_experiment_design": (
+            "PICKERS",
+            "Pooled",
+        ),
+    },
+)

@@ -1,0 +1,26 @@
+"""Names that a package exports and loads when they are first used (PEP 562).
+
+A package keeps a table from each name to the module that defines it. `import paredown.tasks` then imports no module of it, and
+`from paredown.tasks import Task` imports one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def loader(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """The `__getattr__` of `package`, whose names are defined in these modules of it: {module: names}."""
+    home = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
+
+    def load(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(home[name]), name)
+        setattr(sys.modules[package], name, value)  # the next look-up finds it
+        return value
+
+    return load
