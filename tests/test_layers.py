@@ -1,4 +1,4 @@
-"""Imports point up the list of packages: what a layer may import is a row of ALLOWED, in the order of the rows; a new folder needs a new row.
+"""Imports point up the list of packages: what a layer may import is a row of ALLOWED, in order; a new folder needs a new row.
 
 `apply` and `verify` are a layer of their own: they start sessions of `session/` or of `simulate/`, and simulate mode uses the changes and
 the activation checkpointing of `session/`.
