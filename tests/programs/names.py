@@ -3,7 +3,7 @@
 Every value of a program has 8192 numbers in one of three forms: rows (64, 128), sequences (4, 16, 128) and images (4, 32, 8, 8).
 """
 
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
 # torch declares backward(ctx, *grad_outputs), and calls it with as many as there are.
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.programs.operations import BY_NAME, OPERATIONS, Operation
 Note = Callable[[Tensor, int], Tensor]  # a value, and the number in its name
 PLAIN, NESTED, THREADS = "one after the other", "nested", "threads"
 MAX_LINES = 18
-LAYERS = [row for row in OPERATIONS if row.modules and row.modules[0].startswith("nn.Sequential") and not row.kind]
+LAYERS = [BY_NAME[name] for name in ("linear", "gelu", "silu", "relu", "layer norm", "batch norm 1d", "norm, gelu, linear")]
 TWIN = 40  # added to the number of a line for that of its twin
 
 
@@ -200,7 +200,8 @@ def draw(number: int, attempt: int = 0) -> Program:
     """The program of a number; `attempt` counts those that PyTorch refused."""
     rng = random.Random(f"{number}, attempt {attempt}")
     options = _options(rng)
-    has_twins = options.structure == THREADS and rng.random() < 0.3
+    has_twins = options.structure == THREADS and rng.random() < 0.6
+    num_twins = 1 + int(rng.expovariate(1 / 3))
     count = min(MAX_LINES, 2 + int(rng.expovariate(1 / 6)))
     num_blocks = rng.randint(1, min(3, count)) if options.structure == PLAIN else rng.randint(2, min(3, count))
     blocks = sorted([*range(num_blocks), *(rng.randrange(num_blocks) for _ in range(count - num_blocks))])
@@ -209,9 +210,9 @@ def draw(number: int, attempt: int = 0) -> Program:
     for place, block in enumerate(blocks):
         if has_twins and block == 1:
             continue
-        row = rng.choice(LAYERS if options.structure == THREADS and rng.random() < 0.4 else table)
+        row = rng.choice(LAYERS if has_twins and rng.random() < 0.5 else table)
         lines.append(_line(rng, row, lines, (place, block), is_apart=options.structure == THREADS and block == 1))
-        if has_twins and block == 0:
+        if has_twins and block == 0 and place < num_twins:
             lines.append(_twin(lines[-1], lines))
     return Program(number, tuple(lines), options)
 
@@ -227,7 +228,11 @@ def _line(rng: random.Random, row: Operation, lines: list[Line], at: tuple[int, 
 
 
 def _twin(line: Line, lines: list[Line]) -> Line:
-    """The same operation in the second block, with parameters of its own: nodes of both threads then have the same numbers."""
+    """The same operation in the second block, with parameters of its own: nodes of both threads then have the same numbers.
+
+    The second block ends before the first: in versions that took nodes of one number for one node, what followed was computed from the
+    other thread's values.
+    """
     renamed = {other.output: f"v{TWIN + int(other.output[1:])}" for other in lines if other.block == 0}
     inputs = tuple(renamed.get(name, name) for name in line.inputs)
     return replace(line, output=renamed[line.output], inputs=inputs, block=1, module=line.module + TWIN)

@@ -10,9 +10,20 @@ from __future__ import annotations
 import pytest
 
 from tests.programs.judging import E4M3, INT8, UINT4, Rounded, differences, drawn, faults_of_exact, faults_of_rounded
+from tests.programs.operations import BY_NAME
+from tests.programs.programs import PLAIN, THREADS, Line, Options, Program
 from tests.programs.running import run
 from tests.support.scale import scaled
 
+# Programs whose gradients were wrong: operations of the first block, of the second one, and their structure.
+FOUND = {
+    "views of one mask storage": (("linear", "two views"), (), PLAIN),
+    "three views of one storage": (("linear", "three views"), (), PLAIN),
+    "halves of one storage": (("linear", "views of halves"), (), PLAIN),
+    "threads of which one ends before a layer": (("linear", "gelu", "linear"), ("linear", "gelu"), THREADS),
+    "threads of which one ends after a norm": (("linear", "layer norm", "linear"), ("linear", "layer norm"), THREADS),
+    "attention with large logits": (("linear", "custom square", "softmax over rows", "causal attention"), (), PLAIN),
+}
 NUM_PROGRAMS = scaled(200)
 CHUNK = 25
 # Every program runs under int8; one in so many also under formats of fewer bits.
@@ -38,3 +49,24 @@ def test_gradients_of_random_programs(first: int) -> None:
     assert len(unrepeatable) <= 1, f"programs {unrepeatable} differ from themselves when they run unmodified twice"
     faults = [f"program {number}: {fault}" for number, faults in found.items() if faults != ["not repeatable"] for fault in faults]
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_gradients_that_were_wrong(name: str) -> None:
+    first, second, structure = FOUND[name]
+    lines = [*chain(first, 0), *chain(second, 1)]
+    program = Program(1, tuple(lines), Options(structure=structure, needs_input_gradient=True))
+    expected = run(program)
+    faults = faults_of_exact(program, expected)
+    faults += [fault for rounded in (INT8, UINT4) for fault in faults_of_rounded(program, expected, rounded)]
+    assert not faults, "\n".join([*faults, str(program)])
+
+
+def chain(operations: tuple[str, ...], block: int) -> list[Line]:
+    """Lines of a block, each of which takes the value before it."""
+    names = ["x", *(f"v{10 * block + place}" for place in range(len(operations)))]
+    rows = enumerate(zip(operations, names, names[1:], strict=False))
+    return [
+        Line(name, made, (taken,) * BY_NAME[name].num_inputs, block, 10 * block + place, 5, 0.5)
+        for place, (name, taken, made) in rows
+    ]
