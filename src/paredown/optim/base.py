@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paredown.errors import OptimError
+from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
 from paredown.optim import state_dict as checkpoint
 from paredown.optim.batched_update import update_one
@@ -41,6 +42,8 @@ from paredown.optim.parameter_state import (
     FROM_TIER,
     SLOTS,
     ParameterState,
+    RequestedFormats,
+    SlotFormats,
     check_gradient,
     check_group,
     check_parameter,
@@ -235,24 +238,55 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._counts.keep(num_kept)
 
     def _admit(self, parameter: Tensor, index: int, place: str) -> None:
-        choices = choose(parameter, self.param_groups[index], place)
+        request = request_of(parameter)
+        choices = choose(parameter, self.param_groups[index], request, place)
         entry = ParameterState(parameter, index, len(self._entries), choices, self._counts.add(local(parameter).device))
-        _check_weight(entry)
-        self._check_options(entry)
+        check_weight(parameter, choices, entry.weight.packed.format if entry.weight is not None else None, request)
+        self._check_options(index, choices)
         set_owner(parameter, self)
         self._entries.append(entry)
         self._by_id[id(parameter)] = entry
+        self._attach_hook(entry)
+
+    def _attach_hook(self, entry: ParameterState) -> None:
         entry.hook = hook_of(self, entry)
         if entry.hook is not None:
             entry.hook.attach()
             self._hooks.append(entry.hook)
 
-    def _check_options(self, entry: ParameterState) -> None:
-        """Refuse options of torch.optim that there is no packed form of."""
-        group = self.param_groups[entry.group]
-        asked = [name for name in NOT_PACKED if group.get(name)]
-        if asked and not self.is_torchs(entry):
-            raise OptimError(f"{asked[0]}=True has no packed form ({entry.name}): leave it out, or give that group tier='full'.")
+    def _check_options(self, index: int, choices: SlotFormats) -> None:
+        """Raise OptimError for options of torch.optim that packed state does not support."""
+        requested = [name for name in NOT_PACKED if self.param_groups[index].get(name)]
+        if requested and not self._is_full(choices):
+            raise OptimError(
+                f"{requested[0]}=True has no packed form ({choices.name}): leave it out, or give that group tier='full'."
+            )
+
+    # --- a plan that is applied after the optimizer was made --------------------------------------------------------------
+
+    @property
+    def has_started(self) -> bool:
+        """Whether there is state, or a sum of gradients, that new formats would have to be converted from."""
+        return bool(self.updates or self._waiting or any(entry.step for entry in self._entries) or any(self.state.values()))
+
+    def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
+        """Raise OptimError if this optimizer cannot store `parameter` and its state as `request` says; changes nothing."""
+        entry = self._by_id[id(parameter)]
+        choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
+        packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the session will pack it in this
+        check_weight(parameter, choices, packed_format, request)
+        self._check_options(entry.group, choices)
+
+    def follow_request(self, parameter: Tensor) -> None:
+        """Take the formats that the plan of a session gives to `parameter`, as if the optimizer had been made after `apply`."""
+        entry = self._by_id[id(parameter)]
+        if entry.hook is not None:
+            entry.hook.remove()
+        entry.choices = choose(parameter, self.param_groups[entry.group], request_of(parameter), entry.name)
+        entry.weight, entry.gradient, entry.shadow, entry.unit = weight_of(parameter), None, None, None
+        self._attach_hook(entry)
+        self._torch, self._full = None, None
+        self._rounds.forget()
 
     def let_go(self, parameter: Tensor) -> None:
         """Another optimizer takes this parameter over: its gradients are no longer folded here."""
@@ -375,7 +409,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     def is_torchs(self, entry: ParameterState) -> bool:
         """Whether torch's own optimizer serves this parameter."""
-        return entry.choices.is_full and not self.memory.release and self.has_torch
+        return self._is_full(entry.choices)
+
+    def _is_full(self, choices: SlotFormats) -> bool:
+        return choices.is_full and not self.memory.release and self.has_torch
 
     has_torch = True  # whether torch.optim has an optimizer of this name
 
@@ -424,22 +461,21 @@ def _remove_all(hooks: list[Any]) -> None:
         hook.remove()
 
 
-def _check_weight(entry: ParameterState) -> None:
-    """Refuse a weight format that nothing can give."""
-    format, dtype = entry.choices.format(Role.WEIGHT), entry.parameter.dtype
-    if format is None or entry.choices.is_small or isinstance(entry.parameter, DTensor):
+def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format | None, request: RequestedFormats | None) -> None:
+    """Raise OptimError for a weight format that the optimizer cannot provide; `packed_format` is that of the session's packed weight."""
+    format, dtype = choices.format(Role.WEIGHT), parameter.dtype
+    if format is None or choices.is_small or isinstance(parameter, DTensor):
         return
-    if entry.weight is not None and entry.weight.packed.format != format:
+    if packed_format is not None and packed_format != format:
         raise OptimError(
-            f"{entry.name} waits in {entry.weight.packed.format} by the session's plan, and the optimizer asks for {format}. Apply a plan "
+            f"{choices.name} is stored in {packed_format} by the session's plan, and the optimizer asks for {format}. Apply a plan "
             f"with weight='{format}', or leave weight= and tier= to the plan."
         )
-    asked = request_of(entry.parameter)
-    if asked is not None and asked.choices[Role.WEIGHT][0] == format:
-        return  # the session left it as it is, and says why in its changes
-    if entry.weight is None and not (str(format) == "bf16" and dtype is torch.bfloat16):
+    if request is not None and request.choices[Role.WEIGHT][0] == format:
+        return  # packed by the session, or left plain for a reason that session.changes reports
+    if packed_format is None and not (str(format) == "bf16" and dtype is torch.bfloat16):
         raise OptimError(
-            f"weight='{format}' for {entry.name} ({str(dtype).removeprefix('torch.')}) needs the model, not its parameters alone: call "
-            f"paredown.apply(paredown.Plan.uniform(weight='{format}'), model) first. Or give weight=None: weights then stay as they are, "
+            f"weight='{format}' for {choices.name} ({str(dtype).removeprefix('torch.')}) needs the model, not its parameters alone: call "
+            f"paredown.apply(paredown.Plan.uniform(weight='{format}'), model) first. Or give weight=None: weights then stay unmodified, "
             "and moments and gradients are packed."
         )

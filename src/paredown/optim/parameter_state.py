@@ -122,11 +122,10 @@ class SlotFormats:
 PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 
 
-def choose(parameter: Tensor, group: Mapping[str, Any], place: str) -> SlotFormats:
-    """What the slots of `parameter` get in its group; `place` names it in messages."""
-    asked = request_of(parameter)
-    name = asked.name if asked is not None else place
-    wanted = {role: _wanted(role, group, asked, name) for role in SLOTS}
+def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormats | None, default_name: str) -> SlotFormats:
+    """The formats of the slots of `parameter`, from its parameter group and the plan's `request`; `default_name` is used without a plan."""
+    name = request.name if request is not None else default_name
+    wanted = {role: _wanted(role, group, request) for role in SLOTS}
     if not any(format for format, _ in wanted.values()):
         return SlotFormats(name, True, False, dict.fromkeys(SLOTS, PLAIN), wanted)
     if is_small(parameter.shape):
@@ -151,7 +150,7 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
 
 
-def _wanted(role: Role, group: Mapping[str, Any], asked: RequestedFormats | None, name: str) -> Choice:
+def _wanted(role: Role, group: Mapping[str, Any], asked: RequestedFormats | None) -> Choice:
     given, tier = group.get(role.value, FROM_TIER), group.get("tier")
     rounding: Rounding | None = None
     if not (isinstance(given, str) and given == FROM_TIER):
