@@ -12,7 +12,7 @@ from torch import Tensor
 from paredown.codec.packed import encode
 from paredown.codec.reference import PackedParts
 from paredown.formats.rounding import Rounding, Seed
-from paredown.optim import reference
+from paredown.optim import batched_update, reference
 from paredown.optim.batched_update import Batch
 from paredown.optim.reference import UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES
@@ -65,6 +65,18 @@ def test_updates(rule: str, tier: str, device: str) -> None:
     kernels.LaunchGroup(RULES[rule], there, 6).update(hypers, rows, steps)
     for u, other, row, step in zip(units, there, rows, steps, strict=True):
         reference.update(RULES[rule], u, hypers[row], step, 6)
+        assert_same_unit(other, u)
+
+
+@every_device
+def test_batches_launch_the_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":  # without a GPU a batch uses the reference: let it choose the interpreted kernels
+        monkeypatch.setattr(batched_update, "_kernels_for", lambda unit, layout: kernels)
+    units = units_of("adamw", "lpmm")
+    there = [moved(u, device) for u in units]
+    Batch(RULES["adamw"], there, 6).update([HYPERS["adamw"]], 0, 3)
+    for u, other in zip(units, there, strict=True):
+        reference.update(RULES["adamw"], u, HYPERS["adamw"], 3, 6)
         assert_same_unit(other, u)
 
 

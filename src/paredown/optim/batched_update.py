@@ -124,7 +124,7 @@ def _find_kernels() -> ModuleType | None:
 def _group(rule: Rule, units: Sequence[UpdateUnit], seed: int) -> Any:
     kernels = _find_kernels()
     assert kernels is not None
-    return kernels.Group(rule, units, seed)
+    return kernels.LaunchGroup(rule, units, seed)
 
 
 def _is_aligned(unit: UpdateUnit) -> bool:
