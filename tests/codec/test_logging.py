@@ -34,8 +34,8 @@ def nothing_said_yet() -> Iterator[None]:
 
 
 def forget() -> None:
-    backend._say_once.cache_clear()
-    backend._say_cpu_once.cache_clear()
+    backend._log_once.cache_clear()
+    backend._log_cpu_once.cache_clear()
 
 
 def use_everything() -> None:

@@ -271,7 +271,7 @@ def test_sparse_complex_and_misfit_gradients_are_refused() -> None:
         Accumulator(nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64)), hook.gradient)
     embedding.weight.grad = None
     embedding.weight.data = torch.zeros(10, 64)
-    with pytest.raises(OptimError, match=r"shape \(10, 64\).*\(80, 64\).*Make the optimizer again"):
+    with pytest.raises(OptimError, match=r"shape \(10, 64\).*\(80, 64\).*Make a new optimizer"):
         embedding.weight.sum().backward()
     with pytest.raises(OptimError, match="logical"):
         PackedGradient(encode(torch.zeros(64, 64).t(), FORMAT), Seed(0))

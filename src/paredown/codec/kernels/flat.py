@@ -1,17 +1,17 @@
-"""Launches for flat tensors, many of them in a step: encode, one bit a value, and decode with what follows from it.
+"""Kernels and launches for flat tensors, of which a step has many: encode, one-bit masks, and decode with recomputation.
 
-Everything that depends on the size and the format alone is worked out once and kept.
+Everything that depends on the size and the format alone is computed once and cached.
 
-One exact bit a value. One program covers a tile of TILE values, eight of which make a byte, the first one lowest:
+Masks have one exact bit per value. One program covers a tile of TILE values, eight of which make a byte, the first one lowest:
 
 x      [ x0 x1 x2 x3 x4 x5 x6 x7 | x8 ... ]      bit = not (x <= low or x >= high)
 bits   [ b7b6b5b4b3b2b1b0        | ...    ]
 
-Codes to values to what follows from them: decode, a norm, an activation, one pass over memory. `codec/recompute.py` has the formulas.
+Recomputation: decode, apply a norm and an activation function, in one pass over memory. `codec/recompute.py` has the formulas.
 
 codes   [ c0 c1 c2 c3 c4 c5 c6 c7 ]      one program decodes a tile of TILE values,
 norm    [ n0 n1 n2 n3 n0 n1 n2 n3 ]      normalises each by its channel (here 4 of them, next to each other),
-bits    [ b7..b0                  ]      and keeps what a ReLU kept
+bits    [ b7..b0                  ]      and zeroes the values that ReLU zeroed
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _mask_launch(name: str, numel: int) -> Launch:
 
 @cache
 def covers_recompute(format: Format) -> bool:
-    """Whether there is a kernel that goes on from decoded values: blocks of a float or an integer."""
+    """Whether the kernels for flat tensors cover a format: blocks of a float or an integer."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     return (
         format.block is not None
@@ -298,7 +298,7 @@ def recompute(packed: PackedTensor, steps: DecodeSteps, dtype: torch.dtype) -> T
     """What follows from flat packed values; see `codec/recompute.py`."""
     format, norm, numel = packed.format, steps.norm, packed.shape.numel()
     out = torch.empty(numel, dtype=dtype, device=packed.device)
-    given = (norm.weight, norm.bias, norm.mean, norm.deviation) if norm else (None,) * 4
+    given = (norm.weight, norm.bias, norm.mean, norm.rstd) if norm else (None,) * 4
     pointers = (packed.codes, out, *shared_of(packed.parts, out)[:2], *(out if t is None else t for t in (*given, steps.bits)))
     shape = (norm.channels, norm.inner, norm.by_row, norm.weight is not None, norm.bias is not None) if norm else None
     for launch in _recomputes(numel, format, shape, steps.activation):

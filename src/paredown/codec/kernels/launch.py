@@ -1,6 +1,6 @@
 """The host's side of the kernels: what they cover, the constants they are compiled with, their tiles, and their launches.
 
-Launching a kernel again without Triton's binding of arguments, which takes 60 to 80 microseconds for some thirty of them.
+`Launch` calls a kernel repeatedly without Triton's binding of arguments, which takes 60 to 80 microseconds for about thirty arguments.
 
 A `Launch` is a kernel with its grid, its constants and those arguments that do not change. The first call for a device and dtypes goes
 through Triton and keeps the compiled kernel, later ones call that directly. What else Triton compiles for is the same each time: pointers
@@ -81,7 +81,7 @@ class Launch:
 
 
 class Repeated:
-    """Launches again and again with the same pointers but one: they go as numbers, which the launcher need not ask tensors for.
+    """Repeated launches with the same pointers except one: pointers are passed as numbers, which saves the launcher a call per tensor.
 
     `pointers`: None stands where `out` goes. The tensors are kept.
     """
@@ -105,7 +105,7 @@ class Repeated:
             kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *numbers, *rest)
 
     def _launch(self, out: Tensor) -> None:
-        """By way of `Launch`; the next time it is quick, if that found it can be."""
+        """Launch through `Launch`; the next call launches directly, if `Launch` has a compiled kernel."""
         pointers = tuple(out if p is None else p for p in self._pointers)
         for launch in self._launches:
             launch(pointers)
@@ -183,7 +183,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """`decode_rows` of the same parts again and again; what does not depend on `out` is looked up once."""
+    """A function that decodes the same parts repeatedly; everything that does not depend on `out` is looked up once."""
     assert parts.codes is not None
     shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
     table = _table(encoding.format.element, Rounding.NEAREST_EVEN, parts.codes.device)
@@ -223,7 +223,7 @@ def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, 
 
 
 def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, tile: int) -> None:
-    """Many tensors in one launch; `runtime_formats.round_many_kernel` says what the first two hold when it runs."""
+    """Round many tensors in one launch; `runtime_formats.round_many_kernel` describes the contents of the first two arguments."""
     constants = {"ROUNDING": ROUNDINGS[rounding].value, "TILE": tile, "num_warps": 4, "enable_fp_fusion": False}
     runtime_formats.round_many_kernel[(owners.numel(),)](owners, table, step, **constants)
 
@@ -324,13 +324,13 @@ def device_spec(element: Element, overflow: Overflow, device: torch.device) -> T
 
 @cache
 def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor:
-    """For a table: the float32 at which each code gives way to the next, in 2^width places, then the value of every code."""
+    """For a table: the float32 from which on the next code is used, in 2^width entries, then the value of every code."""
     if element.kind is not ElementKind.TABLE:
         return torch.zeros(1, device=device)
     pairs = zip(element.table, element.table[1:], strict=False)
     thresholds = [_threshold(code, low, high, element, rounding) for code, (low, high) in enumerate(pairs)]
-    room = (1 << element.width) - len(thresholds)
-    return torch.tensor([*thresholds, *[0.0] * room, *element.values()], dtype=torch.float32, device=device)
+    num_unused = (1 << element.width) - len(thresholds)
+    return torch.tensor([*thresholds, *[0.0] * num_unused, *element.values()], dtype=torch.float32, device=device)
 
 
 def _threshold(code: int, low: float, high: float, element: Element, rounding: Rounding) -> float:

@@ -3,7 +3,7 @@
 One program covers a tile of TILE values of one row. With blocks the tile is (TILE / BLOCK_LEN, BLOCK_LEN):
 
     x        [ x0 x1 x2 x3 | x4 x5 x6 x7 ]     TILE = 8, BLOCK_LEN = 4, int4
-    scale    [ s0          | s1          ]     s = max |x| / 7 of each block, rounded up as it is stored
+    scale    [ s0          | s1          ]     s = max |x| / 7 of each block, rounded up to its stored type
     codes    [ c1c0  c3c2  | c5c4  c7c6  ]     c = x / s rounded; neighbours are joined within a thread
 
 Rows that end on a byte and a block follow each other without gaps, and are then one long row.

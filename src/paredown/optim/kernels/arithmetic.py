@@ -1,12 +1,12 @@
 """Device functions of the rules: roots, reciprocals, and one update of a number. `rules.py` defines them; values to values, no memory.
 
 A root and a reciprocal are approximated by the special function unit and corrected by one step of Newton's method whose residual is exact,
-which rounds correctly between the range that is checked or known; the compiler's own root and division also branch for what lies outside.
+which rounds correctly within the checked range; the root and the division of the compiler also branch for values outside of it.
 
-Where the values of a tile are: offsets and masks, loads and stores, scales, random bits.
+Tiles: offsets and masks, loads and stores, scales, random bits.
 
 A tile is NB blocks of BLOCK values that follow each other, counted along the rows. Where rows end with a block they have no gaps, and a
-whole tile is one RUN of memory. Otherwise each block is found from its row, and what lies past the end of the row or the tensor is masked:
+whole tile is one RUN of memory. Otherwise addresses are computed from the row, and values past the end of a row or the tensor are masked:
 EVEN if rows have a multiple of 16 values, which are then read together, RAGGED if not. In a RUN and in EVEN tiles the index of a block's
 first value in the whole tensor is a multiple of 4.
 

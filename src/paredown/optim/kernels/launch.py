@@ -5,7 +5,7 @@ Sums of squares of many packed tensors, in two launches whatever their number: o
     tile      squares[i] = sum over its values of (code value * scale)^2
     tensor    sum of its tiles, in their order: the same bits every time, which atomic additions would not give
 
-A tensor is one long row here: rows that end within a block go another way.
+Each tensor is treated as one long row; tensors whose rows end within a block are decoded instead (`covers_squares`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RULE_NUMBERS = {
 }
 STORAGES = {torch.float32: slots.PLAIN_FP32.value, torch.bfloat16: slots.PLAIN_BF16.value, torch.float16: slots.PLAIN_FP16.value}
 COLUMNS = update.COLUMNS.value
-NUM_HYPERS = 12  # of a row: at most 9 numbers, and room to 16 bytes
+NUM_HYPERS = 12  # of a row: at most 9 numbers, padded to a multiple of 16 bytes
 TILE, RAGGED_TILE = 2048, 1024  # values; 16 and 8 for each thread
 WARPS = 4
 MAX_REGISTERS = 96  # 20 warps at a time: loads of one cover the arithmetic of others

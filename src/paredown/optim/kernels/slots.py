@@ -246,7 +246,7 @@ def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def stochastic(y, random, ELEMENT: tl.constexpr):
-    """Codes of y, rounded to whole numbers as codec's `reference.rounded_magnitude` says.
+    """Codes of y, rounded to whole numbers as in `codec/reference.py`, `rounded_magnitude`.
 
     It takes the top random bits, and rounds magnitudes: below zero the shift rounds down, and adding the complement gives the same.
     """

@@ -1,10 +1,10 @@
 """One update of many tensors in one launch, and of one tensor at once: decode, rule, encode. `optim/reference.py` defines it.
 
-A program covers tiles of NB blocks of one tensor, one after the other. Which one is looked up, and so is all that is known of it:
+A program covers tiles of NB blocks of one tensor, one after the other. The tensor and its addresses are read from tables:
 
     owners   [ 0 0 0 1 2 2 ]        program -> tensor
     table    [ addresses of its parts | first_tile, cols, ... | keys of its random bits ]        one row of int64 for each tensor
-    grads    [ addresses of its gradient's parts ]        apart, since plain gradients move from step to step
+    grads    [ addresses of its gradient's parts ]        a table of its own, since plain gradients are new tensors in every step
     places   [ row of `hypers`, step ]        one for each tensor, or one for all (stride 0)
 
     tile of 2 blocks of 4:   p p p p | p p p p        codes * scale, then the rule, then max |p'| of each block gives its next scale
@@ -13,7 +13,7 @@ A program covers tiles of NB blocks of one tensor, one after the other. Which on
 Folding a gradient into a packed accumulator, in place: decode, add, encode. `optim/reference.py` defines it.
 
 x = code value * (scale * factor) + gradient * weight        the first time: x = gradient * weight
-scale, codes = codec's encode of x, stochastic               a block that is not finite gets scale NaN, and stays so
+scale, codes = codec's encode of x, stochastic               a block that is not finite gets scale NaN, and remains NaN
 """
 
 from __future__ import annotations
