@@ -154,7 +154,7 @@ def test_a_dtype_that_changes_after_the_optimizer_was_made() -> None:
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_in_a_step_leaves_it_to_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_can_be_repeated_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     optimizer = AdamW(model.parameters(), **PACKED)
     losses(model, optimizer, 1)

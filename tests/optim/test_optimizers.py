@@ -141,7 +141,7 @@ def test_bytes_of_a_tier(tier: str) -> None:
 
 @pytest.mark.parametrize("options", [{"release": True, "tier": "half"}, {"gradient": None, "tier": "half"}])
 def test_plain_gradients_are_not_kept(options: dict[str, Any]) -> None:
-    model = nn.Linear(131, 67, bias=False).bfloat16()  # sizes that nobody else has
+    model = nn.Linear(131, 67, bias=False).bfloat16()  # sizes that occur nowhere else
     optimizer = SGD(model.parameters(), lr=0.1, **options)
     seen: list[weakref.ref[Tensor]] = []
     model.weight.register_hook(lambda grad: seen.append(weakref.ref(grad)))
@@ -220,7 +220,7 @@ def test_schedulers_and_closures() -> None:
 # --- microbatches -----------------------------------------------------------------------------------------------------
 
 
-def test_microbatches_are_a_mean_and_steps_wait_for_them() -> None:
+def test_microbatches_are_averaged_and_the_last_one_updates() -> None:
     model, plain = network(), network()
     optimizer = SGD(model.parameters(), lr=0.1, microbatches=4)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
@@ -256,7 +256,7 @@ def test_packed_microbatches_are_near_the_whole_batch() -> None:
         assert ((whole - parts).norm() / whole.norm()).item() < 0.05
 
 
-def test_accumulators_round_as_they_are_told() -> None:
+def test_accumulators_use_the_rounding_of_the_keyword() -> None:
     model = nn.Linear(128, 64, bias=False)
     optimizer = SGD(model.parameters(), lr=0.1, gradient="int8/64@bf16", rounding={"gradient": "nearest_even"})
     grad = torch.randn(64, 128)
@@ -296,7 +296,7 @@ def test_stochastic_rounding_moves_what_nearest_loses() -> None:
             optimizer.zero_grad()
         moved[rounding] = (model.state_dict()["weight"] - before).mean().item()
     assert abs(moved["nearest_even"]) < 0.05 * 50 * 1e-5  # only blocks whose largest value left its range moved
-    assert moved["stochastic"] == pytest.approx(-50 * 1e-5, rel=0.2)  # 65536 weights: the mean's deviation is some 3 %
+    assert moved["stochastic"] == pytest.approx(-50 * 1e-5, rel=0.2)  # 65536 weights: the standard error of the mean is about 3 %
 
 
 def test_diagnostics_say_so_and_warn() -> None:
@@ -321,7 +321,7 @@ def test_diagnostics_say_so_and_warn() -> None:
         warnings.simplefilter("error")
         optimizer.updates = 1023
         step()
-        step()  # it says so once
+        step()  # it warns once
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_nothing_to_do() -> None:
     model = network()
     optimizer = AdamW([{"params": model.parameters()}, {"params": []}], **PACKED)
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()  # nobody has a gradient
+    optimizer.step()  # no parameter has a gradient
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     x, y = batch(0)
     nn.functional.cross_entropy(model(x), y).backward()

@@ -1,4 +1,4 @@
-"""Released gradients: used in backward, gone afterwards, and whoever needs them is told so."""
+"""Released gradients: used and freed in backward; code that needs them later gets an error that names the remedy."""
 
 from __future__ import annotations
 

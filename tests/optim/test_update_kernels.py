@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from paredown.optim import kernels
 from paredown.optim.kernels import launch
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter, where a GPU says nothing
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -212,7 +212,7 @@ def last_row(slot: UpdateSlot) -> UpdateSlot:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_launches_do_not_wait_and_are_not_compiled_again() -> None:
+def test_launches_do_not_synchronize_or_recompile() -> None:
     u = moved(unit("adamw", TIERS["lpmm"], 64, 128), "cuda")
     batch = Batch(RULES["adamw"], [u], 0)
     for step in (1, 2, 3):

@@ -3,7 +3,7 @@
     add_, sub_                        fold
     mul_, div_, neg_, and in lists    change the factor, one number on the device; so do clip_grad_norm_ and GradScaler
     zero_, detach, copy_, norms       use the codes, or decode one gradient at a time
-    anything else                     decoded; arguments that the schema marks as written are encoded, rounded stochastically
+    anything else                     decoded; arguments that the schema marks for writing are encoded, rounded stochastically
 
 A handler returns NotImplemented for arguments that it does not cover, such as views and factors of more than one number. Lists may hold
 packed and plain gradients; each kind is processed separately.

@@ -12,7 +12,7 @@
     data_ptr, share_memory_, resize_, nn.Parameter(p)   OptimError: there is no memory to point to
 
 Every function call decodes, so loops over single values are slow: take p.detach().clone() first. A view keeps the decoded values that it
-was made from as long as it is alive, and writes to it are encoded into the weight. Views that require a gradient are views of a copy.
+was made from while it is alive, and writes to it are encoded into the weight. Views that require a gradient are views of a copy.
 
 Some functions bypass `__torch_function__`: torch.tensor(p), torch.Tensor(p), torch.as_tensor(p, dtype=...), other.new_tensor(p), and
 other.data = p.data. Builds for CUDA raise an error for these; builds without CUDA read invalid memory and crash. Take p.detach().clone().
@@ -130,7 +130,7 @@ class WeightView(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls from C++, such as those of DistributedDataParallel: arguments that the schema marks as written are encoded."""
+        """Calls from C++, such as those of DistributedDataParallel: arguments that the schema marks for writing are encoded."""
         kwargs = kwargs or {}
         values = DecodedValues(tracks_gradients=False)
         result = func(*values.of(args), **values.of(kwargs))

@@ -142,7 +142,7 @@ class Weight:
         return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
-        """`decode` for reading only: returns the memory that was decoded last as long as it is alive."""
+        """`decode` for reading only: returns the memory that was decoded last if it is still alive."""
         version, ref = self._shared.get(dtype, (-1, None))
         if ref is not None and version == self.version:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -154,7 +154,7 @@ class Weight:
         return made
 
     def exported(self) -> Tensor:
-        """The current values; the same tensor as before as long as it is alive and was not written to."""
+        """The current values; the same tensor as before if that is still alive and was not written to."""
         version, count, ref = self._exported
         made = ref() if ref is not None and version == self.version else None
         if made is None or made._version != count:

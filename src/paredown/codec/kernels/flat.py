@@ -47,7 +47,7 @@ from paredown.formats.rounding import Overflow, Rounding, Seed
 
 @triton.jit
 def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Values to bits, as drawn above."""
+    """Kernel of `pack_mask`, drawn above."""
     start = tl.program_id(0).to(tl.int64) * TILE
     offsets = tl.arange(0, TILE)
     inside = offsets < numel - start
@@ -66,7 +66,7 @@ def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TIL
 
 @triton.jit
 def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Bits to two values."""
+    """Kernel of `unpack_mask`: one of two values for each bit."""
     start = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE // 8)
     if MASKED:
@@ -92,7 +92,7 @@ SILU = tl.constexpr(4)
 
 @triton.jit
 def tanh(x):
-    """By exp, which does not overflow here."""
+    """tanh by way of exp, which does not overflow for these arguments."""
     t = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - t) / (1.0 + t)
     return tl.where(x < 0.0, -y, y)
@@ -100,7 +100,7 @@ def tanh(x):
 
 @triton.jit
 def erf(x):
-    """Abramowitz and Stegun 7.1.26: within 1.5e-7, and half the instructions of the library's."""
+    """Abramowitz and Stegun 7.1.26: within 1.5e-7, with half the instructions of the library function."""
     a = tl.abs(x)
     t = 1.0 / (1.0 + 0.3275911 * a)
     tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -123,7 +123,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
-    """The channel of each value of a tile; next to each other where the tile and the channels allow it."""
+    """The channel of each value of a tile, as a contiguous range if the tile and the channels allow it."""
     if INNER == 1 and TILE % CHANNEL_COUNT == 0:
         return tl.arange(0, TILE) % CHANNEL_COUNT
     elif INNER == 1 and CHANNEL_COUNT % TILE == 0:
@@ -138,7 +138,7 @@ def normed(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """x normalised by its channel's or its row's statistics, then scaled and shifted by its channel's."""
+    """x normalized by the statistics of its channel or row, then scaled and shifted by the weight and bias of its channel."""
     channel = channel_of(start, CHANNEL_COUNT, INNER, TILE)
     if NORM == CHANNELS:
         x = (x - tl.load(mean_ptr + channel)) * tl.load(deviation_ptr + channel)
@@ -163,7 +163,7 @@ def recompute_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
     MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one long row, as drawn above."""
+    """Kernel of `recompute` for a tile of one long row, drawn above."""
     tile = tl.program_id(0).to(tl.int64) + first_tile
     start = tile * TILE
     inside = tl.arange(0, TILE) < numel - start
@@ -200,7 +200,7 @@ STEPS = {
 
 
 class Flat(NamedTuple):
-    """What encoding and decoding so many values in a row takes: sizes, dtypes of scales and minimums, launches."""
+    """Cached data to encode and decode one row of this length: sizes, dtypes of scales and minimums, launches."""
 
     num_bytes: int
     num_blocks: int
@@ -210,7 +210,7 @@ class Flat(NamedTuple):
 
 
 def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
-    """Flat `x` packed; `how`: format, rounding, overflow and "cover". The format has blocks, and no scale of the tensor."""
+    """Flat `x` encoded; `how`: format, rounding, overflow and "cover". The format has blocks and no tensor scale."""
     numel, device = x.numel(), x.device
     random = random_of(seed, numel, how[1])
     flat = _flat(numel, how, random.wide)
@@ -234,7 +234,7 @@ def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
 
 
 def decode_flat(parts: PackedParts, format: Format, out: Tensor) -> Tensor:
-    """The values of a flat packed tensor into flat `out`; the format has blocks, and no scale of the tensor."""
+    """Flat `out`, filled with decoded values; the format has blocks and no tensor scale."""
     assert parts.codes is not None and parts.scales is not None
     scales = parts.scales.view(AS_INTEGERS[parts.scales.dtype])
     minimums = scales if parts.minimums is None else parts.minimums.view(AS_INTEGERS[parts.minimums.dtype])
@@ -295,7 +295,7 @@ def covers_recompute(format: Format) -> bool:
 
 
 def recompute(packed: PackedTensor, steps: DecodeSteps, dtype: torch.dtype) -> Tensor:
-    """What follows from flat packed values; see `codec/recompute.py`."""
+    """The recomputed output from flat packed values; see `codec/recompute.py`."""
     format, norm, numel = packed.format, steps.norm, packed.shape.numel()
     out = torch.empty(numel, dtype=dtype, device=packed.device)
     given = (norm.weight, norm.bias, norm.mean, norm.rstd) if norm else (None,) * 4
@@ -308,7 +308,7 @@ def recompute(packed: PackedTensor, steps: DecodeSteps, dtype: torch.dtype) -> T
 
 @lru_cache(maxsize=1024)
 def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> list[Launch]:
-    """Full tiles, and what is left; `norm`: channels, inner, whether by row, has a weight, has a bias."""
+    """Launches for full tiles and for the rest; `norm`: channels, inner, by_row, has a weight, has a bias."""
     channels, inner, by_row, has_weight, has_bias = norm or (1, 1, False, False, False)
     kind = NO_NORM if norm is None else ROWS if by_row else CHANNELS
     tile = _recompute_tile(format, norm)
@@ -326,10 +326,10 @@ def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bo
 
 
 def _recompute_tile(format: Format, norm: tuple[int, int, bool, bool, bool] | None) -> int:
-    """Values of a tile: so many that it lies within a row or holds whole sets of channels, if that can be."""
+    """Values per tile: such that a tile lies within a row or holds all channels a whole number of times, if possible."""
     most = 2048
     if norm is not None and norm[1] == 1:
         channels, _, by_row, _, _ = norm
-        divisor = channels & -channels  # the largest power of two in it
+        divisor = channels & -channels  # its largest power-of-two divisor
         most = most if divisor == channels and not by_row else min(most, max(divisor, 128))
     return max(most, format.block or 0)
