@@ -296,7 +296,7 @@ def test_hooks_keep_no_parameter_alive() -> None:
     del model
     gc.collect()
     assert gone() is None
-    with pytest.raises(OptimError, match="gone"):
+    with pytest.raises(OptimError, match="was deleted"):
         hooks[0].collect()
 
 

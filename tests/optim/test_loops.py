@@ -187,7 +187,7 @@ def test_the_older_of_two_optimizers_says_that_it_is_out() -> None:
     new = AdamW(model.parameters(), **PACKED)
     losses(model, new, 1)
     backward(model)
-    with pytest.raises(OptimError, match="newer optimizer of paredown.optim has parameter 0 of group 0"):
+    with pytest.raises(OptimError, match=r"newer optimizer of paredown\.optim has parameter 0 of group 0"):
         old.step()
 
 

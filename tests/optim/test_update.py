@@ -353,5 +353,5 @@ def test_gradients_may_move() -> None:
     assert_same_unit(u, again)
     assert_same_unit(kept, again)
     for wrong in (other.float(), other[:100], torch.ones(1, dtype=torch.bfloat16).expand(210)):
-        with pytest.raises(OptimError, match="stored like the one before it"):
+        with pytest.raises(OptimError, match="of the same dtype and size as the one before"):
             batch.update([HYPERS["sgdm"]], 0, 3, [wrong])

@@ -57,7 +57,7 @@ class Weight:
     """The codes of one parameter; packs and unpacks the parameter."""
 
     __slots__ = (
-        "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_ref", "_shared", "_packed_class", "accumulator",
+        "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
         "address", "device_type", "dtype", "empty", "is_checked", "is_pinned", "on_use", "places", "residue", "seen", "size",
         "stride", "users", "version", "written",
     )  # fmt: skip
