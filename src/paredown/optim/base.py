@@ -12,7 +12,7 @@ Which hook a parameter gets (`hook_of`):
 
 Groups, closures, schedulers, hooks and `state` are those of torch. A parameter for which nothing is packed (tier "full") is updated by
 torch.optim itself. With `microbatches` = K, `step()` and `zero_grad()` do nothing until K backward passes were added, and the gradient is
-their mean. An optimizer without state that was made before `paredown.apply` takes over the formats of the plan (`follow_request`).
+their mean. An optimizer without state that was made before `paredown.apply` takes over the formats of the plan (`follow_requests`).
 """
 
 # pyright: reportPrivateUsage=false
@@ -277,14 +277,18 @@ class Optimizer(torch.optim.Optimizer, ABC):
         check_weight(parameter, choices, packed_format, request)
         self._check_options(entry.group, choices)
 
-    def follow_request(self, parameter: Tensor) -> None:
-        """Take the formats that the plan of a session gives to `parameter`, as if the optimizer had been made after `apply`."""
-        entry = self._by_id[id(parameter)]
-        if entry.hook is not None:
-            entry.hook.remove()
-        entry.choices = choose(parameter, self.param_groups[entry.group], request_of(parameter), entry.name)
-        entry.weight, entry.gradient, entry.shadow, entry.unit = weight_of(parameter), None, None, None
-        self._attach_hook(entry)
+    def follow_requests(self) -> None:
+        """Take the formats that the plan of a session gives to each parameter, as if the optimizer had been made after `apply`."""
+        for entry in self._entries:
+            p = entry.parameter
+            choices = choose(p, self.param_groups[entry.group], request_of(p), entry.name)
+            if choices == entry.choices and weight_of(p) is entry.weight:
+                continue
+            if entry.hook is not None:
+                entry.hook.remove()
+            entry.choices, entry.weight = choices, weight_of(p)
+            entry.gradient, entry.shadow, entry.unit = None, None, None
+            self._attach_hook(entry)
         self._torch, self._full = None, None
         self._batches.clear()
 

@@ -69,19 +69,21 @@ SHARDED = "fully_shard brings the gradient of each shard as a plain tensor"
 def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, RequestedFormats]]:
     """The formats that `plan` gives to the parameters of `model`; ApplyError or OptimError if their optimizer cannot follow it."""
     rows: list[tuple[nn.Parameter, RequestedFormats]] = []
+    checked: set[Any] = set()
     for name, parameter in model.named_parameters():
         assigned = {role: plan.find((name,), role) for role in (Role.WEIGHT, *STATE)}
         choices: dict[Role, Choice] = {role: (a.format, a.rounding_in(role)) for role, a in assigned.items()}
         if any(format is not None for format, _ in choices.values()):
             rows.append((parameter, RequestedFormats(name, choices)))
             owner = owner_of(parameter)
-            if owner is not None and owner.has_started:
+            if owner is not None and owner not in checked and owner.has_started:
                 raise ApplyError(
                     f"{type(owner).__name__} of paredown.optim has {name} and has state already ({owner.updates} updates), which is not "
                     "stored in the plan's formats. Apply the plan before the first step and before load_state_dict(); or apply it "
                     "without that optimizer, make a new one, and load export_state() of the old one into it."
                 )
             if owner is not None:
+                checked.add(owner)
                 owner.check_request(parameter, rows[-1][1])
     return rows
 
@@ -90,10 +92,9 @@ def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFo
     """Record the plan's formats for optimizers that are made later, and pass them on to those that were made before."""
     for parameter, request in rows:
         set_request(parameter, request)
-    for parameter in model.parameters():
-        owner = owner_of(parameter)
-        if owner is not None and not owner.has_started:
-            owner.follow_request(parameter)
+    for owner in {owner_of(parameter) for parameter in model.parameters()} - {None}:
+        if not owner.has_started:
+            owner.follow_requests()
 
 
 def withdraw_requests(model: nn.Module) -> None:
