@@ -506,7 +506,7 @@ def test_an_optimizer_with_state_is_refused_by_apply_and_left_unmodified() -> No
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"amsgrad": True}, "amsgrad=True has no packed form"),
-    ({"weight": "bf16"}, "is stored in int8/64@e8m0 by the session's plan, and the optimizer asks for bf16"),
+    ({"weight": "bf16"}, "is stored in int8/64@e8m0 by the session's plan, and the optimizer requests bf16"),
 ])  # fmt: skip
 def test_a_plan_that_contradicts_an_optimizer_made_before_is_refused_before_packing(options: dict[str, Any], message: str) -> None:
     model = network().bfloat16()

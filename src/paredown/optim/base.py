@@ -472,7 +472,7 @@ def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format 
         return
     if packed_format is not None and packed_format != format:
         raise OptimError(
-            f"{choices.name} is stored in {packed_format} by the session's plan, and the optimizer asks for {format}. Apply a plan "
+            f"{choices.name} is stored in {packed_format} by the session's plan, and the optimizer requests {format}. Apply a plan "
             f"with weight='{format}', or leave weight= and tier= to the plan."
         )
     if request is not None and request.choices[Role.WEIGHT][0] == format:
