@@ -38,7 +38,7 @@ def test_the_ends_of_a_block_are_levels() -> None:
 
 
 def test_minimums_are_rounded_down() -> None:
-    """So no value lies below its minimum, which an unsigned code could not say."""
+    """So no value lies below its minimum, which an unsigned code could not represent."""
     x = normal(200, 64, seed=2) * 10
     packed = encode(x, "uint4/64@bf16+bf16")
     assert packed.minimums is not None and packed.minimums.dtype is torch.bfloat16

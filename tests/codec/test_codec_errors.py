@@ -1,4 +1,4 @@
-"""What encode and round_trip refuse, and that each error says what, the numbers, and what to do."""
+"""Inputs that encode and round_trip reject: each error names the problem, the numbers, and the remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_is_no_tensor_is_refused(verb: Callable[..., Any], thing: object, n
         verb(thing, "int8/64@bf16")
 
 
-# keyword arguments -> what the message says
+# keyword arguments -> part of the message
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("int8", {"rounding": "up"}, "'up'.*nearest_even, toward_zero, nearest_away, stochastic"),
     ("int8", {"rounding": None}, "nearest_even, toward_zero, nearest_away, stochastic"),
@@ -109,7 +109,7 @@ def test_formats_with_more_than_scales_need_the_whole(verb: Callable[..., Any], 
         verb(X, text, scales=encode(X, text).scales)
 
 
-# elements without a code for inf or NaN refuse to encode what they cannot say
+# elements without a code for inf or NaN reject values that they cannot represent
 UNSAYABLE = [
     ("int8", [1.0, 128.0], {}, "1 to 128.*-127 to 127.*saturate"),
     ("int8", [float("nan")], {}, "NaN.*int8/64@bf16"),

@@ -120,6 +120,6 @@ def test_largest_finite() -> None:
 
 
 def test_a_wrong_path_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_nearest", lambda x, element, out, room: out.copy_(x))
+    monkeypatch.setattr(cpu, "_nearest", lambda x, element, out, scratch: out.copy_(x))
     with pytest.raises(AssertionError):
         assert_paths_agree(normal(2, 50), make_encoding("e4m3fn", "nearest_even", "saturate"))

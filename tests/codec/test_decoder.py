@@ -1,4 +1,4 @@
-"""`decoder` writes what `decode` returns, again and again: by plain torch, and by the kernels with pointers that stay."""
+"""Each call of a `decoder` writes what `decode` returns: in plain torch, and in kernels with cached pointers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_another_order_is_refused() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_kernels_decode_again_and_again(device: str, format: str) -> None:
+def test_kernels_decode_repeatedly(device: str, format: str) -> None:
     kernels = backend.find_kernels()
     assert kernels is not None
     shape = (6, 192) if device == "cpu" else (600, 1920)

@@ -25,7 +25,7 @@ def probes(text: str, count: int) -> Tensor:
 
 
 def round_trip(y: Tensor, text: str, rounding: str, overflow: str, bits: Tensor | None) -> Tensor:
-    """Without packing: codes, what they mean, and inf or NaN where no code says it."""
+    """Without packing: codes, what they mean, and inf or NaN for values that have no code."""
     codes, unsaid = reference.codes_of(y, Element.parse(text), Rounding(rounding), Overflow(overflow), bits)
     values = reference.values_of(codes, Element.parse(text))
     return torch.where(unsaid, torch.where(y.isnan(), y, torch.copysign(torch.tensor(torch.inf), y)), values)

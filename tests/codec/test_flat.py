@@ -12,7 +12,7 @@ from paredown.formats.rounding import Rounding, Seed
 
 flat = pytest.importorskip("paredown.codec.kernels.flat")
 FORMATS = ("int8/64@bf16", "e4m3fn/64@bf16", "int4/32@fp32", "uint4/64@bf16+bf16", "uint2/64@bf16+fp32", "e2m1fn/32@e8m0")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter, where a GPU says nothing
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 SEED = Seed(7, tensor=3, step=11)
 
 

@@ -1,4 +1,4 @@
-"""Scales that are brought along: the same bytes again, and what happens to values that they do not cover."""
+"""Scales that the caller passes: encoding decoded values returns the same bytes, and values that the scales do not cover overflow."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OTHERS = [f"{element}/16@{scale}" for element in ELEMENTS for scale in ("fp32", 
 @pytest.mark.parametrize("text", POWERS_OF_TWO)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_with_powers_of_two_decoded_values_keep_their_bytes_under_every_rounding(text: str, rounding: str) -> None:
-    """Their arithmetic is exact: a weight that nobody touched does not drift, however often it is stored."""
+    """Their arithmetic is exact: an unmodified weight does not drift, however often it is stored."""
     x = normal(30, 50).abs() if text.startswith("uint") else normal(30, 50)
     first = encode(x, text, rounding=rounding, seed=1)
-    again = first
+    repacked = first
     for step in range(1, 6):
-        again = encode(again.decode(), text, rounding=rounding, seed=Seed(2, step=step), scales=again)
-        for mine, before in zip(again.parts.tensors(), first.parts.tensors(), strict=True):
+        repacked = encode(repacked.decode(), text, rounding=rounding, seed=Seed(2, step=step), scales=repacked)
+        for mine, before in zip(repacked.parts.tensors(), first.parts.tensors(), strict=True):
             assert_same_bits(mine, before)
 
 
@@ -34,8 +34,8 @@ def test_with_powers_of_two_decoded_values_keep_their_bytes_under_every_rounding
 def test_with_other_scales_decoded_values_keep_their_bytes_to_nearest(text: str, rounding: str) -> None:
     x = normal(30, 50).abs() if text.startswith("uint") else normal(30, 50)
     first = encode(x, text, rounding=rounding)
-    again = encode(first.decode(), text, rounding=rounding, scales=first)
-    for mine, before in zip(again.parts.tensors(), first.parts.tensors(), strict=True):
+    repacked = encode(first.decode(), text, rounding=rounding, scales=first)
+    for mine, before in zip(repacked.parts.tensors(), first.parts.tensors(), strict=True):
         assert_same_bits(mine, before)
 
 
@@ -60,13 +60,13 @@ def test_values_past_the_end_of_given_scales(element: str, becomes: str, scale: 
     largest = {"int8": 127.0, "uint7": 127.0, "nf4": 1.0, "e2m1fn": 6.0, "e3m4": 15.5, "e4m3b11fnuz": 30.0}[element]
     held = encode(x, text, scales=ones[scale], overflow="saturate")
     assert held.decode().tolist() == [largest, *x.tolist()[1:]]
-    said = encode(x, text, scales=ones[scale], overflow="nonfinite").decode()
-    assert said[4:].tolist() == x[4:].tolist()
+    decoded = encode(x, text, scales=ones[scale], overflow="nonfinite").decode()
+    assert decoded[4:].tolist() == x[4:].tolist()
     if becomes == "block":
-        assert said[:4].isnan().all()
+        assert decoded[:4].isnan().all()
     else:
-        assert said[1:4].tolist() == x[1:4].tolist()
-        assert said[0].isnan() if becomes == "nan" else said[0] == torch.inf
+        assert decoded[1:4].tolist() == x[1:4].tolist()
+        assert decoded[0].isnan() if becomes == "nan" else decoded[0] == torch.inf
 
 
 @pytest.mark.parametrize("text", ["int8/16@e8m0", "uint4/16@bf16+fp32", "e2m1fn/16@e4m3fn", "e5m2/16@bf16"])
@@ -74,20 +74,20 @@ def test_nan_in_the_values_breaks_the_block_though_scales_are_given(text: str) -
     x = normal(2, 32)
     scales = encode(x, text)
     x[1, 20] = float("nan")
-    again = encode(x, text, scales=scales)
+    repacked = encode(x, text, scales=scales)
     expected = torch.zeros(2, 32, dtype=torch.bool)
     expected[1, 16:] = True
-    assert torch.equal(again.decode().isnan(), expected)
-    assert torch.equal(again.decode()[~expected], scales.decode()[~expected])
+    assert torch.equal(repacked.decode().isnan(), expected)
+    assert torch.equal(repacked.decode()[~expected], scales.decode()[~expected])
 
 
 def test_a_broken_block_stays_broken() -> None:
     x = normal(1, 32)
     x[0, 0] = float("inf")
     broken = encode(x, "int8/16@bf16")
-    again = encode(torch.zeros(1, 32), "int8/16@bf16", scales=broken)
-    assert again.decode()[0, :16].isnan().all()
-    assert again.decode()[0, 16:].eq(0).all()
+    repacked = encode(torch.zeros(1, 32), "int8/16@bf16", scales=broken)
+    assert repacked.decode()[0, :16].isnan().all()
+    assert repacked.decode()[0, 16:].eq(0).all()
 
 
 def test_the_scales_may_be_a_packed_tensor_or_its_scales() -> None:
@@ -105,9 +105,9 @@ def test_scales_bring_their_memory_order() -> None:
     plain = normal(2, 3, 4, 5)
     channels_last = plain.to(memory_format=torch.channels_last)
     packed = encode(channels_last, "int8/16@e8m0")
-    again = encode(plain, "int8/16@e8m0", scales=packed)
-    assert again.order == packed.order
-    assert torch.equal(again.codes, packed.codes)
+    repacked = encode(plain, "int8/16@e8m0", scales=packed)
+    assert repacked.order == packed.order
+    assert torch.equal(repacked.codes, packed.codes)
 
 
 def test_given_scales_are_not_written_to() -> None:

@@ -20,7 +20,7 @@ from tests.support.values import OVERFLOWS, ROUNDINGS, gap_probes, normal, speci
 pytest.importorskip("triton", reason="Triton is not installed")
 from paredown.codec import kernels
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter, where a GPU says nothing
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 every_device = pytest.mark.parametrize("device", DEVICES)

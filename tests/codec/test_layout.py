@@ -1,4 +1,4 @@
-"""Shapes and memory: tensors come back with the shape, dtype and memory order that they had, whatever that was."""
+"""Shapes and memory: tensors decode to the shape, dtype and memory order that they had, whatever that was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which path serves is said once, through the logger `paredown`, and nothing is printed."""
+"""The logger `paredown` reports once which implementation is used, and nothing is printed."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ paredown.round_trip(x, "e4m3fn")
 
 
 @pytest.fixture(autouse=True)
-def nothing_said_yet() -> Iterator[None]:
-    """Each test starts as a fresh process would, and leaves no memory of what was said."""
+def nothing_logged_yet() -> Iterator[None]:
+    """Each test starts as a fresh process would, and leaves no record of what was logged."""
     forget()
     yield
     forget()
 
 
 def forget() -> None:
-    backend._say_once.cache_clear()
-    backend._say_cpu_once.cache_clear()
+    backend._log_once.cache_clear()
+    backend._log_cpu_once.cache_clear()
 
 
 def use_everything() -> None:
@@ -44,14 +44,14 @@ def use_everything() -> None:
         round_trip(normal(4, 70), text)
 
 
-def test_the_path_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_implementation_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="paredown"):
         use_everything()
         use_everything()
-    said = [record for record in caplog.records if record.name.split(".")[0] == "paredown"]
-    assert len(said) == 1
-    assert said[0].name == "paredown" and said[0].levelno == logging.INFO
-    assert "plain torch" in said[0].getMessage()
+    logged = [record for record in caplog.records if record.name.split(".")[0] == "paredown"]
+    assert len(logged) == 1
+    assert logged[0].name == "paredown" and logged[0].levelno == logging.INFO
+    assert "plain torch" in logged[0].getMessage()
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_a_fresh_process_is_silent() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_user_who_turns_logging_on_reads_it_once() -> None:
+def test_enabled_logging_prints_it_once() -> None:
     done = run("import logging\nlogging.basicConfig(level=logging.INFO)\n" + FEW_CALLS)
     assert done.stdout == ""
     assert [line[:14] for line in done.stderr.splitlines()] == ["INFO:paredown:"]

@@ -118,12 +118,12 @@ NOT_ORDINARY = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said", "held"), NOT_ORDINARY)
+@pytest.mark.parametrize(("text", "rounded", "saturated"), NOT_ORDINARY)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_what_is_not_an_ordinary_number(text: str, said: list[float], held: list[float], rounding: str) -> None:
+def test_nan_inf_and_values_past_the_largest(text: str, rounded: list[float], saturated: list[float], rounding: str) -> None:
     x = torch.tensor([1e6, inf, -inf, nan])
-    assert_same_bits(round_trip(x, text, rounding=rounding), torch.tensor(said))
-    assert_same_bits(round_trip(x, text, rounding=rounding, overflow="saturate"), torch.tensor(held))
+    assert_same_bits(round_trip(x, text, rounding=rounding), torch.tensor(rounded))
+    assert_same_bits(round_trip(x, text, rounding=rounding, overflow="saturate"), torch.tensor(saturated))
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def layer_norm(x: Tensor, affine: bool) -> tuple[Norm, Tensor]:
     node = y.grad_fn
     assert node is not None
     weight, bias = (p if p is None else p.detach() for p in (module.weight, module.bias))
-    mean, deviation = (t.view(-1) for t in (node._saved_result1, node._saved_result2))  # type: ignore[attr-defined]
-    return Norm(x.shape[-1], 1, weight, bias, mean, deviation, by_row=True), y.detach()
+    mean, rstd = (t.view(-1) for t in (node._saved_result1, node._saved_result2))  # type: ignore[attr-defined]
+    return Norm(x.shape[-1], 1, weight, bias, mean, rstd, by_row=True), y.detach()
 
 
 def flat(x: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def test_kernels(device: str, case: str, affine: bool) -> None:
 def moved(norm: Norm | None, device: str) -> Norm | None:
     if norm is None:
         return None
-    tensors = (t if t is None else t.to(device) for t in (norm.weight, norm.bias, norm.mean, norm.deviation))
+    tensors = (t if t is None else t.to(device) for t in (norm.weight, norm.bias, norm.mean, norm.rstd))
     return Norm(norm.channels, norm.inner, *tensors, by_row=norm.by_row)
 
 

@@ -12,7 +12,7 @@ from tests.codec.test_kernels import every_device
 from tests.support.compare import assert_same_bits
 from tests.support.values import normal
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter, where a GPU says nothing
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 TEXTS = ("e4m3b11f", "e5m2f", "e6m9f", "int8", "e3m1b4fns")
 
 

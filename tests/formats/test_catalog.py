@@ -98,7 +98,7 @@ def test_eight_bit_floats(name: str) -> None:
     assert (element.max_value, element.smallest) == EIGHT_BITS[name]
 
 
-def test_names_are_told_once_and_the_table_cannot_be_changed() -> None:
+def test_names_are_unique_and_the_table_is_immutable() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS) == len(CATALOG)
     assert all(row.note for row in ROWS)
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Elements against the exact oracle: every code of every element up to 8 bits, samples above, and what they say of themselves."""
+"""Elements against the exact oracle: every code of every element up to 8 bits, samples above, and their properties."""
 
 from __future__ import annotations
 

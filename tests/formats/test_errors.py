@@ -1,4 +1,4 @@
-"""Malformed and impossible texts: each error says what was read, what is allowed, and what to do where that is known."""
+"""Malformed and impossible texts: each error names what was read, what is allowed, and what to do if that is known."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from paredown.errors import FormatError, ParedownError
 from paredown.formats.element import Element
 from paredown.formats.format import Format
 
-# text -> what the message has to say beside the text itself
+# text -> what the message has to contain besides the text itself
 MALFORMED = {
-    # elements that nobody knows
+    # unknown elements
     "": ["eXmY", "intN", "nf4"],
     " ": ["eXmY"],
     "e4m3 fn": ["eXmY", "fnuz"],

@@ -1,4 +1,4 @@
-"""A run that is saved and loaded goes on with the same bits; torch.optim's and bitsandbytes' states come in, torch.optim's goes out."""
+"""A saved and loaded run continues with the same bits; state of torch.optim and bitsandbytes can be loaded, and exported to torch.optim."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_between_microbatches() -> None:
     model = network()
     paredown.apply(plan, model)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, microbatches=4)
-    run_on(model, optimizer, 0, 6)  # one update, and two passes that wait
+    run_on(model, optimizer, 0, 6)  # one update, and two microbatches of the next
     states = saved_and_loaded((model.state_dict(), optimizer.state_dict()))
     small = [None if p.grad is None or p.dim() > 1 else p.grad.clone() for p in model.parameters()]
     expected = run_on(model, optimizer, 6, 6)
@@ -103,7 +103,7 @@ def test_the_models_state_stays_plain() -> None:
 @pytest.mark.parametrize(("kind", "theirs", "options"), [
     (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (AdamW, torch.optim.AdamW, {"lr": 3e-3}),
 ])  # fmt: skip
-def test_out_to_torch_and_in_again(kind: Any, theirs: Any, options: dict[str, Any]) -> None:
+def test_state_exported_to_torch_loads_back(kind: Any, theirs: Any, options: dict[str, Any]) -> None:
     model = network()
     formats = {"moment1": "int8/64@bf16", "gradient": "int8/64@bf16", **({"moment2": "uint8/64@bf16"} if kind is AdamW else {})}
     optimizer = kind(model.parameters(), **options, **formats)

@@ -38,7 +38,7 @@ def gradients(step: int) -> list[Tensor]:
 
 
 def ddp(rank: int) -> dict[str, Any]:
-    """Three steps in tier lpmm under DDP: weights, and what the session says of gradients."""
+    """Three steps in tier lpmm under DDP: weights, and the changes that the session reports for gradients."""
     model = DistributedDataParallel(small())
     session = paredown.apply(Plan.preset("lpmm"), model)
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)

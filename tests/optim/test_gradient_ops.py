@@ -88,7 +88,7 @@ def test_clip_grad_value(foreach: bool | None) -> None:
         assert a.abs().max() <= limit * (1 + 2**-7)
 
 
-def test_a_lower_bound_alone_holds_for_whoever_looks() -> None:
+def test_a_deferred_lower_bound_applies_to_every_reader() -> None:
     readers: list[Callable[[PackedGradient], Tensor]] = [
         lambda g: g.decode(),
         lambda g: g.packed.decode() * g.factor,
@@ -119,7 +119,7 @@ def test_factors_change_no_code() -> None:
     assert g.is_scaled and torch.equal(g.packed.codes, codes)
     assert torch.allclose(g.clone(), before * 0.375, rtol=1e-6)
     assert g.factor.item() == 0.375
-    g.mul_(torch.full((6, 100), 2.0))  # by more than one number: encoded again
+    g.mul_(torch.full((6, 100), 2.0))  # by more than one number: encoded anew
     assert not g.is_scaled and relative_error(g.clone(), before * 0.75) < 0.01
 
 
@@ -216,7 +216,7 @@ def test_a_user_adds_what_is_meant() -> None:
     assert g.eq(0).all()
 
 
-def test_functions_that_write_encode_again() -> None:
+def test_values_written_by_functions_are_encoded() -> None:
     g = gradient()
     values = g.clone()
     assert g.clamp_(min=0.0) is g

@@ -188,7 +188,7 @@ def test_a_plain_gradient_is_gone_before_the_next_one_comes() -> None:
     assert seen == [True]
 
 
-def test_who_holds_an_old_gradient_keeps_its_values() -> None:
+def test_a_referenced_old_gradient_keeps_its_values() -> None:
     model, (x, y) = mlp(), batches(2)
     hooks = pack_all(model)
     model(x).square().sum().backward()
@@ -203,7 +203,7 @@ def test_who_holds_an_old_gradient_keeps_its_values() -> None:
     assert_same_bits(view.clone(), values[0])
     assert grad_of(weight).packed is buffers is hooks[0].gradient.packed
     assert hooks[0].gradient.lent(weight.grad) and not hooks[0].gradient.lent(held)
-    weight.grad = held  # somebody puts it back, and goes on adding
+    weight.grad = held  # user code assigns it, and continues adding
     model(y).square().sum().backward()
     assert hooks[0].gradient.lent(weight.grad)
     assert relative_error(grad_of(weight).clone(), values + plain_grads(model, y)[0]) < 0.02
@@ -271,7 +271,7 @@ def test_sparse_complex_and_misfit_gradients_are_refused() -> None:
         Accumulator(nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64)), hook.gradient)
     embedding.weight.grad = None
     embedding.weight.data = torch.zeros(10, 64)
-    with pytest.raises(OptimError, match=r"shape \(10, 64\).*\(80, 64\).*Make the optimizer again"):
+    with pytest.raises(OptimError, match=r"shape \(10, 64\).*\(80, 64\).*Make a new optimizer"):
         embedding.weight.sum().backward()
     with pytest.raises(OptimError, match="logical"):
         PackedGradient(encode(torch.zeros(64, 64).t(), FORMAT), Seed(0))
@@ -296,7 +296,7 @@ def test_hooks_keep_no_parameter_alive() -> None:
     del model
     gc.collect()
     assert gone() is None
-    with pytest.raises(OptimError, match="gone"):
+    with pytest.raises(OptimError, match="was deleted"):
         hooks[0].collect()
 
 
@@ -324,7 +324,7 @@ def test_a_converted_model_gets_converted_gradients() -> None:
     assert hooks[0].gradient.lent(model[0].weight.grad) and grad_of(model[0].weight).dtype is torch.bfloat16
 
 
-def test_factors_are_cleared_together_unless_somebody_looks() -> None:
+def test_factors_are_cleared_together_unless_referenced() -> None:
     model, x = mlp(), batches(1)[0]
     gradients = [hook.gradient for hook in pack_all(model)]
     model(x).square().sum().backward()

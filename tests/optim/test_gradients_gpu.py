@@ -1,4 +1,4 @@
-"""On a GPU: gradients fold to the CPU's bits, on autograd's thread, without waiting for the device, and move with the model."""
+"""On a GPU: accumulators have the bits of the CPU, are filled on the thread of autograd without synchronizing, and move with the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_bits_are_the_cpus(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_nothing_waits_for_the_device() -> None:
+def test_nothing_synchronizes_with_the_device() -> None:
     model = mlp().cuda()
     pack_all(model)
     x = batches(1)[0].cuda()

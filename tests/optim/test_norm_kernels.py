@@ -10,7 +10,7 @@ from paredown.codec.packed import encode
 pytest.importorskip("triton", reason="Triton is not installed")
 from paredown.optim.kernels import covers_squares, square_sums
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter, where a GPU says nothing
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = ((64, 128), (3, 64), (1, 4100), (100, 192))

@@ -141,7 +141,7 @@ def test_bytes_of_a_tier(tier: str) -> None:
 
 @pytest.mark.parametrize("options", [{"release": True, "tier": "half"}, {"gradient": None, "tier": "half"}])
 def test_plain_gradients_are_not_kept(options: dict[str, Any]) -> None:
-    model = nn.Linear(131, 67, bias=False).bfloat16()  # sizes that nobody else has
+    model = nn.Linear(131, 67, bias=False).bfloat16()  # sizes that occur nowhere else
     optimizer = SGD(model.parameters(), lr=0.1, **options)
     seen: list[weakref.ref[Tensor]] = []
     model.weight.register_hook(lambda grad: seen.append(weakref.ref(grad)))
@@ -220,7 +220,7 @@ def test_schedulers_and_closures() -> None:
 # --- microbatches -----------------------------------------------------------------------------------------------------
 
 
-def test_microbatches_are_a_mean_and_steps_wait_for_them() -> None:
+def test_microbatches_are_averaged_and_the_last_one_updates() -> None:
     model, plain = network(), network()
     optimizer = SGD(model.parameters(), lr=0.1, microbatches=4)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
@@ -256,7 +256,7 @@ def test_packed_microbatches_are_near_the_whole_batch() -> None:
         assert ((whole - parts).norm() / whole.norm()).item() < 0.05
 
 
-def test_accumulators_round_as_they_are_told() -> None:
+def test_accumulators_use_the_rounding_of_the_keyword() -> None:
     model = nn.Linear(128, 64, bias=False)
     optimizer = SGD(model.parameters(), lr=0.1, gradient="int8/64@bf16", rounding={"gradient": "nearest_even"})
     grad = torch.randn(64, 128)
@@ -296,7 +296,7 @@ def test_stochastic_rounding_moves_what_nearest_loses() -> None:
             optimizer.zero_grad()
         moved[rounding] = (model.state_dict()["weight"] - before).mean().item()
     assert abs(moved["nearest_even"]) < 0.05 * 50 * 1e-5  # only blocks whose largest value left its range moved
-    assert moved["stochastic"] == pytest.approx(-50 * 1e-5, rel=0.2)  # 65536 weights: the mean's deviation is some 3 %
+    assert moved["stochastic"] == pytest.approx(-50 * 1e-5, rel=0.2)  # 65536 weights: the standard error of the mean is about 3 %
 
 
 def test_diagnostics_say_so_and_warn() -> None:
@@ -321,7 +321,7 @@ def test_diagnostics_say_so_and_warn() -> None:
         warnings.simplefilter("error")
         optimizer.updates = 1023
         step()
-        step()  # it says so once
+        step()  # it warns once
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_nothing_to_do() -> None:
     model = network()
     optimizer = AdamW([{"params": model.parameters()}, {"params": []}], **PACKED)
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()  # nobody has a gradient
+    optimizer.step()  # no parameter has a gradient
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     x, y = batch(0)
     nn.functional.cross_entropy(model(x), y).backward()
@@ -461,14 +461,71 @@ def test_after_close_the_plain_parameters_are_trained() -> None:
     assert moved.std() < 1e-3  # float32 now
 
 
-def test_an_optimizer_made_before_apply_is_refused() -> None:
+@pytest.mark.parametrize("options", [{}, {"release": True}, {"microbatches": 2}, {"moment1": None}], ids=str)
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_optimizer_made_before_apply_follows_the_plan_as_one_made_after_it(tier: str, options: dict[str, Any]) -> None:
+    results: list[list[Tensor]] = []
+    for optimizer_first in (True, False):
+        model = network()
+        optimizer = AdamW(model.parameters(), **options) if optimizer_first else None
+        session = paredown.apply(Plan.preset(tier), model)
+        optimizer = optimizer or AdamW(model.parameters(), **options)
+        curve = losses(model, optimizer, 6)
+        saved = optimizer.state_dict()["state"]
+        tensors = [t for i in sorted(saved) for _, t in sorted(saved[i].items())]
+        assert "exp_avg_sq.codes" in saved[0] and ("exp_avg.codes" in saved[0]) is ("moment1" not in options)
+        results.append([torch.tensor(curve), *(p.detach().clone() for p in model.parameters()), *tensors])
+        results[-1].append(torch.tensor([*repr(session.changes).encode()]))
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_an_optimizer_made_before_apply_folds_a_gradient_that_is_there_already() -> None:
+    model = nn.Linear(128, 64, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    model.weight.sum().backward()
+    paredown.apply(Plan.uniform(gradient="int8/64@bf16"), model)
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert "PackedGradient" in repr(model.weight.grad)
+    torch.testing.assert_close(before - model.weight.detach(), torch.full((64, 128), 0.5), rtol=0.01, atol=0.0)
+
+
+def test_an_optimizer_with_state_is_refused_by_apply_and_left_unmodified() -> None:
     model = network()
     optimizer = AdamW(model.parameters())
-    with pytest.raises(paredown.ApplyError, match="Apply the plan first"):
+    losses(model, optimizer, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(paredown.ApplyError, match=r"has 0.weight and has state already \(1 updates\).*export_state"):
         paredown.apply(Plan.preset("lpmm"), model)
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
     losses(model, optimizer, 1)
     del optimizer
     paredown.apply(Plan.preset("lpmm"), model)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"amsgrad": True}, "amsgrad=True has no packed form"),
+    ({"weight": "bf16"}, "is stored in int8/64@e8m0 by the session's plan, and the optimizer requests bf16"),
+])  # fmt: skip
+def test_a_plan_that_contradicts_an_optimizer_made_before_is_refused_before_packing(options: dict[str, Any], message: str) -> None:
+    model = network().bfloat16()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = AdamW(model.parameters(), **options)
+    with pytest.raises(OptimError, match=message):
+        paredown.apply(Plan.preset("lpmm"), model)
+    assert all(type(p) is nn.Parameter and torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(entry.choices.name.startswith("parameter") for entry in optimizer.entries)
+
+
+def test_a_session_does_not_keep_an_optimizer_alive() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters())
+    session = paredown.apply(Plan.preset("lpmm"), model)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None and "no optimizer of paredown.optim" in repr(session.changes)
 
 
 def test_a_weight_that_the_session_leaves_plain_is_updated_in_place() -> None:

@@ -1,4 +1,4 @@
-"""Released gradients: used in backward, gone afterwards, and whoever needs them is told so."""
+"""Released gradients: used and freed in backward; code that needs them later gets an error that names the remedy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_second_backward_before_the_step_is_refused() -> None:
     model, x = mlp(), batches(1)[0]
     driver = Driver(model)
     sentence = (
-        r"p\d: release=True updates in backward; a second backward came before step\(\): use microbatches=K \(release=False\)"
+        r"p\d: release=True updates in backward, and a second backward ran before step\(\): use microbatches=K \(release=False\)"
     )
     model(x).sum().backward()
     before = [p.detach().clone() for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""The rules are what their formulas say, in float32, and go where torch.optim goes."""
+"""Rules equal their formulas in float32, and stay close to torch.optim."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def hyper(name: str, step: int, **o: Any) -> tuple[float, ...]:
         ("adamw", "AdamW", {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}),
     ],
 )
-def test_rules_go_where_torch_goes(name: str, torch_name: str, options: dict[str, Any]) -> None:
+def test_rules_stay_close_to_torch(name: str, torch_name: str, options: dict[str, Any]) -> None:
     ours, theirs = steps_of(name, torch_name, **options)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)  # each step rounds in another order
 

@@ -1,4 +1,4 @@
-"""One update is what `optim/reference.py` says: against numbers worked out here, block by block, and codec's own encoding."""
+"""Updates of `optim/reference.py` against numbers computed here, block by block, and against the encoding of the codec."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_four_bits() -> None:
         assert torch.equal(moment.codes, pairs[..., 0] | pairs[..., 1] << 4)
 
 
-def test_bf16_weights_are_rounded_as_asked() -> None:
+def test_bf16_weights_use_the_requested_rounding() -> None:
     for rounding in Rounding:
         u = unit("sgdm", ((torch.bfloat16, rounding, 0), *TIERS["half"][1:]), 2, 70)
         p, _ = oracle_values(u, "sgdm")
@@ -272,7 +272,7 @@ def test_rounding_is_right_on_average_and_alone() -> None:
             assert abs(both - fraction**2) < 5 * (fraction**2 / len(fours)) ** 0.5 + 1 / len(fours)
 
 
-def test_whole_numbers_stay_as_they_are() -> None:
+def test_whole_numbers_are_unchanged() -> None:
     """Of a scale that is no power of two as well, and no code is past the largest."""
     made = torch.Generator().manual_seed(0)
     for text in ("int8/64@e8m0", "int8/64@bf16", "uint8/64@fp32", "int4/64@bf16"):
@@ -353,5 +353,5 @@ def test_gradients_may_move() -> None:
     assert_same_unit(u, again)
     assert_same_unit(kept, again)
     for wrong in (other.float(), other[:100], torch.ones(1, dtype=torch.bfloat16).expand(210)):
-        with pytest.raises(OptimError, match="stored like the one before it"):
+        with pytest.raises(OptimError, match="of the same dtype and size as the one before"):
             batch.update([HYPERS["sgdm"]], 0, 3, [wrong])

@@ -12,7 +12,7 @@ from torch import Tensor
 from paredown.codec.packed import encode
 from paredown.codec.reference import PackedParts
 from paredown.formats.rounding import Rounding, Seed
-from paredown.optim import reference
+from paredown.optim import batched_update, reference
 from paredown.optim.batched_update import Batch
 from paredown.optim.reference import UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES
@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from paredown.optim import kernels
 from paredown.optim.kernels import launch
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter, where a GPU says nothing
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -65,6 +65,18 @@ def test_updates(rule: str, tier: str, device: str) -> None:
     kernels.LaunchGroup(RULES[rule], there, 6).update(hypers, rows, steps)
     for u, other, row, step in zip(units, there, rows, steps, strict=True):
         reference.update(RULES[rule], u, hypers[row], step, 6)
+        assert_same_unit(other, u)
+
+
+@every_device
+def test_batches_launch_the_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":  # without a GPU a batch uses the reference: let it choose the interpreted kernels
+        monkeypatch.setattr(batched_update, "_kernels_for", lambda unit, layout: kernels)
+    units = units_of("adamw", "lpmm")
+    there = [moved(u, device) for u in units]
+    Batch(RULES["adamw"], there, 6).update([HYPERS["adamw"]], 0, 3)
+    for u, other in zip(units, there, strict=True):
+        reference.update(RULES["adamw"], u, HYPERS["adamw"], 3, 6)
         assert_same_unit(other, u)
 
 
@@ -200,7 +212,7 @@ def last_row(slot: UpdateSlot) -> UpdateSlot:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_launches_do_not_wait_and_are_not_compiled_again() -> None:
+def test_launches_do_not_synchronize_or_recompile() -> None:
     u = moved(unit("adamw", TIERS["lpmm"], 64, 128), "cuda")
     batch = Batch(RULES["adamw"], [u], 0)
     for step in (1, 2, 3):

@@ -114,6 +114,6 @@ def test_a_fused_optimizer() -> None:
 def test_memory_that_is_not_there_is_a_sentence() -> None:
     net = mlp().cuda()
     apply(PLAN, net)
-    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="waits packed"):
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="is stored packed"):
         net[0].weight.sum()  # as an extension in C++ would
     torch.cuda.synchronize()

@@ -152,11 +152,11 @@ def test_as_subclass_gives_values() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_functions_that_do_not_ask(function: Callable[[Any], Tensor]) -> None:
     _, p, _ = packed()
-    with pytest.raises(RuntimeError, match="waits packed"):
+    with pytest.raises(RuntimeError, match="is stored packed"):
         function(p).sum()
     other = torch.ones(64, 64)
     other.data = p.data
-    with pytest.raises(RuntimeError, match="waits packed"):
+    with pytest.raises(RuntimeError, match="is stored packed"):
         other.sum()
 
 

@@ -1,1 +1,1 @@
-"""Numbers on tensors: encode, decode and round, as plain torch defines them and as kernels compute them."""
+"""The codec: encode, decode and round tensors, in plain torch (the definition) and in Triton kernels."""

@@ -1,16 +1,16 @@
-"""The fast path in plain torch, in pieces that fit the cache: the same bits as `reference.py`, with scratch that does not grow.
+"""The codec on the CPU, in plain torch: the same bits as `reference.py`, faster, in pieces that fit the cache.
 
-Rounding to nearest lets the adder do the work: with C = 1.5 * 2^(E + 23 - mantissa_bits) and 2^E the power of two below
+Rounding to nearest is one addition and one subtraction: with C = 1.5 * 2^(E + 23 - mantissa_bits) and 2^E the power of two below
 |x| (at least the smallest normal one), float32's own rounding makes (x + C) - C the multiple of the step nearest to x.
 
 The other roundings add and truncate. The bits of a normal float32, read as an integer, count steps: adding the top bits of
 the random number below the last kept bit and clearing what is below is the rounding, carry into the exponent included.
 Subnormals have fixed steps, so there |x| is scaled to an integer first. Both are computed for all values, each with its
-argument held at 2^min_exponent, where both say the same; their sum less that common value is the answer, without a branch
+argument clamped at 2^min_exponent, where both agree; their sum less that common value is the result, without a branch
 (torch.where alone took half of the time).
 
-What does not fit this arithmetic (NaN, values past the largest, exponents at the end of float32) goes through the
-reference, value by value. Pieces and the reference also serve tensors on a GPU where there is no kernel for them.
+Values that this arithmetic cannot round (NaN, values past the largest, exponents at the end of float32) are computed by the
+reference, value by value. This module also serves tensors on a GPU for which there is no kernel.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from paredown.codec.reference import Encoding, PackedParts
 from paredown.formats.element import Element, ElementKind, Specials
 from paredown.formats.rounding import INDEX_STEP, MULTIPLIER_1, MULTIPLIER_2, WORD, Overflow, Rounding, Seed, high_key
 
-PIECE = 1 << 17  # values; each core keeps its share of a piece and its temporaries in cache; round_trip has fewer and takes two
+PIECE = (
+    1 << 17
+)  # values, so that the share of a core and its temporaries fit the cache; round_trip has fewer of them and takes 2 PIECE
 EXACT_BITS = {Rounding.TOWARD_ZERO: 0, Rounding.NEAREST_AWAY: 1 << 31}
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
     """`reference.encode_rows`, piece by piece; `x` is (rows, cols)."""
     out = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
-    room = Scratch()
+    scratch = Scratch()
     for r, c in _pieces_of(encoding, *x.shape):
-        bits = _bits(encoding, x, r, c, room)
+        bits = _bits(encoding, x, r, c, scratch)
         parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, codes_of)
         for to, made in zip(_piece_of(out, encoding, r, c).tensors(), parts.tensors(), strict=True):
             to.copy_(made)
@@ -52,44 +54,46 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
     """`reference.round_trip_rows` into `out` (rows, cols), piece by piece; both are contiguous."""
-    room = Scratch()
+    scratch = Scratch()
     direct = encoding.format.block is None and x.dtype is torch.float32 and _fits(x, encoding.format.element, encoding.rounding)
     for r, c in pieces(*x.shape, unit=8, size=2 * PIECE) if direct else _pieces_of(encoding, *x.shape):
-        bits = _bits(encoding, x, r, c, room)
+        bits = _bits(encoding, x, r, c, scratch)
         if direct:
-            _round_trip_piece(x[r, c], encoding, bits, out[r, c], room)
+            _round_trip_piece(x[r, c], encoding, bits, out[r, c], scratch)
         else:
             out[r, c] = reference.round_trip_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits, codes_of)
     return out
 
 
-def _round_trip_piece(x: Tensor, encoding: Encoding, bits: Tensor | None, out: Tensor, room: Scratch) -> None:
+def _round_trip_piece(x: Tensor, encoding: Encoding, bits: Tensor | None, out: Tensor, scratch: Scratch) -> None:
     element = encoding.format.element
     outside = _outside(x, element, encoding.overflow)
-    these = None if bits is None or outside is None else bits[outside][None]
-    rounded(_held(x, element, outside), element, encoding.rounding, bits, out, room)
+    outside_bits = None if bits is None or outside is None else bits[outside][None]
+    rounded(_clamped(x, element, outside), element, encoding.rounding, bits, out, scratch)
     if element.kind is not ElementKind.FLOAT or element.specials is Specials.FNUZ:
-        out.add_(0.0)  # they have no -0.0
+        out.add_(0.0)  # these elements have no -0.0
     if outside is not None:
-        out[outside] = reference.round_trip_rows(x[outside][None], encoding, None, these, codes_at)[0]
+        out[outside] = reference.round_trip_rows(x[outside][None], encoding, None, outside_bits, reference_codes_of)[0]
 
 
 def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
     """`reference.codes_of`, from int32 random bits to int32 codes."""
     if not _fits(y, element, rounding):
-        return codes_at(y, element, rounding, overflow, bits)
+        return reference_codes_of(y, element, rounding, overflow, bits)
     y = y.contiguous()
     outside = _outside(y, element, overflow)
-    these = None if bits is None or outside is None else bits[outside]
-    values = rounded(_held(y, element, outside), element, rounding, bits, torch.empty_like(y), Scratch())
-    codes, unsaid = _exact_codes(values, y, element), torch.zeros_like(y, dtype=torch.bool)
+    outside_bits = None if bits is None or outside is None else bits[outside]
+    values = rounded(_clamped(y, element, outside), element, rounding, bits, torch.empty_like(y), Scratch())
+    codes, unrepresentable = _exact_codes(values, y, element), torch.zeros_like(y, dtype=torch.bool)
     if outside is not None:
-        picked, unsaid[outside] = codes_at(y[outside], element, rounding, overflow, these)
-        codes[outside] = picked.int()
-    return codes, unsaid
+        outside_codes, unrepresentable[outside] = reference_codes_of(y[outside], element, rounding, overflow, outside_bits)
+        codes[outside] = outside_codes.int()
+    return codes, unrepresentable
 
 
-def codes_at(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+def reference_codes_of(
+    y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """`reference.codes_of` itself, from int32 random bits."""
     return reference.codes_of(y, element, rounding, overflow, None if bits is None else bits.long() & WORD)
 
@@ -98,14 +102,14 @@ def codes_at(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 
 
 class Scratch:
-    """Scratch tensors by name, used again for every piece: fresh ones cost more in page faults than the arithmetic."""
+    """Scratch tensors by name, reused for every piece: new ones cost more in page faults than the arithmetic takes."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, torch.Size], Tensor] = {}
 
     def like(self, x: Tensor, name: str) -> Tensor:
-        """A contiguous int32 tensor of the shape of `x`; "index" counts up from 0 in INDEX_STEPs, the others hold anything."""
-        key = (name, x.shape)  # all pieces but the last are of one shape
+        """A contiguous int32 tensor of the shape of `x`; "index" holds multiples of INDEX_STEP from 0, the others are uninitialized."""
+        key = (name, x.shape)  # all pieces except the last have one shape
         if key not in self._tensors:
             make = torch.arange if name == "index" else torch.empty
             flat = make(x.numel(), dtype=torch.int32, device=x.device)
@@ -116,7 +120,7 @@ class Scratch:
 def _pieces_of(encoding: Encoding, rows: int, cols: int) -> Iterator[tuple[slice, slice]]:
     """`pieces` of whole blocks and bytes; small ones for widths that are packed bit by bit, half ones below 8 bits.
 
-    Codes of fewer than 8 bits are taken apart as int64: in half pieces a step of ResNet-18 on 128 digits under 2 bits takes 9.9 MiB
+    Codes of fewer than 8 bits are unpacked as int64: in half pieces a step of ResNet-18 on 128 digits under 2 bits takes 9.9 MiB
     instead of 12.5, and encoding 13 % longer (one core); smaller ones save nothing more.
     """
     width = encoding.format.element.width
@@ -157,36 +161,36 @@ def _piece_of(parts: PackedParts | None, encoding: Encoding, r: slice, c: slice)
 # --- random bits ------------------------------------------------------------------------------------------------------
 
 
-def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice, room: Scratch) -> Tensor | None:
-    """The random bits of a piece, where the rounding takes any."""
+def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice, scratch: Scratch) -> Tensor | None:
+    """The random bits of a piece; None if the rounding uses none."""
     if encoding.rounding is not Rounding.STOCHASTIC:
         return None
     start = encoding.seed.first_index + r.start * x.shape[1] + c.start
-    return random_bits(encoding.seed, start, room.like(x[r, c], "bits"), room)
+    return random_bits(encoding.seed, start, scratch.like(x[r, c], "bits"), scratch)
 
 
-def random_bits(seed: Seed, start: int, out: Tensor, room: Scratch) -> Tensor:
+def random_bits(seed: Seed, start: int, out: Tensor, scratch: Scratch) -> Tensor:
     """`reference.random_bits` from index `start`, as int32 of the same bits, into `out`."""
     if start >> 32 != (start + out.numel()) >> 32:
         bits = reference.random_bits(seed, start, out.numel(), out.device).view(out.shape)
         return out.copy_((bits ^ (1 << 31)) - (1 << 31))
     k0, k1 = seed.keys()
     k1 ^= high_key(start)
-    torch.add(room.like(out, "index"), _word(start * INDEX_STEP + k0), out=out)
-    shifted = room.like(out, "temporary")
+    torch.add(scratch.like(out, "index"), _word(start * INDEX_STEP + k0), out=out)
+    shifted = scratch.like(out, "temporary")
     _xor_shifted(out, 16, shifted).mul_(_word(MULTIPLIER_1))
     return _xor_shifted(out, 15, shifted).bitwise_xor_(_word(k1)).mul_(_word(MULTIPLIER_2))
 
 
-def _xor_shifted(x: Tensor, shift: int, room: Tensor) -> Tensor:
-    """x ^= x >> shift, the shift filling in zeros."""
-    torch.bitwise_right_shift(x, _word(shift), out=room)
-    return x.bitwise_xor_(room.bitwise_and_(_word((1 << (32 - shift)) - 1)))
+def _xor_shifted(x: Tensor, shift: int, shifted: Tensor) -> Tensor:
+    """x ^= x >> shift, a logical shift; `shifted` is scratch memory."""
+    torch.bitwise_right_shift(x, _word(shift), out=shifted)
+    return x.bitwise_xor_(shifted.bitwise_and_(_word((1 << (32 - shift)) - 1)))
 
 
 @lru_cache(maxsize=1024)
 def _word(value: int) -> Tensor:
-    """32 bits as an int32 of no dimensions: a Python number would be converted again at each call, which takes a third of it."""
+    """32 bits as an int32 scalar tensor, cached: converting a Python number at each call takes a third of the time of the call."""
     value &= WORD
     return torch.tensor(value - (1 << 32) if value >> 31 else value, dtype=torch.int32)
 
@@ -194,44 +198,44 @@ def _word(value: int) -> Tensor:
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
 
-def rounded(x: Tensor, element: Element, rounding: Rounding, bits: Tensor | None, out: Tensor, room: Scratch) -> Tensor:
+def rounded(x: Tensor, element: Element, rounding: Rounding, bits: Tensor | None, out: Tensor, scratch: Scratch) -> Tensor:
     """`x`, all of it within the element's range, rounded into `out`, signs of zeros included. Uses up `bits`."""
     if rounding is not Rounding.NEAREST_EVEN:
-        _add_and_truncate(x, element, EXACT_BITS[rounding] if bits is None else bits, out, room)
+        _add_and_truncate(x, element, EXACT_BITS[rounding] if bits is None else bits, out, scratch)
     elif element.subnormals:
-        _nearest(x, element, out, room)
+        _nearest(x, element, out, scratch)
     else:
         smallest, smallest_bits = 2.0**element.min_exponent, _word(_float_bits(element.min_exponent))
-        a = torch.abs(x, out=room.like(x, "a").view(torch.float32))
+        a = torch.abs(x, out=scratch.like(x, "a").view(torch.float32))
         in_hole = (a > smallest / 2).int().mul_(smallest_bits)  # 0 or the smallest value, as float32 bits
-        _nearest(a.clamp_(min=smallest), element, out, room)
+        _nearest(a.clamp_(min=smallest), element, out, scratch)
         out.view(torch.int32).add_(in_hole).sub_(smallest_bits)
-    signs = torch.bitwise_and(x.view(torch.int32), _word(1 << 31), out=room.like(x, "temporary"))
+    signs = torch.bitwise_and(x.view(torch.int32), _word(1 << 31), out=scratch.like(x, "temporary"))
     out.view(torch.int32).bitwise_or_(signs)  # torch.copysign takes three times as long
     return out
 
 
-def _nearest(x: Tensor, element: Element, out: Tensor, room: Scratch) -> None:
-    c = torch.bitwise_and(x.view(torch.int32), _word(0x7F800000), out=room.like(x, "temporary"))
+def _nearest(x: Tensor, element: Element, out: Tensor, scratch: Scratch) -> None:
+    c = torch.bitwise_and(x.view(torch.int32), _word(0x7F800000), out=scratch.like(x, "temporary"))
     c.clamp_(min=_float_bits(element.min_exponent)).add_(((23 - element.mantissa_bits) << 23) + 0x400000)
     torch.add(x, c.view(torch.float32), out=out).sub_(c.view(torch.float32))
 
 
-def _add_and_truncate(x: Tensor, element: Element, bits: Tensor | int, out: Tensor, room: Scratch) -> None:
-    """|x| rounded into `out`: normals and subnormals, put together."""
+def _add_and_truncate(x: Tensor, element: Element, bits: Tensor | int, out: Tensor, scratch: Scratch) -> None:
+    """`out`, filled with |x| rounded: normals and subnormals are computed apart and added."""
     min_exponent, dropped = element.min_exponent, 23 - element.mantissa_bits
-    a = torch.abs(x, out=room.like(x, "a").view(torch.float32))
+    a = torch.abs(x, out=scratch.like(x, "a").view(torch.float32))
     if min_exponent == -126 and element.subnormals:  # the steps of float32's own subnormals
         top = bits >> (32 - dropped) if isinstance(bits, int) else _shift_down(bits, 32 - dropped, dropped)
         torch.add(a.view(torch.int32), top, out=out.view(torch.int32)).bitwise_and_(_word(-(1 << dropped)))
         return
     sub_bits = element.mantissa_bits if element.subnormals else 0  # mantissa bits below the smallest normal value
     kept = 30 - sub_bits
-    held = torch.clamp(a, max=2.0**min_exponent, out=room.like(x, "held").view(torch.float32))
-    steps = room.like(x, "temporary").copy_(_times_power(held, 30 - min_exponent))
+    clamped = torch.clamp(a, max=2.0**min_exponent, out=scratch.like(x, "clamped").view(torch.float32))
+    steps = scratch.like(x, "temporary").copy_(_times_power(clamped, 30 - min_exponent))
     top = bits >> (32 - kept) if isinstance(bits, int) else _shift_down(bits, 32 - kept, kept)
     steps.add_(top).bitwise_right_shift_(_word(kept))
-    subnormal = held.copy_(steps).mul_(2.0 ** (min_exponent - sub_bits))
+    subnormal = clamped.copy_(steps).mul_(2.0 ** (min_exponent - sub_bits))
     top = top >> (kept - dropped) if isinstance(top, int) else _shift_down(top, kept - dropped, 31)
     normal = a.clamp_(min=2.0**min_exponent).view(torch.int32).add_(top).bitwise_and_(_word(-(1 << dropped)))
     torch.add(normal, subnormal.view(torch.int32), out=out.view(torch.int32)).sub_(_word(_float_bits(min_exponent)))
@@ -257,7 +261,7 @@ def _exact_codes(values: Tensor, y: Tensor, element: Element) -> Tensor:
 
 
 def _fits(x: Tensor, element: Element, rounding: Rounding) -> bool:
-    """Whether the tricks above hold: steps that float32 can count, and ties that are even where codes are."""
+    """Whether this module's arithmetic is exact for the element: float32 can count its steps, and ties are even where codes are."""
     if element.kind is ElementKind.TABLE or x.device.type != "cpu" or element.min_exponent < -126:
         return False
     fewest, most = (1, 21) if rounding is Rounding.NEAREST_EVEN else (0, 22)
@@ -265,13 +269,13 @@ def _fits(x: Tensor, element: Element, rounding: Rounding) -> bool:
 
 
 def _safe_range(element: Element) -> tuple[float, float]:
-    """Values that the tricks can round: the element's, as far as C above stays finite."""
+    """The smallest and largest value that this module can round: the range of the element, as far as C (see above) is finite."""
     largest = 2.0 ** min(103 + element.mantissa_bits, 127)
     return max(element.min_value, -largest), min(element.max_value, largest)
 
 
 def _outside(x: Tensor, element: Element, overflow: Overflow) -> Tensor | None:
-    """Where the reference has to decide, or None when that is nowhere."""
+    """A mask of the values that the reference has to round, or None if there are none."""
     low, high = (end.item() for end in x.aminmax())
     safe_low, safe_high = _safe_range(element)
     if safe_low <= low and high <= safe_high:  # False for NaN
@@ -281,7 +285,7 @@ def _outside(x: Tensor, element: Element, overflow: Overflow) -> Tensor | None:
     return ~((x >= safe_low) & (x <= safe_high))
 
 
-def _held(x: Tensor, element: Element, outside: Tensor | None) -> Tensor:
+def _clamped(x: Tensor, element: Element, outside: Tensor | None) -> Tensor:
     return x if outside is None else x.clamp(*_safe_range(element))
 
 
@@ -296,7 +300,7 @@ def _float_bits(exponent: int) -> int:
 
 
 def largest_finite(x: Tensor) -> Tensor:
-    """The largest finite magnitude of (rows, cols) as a float32 of no dimensions; 0 where there is none."""
+    """The largest finite magnitude of (rows, cols) as a float32 scalar tensor; 0 if no value is finite."""
     largest = torch.zeros((), device=x.device)
     for r, c in pieces(*x.shape, unit=1):
         piece = x[r, c].float()

@@ -1,19 +1,19 @@
-"""Tensors in a format: `encode` makes a `PackedTensor`, its `decode()` gives the values back, `round_trip` does both.
+"""`encode` quantizes a tensor into a `PackedTensor`, `PackedTensor.decode()` dequantizes it, `round_trip` does both.
 
     x (3, 100) float32, 1200 bytes  --encode("int4/64@bf16")-->  codes (3, 50) uint8 + scales (3, 2) bf16, 162 bytes
 
-A tensor is packed in its own memory order where that is dense and takes the same bytes (channels_last stays so and is never transposed),
-and comes back in it; one with gaps, or transposed so that its rows would be others, is copied first and comes back contiguous.
-`order="logical"` packs along the dimensions as they are numbered, which optimizer state and weights need.
+A tensor is packed and decoded in its memory order if it is dense in that order and takes the same bytes (channels_last stays so and is
+never transposed). A tensor with gaps, or transposed so that its rows would differ, is copied first, and decodes to a contiguous one.
+`order="logical"` packs in the order of the dimensions, which optimizer state and weights need.
 
-What is not an ordinary number:
+Values that are not finite, or past the largest value:
 * NaN and inf in a block make the scale of that block NaN: all of it decodes to NaN. Without a block they become the element's
-  NaN and inf; inf saturates if asked. -0.0 stays where the element has one (not in fnuz and integers).
-* An element with neither inf nor NaN and no block (int8, e2m1fn) cannot say either: `encode` refuses values past its end and NaN unless
-  overflow="saturate", and NaN always; `round_trip`, which returns ordinary numbers, gives inf and NaN.
-* A value below zero in uintN without a minimum is past the end, and makes the scale of its block NaN unless overflow="saturate".
-* Empty and 0-d tensors pack like any other. float16 results past 65504 stay at 65504; above half of float32's largest value, what
-  rounds up in a block may be inf.
+  NaN and inf; inf saturates under overflow="saturate". -0.0 is kept if the element has it (not in fnuz and integers).
+* An element with neither inf nor NaN and no block (int8, e2m1fn) has no code for them: `encode` raises CodecError for NaN, and for values
+  past the largest unless overflow="saturate"; `round_trip`, which returns ordinary tensors, returns inf and NaN.
+* A value below zero in uintN without a minimum overflows, and makes the scale of its block NaN unless overflow="saturate".
+* Empty and 0-d tensors pack like any other. float16 results saturate at 65504; values above half of float32's largest that are rounded
+  up in a block may become inf.
 
 >>> p = encode(torch.linspace(-1, 1, 300).view(3, 100), "int4/64@bf16")
 >>> p
@@ -48,7 +48,7 @@ PART_NAMES = ("codes", "scales", "minimums", "tensor_scale")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedTensor:
-    """Codes and scales in a format, and what is needed to make the tensor again."""
+    """A tensor stored in a format: codes, scales, and the shape, dtype and memory order to decode into."""
 
     format: Format
     shape: torch.Size
@@ -79,20 +79,20 @@ class PackedTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes are."""
+        """The device of the codes."""
         return self.codes.device
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are really held; equal to `format.nbytes(shape)`."""
+        """Bytes of codes, scales and minimums; equal to `format.nbytes(shape)`."""
         return sum(t.nbytes for t in self.parts.tensors())
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, in the dtype and memory order that were encoded (or in `dtype`)."""
         if dtype is not None and dtype not in DTYPES:
-            raise CodecError(f"decode gives float32, bfloat16 or float16, not {dtype}.")
+            raise CodecError(f"decode returns float32, bfloat16 or float16, not {dtype}: decode to float32 and convert the result.")
         kernels = backend.find_kernels() if self.order == FLAT and self.codes.is_cuda else None
-        if kernels is not None and kernels.covers_recompute(self.format):  # many of them in a step
+        if kernels is not None and kernels.covers_recompute(self.format):  # called for many tensors in a step
             out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.codes.device)
             return kernels.decode_flat(self.parts, self.format, out)
         out = torch.empty([self.shape[d] for d in self.order], dtype=dtype or self.dtype, device=self.device)
@@ -117,10 +117,12 @@ class PackedTensor:
     def from_state_dict(state: Mapping[str, Any]) -> PackedTensor:
         """The packed tensor whose `state_dict()` is `state`."""
         if "header" not in state or "codes" not in state:
-            raise CodecError(f"a packed tensor's state has 'header' and 'codes'; found {sorted(state)}.")
+            raise CodecError(
+                f"the state of a packed tensor has 'header' and 'codes'; this one has {sorted(state)}. Give what state_dict() returned."
+            )
         tensors = [state.get(name) for name in PART_NAMES]
         if any(t is not None and not isinstance(t, Tensor) for t in tensors):
-            raise CodecError(f"{', '.join(PART_NAMES)} are tensors; found {[type(t).__name__ for t in tensors]}.")
+            raise CodecError(f"{', '.join(PART_NAMES)} are tensors; these are {[type(t).__name__ for t in tensors]}.")
         packed = _from_header(state["header"], PackedParts(*(t if t is None else t.contiguous() for t in tensors)))
         _check_parts(packed)
         return packed
@@ -144,9 +146,9 @@ def encode(
 ) -> PackedTensor:
     """`x` packed in `format`.
 
-    `overflow` is NONFINITE without a block or for uintN without a minimum, and SATURATE otherwise, unless given. `seed` is used by
-    stochastic rounding alone; give every tensor and step its own: Seed(value, tensor=, step=). `scales`: "cover" (no value is past the
-    end), "ocp" (OCP's rule for e8m0), or a packed tensor or its `.scales` to use again. `order`: "memory" or "logical".
+    `overflow` defaults to NONFINITE without a block or for uintN without a minimum, and to SATURATE otherwise. `seed` is used by stochastic
+    rounding only; pass a different one for each tensor and step: Seed(value, tensor=, step=). `scales`: "cover" (no value overflows),
+    "ocp" (OCP's rule for e8m0), or a packed tensor, or its `.scales`, whose scales are reused. `order`: "memory" or "logical".
     """
     _check_tensor(x, "encode")
     if x.requires_grad and torch.is_grad_enabled():
@@ -157,13 +159,13 @@ def encode(
     encoding = _encoding(format, rounding, overflow, seed, scales)
     dims = _dims(x, encoding, scales, order)
     rows = _as_rows(x, dims)
-    given = _given(x, rows, encoding, scales)
-    _refuse_unsayable(rows, encoding)
+    given = _given_parts(x, rows, encoding, scales)
+    _check_representable(rows, encoding)
     return PackedTensor(encoding.format, x.shape, x.dtype, dims, backend.encode_rows(rows, encoding, given))
 
 
 def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> PackedTensor:
-    """`encode` for a flat, contiguous tensor without a gradient: the same, without the checks, for many tensors in a step."""
+    """`encode` without its checks, for a flat, contiguous tensor that requires no gradient; called for many tensors in a step."""
     if format.block is None or format.has_tensor_scale:
         return encode(x, format, rounding=rounding, overflow=overflow, seed=seed)
     overflow = overflow or default_overflow(format)
@@ -176,12 +178,14 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """`decode` for what is decoded again and again: a function that writes the values into any contiguous float tensor of the shape.
+    """A function that decodes `packed` into any contiguous float tensor of its shape, for tensors that are decoded repeatedly.
 
-    What follows from size and format is looked up once. Codes that were changed in place since are seen.
+    Everything that depends on size and format is looked up once. Codes that change in place later are read anew at each call.
     """
     if packed.order not in (FLAT, tuple(range(len(packed.shape)))):
-        raise CodecError(f"decoder takes what was packed in the order of its dimensions, not in {packed.order}.")
+        raise CodecError(
+            f"decoder takes a tensor packed in the order of its dimensions, not in {packed.order}: encode it with order='logical'."
+        )
     encoding = Encoding(packed.format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     return backend.decoder(packed.parts, encoding, *packed.format.rows_and_cols(packed.shape))
 
@@ -196,7 +200,7 @@ def round_trip(
     scales: PackedTensor | Tensor | str = COVER,
     order: str = "memory",
 ) -> Tensor:
-    """`x` with the values of `format`: decode(encode(x)), of the same shape and dtype. Gradients pass straight through."""
+    """`x` rounded to values of `format`: decode(encode(x)), of the same shape and dtype. The gradient is that of the identity."""
     _check_tensor(x, "round_trip")
     encoding = _encoding(format, rounding, overflow, seed, scales)
     dims = _dims(x, encoding, scales, order)
@@ -204,13 +208,13 @@ def round_trip(
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounding forward, the identity backward."""
+    """The straight-through estimator: rounding in forward, the identity in backward."""
 
     @staticmethod
     def forward(x: Tensor, encoding: Encoding, dims: tuple[int, ...], scales: PackedTensor | Tensor | str) -> Tensor:
         rows = _as_rows(x, dims)
         out = torch.empty_like(rows)
-        backend.round_trip_rows(rows, encoding, _given(x, rows, encoding, scales), out)
+        backend.round_trip_rows(rows, encoding, _given_parts(x, rows, encoding, scales), out)
         return out.view([x.shape[d] for d in dims]).permute(_inverse(dims))
 
     @staticmethod
@@ -223,9 +227,9 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int, ...]:
-    """The dimensions of `x` from the outermost to the innermost, as they are packed.
+    """The dimensions of `x` from the outermost to the innermost, in the order of packing.
 
-    It is the order of the strides where `x` is dense and its bytes in the format do not change by it, and 0, 1, 2, ... otherwise.
+    It is the order of the strides if `x` is dense and takes the same bytes of the format in that order, and 0, 1, 2, ... otherwise.
     """
     if order not in ("memory", "logical"):
         raise CodecError(f"order is 'memory' or 'logical', not {order!r}.")
@@ -238,12 +242,12 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
 
 
 def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, order: str) -> tuple[int, ...]:
-    """The order to pack in: that of the scales, where a packed tensor brings them."""
+    """The order to pack in; that of `scales` if it is a packed tensor."""
     if not isinstance(scales, PackedTensor):
         return memory_order(x, encoding.format, order)
     if scales.format != encoding.format or scales.shape != x.shape or scales.device != x.device:
         raise CodecError(
-            f"scales come from {scales!r}, which does not fit {encoding.format} of shape {tuple(x.shape)} on {x.device}."
+            f"scales are those of {scales!r}, which does not fit {encoding.format} of shape {tuple(x.shape)} on {x.device}."
         )
     return scales.order
 
@@ -257,7 +261,7 @@ def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
-    """A packed tensor from the text of its header; the tensors are not checked yet."""
+    """A packed tensor from its header; `parts` are not checked yet."""
     try:
         header = json.loads(text)
         dtypes = {str(d).removeprefix("torch."): d for d in DTYPES}
@@ -267,13 +271,13 @@ def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
         raise CodecError(f"the header {text!r} does not describe a packed tensor: {type(error).__name__}: {error}.") from None
     if any(n < 0 for n in shape) or sorted(order) != list(range(len(shape))):
         raise CodecError(
-            f"the header {text!r} has dimensions {order}, which are no order of the {len(shape)} of shape {tuple(shape)}."
+            f"the header {text!r} has dimensions {order}, which is no permutation of the {len(shape)} dimensions of shape {tuple(shape)}."
         )
     return packed
 
 
 def _check_parts(packed: PackedTensor) -> None:
-    """Refuse tensors that are not what the header says."""
+    """Raise CodecError for tensors whose shapes, dtypes or devices do not fit the header."""
     format, device = packed.format, torch.device("meta")
     rows, cols = format.rows_and_cols([packed.shape[d] for d in packed.order])
     tensor_scale = torch.empty((), device=device) if format.has_tensor_scale else None
@@ -282,8 +286,8 @@ def _check_parts(packed: PackedTensor) -> None:
     )
     if len({t.device for t in packed.parts.tensors()}) > 1:
         raise CodecError(f"the tensors are on {[str(t.device) for t in packed.parts.tensors()]}: they belong on one device.")
-    for name, found, wanted in zip(PART_NAMES, _all(packed.parts), _all(expected), strict=True):
-        described = [None if t is None else (tuple(t.shape), str(t.dtype)) for t in (found, wanted)]
+    for name, actual, wanted in zip(PART_NAMES, _all(packed.parts), _all(expected), strict=True):
+        described = [None if t is None else (tuple(t.shape), str(t.dtype)) for t in (actual, wanted)]
         if described[0] != described[1]:
             raise CodecError(
                 f"{name} is {described[0]}, but {format} of shape {tuple(packed.shape)} has {described[1]}: "
@@ -317,7 +321,7 @@ def _encoding(
 
 @lru_cache(maxsize=1024)
 def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, rule: str) -> Encoding:
-    format = Format.parse(text)  # by its text, since equal formats may be spelled in two ways
+    format = Format.parse(text)  # keyed by text, since equal formats may have different names
     ocp_fits = format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
     if rule not in (COVER, OCP, GIVEN) or (rule == OCP and not ocp_fits):
         allowed = "'cover', 'ocp' (for e8m0 scales without a minimum), a PackedTensor or its scales"
@@ -328,12 +332,12 @@ def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, rule: s
 
 
 def default_overflow(format: Format) -> Overflow:
-    """SATURATE in blocks, whose scales leave nothing to hold; NONFINITE without one, and where negative values may come to uintN."""
+    """SATURATE with blocks, whose scales cover all values; NONFINITE without, and for uintN, which may receive negative values."""
     return Overflow.SATURATE if format.block and (format.element.signed or format.minimum) else Overflow.NONFINITE
 
 
-def _given(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> PackedParts | None:
-    """The scales that the caller brought, checked; or the scale of the tensor, where the format has one."""
+def _given_parts(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> PackedParts | None:
+    """The scales that the caller passed, checked; or the tensor scale, if the format has one; or None."""
     format = encoding.format
     if isinstance(scales, str):
         if not format.has_tensor_scale:
@@ -364,22 +368,22 @@ def _check_tensor(x: Tensor, verb: str) -> None:
         raise CodecError(f"{verb} takes float32, bfloat16 or float16, not {x.dtype}: convert with x.float() if that is meant.")
 
 
-def _refuse_unsayable(rows: Tensor, encoding: Encoding) -> None:
-    """Refuse values for which the format has no code: those without a block whose element has neither inf nor NaN."""
+def _check_representable(rows: Tensor, encoding: Encoding) -> None:
+    """Raise CodecError for values that the format has no code for: without a block, elements with neither inf nor NaN."""
     element = encoding.format.element
     if encoding.format.block or element.nan_code is not None or rows.numel() == 0:
         return
     low, high = (end.float().item() for end in torch.aminmax(rows))  # NaN if any value is
     if encoding.rounding is Rounding.STOCHASTIC and encoding.overflow is Overflow.NONFINITE:
-        said = element.min_value <= low and high <= element.max_value  # anything past the last value may go past it
+        is_representable = element.min_value <= low and high <= element.max_value  # a value past the largest may be rounded up
     else:
         ends = torch.tensor([[low, high]])
-        said = bool(backend.round_trip_rows(ends, encoding, None, torch.empty_like(ends)).isfinite().all())
-    if said:
+        is_representable = bool(backend.round_trip_rows(ends, encoding, None, torch.empty_like(ends)).isfinite().all())
+    if is_representable:
         return
     what = "NaN" if low != low else f"values from {low:g} to {high:g}"
-    remedy = "" if low != low else " overflow='saturate' holds them at the end, or"
+    remedy = "" if low != low else " overflow='saturate' clamps them, or"
     raise CodecError(
-        f"x holds {what}, but {element} says {element.min_value:g} to {element.max_value:g} and has no code for inf or NaN:{remedy} "
-        f"use a block, whose scale fits the values and can say NaN: {element if element.width > 1 else 'int2'}/64@bf16."
+        f"x holds {what}, but {element} represents {element.min_value:g} to {element.max_value:g} and has no code for inf or NaN:{remedy} "
+        f"use a block, whose scale adapts to the values and can be NaN: {element if element.width > 1 else 'int2'}/64@bf16."
     )

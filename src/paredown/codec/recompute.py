@@ -1,16 +1,16 @@
-"""Decode, then go on: a norm and an activation are applied to decoded values on their way to memory, in one pass on a GPU.
+"""Recompute the output of a norm and an activation function from its packed input; one-bit masks of ReLU and similar functions.
 
-    y = f((x - mean[s]) * deviation[s] * weight[c] + bias[c])      after a norm; c = (i // inner) % channels, the channel of value i
-                                                                   s = c, or s = i // channels where rows were normalised
-    y = f(x)                                                       after none
+    y = f((x - mean[s]) * rstd[s] * weight[c] + bias[c])      with a norm; c = (i // inner) % channels, the channel of value i
+                                                              s = c, or s = i // channels for norms over rows (LayerNorm)
+    y = f(x)                                                  without one
 
-in float32, with f the identity, GELU, SiLU, or a ReLU whose signs are known exactly.
+in float32, with f the identity, GELU, SiLU, or ReLU with a stored mask. On a GPU decoding and recomputation are one kernel.
 
-One exact bit a value: whether x lies inside two bounds, packed eight to a byte, the first value lowest.
+A mask has one exact bit per value, whether x lies between two bounds, eight bits to a byte, the first value lowest:
 
     bit = not (x <= low or x >= high)      ReLU: low = 0, high = NaN (no bound);  ReLU6: 0 and 6;  booleans: 0 and NaN
 
-NaN lies inside, as in torch's own backward of ReLU.
+NaN counts as inside, as in torch's backward of ReLU.
 
 >>> x = torch.tensor([-1.0, 0.0, 2.0, 7.0, 3.0])
 >>> mask = pack_mask(x, 0.0, 6.0)
@@ -36,11 +36,11 @@ from paredown.codec import backend
 from paredown.codec.packed import PackedTensor
 
 NO_BOUND = nan
-PIECE = 1 << 16  # values at a time: 1 MiB of scratch, most of it indices
+PIECE = 1 << 16  # values at a time: 1 MiB of scratch memory, most of it indices
 
 
 def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
-    """The bits of flat, contiguous `x`, ceil(numel / 8) bytes."""
+    """The mask of flat, contiguous `x`: ceil(numel / 8) bytes."""
     out = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
     kernels = backend.find_kernels() if x.device.type == "cuda" else None
     if kernels is not None:
@@ -57,7 +57,7 @@ def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> Tensor:
-    """`out`, flat and contiguous, filled with `inside` and `outside`."""
+    """`out`, flat and contiguous, filled with `inside` where the bit is 1 and `outside` where it is 0."""
     kernels = backend.find_kernels() if out.device.type == "cuda" else None
     if kernels is not None:
         return kernels.unpack_mask(bits, out, inside, outside)
@@ -70,16 +70,16 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
     return out
 
 
-# --- Decode, then go on ---
+# --- recompute --------------------------------------------------------------------------------------------------------
 
 
 class Norm:
-    """Statistics and parameters of a norm: flat float32 tensors. `deviation` is the inverse of the standard deviation.
+    """Statistics and parameters of a norm: flat float32 tensors. `rstd` is the reciprocal of the standard deviation.
 
-    Parameters are not copied: if one was modified in place when it is needed, what was computed from it cannot be computed again.
+    Parameters are not copied: after one is modified in place, the output of the norm cannot be recomputed, and `check` raises.
     """
 
-    __slots__ = ("bias", "by_row", "channels", "deviation", "inner", "mean", "versions", "weight")
+    __slots__ = ("bias", "by_row", "channels", "inner", "mean", "rstd", "versions", "weight")
 
     def __init__(
         self,
@@ -88,29 +88,29 @@ class Norm:
         weight: Tensor | None,
         bias: Tensor | None,
         mean: Tensor,
-        deviation: Tensor,
+        rstd: Tensor,
         *,
         by_row: bool = False,
     ) -> None:
-        self.channels, self.inner, self.by_row = channels, inner, by_row  # inner: values of a channel that lie next to each other
-        self.weight, self.bias, self.mean, self.deviation = weight, bias, mean, deviation
+        self.channels, self.inner, self.by_row = channels, inner, by_row  # inner: consecutive values of one channel
+        self.weight, self.bias, self.mean, self.rstd = weight, bias, mean, rstd
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
         return [t._version for t in (self.weight, self.bias) if t is not None]
 
     def check(self) -> None:
-        """Refuse what was modified since."""
+        """Raise RuntimeError if the weight or bias was modified in place since."""
         if self._versions() != self.versions:
             raise RuntimeError(
-                f"a weight or bias of a norm over {self.channels} values was modified in place between forward and backward, but what "
-                "followed from it is computed again in backward. Step the optimizer after backward, or give the norm's input no format."
+                f"the weight or bias of a norm over {self.channels} values was modified in place between forward and backward, but "
+                "backward recomputes the output of the norm from it. Step the optimizer after backward, or give the norm's input no format."
             )
 
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """What follows decoding: a norm, then an activation ("", "gelu", "gelu_tanh", "silu", or "relu" by the signs in `bits`)."""
+    """The functions to recompute after decoding: a norm, then "", "gelu", "gelu_tanh", "silu", or "relu" with its mask in `bits`."""
 
     norm: Norm | None = None
     activation: str = ""
@@ -118,7 +118,7 @@ class DecodeSteps:
 
 
 def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype) -> Tensor:
-    """The flat values that follow from packed (or plain) flat ones."""
+    """The output of `steps` in `dtype`, flat, from a packed (or unpacked) flat input."""
     if steps.norm is not None:
         steps.norm.check()
     kernels = backend.find_kernels() if packed.device.type == "cuda" else None
@@ -127,21 +127,21 @@ def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dt
     values = packed.decode(torch.float32) if isinstance(packed, PackedTensor) else packed.to(torch.float32, copy=True)
     if steps.norm is not None:
         _norm_(values, steps.norm)
-    return _activated(values, steps).to(dtype)
+    return _activation(values, steps).to(dtype)
 
 
 def _norm_(x: Tensor, norm: Norm) -> None:
-    """In place: a second copy of an activation would stand at the peak of a step."""
+    """Normalize in place: a second copy of an activation would add to the peak memory of a step."""
     rows = x.view(-1, norm.channels, norm.inner)
     shape = (-1, 1, 1) if norm.by_row else (1, -1, 1)
-    rows.sub_(norm.mean.view(shape)).mul_(norm.deviation.view(shape))
+    rows.sub_(norm.mean.view(shape)).mul_(norm.rstd.view(shape))
     if norm.weight is not None:
         rows.mul_(norm.weight.view(1, -1, 1))
     if norm.bias is not None:
         rows.add_(norm.bias.view(1, -1, 1))
 
 
-def _activated(x: Tensor, steps: DecodeSteps) -> Tensor:
+def _activation(x: Tensor, steps: DecodeSteps) -> Tensor:
     if steps.activation == "relu":
         assert steps.bits is not None
         return unpack_mask(steps.bits, torch.empty_like(x), inside=1.0, outside=0.0).mul_(x)

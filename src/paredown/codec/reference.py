@@ -1,4 +1,4 @@
-"""THE definition of encode, decode and round, in plain torch: slow and obvious. Every other path gives the same bits.
+"""The definition of encode, decode and round_trip, in plain torch: slow and simple. Every other implementation returns the same bits.
 
 A tensor is laid out as (rows, cols); `formats/format.py` draws it. In float32 and correctly rounded, for each block:
 
@@ -7,8 +7,8 @@ A tensor is laid out as (rows, cols); `formats/format.py` draws it. In float32 a
               scale = (max x - minimum) / max_value, rounded up  y = (x - minimum) * inverse,  value = e(y) * scale + minimum
 
 where `inverse` = 1 / scale and e(y) is y rounded to the element (`codes_of`). Rounding the scale up keeps every y within the
-element, so that stochastic rounding stays unbiased; where the division or the product rounds past the end all the same, y is held
-there. Scales in fp32 and bf16 are at least 2^-126 (or 0), so that 1 / scale is finite. With scale e4m3fn there is one more scale
+element, so that stochastic rounding stays unbiased; where the division or the product still rounds past the largest value, y is clamped
+to it. Scales in fp32 and bf16 are at least 2^-126 (or 0), so that 1 / scale is finite. With scale e4m3fn there is one more scale
 for the tensor: tensor_scale = max |x| / (448 * max_value), block scales are taken relative to it, and `scale` above is their product.
 `scales="ocp"` is OCP's rule for e8m0 instead: 2^(floor(log2 max |x|) - floor(log2 max_value)); values past the largest then saturate.
 
@@ -16,14 +16,14 @@ A block that holds NaN or inf, or numbers so large that its range or its scale c
 as a whole.
 
 Rounding a magnitude a to a float or integer element: with 2^E the power of two below a, at least the smallest normal one, steps
-are 2^(E - mantissa_bits). k = floor(a / step) and the fraction f that is left decide:
+are 2^(E - mantissa_bits). k = floor(a / step) and the fractional part f decide:
 
     toward_zero: k     nearest_*: k + 1 above one half     stochastic: k + 1 if floor(f * 2^R) + floor(bits / 2^(32 - R)) >= 2^R
 
-with R = 30 - mantissa_bits, so that f loses nothing but what lies below 2^-R. toward_zero is the same with bits = 0 and
-nearest_away with bits = 2^31, which is how the fast paths compute them.
+with R = 30 - mantissa_bits, so that only the bits of f below 2^-R are dropped. toward_zero is the same with bits = 0 and
+nearest_away with bits = 2^31, which is how `cpu.py` and the kernels compute them.
 
-Codes of any width as bytes without gaps: the first value in the lowest bits, each row on a byte of its own.
+Codes of any width are packed into bytes without gaps: the first value in the lowest bits, each row starting on a new byte.
 
     width 4:  bytes  [v1 v0] [v3 v2] ...          width 6:  v0 | v1 << 6 | v2 << 12 | v3 << 18 as three bytes
 
@@ -92,7 +92,7 @@ def _unpack(packed: Tensor, width: int, cols: int) -> Tensor:
     return ((words[:, :, None] >> shifts) & ((1 << width) - 1)).flatten(1)[:, :cols]
 
 
-# --- THE definition of encode, decode and round, in plain torch ---
+# --- encode, decode and round_trip ------------------------------------------------------------------------------------
 
 SMALLEST_SCALE = 2.0**-126
 OCP = "ocp"
@@ -114,13 +114,13 @@ class PackedParts:
     tensor_scale: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Those that are there, in order."""
+        """The tensors that are not None, in order."""
         return [t for t in (self.codes, self.scales, self.minimums, self.tensor_scale) if t is not None]
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What to encode to, and how: all of a call but the tensor."""
+    """The arguments of `encode` other than the tensor."""
 
     format: Format
     rounding: Rounding
@@ -129,7 +129,7 @@ class Encoding:
     rule: str = COVER
 
     def empty_parts(self, rows: int, cols: int, *, device: torch.device, tensor_scale: Tensor | None) -> PackedParts:
-        """Room for (rows, cols) packed."""
+        """Uninitialized tensors for the codes, scales and minimums of (rows, cols) values."""
         format, stored = self.format, {"fp32": torch.float32, "bf16": torch.bfloat16}
         codes = torch.empty((rows, format.row_bytes(cols)), dtype=torch.uint8, device=device)
         shape = (rows, format.blocks_per_row(cols))
@@ -156,9 +156,9 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The codes (int64) of float32 `y`, and where a value lies past what the element can say, NaN included.
+    """The codes (int64) of float32 `y`, and a mask of the values that have no code: past the largest one, or NaN.
 
-    Such a place gets the code of inf or NaN under NONFINITE where the element has one, and the nearest value otherwise.
+    Under NONFINITE a value past the largest gets the code of inf or NaN where the element has one, and the nearest value otherwise.
     """
     codes, past = (
         table_codes(y, element, rounding, bits) if element.kind is ElementKind.TABLE else grid_codes(y, element, rounding, bits)
@@ -168,12 +168,12 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
         codes = torch.where(past, special | _sign_codes(y, element), codes)
     if element.nan_code is not None:
         codes = torch.where(y.isnan(), element.nan_code | _sign_codes(y, element), codes)
-    unsaid = y.isnan() if element.nan_code is None else torch.zeros_like(past)
-    return codes, unsaid | (past if overflow is Overflow.NONFINITE and special is None else False)
+    unrepresentable = y.isnan() if element.nan_code is None else torch.zeros_like(past)
+    return codes, unrepresentable | (past if overflow is Overflow.NONFINITE and special is None else False)
 
 
 def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes of the nearest values of a float or integer element, and where y lies past them."""
+    """Codes of the nearest values of a float or integer element, and a mask of y past the largest or smallest value."""
     k = rounded_magnitude(y.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max), element, rounding, bits)
     negative = torch.signbit(y)
     limit = torch.where(negative, element.min_code, element.max_code)
@@ -186,7 +186,7 @@ def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | N
 
 
 def rounded_magnitude(a: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Magnitude codes (int64, not yet limited) of finite `a` >= 0: the heart of the codec."""
+    """Magnitude codes (int64, not yet limited to the element's largest) of finite `a` >= 0: all rounding rules are here."""
     mantissa_bits, min_exponent = element.mantissa_bits, element.min_exponent
     a = a.double()
     exponent = torch.where(a > 0, torch.frexp(a).exponent.long() - 1, min_exponent).clamp(min=min_exponent)
@@ -212,7 +212,7 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 
 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes of the nearest values of a table, and where y lies past its ends. Half-way, e8m0 takes the larger, as in ml_dtypes."""
+    """Codes of the nearest values of a table, and a mask of y past its ends. Ties of e8m0 take the larger value, as in ml_dtypes."""
     values = torch.tensor(element.table, dtype=torch.float32, device=y.device)
     lowest, highest = table_limits(element, rounding)
     past = (y < lowest) | (y > highest)
@@ -233,9 +233,9 @@ def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | 
 
 
 def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
-    """The smallest and the largest float32 that a table can say.
+    """The smallest and the largest float32 that round to a value of a table.
 
-    They are its first and last value; but e8m0 goes on like a float: down to any number above 0, and up to where 2^128 is nearer.
+    They are its first and last value; but e8m0 rounds as a float does: down to any number above 0, and up to where 2^128 is nearer.
     """
     if element.name != "e8m0":
         return element.table[0], element.table[-1]
@@ -247,7 +247,7 @@ def values_of(codes: Tensor, element: Element) -> Tensor:
     """The float32 values of int64 `codes`."""
     if element.width <= 16:
         return torch.tensor(element.values(), dtype=torch.float32, device=codes.device)[codes]
-    magnitude = codes & (element.sign_code - 1)  # floats alone are wider than 16 bits
+    magnitude = codes & (element.sign_code - 1)  # only floats are wider than 16 bits
     field, mantissa = magnitude >> element.mantissa_bits, magnitude & ((1 << element.mantissa_bits) - 1)
     normal = (mantissa + (1 << element.mantissa_bits)) * _power_of_two(field - 1 + element.min_exponent - element.mantissa_bits)
     subnormal = mantissa * 2.0 ** (element.min_exponent - element.mantissa_bits) * element.subnormals
@@ -274,7 +274,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
-    """(rows, cols) as (rows, blocks, block), short last blocks filled up."""
+    """(rows, cols) as (rows, blocks, block), a short last block padded with `fill`."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).unflatten(1, (-1, block))
 
 
@@ -286,11 +286,11 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
     largest = torch.maximum(low.abs(), high.abs())
     minimums = None
     if format.minimum:
-        minimums = rounded_down(low + 0.0, format.minimum)  # + 0.0: -0.0 and 0.0 are one minimum
+        minimums = rounded_down(low + 0.0, format.minimum)  # + 0.0 turns -0.0 into 0.0
         largest = high - minimums.float() + 0.0
     elif encoding.rule == OCP:
         return store_scale(torch.where(largest.isfinite(), ocp_scale(largest, format.element), torch.nan), format.scale), None
-    scale = largest / torch.full_like(largest, format.element.max_value)  # CUDA divides by a number through its reciprocal
+    scale = largest / torch.full_like(largest, format.element.max_value)  # a tensor, since CUDA divides by a number inexactly
     if tensor_scale is not None:
         scale = torch.where(tensor_scale > 0, scale / tensor_scale, 0.0)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
@@ -300,8 +300,8 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
 def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
     """The scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn.
 
-    It is at least 2^-117, so that the smallest block scale times it has a finite inverse. Above a minimum, which bf16 rounds down,
-    values reach at most this much further.
+    It is at least 2^-117, so that the smallest block scale times it has a finite inverse. With a minimum, which bf16 rounds down,
+    the range of a block is at most 2 + 2^-6 times `largest`.
     """
     if format.minimum:
         largest = largest * (2 + 2.0**-6)
@@ -310,10 +310,10 @@ def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
 
 
 def store_scale(scale: Tensor, element: Element) -> Tensor:
-    """The smallest value of `element` that is at least `scale`, as it is stored. NaN stays NaN.
+    """`scale` rounded up to a value of `element`, as the stored tensor (uint8 codes for e8m0 and e4m3fn). NaN stays NaN.
 
-    Past the end, e4m3fn gives its largest value, since scales are relative to one that lets them get there by rounding alone; bf16
-    and e8m0 give inf or NaN.
+    Past the largest value, e4m3fn saturates, since scales relative to the tensor scale exceed it by rounding error alone; bf16 and
+    e8m0 become inf or NaN.
     """
     if element.name in ("fp32", "bf16"):
         scale = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
@@ -354,9 +354,9 @@ def scale_values(parts: PackedParts, format: Format) -> Tensor:
 def encode_rows(
     x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None, to_codes: ToCodes | None = None
 ) -> PackedParts:
-    """`x` (rows, cols) packed. `given` brings the scales under rule "given", and the scale of the tensor where there is one.
+    """`x` (rows, cols) encoded. `given` holds the scales under rule "given", and the tensor scale of formats that have one.
 
-    Elements without inf and NaN saturate when there is no block to say so: `packed.encode` refuses such values before.
+    Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises for such values before.
     """
     format, x, to_codes = encoding.format, x.float(), to_codes or codes_of
     if format.block is None:
@@ -369,10 +369,10 @@ def encode_rows(
         assert given is not None
         parts = PackedParts(None, given.scales, given.minimums, tensor_scale)
     y = scaled(x, parts, encoding)
-    if encoding.rule == COVER:  # rounding alone takes y past the end
+    if encoding.rule == COVER:  # y exceeds the largest value by rounding error alone
         y = y.clamp(-format.element.max_value if format.element.signed else None, format.element.max_value)
-    codes, unsaid = to_codes(y, format.element, encoding.rounding, encoding.overflow, bits)
-    broken = in_blocks((unsaid | ~x.isfinite()).float(), format.block, 0.0).amax(2) > 0
+    codes, unrepresentable = to_codes(y, format.element, encoding.rounding, encoding.overflow, bits)
+    broken = in_blocks((unrepresentable | ~x.isfinite()).float(), format.block, 0.0).amax(2) > 0
     scale = scale_values(parts, format)
     broken = broken | ~scale.isfinite() | (scale < 0)
     assert parts.scales is not None and format.scale is not None
@@ -383,7 +383,7 @@ def encode_rows(
 
 
 def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
-    """y, what the element has to hold: float32 (rows, cols). A chosen scale is 0 where all is 0 or next to it, and y then is 0."""
+    """y = (x - minimum) / scale in float32, (rows, cols); 0 where a chosen scale is 0, since all values are then 0 or nearly so."""
     block = encoding.format.block
     assert block
     if parts.minimums is not None:
@@ -391,7 +391,7 @@ def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
     inverse = 1.0 / scale_values(parts, encoding.format)
     if encoding.rule in (COVER, OCP):
         return x * spread(torch.where(inverse.isfinite(), inverse, 0.0), block, x.shape[1])
-    return torch.where(x == 0, x, x * spread(inverse, block, x.shape[1]))  # a given scale of 0 puts all but 0 past the end
+    return torch.where(x == 0, x, x * spread(inverse, block, x.shape[1]))  # with a given scale of 0, all values except 0 overflow
 
 
 def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:
@@ -410,13 +410,13 @@ def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtyp
 def round_trip_rows(
     x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None, to_codes: ToCodes | None = None
 ) -> Tensor:
-    """decode(encode(x)); without a block, values that the element cannot say are NaN or infinite instead."""
+    """decode(encode(x)); without a block, values that have no code become NaN or infinite."""
     format = encoding.format
     if format.block:
         return decode_rows(encode_rows(x, encoding, given, bits, to_codes), format, x.shape[1], x.dtype)
-    codes, unsaid = (to_codes or codes_of)(x.float(), format.element, encoding.rounding, encoding.overflow, bits)
+    codes, unrepresentable = (to_codes or codes_of)(x.float(), format.element, encoding.rounding, encoding.overflow, bits)
     y = values_of(codes, format.element)
-    y = torch.where(unsaid, torch.where(x.isnan(), torch.nan, torch.copysign(torch.full_like(y, torch.inf), x.float())), y)
+    y = torch.where(unrepresentable, torch.where(x.isnan(), torch.nan, torch.copysign(torch.full_like(y, torch.inf), x.float())), y)
     if x.dtype is torch.float16:
         y = torch.where(y.isfinite(), y.clamp(-65504.0, 65504.0), y)
     return y.to(x.dtype)

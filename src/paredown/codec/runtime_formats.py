@@ -1,8 +1,7 @@
-"""round_trip in place, with formats and seeds that are read from memory when it runs: one captured CUDA graph serves all of them.
+"""round_trip with formats and seeds that a kernel reads from memory, so that one captured CUDA graph serves all formats.
 
-A `RuntimeFormatTable` has a row of int32 for each slot: twelve of its format (`kernels/run_time.py`) and two keys of its random
-bits. Floats and
-integers without a block can stand in it, and "as it is", which is fp32.
+A `RuntimeFormatTable` has a row of int32 for each slot: twelve describe its format (`kernels/runtime_formats.py`), two are the keys of
+its random bits. Rows can hold floats and integers without a block, and fp32 for slots that stay unmodified.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
-NUM_FIELDS = 12  # of a format
-NUM_COLUMNS = 16  # of a row, so that rows begin on a multiple of 16 bytes
-TF32_BITS = 10  # of a mantissa
-AS_IT_IS = Format.parse("fp32")
-TILE = 1024  # values of a program that rounds one of many tensors
-WORDS = 5  # of a row that says where one of them is
-NEEDS_TRITON = "formats in memory need Triton: install it, or keep tensors on the CPU."
+NUM_FIELDS = 12  # int32 that describe a format
+NUM_COLUMNS = 16  # so that rows begin on a multiple of 16 bytes
+TF32_BITS = 10  # mantissa bits
+UNMODIFIED = Format.parse("fp32")
+TILE = 1024  # values per program of `round_many`
+WORDS = 5  # int64 per tensor of `round_many`: three addresses, the number of values, the first tile
+NEEDS_TRITON = "formats that are read at run time need Triton: install it, or keep tensors on the CPU."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-Job = tuple[Tensor, Tensor, int]  # x, out, place
+Job = tuple[Tensor, Tensor, int]  # x, out, row of the table
 
 
 def is_live(format: Format | None) -> bool:
-    """Whether a format can stand in a table: no block, no list of values, normal values that float32 has."""
+    """Whether a table can hold a format: no block, no list of values, and its normal values are normal in float32."""
     return format is None or (
         format.block is None and format.element.kind is not ElementKind.TABLE and format.element.min_exponent >= -126
     )
 
 
 def is_narrow(format: Format | None) -> bool:
-    """Whether values of this format go into a TF32 product as they are.
+    """Whether TF32 represents the values of this format exactly, so that TF32 products do not round them.
 
     >>> is_narrow(Format.parse("e6m9f")), is_narrow(Format.parse("int16")), is_narrow(None)
     (True, False, False)
@@ -49,7 +48,7 @@ def is_narrow(format: Format | None) -> bool:
 
 
 def overflow_limit(format: Format | None) -> float:
-    """The smallest magnitude that rounds past the largest value: half a step above it; infinity where nothing does.
+    """The smallest magnitude that overflows when rounded to nearest: half a step above the largest value; infinity if none does.
 
     >>> overflow_limit(Format.parse("e4m3b11f")), overflow_limit(Format.parse("e5m2f")), overflow_limit(Format.parse("int8/64@bf16"))
     (31.0, 122880.0, inf)
@@ -62,15 +61,15 @@ def overflow_limit(format: Format | None) -> float:
 
 
 def flat(x: Tensor) -> Tensor | None:
-    """The memory of `x` as one row, in the order in which round_trip takes it; None where it has gaps."""
+    """The memory of `x` as one row, in the order in which `round_trip` reads it; None if it has gaps."""
     x = x.detach()
-    dims = memory_order(x, AS_IT_IS)
+    dims = memory_order(x, UNMODIFIED)
     ordered = x.permute(dims)
     return ordered.view(-1) if ordered.is_contiguous() else None
 
 
 def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> Tensor:
-    """round_trip in place, and out of autograd's sight: nothing is recorded, and what was saved of `x` is rounded too."""
+    """round_trip in place, hidden from autograd: nothing is recorded, and a saved tensor that shares memory with `x` is rounded too."""
     x.data.copy_(round_trip(x.data, format, rounding=rounding, overflow=overflow, seed=seed))
     return x
 
@@ -83,12 +82,12 @@ class RuntimeFormatTable:
         self.device = device
 
     def set(self, rows: dict[int, tuple[Format | None, Overflow | None]]) -> None:
-        """Give slots their formats, by one copy."""
-        self._write({place: fields_of(*row) for place, row in rows.items()}, slice(NUM_FIELDS))
+        """Write the formats of slots, in one copy to the device."""
+        self._write({row: fields_of(*fields) for row, fields in rows.items()}, slice(NUM_FIELDS))
 
     def set_seeds(self, seeds: dict[int, Seed]) -> None:
-        """Give slots their random bits; the step of a seed is left out, which is told when something is rounded."""
-        self._write({place: signed_keys(seed) for place, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2))
+        """Write the keys of the random bits of slots, without the step, which is an argument of each rounding."""
+        self._write({row: signed_keys(seed) for row, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2))
 
     def _write(self, rows: Mapping[int, Sequence[int]], columns: slice) -> None:
         if rows:
@@ -98,15 +97,15 @@ class RuntimeFormatTable:
     def round_many(
         self, jobs: Sequence[Job], rounding: Rounding, step: Tensor, memory: Tensor, *, is_captured: bool = False
     ) -> BatchedRoundTrip:
-        """Round each (x, out, place), float32 without gaps, in one launch, which finds them by what stands in `memory` when it runs.
+        """Round each (x, out, row), float32 without gaps, in one launch, which reads their addresses from `memory` when it runs.
 
-        `memory`: `words_for` int64. `is_captured`: the caller writes there before the graph runs.
+        `memory`: `words_for` int64. `is_captured`: the caller calls `write()` of the result before the graph runs.
         """
         kernels, first, rows = backend.find_kernels(), 0, list[list[int]]()
         if kernels is None:
             raise CodecError(NEEDS_TRITON)
-        for x, out, place in jobs:
-            rows.append([x.data_ptr(), out.data_ptr(), self.rows[place].data_ptr(), x.numel(), first])
+        for x, out, row in jobs:
+            rows.append([x.data_ptr(), out.data_ptr(), self.rows[row].data_ptr(), x.numel(), first])
             first += tiles_of(x)
         owners = torch.arange(len(jobs), dtype=torch.int32).repeat_interleave(torch.tensor([tiles_of(x) for x, *_ in jobs]))
         many = BatchedRoundTrip(
@@ -117,8 +116,8 @@ class RuntimeFormatTable:
         kernels.round_many(many.owners, many.table, rounding, step, TILE)
         return many
 
-    def round_into(self, x: Tensor, out: Tensor, place: int, rounding: Rounding, step: Tensor) -> Tensor:
-        """`x` rounded as the table and `step`, one int32, say when the kernel runs; `out` may be `x`, or like it."""
+    def round_into(self, x: Tensor, out: Tensor, row: int, rounding: Rounding, step: Tensor) -> Tensor:
+        """`out`, filled with `x` rounded by the table and `step` (one int32) when the kernel runs; `out` may be `x` itself."""
         kernels = backend.find_kernels()
         if kernels is None:
             raise CodecError(NEEDS_TRITON)
@@ -127,47 +126,47 @@ class RuntimeFormatTable:
         if has_gaps:
             source = target = x.detach().clone(memory_format=torch.contiguous_format).view(-1)
         if x.numel():
-            kernels.round_trip_by_row(source, self.rows[place], rounding, step, target)
+            kernels.round_trip_by_row(source, self.rows[row], rounding, step, target)
         if has_gaps and target is not None:
             out.data.copy_(target.view(x.shape))
         return out
 
 
 def signed_keys(seed: Seed) -> tuple[int, ...]:
-    """The keys of a stream before the step is mixed in, as int32."""
+    """The keys of a random stream before the step is mixed in, as int32."""
     return tuple(key - (1 << 32) if key >> 31 else key for key in seed.base_keys())
 
 
 class BatchedRoundTrip(NamedTuple):
-    """What one launch for many tensors reads, on the device, and what shall stand there."""
+    """The device tensors that one launch of `round_many` reads, and their contents on the host."""
 
     owners: Tensor
     table: Tensor
-    their_owners: Tensor
-    their_table: Tensor
+    host_owners: Tensor
+    host_table: Tensor
 
     def write(self) -> None:
-        """Tell the device, before the launch runs."""
-        self.owners.copy_(self.their_owners)
-        self.table.copy_(self.their_table.flatten())
+        """Copy the contents to the device, before the launch runs."""
+        self.owners.copy_(self.host_owners)
+        self.table.copy_(self.host_table.flatten())
 
 
 def tiles_of(x: Tensor) -> int:
-    """Programs that round one of many tensors."""
+    """The number of programs that round `x` in `round_many`."""
     return -(-x.numel() // TILE)
 
 
 def words_for(tensors: Iterable[Tensor]) -> int:
-    """int64 of memory that `RuntimeFormatTable.round_many` takes for so many tensors."""
+    """The number of int64 of `memory` that `RuntimeFormatTable.round_many` needs for these tensors."""
     return sum(WORDS + tiles_of(x) for x in tensors) + 2  # owners are half as wide
 
 
 @cache
 def fields_of(format: Format | None, overflow: Overflow | None) -> tuple[int, ...]:
-    """The row of a format."""
+    """The twelve int32 of a format."""
     if not is_live(format):
         raise CodecError(f"{format} cannot be read from memory at run time: it has a block, a list of values or tiny exponents.")
     from paredown.codec.kernels.runtime_formats import describe  # needs Triton
 
-    format = format or AS_IT_IS
+    format = format or UNMODIFIED
     return tuple(describe(format.element, overflow or default_overflow(format)))

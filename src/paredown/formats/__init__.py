@@ -1,1 +1,1 @@
-"""What a stored number is: elements, formats, the catalog of named ones, and how encoding rounds. Standard library only."""
+"""Number formats: elements, formats, the catalog of named formats, and rounding modes. Standard library only."""

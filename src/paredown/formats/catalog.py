@@ -1,31 +1,31 @@
-"""Formats with a name: one row each. `CATALOG["nvfp4"]` is a Format like any other.
+"""The catalog: formats that have a name, one row each, and the tiers of optimizer memory. `CATALOG["nvfp4"]` is an ordinary Format.
 
 The rows named peppp_* are the formats of the 99 configurations of PEPPP (Yang et al., ICLR 2022): 11 low ones for activations,
-weights and gradients, 9 high ones for the optimizer. They follow QPyTorch 0.2.0, on which its measurements rest: no subnormals, no
-specials, exponents from -(2^(X-1)-1) to 2^(X-1)-1; encode with overflow="saturate". (QPyTorch 0.2.0 rounds to nearest below the
-smallest value even when it rounds stochastically; ours stays unbiased there.) With 8 exponent bits QPyTorch's smallest
-exponent is -127, where float32 is already subnormal; ours is -126. The rows named mpfa_* are those of "Training with
-Mixed-Precision Floating-Point Assignments" (Lee et al., TMLR 2023): every code a number.
+weights and gradients, 9 high ones for the optimizer. They follow QPyTorch 0.2.0, which PEPPP measured with: no subnormals, no inf or NaN,
+exponents from -(2^(X-1)-1) to 2^(X-1)-1; encode with overflow="saturate". (QPyTorch 0.2.0 rounds to nearest below the smallest value
+even when it rounds stochastically; this codec is unbiased there.) With 8 exponent bits the smallest exponent of QPyTorch is -127,
+where float32 is already subnormal; here it is -126. The rows named mpfa_* are those of "Training with
+Mixed-Precision Floating-Point Assignments" (Lee et al., TMLR 2023), in which every code is a finite number.
 
 >>> str(CATALOG["mxfp4"])
 'e2m1fn/32@e8m0'
 >>> CATALOG["peppp_e4m3"].element.smallest, CATALOG["peppp_e4m3"].element.max_value
 (0.0078125, 240.0)
 
-Tiers: how low the tensors go that a model itself takes, by role. One row each; presets of plans and optimizers read the same rows.
+A tier names the formats of weights, gradients and optimizer state, by role. Plan presets and optimizers read the same rows.
 
-    bytes a parameter: weights, moments, gradient accumulator, scales          SGD with momentum, Lion     AdamW
+    bytes per parameter: weights, moments, gradient accumulator, scales        SGD with momentum, Lion     AdamW
     (torch, all fp32)                                                          12                          16
-    safe    bf16 and 8 more bits of it, 8-bit moments and accumulator          5.06                        6.09
-    half    bf16, stochastic; the rest as in `safe`                            4.06                        5.09
-    lpmm    8 bits for all, no wider copy of anything                          3.08                        4.11
+    safe    bf16 weight + 8-bit residue, 8-bit moments and accumulator          5.06                        6.09
+    half    bf16 weight, stochastic rounding; the rest as in `safe`            4.06                        5.09
+    lpmm    8 bits for everything, no copy in higher precision                 3.08                        4.11
     lpmm4   8-bit weights and accumulator, 4-bit moments                       2.58                        3.11
 
-Weights and accumulators are sums of many small changes, and so is the second moment: they are rounded stochastically unless a plan or
-a keyword says otherwise (`roles.ACCUMULATED`), for rounding to nearest would lose every change under half a step.
+Weights, accumulators and the second moment are sums of many small changes. They are rounded stochastically unless a plan or a keyword
+sets another rounding (`roles.ACCUMULATED`): rounding to nearest would lose every change below half a step of the format.
 
-A parameter of fewer than MIN_DIMS dimensions or MIN_NUMEL values is small: it stays plain in every tier, with float32 moments, and a
-bfloat16 one gets 8 more bits (RESIDUE).
+A parameter of fewer than MIN_DIMS dimensions or MIN_NUMEL values is small: in every tier its weight and gradient are
+unmodified and its moments are float32; a bfloat16 weight gets an 8-bit residue (Role.RESIDUE).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paredown.formats.format import Format
 
 @dataclass(frozen=True)
 class CatalogRow:
-    """A name, the text of its format, and what it is for."""
+    """A name, the text of its format, and a note on what it is used for."""
 
     name: str
     text: str
@@ -54,7 +54,7 @@ def _peppp(exponent_bits: int, mantissa_bits: int, note: str) -> CatalogRow:
     return CatalogRow(f"peppp_e{exponent_bits}m{mantissa_bits}", f"e{exponent_bits}m{mantissa_bits}{bias}fns", note)
 
 
-PEPPP_LOW = ((3, 1), (3, 2), (3, 3), (3, 4), (4, 1), (4, 2), (4, 3), (4, 4), (5, 1), (5, 2), (5, 3))  # its order
+PEPPP_LOW = ((3, 1), (3, 2), (3, 3), (3, 4), (4, 1), (4, 2), (4, 3), (4, 4), (5, 1), (5, 2), (5, 3))  # in the order of the paper
 PEPPP_HIGH = ((6, 7), (6, 9), (6, 11), (7, 7), (7, 9), (7, 11), (8, 7), (8, 9), (8, 11))
 
 ROWS = (
@@ -74,11 +74,11 @@ ROWS = (
     CatalogRow("nvfp4", "e2m1fn/16@e4m3fn", "NVIDIA's 4 bits, with a float32 for the tensor"),
     CatalogRow("nf4_block", "nf4/64@fp32", "QLoRA's table for normally distributed weights"),
     CatalogRow("int8_block", "int8/64@bf16", "8 bits for momentum, gradients and activations"),
-    CatalogRow("int8_pow2", "int8/64@e8m0", "8 bits for weights whose scale should stay"),
+    CatalogRow("int8_pow2", "int8/64@e8m0", "8 bits for weights: power-of-two scales rarely change"),
     CatalogRow("uint8_block", "uint8/64@bf16", "8 bits for second moments, which are never negative"),
     CatalogRow("int4_block", "int4/64@bf16", "4 bits for activations and moments"),
     CatalogRow("uint4_affine", "uint4/64@bf16+fp32", "4 bits for activations on one side of zero"),
-    CatalogRow("int2_block", "int2/64@bf16", "-1, 0, 1 for activations under pressure"),
+    CatalogRow("int2_block", "int2/64@bf16", "2 bits for activations: -1, 0 and 1"),
     CatalogRow("uint2_affine", "uint2/64@bf16+bf16", "2 bits for activations on one side of zero"),
     *(_peppp(x, y, "PEPPP: activations, weights, gradients") for x, y in PEPPP_LOW),
     *(_peppp(x, y, "PEPPP: input, logits, optimizer") for x, y in PEPPP_HIGH),
@@ -90,19 +90,19 @@ ROWS = (
 CATALOG: Mapping[str, Format] = MappingProxyType({row.name: Format.parse(row.text) for row in ROWS})
 
 
-def find_format(given: Format | str) -> Format:
-    """The format that a name of the catalog or a text spells; an error names the closest names.
+def find_format(format: Format | str) -> Format:
+    """The format with this catalog name or this text; FormatError lists the closest catalog names.
 
     >>> find_format("int8_block") == find_format("int8/64@bf16")
     True
     """
-    if isinstance(given, str) and given in CATALOG:
-        return CATALOG[given]
+    if isinstance(format, str) and format in CATALOG:
+        return CATALOG[format]
     try:
-        return Format.parse(given)
+        return Format.parse(format)
     except FormatError as error:
-        names = get_close_matches(given, list(CATALOG), 3, 0.7) if isinstance(given, str) else []
-        hint = f" Names of the catalog like it: {', '.join(names)}." if names else ""
+        names = get_close_matches(format, list(CATALOG), 3, 0.7) if isinstance(format, str) else []
+        hint = f" Similar names in the catalog: {', '.join(names)}." if names else ""
         raise FormatError(f"{error}{hint}") from None
 
 
@@ -126,9 +126,9 @@ TIERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def is_small(shape: Sequence[int]) -> bool:
-    """Whether a parameter of `shape` keeps a plain weight, a plain gradient and float32 moments, whatever is asked for.
+    """Whether a parameter of `shape` is too small to pack: its weight and gradient stay unmodified and its moments are float32.
 
-    Little is saved on it, and norms and biases are the most sensitive.
+    Packing it would save little memory, and norms and biases are the parameters most sensitive to rounding.
 
     >>> is_small((4096,)), is_small((63, 65)), is_small((64, 64))
     (True, True, False)

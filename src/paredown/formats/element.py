@@ -1,27 +1,27 @@
-"""What one stored number is: an `Element` says how its bits are read.
+"""`Element`: the type of one stored number, which defines the value of each code.
 
 A float such as `e4m3fn` keeps a sign bit, 4 exponent bits and 3 mantissa bits. Read left to right, 0 1000 101 is
 
     sign + | exponent 1000 = 8 | mantissa 101 = 5      value = + 2^(8 - bias) * (1 + 5/8) = 2 * 1.625 = 3.25
 
 with bias 7, the middle of the exponent range. When the exponent bits are all zero the number is *subnormal*: its
-leading 1 is gone, value = mantissa/8 * 2^(1 - bias), so that the steps near zero stay even instead of leaving a hole. Each
+leading 1 is missing, value = mantissa/8 * 2^(1 - bias), so that the steps near zero stay even instead of leaving a hole. Each
 power of two holds 8 values, so the error of rounding is at most 1/16 of the value, anywhere between 2^-6 and 448.
-The letters behind say which codes are not numbers, as in ml_dtypes:
+The suffix names the codes that are not numbers, as in ml_dtypes:
 
     e4m3      IEEE: the largest exponent is kept for inf and NaN; the largest value is 240
     e4m3fn    finite, one NaN (all ones): the largest value is 448. Below 8 bits `fn` has no NaN: e2m1fn reaches 6
     e4m3fnuz  finite, NaN in place of -0, and a bias one higher
     e4m3f     finite: every code is a number (ml_dtypes has no such type); below 8 bits the same as `fn`
-    e4m3b11   a spelled bias; it comes before the letters: e4m3b11fnuz
+    e4m3b11   an explicit bias; it stands before the suffix: e4m3b11fnuz
     e4m3ns    no subnormals: with exponent bits all zero the value is 0, whatever the mantissa
 
-Integers are floats of another kind: `int8` has equal steps of 1, like a float that is subnormal everywhere. That is how
-they are stored here: mantissa_bits and min_exponent describe both, and one rounding rule serves both. `intN` is
-two's complement and encoding keeps to the symmetric range (int8: -127..127, int2: -1, 0, 1; int1 is -1, 0); `uintN` starts at 0.
-Tables (`nf4`, `e8m0`) list their values from the smallest to the largest; a code is a place in the list.
+Integers are treated as floats that are subnormal everywhere: `int8` has equal steps of 1. mantissa_bits and min_exponent describe both
+kinds, and one rounding rule applies to both. `intN` is
+two's complement and encoding uses the symmetric range (int8: -127..127, int2: -1, 0, 1; int1 is -1, 0); `uintN` starts at 0.
+Tables (`nf4`, `e8m0`) list their values from the smallest to the largest; a code is an index into the list.
 
-Every value is a float32 that can be written down exactly. Codes of wide elements whose value float32 cannot hold
+Every value is exactly representable in float32. Codes of wide elements whose value float32 cannot hold
 (e8m7fn has one binade past it) are never produced.
 
 >>> e = Element.parse("e4m3fn")
@@ -57,7 +57,7 @@ class ElementKind(str, Enum):
     FLOAT = "float"  # sign bit, exponent, mantissa
     INT = "int"  # two's complement
     UINT = "uint"
-    TABLE = "table"  # a place in a list of values
+    TABLE = "table"  # an index into a list of values
 
 
 class Specials(str, Enum):
@@ -71,7 +71,7 @@ class Specials(str, Enum):
 
 @dataclass(frozen=True, repr=False)
 class Element:
-    """How one number's bits are read. Make one with `Element.parse`; two that read alike are equal, however spelled."""
+    """How the bits of one number are read. `Element.parse` makes one; elements with the same values are equal, whatever their names."""
 
     name: str = field(compare=False)
     kind: ElementKind
@@ -84,7 +84,7 @@ class Element:
 
     @staticmethod
     def parse(text: str) -> Element:
-        """The element that `text` spells; FormatError says where it goes wrong."""
+        """The element named `text`; FormatError for an unknown name, with what is allowed."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise FormatError(f"an element is text such as 'e4m3fn', not {type(text).__name__}.")
         return _parse(text)
@@ -97,7 +97,7 @@ class Element:
 
     @cached_property
     def _hash(self) -> int:
-        """Kept, since formats are looked up for every tensor of a step."""
+        """Cached, since formats are dictionary keys for every tensor of a step."""
         return hash((self.kind, self.width, self.mantissa_bits, self.min_exponent, self.specials, self.subnormals, self.table))
 
     def __str__(self) -> str:
@@ -210,8 +210,8 @@ INT_TEXT = re.compile(f"(?P<kind>u?int)(?P<width>{NUMBER})")
 SAME_AS = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10"}
 
 
-# NF4 of QLoRA (Dettmers et al. 2023, appendix E): quantiles of a normal distribution scaled to 1, rounded to float32 there.
-# Derivation and constants differ in the last bits, and files are written with the constants.
+# NF4 of QLoRA (Dettmers et al. 2023, appendix E): quantiles of a normal distribution scaled to 1, rounded to float32 in its code.
+# The formula and these constants differ in the last bits; checkpoints of other libraries use the constants.
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -233,7 +233,7 @@ def _parse(text: str) -> Element:
         return _integer(text, ElementKind(match["kind"]), int(match["width"]))
     if match := FLOAT_TEXT.fullmatch(SAME_AS.get(text, text)):
         return _float(text, match)
-    raise FormatError(f"element {text!r} is not known. Allowed: {ALLOWED}.")
+    raise FormatError(f"element {text!r} is unknown. Allowed: {ALLOWED}.")
 
 
 def _integer(text: str, kind: ElementKind, width: int) -> Element:
@@ -263,7 +263,7 @@ def _float(text: str, match: re.Match[str]) -> Element:
 def _check_float(text: str, specials: Specials, bias: int, exponent_bits: int, mantissa_bits: int, *, subnormals: bool) -> None:
     if specials is Specials.IEEE and mantissa_bits == 0:
         raise FormatError(
-            f"element {text!r}: IEEE specials need a mantissa bit to tell NaN from inf. Write {text.removesuffix('ns')}fn, or f."
+            f"element {text!r}: IEEE inf and NaN need at least one mantissa bit to differ. Write {text.removesuffix('ns')}fn, or f."
         )
     if specials is Specials.IEEE and exponent_bits == 1 and not subnormals:
         raise FormatError(

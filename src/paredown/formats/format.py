@@ -1,12 +1,12 @@
-"""What a stored tensor is: a `Format` is an element, and optionally a block length, a scale for each block and a minimum.
+"""`Format`: how a tensor is stored. It is an element, and optionally a block length, a scale for each block and a minimum.
 
-    e4m3fn               8-bit floats, as they are
+    e4m3fn               8-bit floats without a scale
     int4/64@bf16         every 64 values share a bf16 scale; value = code value * scale
     e2m1fn/32@e8m0       MXFP4: 4-bit floats, a power of two for every 32
     e2m1fn/16@e4m3fn     NVFP4: 8-bit float scales, themselves scaled by one float32 for the whole tensor
     uint4/64@bf16+fp32   affine: value = code * scale + minimum, for tensors that lie on one side of zero
 
-The layout on memory: a row is one index of dimension 0 (0-d and 1-d tensors are one row), the rest of the dimensions flattened.
+The layout in memory: a row is one index of dimension 0 (0-d and 1-d tensors are one row), the rest of the dimensions flattened.
 Blocks run along the row and the last one may be short. Codes are packed without gaps, the first value in the lowest
 bits, and each row starts on a byte. Rows never share a block, so any split of dimension 0 is a split of the bytes.
 
@@ -36,7 +36,7 @@ MINIMUMS = ("fp32", "bf16")
 MAX_BLOCK_LEN = 65536
 TEXT = re.compile(r"(?P<element>[^/@+]*)(?:/(?P<block>[^/@+]*))?(?:@(?P<scale>[^/@+]*))?(?:\+(?P<minimum>[^/@+]*))?")
 SHAPE_OF_TEXT = "element, or element/block@scale, or element/block@scale+minimum: e4m3fn, int4/64@bf16, uint4/64@bf16+fp32"
-# Names from elsewhere, for the error that they get.
+# names that other libraries use, each with the format that an error message suggests
 NICKNAMES = {
     "fp8": "e4m3fn or e5m2",
     "fp4": "e2m1fn/32@e8m0",
@@ -55,7 +55,7 @@ NICKNAMES = {
 
 @dataclass(frozen=True, repr=False)
 class Format:
-    """All that decoding needs to know of a packed tensor, but its shape and dtype."""
+    """Everything that decoding needs besides the codes, the shape and the dtype of a packed tensor."""
 
     element: Element
     block: int | None = None
@@ -72,7 +72,7 @@ class Format:
 
     @staticmethod
     def parse(text: str | Format) -> Format:
-        """The format that `text` spells; a Format is given back as it is."""
+        """The format with this text; a Format is returned unchanged."""
         if isinstance(text, Format):
             return text
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]

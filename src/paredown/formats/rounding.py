@@ -1,17 +1,17 @@
-"""How encoding picks a neighbour, what it does past the largest value, and where its random bits come from.
+"""Options of encoding: which neighbour a value is rounded to, what happens past the largest value, and the source of random bits.
 
-None of this is part of a format: a format says all that *decoding* needs, and these belong to whoever encodes.
+None of this is part of a format: a format describes *decoding*, and these are arguments of `encode`.
 
-Stochastic rounding takes the upper neighbour with a probability equal to the fraction that is left over, so that it is
-right on average. The random bits are a pure function of (seed, tensor, step, element index): there is no generator state to
-save, a resumed run draws the same bits, and so does every shard or replica of a tensor.
+Stochastic rounding rounds up with a probability equal to the fractional part, so that the expected value is the exact one.
+The random bits are a pure function of (seed, tensor, step, element index): there is no generator state to save,
+a resumed run draws the same bits, and so does every shard or replica of a tensor.
 
     x = i * 0x9E3779B9 + k0;   x = (x ^ x >> 16) * 0x7FEB352D;   h(i) = (x ^ x >> 15 ^ k1) * 0x846CA68B        (modulo 2^32)
 
 The multipliers are those of the mixer "lowbias32" (C. Wellons, hash-prospector, public domain); its last step, which changes the
 lower 16 bits alone, is left out: rounding reads a number from the top, and below the 16th bit a pattern weighs less than 2^-16 of a
-step. (k0, k1) are two independent hashes of (seed, tensor, step). Of each value it takes 3 multiplications and 4 other
-operations, which a GPU does beside reading and writing memory.
+step. (k0, k1) are two independent hashes of (seed, tensor, step). A value costs 3 multiplications and 4 other
+operations, which a GPU overlaps with reading and writing memory.
 
 >>> Seed(7).keys() == Seed(7, step=1).keys()
 False
@@ -29,8 +29,8 @@ from paredown.errors import CodecError
 MULTIPLIER_1 = 0x7FEB352D
 MULTIPLIER_2 = 0x846CA68B
 INDEX_STEP = 0x9E3779B9
-KEY_SALTS = (0x9E3779B9, 0x85EBCA6B)  # where the chains of k0 and k1 start
-HIGH_INDEX = 0xC2B2AE35  # what an index has above 2^32 is multiplied with this, and goes into k1: see `high_key`
+KEY_SALTS = (0x9E3779B9, 0x85EBCA6B)  # initial values of k0 and k1
+HIGH_INDEX = 0xC2B2AE35  # the high word of an index is multiplied by this and mixed into k1: see `high_key`
 WORD = 0xFFFFFFFF
 
 
@@ -40,14 +40,14 @@ class Rounding(str, Enum):
     NEAREST_EVEN = "nearest_even"  # the closer one; half-way, the one whose code is even (in e8m0 the larger, as in ml_dtypes)
     TOWARD_ZERO = "toward_zero"  # the smaller magnitude
     NEAREST_AWAY = "nearest_away"  # the closer one; half-way, the larger magnitude
-    STOCHASTIC = "stochastic"  # the larger magnitude with a probability equal to the fraction left over
+    STOCHASTIC = "stochastic"  # the larger magnitude with a probability equal to the fractional part
 
 
-FEW_BITS = 8  # errors of narrower elements are large, and must not all point one way
+FEW_BITS = 8  # narrower elements have large rounding errors, which must not all have the same sign
 
 
 def default_rounding(width: int, *, is_sum: bool) -> Rounding:
-    """How an element of so many bits is rounded if nobody says: `is_sum`: what it holds is the sum of many small changes."""
+    """The rounding of an element of `width` bits where none is set; `is_sum`: the tensor is the sum of many small changes."""
     return Rounding.STOCHASTIC if width < FEW_BITS or is_sum else Rounding.NEAREST_EVEN
 
 
@@ -81,7 +81,9 @@ class Seed:
         if not wrong and self.first_index < 0:
             wrong["first_index"] = self.first_index
         if wrong:
-            raise CodecError(f"a seed is whole numbers, first_index at least 0, step one number or a tensor of one; found {wrong}.")
+            raise CodecError(
+                f"a seed is whole numbers, first_index at least 0, step one number or a tensor of one; these are not: {wrong}."
+            )
 
     def keys(self) -> tuple[int, int]:
         """The two 32-bit keys of this stream."""
@@ -103,13 +105,13 @@ def _base_keys(value: int, tensor: int) -> tuple[int, int]:
 
 
 def high_key(index: int) -> int:
-    """What k1 is xored with at a global index: 0 below 2^32."""
+    """The number that k1 is xored with at a global index: 0 below 2^32."""
     high = ((index >> 32) * HIGH_INDEX) & WORD
     return ((high ^ (high >> 15)) * MULTIPLIER_2) & WORD
 
 
 def mix(x: int) -> int:
-    """A 32-bit integer, scrambled one to one.
+    """A bijective hash of a 32-bit integer.
 
     >>> len({mix(i) for i in range(1000)})
     1000

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters, moments and gradient accumulators are stored in low precision; loaded when first used."""
+"""Optimizers that store parameters, moments and gradient accumulators in low-bit formats; imported when first used."""
 
 from __future__ import annotations
 

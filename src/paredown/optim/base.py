@@ -1,19 +1,19 @@
-"""Any rule on any formats: a torch.optim.Optimizer whose parameters, moments and gradient accumulators wait in low precision.
+"""The optimizer driver: a torch.optim.Optimizer for any update rule, with parameters, moments and gradients stored in low-bit formats.
 
-    backward   a complete gradient is folded into its packed accumulator and freed (gradient_hooks.py), or used at once (release)
-    step       one launch over all parameters alike: decode, rule, encode (batched_update.py)
+    backward   a hook processes each complete gradient and frees it (gradient_hooks.py)
+    step       one launch for all parameters with the same layout: decode, rule, encode (batched_update.py)
 
-Groups, closures, schedulers, hooks and `state` are torch's. A parameter for which nothing is packed (tier "full") is updated by torch.optim
-itself. With `microbatches` = K, `step()` and `zero_grad()` wait until K backward passes were folded, and the gradient is their mean.
+Which hook a parameter gets (`hook_of`):
 
-How gradients reach an optimizer: which hook a parameter gets, and what is refused on the way.
+    release                       Releaser: the parameter is updated inside backward
+    a format for gradients        Accumulator: the gradient is added to a packed accumulator
+    microbatches, no format       GradientMean: the gradient is multiplied by 1 / K
+    otherwise                     none: p.grad is read at the step
 
-release                    used in backward, at once            (Releaser)
-a format for gradients     folded into a packed accumulator     (Accumulator)
-microbatches, plain        multiplied by 1 / K as they come     (Mean)
-otherwise                  torch's p.grad, read at the step
+Groups, closures, schedulers, hooks and `state` are those of torch. A parameter for which nothing is packed (tier "full") is updated by
+torch.optim itself. With `microbatches` = K, `step()` and `zero_grad()` do nothing until K backward passes were added, and the gradient is
+their mean. An optimizer without state that was made before `paredown.apply` takes over the formats of the plan (`follow_requests`).
 """
-
 
 # pyright: reportPrivateUsage=false
 
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paredown.errors import OptimError
+from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
 from paredown.optim import state_dict as checkpoint
 from paredown.optim.batched_update import update_one
@@ -41,6 +42,8 @@ from paredown.optim.parameter_state import (
     FROM_TIER,
     SLOTS,
     ParameterState,
+    RequestedFormats,
+    SlotFormats,
     check_gradient,
     check_group,
     check_parameter,
@@ -60,13 +63,13 @@ from paredown.roles import Role
 
 RESTARTED = (
     "its gradient was cleared between microbatches ({} of {} were added up), and the others would be lost. Call opt.zero_grad(), which "
-    "waits for all of them, in the place of model.zero_grad() or p.grad = None."
+    "does nothing between microbatches, instead of model.zero_grad() or p.grad = None."
 )
-GRADIENT_ID = 3  # of the random bits of an accumulator: see `reference.py`
+GRADIENT_ID = 3  # offset of the tensor id for the random bits of an accumulator; `reference.py` uses 0 to 2
 
 
 def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientMean | Releaser | None:
-    """The hook that takes the gradients of a parameter, not yet attached."""
+    """The hook for the gradients of a parameter, not yet attached; None if p.grad is read at the step."""
     parameter = entry.parameter
     if optimizer.memory.release:
         return _releaser(optimizer, entry)
@@ -78,9 +81,9 @@ def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | Gradie
 
 
 def is_averaged_later(parameter: Tensor) -> bool:
-    """Whether processes average this gradient after backward has it, as under DDP."""
-    spread = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return spread and not isinstance(parameter, DTensor)
+    """Whether processes average this gradient after backward, as under DistributedDataParallel."""
+    is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return is_distributed and not isinstance(parameter, DTensor)
 
 
 def _accumulator(optimizer: Optimizer, entry: ParameterState) -> Accumulator:
@@ -89,10 +92,10 @@ def _accumulator(optimizer: Optimizer, entry: ParameterState) -> Accumulator:
     seed = Seed(optimizer.seed, 8 * entry.number + GRADIENT_ID)
     packed = zeros(p.shape, format, p.dtype, p.device)
     entry.gradient = gradient = PackedGradient(packed, seed, weight=1.0 / optimizer.microbatches)  # type: ignore[call-overload]
-    me = weakref.ref(optimizer)
+    optimizer_ref = weakref.ref(optimizer)
     gradient.total.rounding = entry.choices.rounding(Role.GRADIENT)
     gradient.total.before_start = _start_of(optimizer, entry)
-    gradient.total.before_unscale = lambda: o._before_unscale() if (o := me()) is not None else None
+    gradient.total.before_unscale = lambda: o._before_unscale() if (o := optimizer_ref()) is not None else None
     return Accumulator(p, gradient, name=entry.name)
 
 
@@ -100,44 +103,44 @@ def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
     if is_averaged_later(entry.parameter):
         raise OptimError(
             "release=True updates before gradients were averaged over processes. Under DistributedDataParallel leave release out; "
-            "fully_shard (FSDP2) is the way at scale."
+            "use fully_shard (FSDP2) for large models."
         )
-    me, mine = weakref.ref(optimizer), weakref.ref(entry)
+    optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
     def update(grad: Tensor) -> None:
-        optimizer, entry = me(), mine()
+        optimizer, entry = optimizer_ref(), entry_ref()
         if optimizer is not None and entry is not None:
-            optimizer._update_at_once(entry, grad)
+            optimizer._update_in_backward(entry, grad)
 
-    return Releaser(entry.parameter, update, lambda: (e := mine()) is not None and e.updated, name=entry.name)
+    return Releaser(entry.parameter, update, lambda: (e := entry_ref()) is not None and e.updated, name=entry.name)
 
 
 def _start_of(optimizer: Optimizer, entry: ParameterState) -> Callable[[], None]:
-    """What is called before a sum of gradients begins: with microbatches it begins once for each update."""
-    me, mine = weakref.ref(optimizer), weakref.ref(entry)
+    """A function to call before a sum of gradients starts; it raises if a sum over microbatches was interrupted."""
+    optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
     def start() -> None:
-        optimizer, entry = me(), mine()
+        optimizer, entry = optimizer_ref(), entry_ref()
         if optimizer is not None and entry is not None and optimizer.microbatches > 1:
-            if optimizer._waiting and entry.is_started:
-                raise OptimError(RESTARTED.format(optimizer._waiting, optimizer.microbatches))
+            if optimizer._num_accumulated and entry.is_started:
+                raise OptimError(RESTARTED.format(optimizer._num_accumulated, optimizer.microbatches))
             entry.is_started = True
 
     return start
 
 
-# --- Any rule on any formats ---
+# --- the driver -------------------------------------------------------------------------------------------------------
 
 PARTIAL = (
-    "GradScaler unscales gradients at every scaler.step(opt), and more microbatches are to come before the step: call scaler.step(opt) and "
+    "GradScaler unscales gradients at every scaler.step(opt), but the sum over microbatches is not complete: call scaler.step(opt) and "
     "scaler.update() where opt.updates_next is true, and opt.step() elsewhere."
 )
-NOT_PACKED = ("amsgrad", "differentiable", "capturable")  # of torch.optim, for parameters that stay as they are
+NOT_PACKED = ("amsgrad", "differentiable", "capturable")  # options of torch.optim that only unmodified parameters support
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """How an optimizer keeps its tensors: the arguments that torch.optim does not have."""
+    """How an optimizer stores its tensors: the arguments that torch.optim does not have."""
 
     tier: str | None = None
     weight: Any = FROM_TIER
@@ -151,62 +154,62 @@ class MemoryOptions:
     seed: int = 0
 
     def defaults(self) -> dict[str, Any]:
-        """What a group may have of its own."""
+        """The options that a parameter group may override."""
         texts = {role.value: getattr(self, role.value) for role in SLOTS}
         formats = {name: value if value is None else str(value) for name, value in texts.items()}
         return {"tier": self.tier, **formats, "rounding": self.rounding}
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
-    """The driver. A final class gives the rule, its hyperparameters, and torch's own optimizer for tier "full"."""
+    """Base class of SGD, AdamW and Lion, which define rule, hyperparameters, and the torch.optim class of tier "full"."""
 
     rule_name: str
 
     def __init__(self, params: Any, defaults: dict[str, Any], memory: MemoryOptions) -> None:
         if not isinstance(memory.microbatches, int) or memory.microbatches < 1:
-            raise OptimError(f"microbatches={memory.microbatches!r}: give a whole number, at least 1.")
+            raise OptimError(f"microbatches={memory.microbatches!r}: give an integer of at least 1.")
         if memory.release and memory.microbatches > 1:
             raise OptimError(
-                f"release=True updates in every backward pass and keeps no gradient; microbatches={memory.microbatches} adds gradients up. "
+                f"release=True updates in every backward pass and stores no gradient; microbatches={memory.microbatches} sums gradients. "
                 "Choose one of the two."
             )
         self.memory, self.microbatches, self.seed = memory, memory.microbatches, memory.seed
         self.rule: Rule = RULES[self.rule_name]
-        self.updates = 0  # how often step() changed the parameters
-        self._waiting = 0  # backward passes since then
-        self._is_unscaled = False  # by a GradScaler, since the last step
+        self.updates = 0  # number of step() calls that changed the parameters
+        self._num_accumulated = 0  # microbatches since the last update
+        self._is_unscaled = False  # whether a GradScaler has unscaled gradients since the last step
         self._entries: list[ParameterState] = []
         self._by_id: dict[int, ParameterState] = {}
         self._counts = UpdateCounters()
         self._torch: torch.optim.Optimizer | None = None
-        self._full: list[ParameterState] | None = None  # what it updates
-        self._rounds = StepBatches(self)
+        self._full: list[ParameterState] | None = None  # the entries that it updates
+        self._batches = StepBatches(self)
         self._hooks: list[Any] = []
-        weakref.finalize(self, _remove_all, self._hooks)  # without an optimizer gradients are torch's again
+        weakref.finalize(self, _remove_all, self._hooks)  # after the optimizer is deleted, gradients are ordinary tensors
         super().__init__(params, {**defaults, **memory.defaults()})
 
-    # --- what a final class says ------------------------------------------------------------------------------------------
+    # --- defined by a final class ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """The numbers that the rule reads at a step (from 1), in the order of its `hyper_names`; `factor` multiplies gradients."""
+        """The hyperparameters of the rule at a step (counted from 1), in the order of `hyper_names`; `factor` multiplies gradients."""
 
     @abstractmethod
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Refuse impossible hyperparameters."""
+        """Raise ValueError for hyperparameters out of range."""
 
     @abstractmethod
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """torch's own optimizer for parameters that stay as they are; None where torch has none."""
+        """The torch.optim optimizer for parameters with nothing packed; None if torch has none."""
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """The rule of a group: SGD without momentum has another one."""
+        """The update rule of a group; SGD without momentum has a different one."""
         return self.rule
 
     # --- groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim; tier, formats and roundings may be given for the group."""
+        """Add a group, as in torch.optim; it may have its own tier, formats and roundings."""
         super().add_param_group(param_group)
         group, index, num_before = self.param_groups[-1], len(self.param_groups) - 1, len(self._entries)
         try:
@@ -214,51 +217,86 @@ class Optimizer(torch.optim.Optimizer, ABC):
             self.check_hyper(group)
             names = group.get("param_names") or []
             for i, parameter in enumerate(group["params"]):
-                place = names[i] if i < len(names) else f"parameter {i} of group {index}"
-                check_parameter(parameter, place)
-                self._admit(parameter, index, place)
+                name = names[i] if i < len(names) else f"parameter {i} of group {index}"
+                check_parameter(parameter, name)
+                self._add_parameter(parameter, index, name)
         except Exception:
             self.param_groups.pop()
-            self._dismiss(num_before)
+            self._remove_entries(num_before)
             raise
         self._torch, self._full = None, None
-        self._rounds.forget()
+        self._batches.clear()
 
-    def _dismiss(self, num_kept: int) -> None:
-        """Forget the entries of a group that was refused."""
-        for entry in self._entries[num_kept:]:
+    def _remove_entries(self, num_entries: int) -> None:
+        """Remove the entries of a group that raised an error."""
+        for entry in self._entries[num_entries:]:
             self._by_id.pop(id(entry.parameter), None)
             remove_owner(entry.parameter, self)
             if entry.hook is not None:
                 entry.hook.remove()
-        del self._entries[num_kept:]
-        self._counts.keep(num_kept)
+        del self._entries[num_entries:]
+        self._counts.keep(num_entries)
 
-    def _admit(self, parameter: Tensor, index: int, place: str) -> None:
-        choices = choose(parameter, self.param_groups[index], place)
+    def _add_parameter(self, parameter: Tensor, index: int, name: str) -> None:
+        request = request_of(parameter)
+        choices = choose(parameter, self.param_groups[index], request, name)
         entry = ParameterState(parameter, index, len(self._entries), choices, self._counts.add(local(parameter).device))
-        _check_weight(entry)
-        self._check_options(entry)
+        check_weight(parameter, choices, entry.weight.packed.format if entry.weight is not None else None, request)
+        self._check_options(index, choices)
         set_owner(parameter, self)
         self._entries.append(entry)
         self._by_id[id(parameter)] = entry
+        self._attach_hook(entry)
+
+    def _attach_hook(self, entry: ParameterState) -> None:
         entry.hook = hook_of(self, entry)
         if entry.hook is not None:
             entry.hook.attach()
             self._hooks.append(entry.hook)
 
-    def _check_options(self, entry: ParameterState) -> None:
-        """Refuse options of torch.optim that there is no packed form of."""
-        group = self.param_groups[entry.group]
-        asked = [name for name in NOT_PACKED if group.get(name)]
-        if asked and not self.is_torchs(entry):
-            raise OptimError(f"{asked[0]}=True has no packed form ({entry.name}): leave it out, or give that group tier='full'.")
+    def _check_options(self, index: int, choices: SlotFormats) -> None:
+        """Raise OptimError for options of torch.optim that packed state does not support."""
+        requested = [name for name in NOT_PACKED if self.param_groups[index].get(name)]
+        if requested and not self._is_full(choices):
+            raise OptimError(
+                f"{requested[0]}=True has no packed form ({choices.name}): leave it out, or give that group tier='full'."
+            )
+
+    # --- a plan that is applied after the optimizer was made --------------------------------------------------------------
+
+    @property
+    def has_started(self) -> bool:
+        """Whether there is state, or a sum of gradients, that new formats would have to be converted from."""
+        return bool(self.updates or self._num_accumulated or any(entry.step for entry in self._entries) or any(self.state.values()))
+
+    def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
+        """Raise OptimError if this optimizer cannot store `parameter` and its state as `request` says; changes nothing."""
+        entry = self._by_id[id(parameter)]
+        choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
+        packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the session will pack it in this
+        check_weight(parameter, choices, packed_format, request)
+        self._check_options(entry.group, choices)
+
+    def follow_requests(self) -> None:
+        """Take the formats that the plan of a session gives to each parameter, as if the optimizer had been made after `apply`."""
+        for entry in self._entries:
+            p = entry.parameter
+            choices = choose(p, self.param_groups[entry.group], request_of(p), entry.name)
+            if choices == entry.choices and weight_of(p) is entry.weight:
+                continue
+            if entry.hook is not None:
+                entry.hook.remove()
+            entry.choices, entry.weight = choices, weight_of(p)
+            entry.gradient, entry.shadow, entry.unit = None, None, None
+            self._attach_hook(entry)
+        self._torch, self._full = None, None
+        self._batches.clear()
 
     def let_go(self, parameter: Tensor) -> None:
-        """Another optimizer takes this parameter over: its gradients are no longer folded here."""
+        """Stop processing the gradients of a parameter that a newer optimizer has."""
         entry = self._by_id.get(id(parameter))
         if entry is not None and entry.hook is not None:
-            self._rounds.forget()
+            self._batches.clear()
             entry.hook.remove()
             entry.hook, entry.is_gone = None, True
 
@@ -266,11 +304,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @property
     def updates_next(self) -> bool:
-        """Whether the next `step()` changes parameters: with microbatches, clip gradients then alone."""
-        return self._waiting + 1 >= self.microbatches
+        """Whether the next `step()` changes parameters; with microbatches, clip gradients only then."""
+        return self._num_accumulated + 1 >= self.microbatches
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have gradients; with microbatches, at every K-th call."""
+        """Update all parameters that have gradients; with microbatches=K, at every K-th call."""
         if torch.is_inference_mode_enabled():
             raise OptimError(
                 "step() inside torch.inference_mode() would make parameters that cannot be trained: leave that context first."
@@ -280,59 +318,59 @@ class Optimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         if not self.updates_next:
-            self._waiting, self._is_unscaled = self._waiting + 1, False
+            self._num_accumulated, self._is_unscaled = self._num_accumulated + 1, False
             return loss
         with torch.no_grad():
             if self.memory.release:
                 for entry in self._entries:
                     entry.updated = False
             else:
-                self._rounds.run()
+                self._batches.run()
                 self._step_torch()
-        self._end_of_sums()
+        self._finish_sums()
         self.updates += 1
         self._counts.after(self.updates, self._entries)
         return loss
 
-    def _end_of_sums(self) -> None:
-        """The next gradient begins a new sum."""
-        self._waiting, self._is_unscaled = 0, False
+    def _finish_sums(self) -> None:
+        """Let the next gradient start a new sum."""
+        self._num_accumulated, self._is_unscaled = 0, False
         if self.microbatches > 1:
             for entry in self._entries:
                 entry.is_started = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; between microbatches it does nothing."""
-        if self._is_unscaled:  # a GradScaler saw all of it, and left the step out: it was not finite
-            self._end_of_sums()
-        if self._waiting == 0:
+        """Clear all gradients, as in torch.optim; between microbatches it does nothing."""
+        if self._is_unscaled:  # a GradScaler skipped the step of a complete sum, since it was not finite
+            self._finish_sums()
+        if self._num_accumulated == 0:
             with torch._C.DisableTorchFunctionSubclass():
                 super().zero_grad(set_to_none)
             clear_factors(entry.gradient for entry in self._entries if entry.gradient is not None)
 
     def drop_gradients(self) -> None:
-        """Forget all gradients: the `step()` that follows changes nothing, with microbatches too."""
-        self._end_of_sums()
+        """Discard all gradients; the next `step()` changes nothing, also with microbatches."""
+        self._finish_sums()
         self.zero_grad()
-        self._waiting = self.microbatches - 1
+        self._num_accumulated = self.microbatches - 1
 
     def _before_unscale(self) -> None:
-        """A GradScaler is about to unscale accumulators."""
+        """Called before a GradScaler unscales accumulators; raises between microbatches."""
         if not self.updates_next:
             raise OptimError(PARTIAL)
         self._is_unscaled = True
 
-    def _update_at_once(self, entry: ParameterState, grad: Tensor) -> None:
-        """Under release: the update of one parameter, inside backward."""
-        group, mine = self.param_groups[entry.group], local(entry.parameter)
+    def _update_in_backward(self, entry: ParameterState, grad: Tensor) -> None:
+        """Update one parameter inside backward (release=True)."""
+        group, plain = self.param_groups[entry.group], local(entry.parameter)
         rule = self.rule_for(group)
         with torch.no_grad():
             check_gradient(entry, grad)
             entry.weight = weight_of(entry.parameter)
-            if entry.weight is not None and entry.weight.address:  # somebody uses it, and may have written into it
+            if entry.weight is not None and entry.weight.address:  # plain at the moment: it may have been written to
                 entry.weight.gather()
                 entry.weight = weight_of(entry.parameter)
-            memory = (rule.name, entry.weight.packed if entry.weight is not None else mine.data_ptr())
+            memory = (rule.name, entry.weight.packed if entry.weight is not None else plain.data_ptr())
             if entry.unit is None or entry.unit[0] != memory or entry.unit[1] is not self.state[entry.parameter]:
                 check_parameter(entry.parameter, entry.name)
                 restart(entry, rule, self.state[entry.parameter])
@@ -340,17 +378,17 @@ class Optimizer(torch.optim.Optimizer, ABC):
                 entry.unit = memory, self.state[entry.parameter], unit_of(entry, rule, self.state[entry.parameter], grad)
             hyper = self.hyper(group, entry.step + 1, -1.0 if group.get("maximize") else 1.0)
             if entry.shadow is not None:
-                entry.shadow.copy_(mine)
+                entry.shadow.copy_(plain)
             update_one(rule, entry.unit[2], hyper, entry.step + 1, self.seed, local(grad).contiguous())
             if entry.shadow is not None:
-                mine.copy_(entry.shadow)
+                plain.copy_(entry.shadow)
             if entry.weight is not None:
                 entry.weight.changed()
         entry.step += 1
         entry.updated = True
 
     def _step_torch(self) -> None:
-        """Parameters that stay as they are: torch's own optimizer, on the same state and hyperparameters."""
+        """Update parameters with nothing packed by torch.optim, with the same state and hyperparameters."""
         if self._full is None:
             self._full = [entry for entry in self._entries if self.is_torchs(entry)]
         full = self._full
@@ -366,7 +404,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             group.update(self._torch_options(i))
         for entry in full if self.microbatches > 1 else ():
             if isinstance(entry.parameter, DTensor) and entry.parameter.grad is not None:
-                entry.parameter.grad.div_(self.microbatches)  # all others hold the mean already
+                entry.parameter.grad.div_(self.microbatches)  # other gradients are means already
         self._torch.step()
 
     def _torch_options(self, index: int) -> dict[str, Any]:
@@ -374,48 +412,51 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self.param_groups[index].items() if name not in ours}
 
     def is_torchs(self, entry: ParameterState) -> bool:
-        """Whether torch's own optimizer serves this parameter."""
-        return entry.choices.is_full and not self.memory.release and self.has_torch
+        """Whether torch.optim updates this parameter: nothing of it is packed."""
+        return self._is_full(entry.choices)
+
+    def _is_full(self, choices: SlotFormats) -> bool:
+        return choices.is_full and not self.memory.release and self.has_torch
 
     has_torch = True  # whether torch.optim has an optimizer of this name
 
-    # --- what is known ----------------------------------------------------------------------------------------------------
+    # --- inspection -------------------------------------------------------------------------------------------------------
 
     def diagnostics(self, *, reset: bool = False) -> Diagnostics:
-        """Underflow, flips and dead zone of each packed parameter, since the start or the last reset."""
+        """Underflow, flips and dead zone of each packed parameter since the start or the last reset; a table when printed."""
         return self._counts.diagnostics(self._entries, reset=reset)
 
     @property
     def entries(self) -> Sequence[ParameterState]:
-        """What each parameter has, in the order of the groups."""
+        """The state of each parameter, in the order of the groups."""
         return self._entries
 
     def entry_of(self, parameter: Tensor) -> ParameterState | None:
-        """What one parameter has."""
+        """The state of one parameter; None if this optimizer does not have it."""
         return self._by_id.get(id(parameter))
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, packed as it is: a run that loads it goes on with the same bits. The parameters' codes are in it."""
-        self._rounds.settle()
+        """The packed state and the codes of packed parameters: a run that loads it continues with the same bits."""
+        self._batches.settle()
         return checkpoint.state_dict(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict()` returned, or the state of torch.optim or bitsandbytes, which is encoded."""
-        self._rounds.forget()
+        """Load the result of `state_dict()`, or the state of torch.optim or bitsandbytes, which is encoded."""
+        self._batches.clear()
         checkpoint.load_state_dict(self, state_dict, super().load_state_dict)
         self._torch = None
 
     def export_state(self) -> dict[str, Any]:
-        """The state as torch.optim's optimizer of the same name has it: decoded, to load there."""
-        self._rounds.settle()
+        """The state decoded to float32, for load_state_dict() of the torch.optim optimizer of the same name."""
+        self._batches.settle()
         return checkpoint.export_state(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimError(
-            f"{type(self).__name__} is tied to hooks on its parameters and cannot be pickled or copied. Save opt.state_dict(), and load it "
-            "into an optimizer made for the other parameters."
+            f"{type(self).__name__} has hooks on its parameters and cannot be pickled or copied. Save opt.state_dict(), and load it into "
+            "an optimizer of the other parameters."
         )
 
 
@@ -424,22 +465,21 @@ def _remove_all(hooks: list[Any]) -> None:
         hook.remove()
 
 
-def _check_weight(entry: ParameterState) -> None:
-    """Refuse a weight format that nothing can give."""
-    format, dtype = entry.choices.format(Role.WEIGHT), entry.parameter.dtype
-    if format is None or entry.choices.is_small or isinstance(entry.parameter, DTensor):
+def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format | None, request: RequestedFormats | None) -> None:
+    """Raise OptimError for a weight format that the optimizer cannot provide; `packed_format` is that of the session's packed weight."""
+    format, dtype = choices.format(Role.WEIGHT), parameter.dtype
+    if format is None or choices.is_small or isinstance(parameter, DTensor):
         return
-    if entry.weight is not None and entry.weight.packed.format != format:
+    if packed_format is not None and packed_format != format:
         raise OptimError(
-            f"{entry.name} waits in {entry.weight.packed.format} by the session's plan, and the optimizer asks for {format}. Apply a plan "
+            f"{choices.name} is stored in {packed_format} by the session's plan, and the optimizer requests {format}. Apply a plan "
             f"with weight='{format}', or leave weight= and tier= to the plan."
         )
-    asked = request_of(entry.parameter)
-    if asked is not None and asked.choices[Role.WEIGHT][0] == format:
-        return  # the session left it as it is, and says why in its changes
-    if entry.weight is None and not (str(format) == "bf16" and dtype is torch.bfloat16):
+    if request is not None and request.choices[Role.WEIGHT][0] == format:
+        return  # packed by the session, or left plain for a reason that session.changes reports
+    if packed_format is None and not (str(format) == "bf16" and dtype is torch.bfloat16):
         raise OptimError(
-            f"weight='{format}' for {entry.name} ({str(dtype).removeprefix('torch.')}) needs the model, not its parameters alone: call "
-            f"paredown.apply(paredown.Plan.uniform(weight='{format}'), model) first. Or give weight=None: weights then stay as they are, "
+            f"weight='{format}' for {choices.name} ({str(dtype).removeprefix('torch.')}) needs the model, not its parameters alone: call "
+            f"paredown.apply(paredown.Plan.uniform(weight='{format}'), model) first. Or give weight=None: weights then stay unmodified, "
             "and moments and gradients are packed."
         )

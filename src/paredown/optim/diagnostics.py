@@ -1,12 +1,12 @@
-"""Whether updates arrive: of the changes that a rule makes, how many move what is stored.
+"""Diagnostics of packed weights: the share of the updates that change the stored values.
 
-    underflow    share of the changes that were not zero and left the stored value as it was
-    flips        share of all values whose stored value moved in a step
-    dead zone    share of the changes that were not zero and smaller than half a step: rounding to nearest would lose every one of them
+    underflow    share of the nonzero updates that left the stored value unchanged
+    flips        share of all values whose stored value changed in a step
+    dead zone    share of the nonzero updates smaller than half a step of the format: rounding to nearest would lose every one of them
 
-Under stochastic rounding underflow is no loss: a change of 1 % of a step moves 1 % of the values by a whole one. It is a loss under
-rounding to nearest, and when flips become so rare that no value moves within a training. Every 16th tile is counted, on the device, without
-waiting for it; the sums are looked at now and then, and a warning says what to do.
+Under stochastic rounding underflow is no loss: an update of 1 % of a step moves 1 % of the values by a whole step. It is a loss under
+rounding to nearest, and when flips are so rare that no value changes during training. Every 16th tile is counted, on the device, without
+synchronizing with it; the sums are checked every 512 updates, and a warning describes a problem and its remedy.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 NUM_COUNTERS = 5
 DRAIN_EVERY = 64  # updates; int32 counters of a tensor of 2^31 values, a 16th of which is counted, hold 16
-LOOK_EVERY = 512
+CHECK_EVERY = 512
 FEW_FLIPS = 1e-5  # a step: fewer than one move of a value in 100,000 steps
 MOSTLY_DEAD = 0.9
-MIN_CHANGES = 1000  # fewer say nothing
+MIN_CHANGES = 1000  # fewer values are not significant
 
 
 @dataclass(frozen=True)
 class ParameterDiagnostics:
-    """What happened to one parameter."""
+    """The counters of one parameter, as shares."""
 
     name: str
     format: str
@@ -43,8 +43,8 @@ class ParameterDiagnostics:
     underflow: float
     flips: float
     dead_zone: float
-    num_values: int  # looked at, over all steps
-    num_not_finite: int  # blocks that were left as they were, since a gradient was not finite
+    num_values: int  # sampled, over all steps
+    num_not_finite: int  # blocks that were not updated, since a gradient was not finite
 
 
 class Diagnostics(tuple[ParameterDiagnostics, ...]):
@@ -52,13 +52,13 @@ class Diagnostics(tuple[ParameterDiagnostics, ...]):
 
     def __repr__(self) -> str:
         if not self:
-            return "no parameter is packed, or no step was made"
+            return "no parameter is packed, or there was no step"
         width = max(len(row.name) for row in self)
         lines = [f"{'':{width}}  underflow    flips  dead zone"]
         for row in self:
             broken = f"  {row.num_not_finite} blocks not finite" if row.num_not_finite else ""
-            rates = f"{row.underflow:9.2%} {row.flips:8.3%}  {row.dead_zone:9.2%}"
-            lines.append(f"{row.name:{width}}  {rates}  {row.format}, {row.rounding}{broken}")
+            shares = f"{row.underflow:9.2%} {row.flips:8.3%}  {row.dead_zone:9.2%}"
+            lines.append(f"{row.name:{width}}  {shares}  {row.format}, {row.rounding}{broken}")
         return "\n".join(lines)
 
 
@@ -69,35 +69,35 @@ class UpdateCounters:
         self._counters: dict[torch.device, list[Tensor]] = {}
         self._sums: dict[torch.device, Tensor] = {}
         self._places: list[tuple[torch.device, int]] = []  # of each entry
-        self._copy: tuple[dict[torch.device, Tensor], Any] | None = None  # on its way to the host
+        self._copy: tuple[dict[torch.device, Tensor], Any] | None = None  # being copied to the host, and the event of its end
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, device: torch.device) -> Tensor:
-        """Counters for one more parameter."""
+        """New counters for one more parameter: (5,) int32."""
         counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-        mine = self._counters.setdefault(device, [])
-        self._places.append((device, len(mine)))
-        mine.append(counters)
+        on_device = self._counters.setdefault(device, [])
+        self._places.append((device, len(on_device)))
+        on_device.append(counters)
         return counters
 
     def keep(self, count: int) -> None:
-        """Forget the counters of all parameters but the first ones."""
+        """Discard the counters of all parameters except the first `count`."""
         for device, _ in self._places[count:]:
             self._counters[device].pop()
         del self._places[count:]
 
     def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
-        """After an update: add counters to the sums now and then, and look whether there is something to say."""
+        """Called after each update: drain the counters every 64 updates, and check for warnings every 512."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
         if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
             self._warn(entries, self._copy[0])
             self._copy = None
-        if updates % LOOK_EVERY == 0:
+        if updates % CHECK_EVERY == 0:
             self._send()
 
     def drain(self) -> None:
-        """Add the counters to the sums, and begin again at 0."""
+        """Add the counters to the sums, and reset them to 0."""
         for device, counters in self._counters.items():
             new = torch.stack(counters).double()
             before = self._sums.get(device)
@@ -108,7 +108,7 @@ class UpdateCounters:
                 counter.zero_()
 
     def diagnostics(self, entries: Sequence[ParameterState], *, reset: bool) -> Diagnostics:
-        """The rows of all packed parameters so far."""
+        """The diagnostics of all packed parameters so far."""
         self.drain()
         rows = Diagnostics(self._rows(entries, {device: sums.cpu() for device, sums in self._sums.items()}))
         if reset:
@@ -119,17 +119,17 @@ class UpdateCounters:
         for entry, (device, place) in zip(entries, self._places, strict=True):
             if device not in sums or place >= len(sums[device]):
                 continue
-            looked, changed, flipped, dead, broken = sums[device][place].tolist()
+            sampled, changed, flipped, dead, broken = sums[device][place].tolist()
             slot = entry.choices.format(Role.WEIGHT) if not entry.choices.is_small else None
-            if (looked == 0 or slot is None) and not broken:
+            if (sampled == 0 or slot is None) and not broken:
                 continue
             yield ParameterDiagnostics(
                 entry.name, str(slot or "fp32"), entry.choices.rounding(Role.WEIGHT).value, (changed - flipped) / max(changed, 1),
-                flipped / max(looked, 1), dead / max(changed, 1), int(looked), int(broken),
+                flipped / max(sampled, 1), dead / max(changed, 1), int(sampled), int(broken),
             )  # fmt: skip
 
     def _send(self) -> None:
-        """Copy the sums to the host without waiting for them."""
+        """Start copying the sums to the host, without synchronizing."""
         self.drain()
         is_cuda = any(device.type == "cuda" for device in self._sums)
         copies = {device: sums.to("cpu", non_blocking=True) for device, sums in self._sums.items()}
@@ -146,24 +146,24 @@ class UpdateCounters:
         rare = [r for r in rows if r.rounding == Rounding.STOCHASTIC.value and r.flips < FEW_FLIPS and r.num_values > MIN_CHANGES]
         broken = [r for r in rows if r.num_not_finite]
         if lost:
-            self._say(
+            self._warn_once(
                 "lost", lost, f"{lost[0].dead_zone:.1%} of the updates of {{}} are smaller than half a step of {lost[0].format}, and "
                 f"{lost[0].rounding} rounding loses them. Round stochastically (rounding={{'weight': 'stochastic'}}), or make updates "
                 "larger: microbatches=8 with the learning rate scaled up (linearly for SGD), or use tier 'half' or 'safe'.",
             )  # fmt: skip
         if rare:
-            self._say(
+            self._warn_once(
                 "rare", rare, f"updates of {{}} are so small beside a step of {rare[0].format} that a value moves once in "
                 f"{1 / max(rare[0].flips, 1e-12):,.0f} steps. Use tier 'half' or 'safe' for such learning rates, or microbatches=8 with "
                 "the learning rate scaled up.",
             )  # fmt: skip
         if broken:
-            self._say(
-                "broken", broken, "gradients of {} were not finite: the blocks that they belong to were left as they were. Lower the "
+            self._warn_once(
+                "broken", broken, "gradients of {} were not finite: the blocks that they belong to were not updated. Lower the "
                 "learning rate, clip gradients, or use a GradScaler with float16.",
             )  # fmt: skip
 
-    def _say(self, kind: str, rows: list[ParameterDiagnostics], text: str) -> None:
+    def _warn_once(self, kind: str, rows: list[ParameterDiagnostics], text: str) -> None:
         if (kind, rows[0].name) in self._warned:
             return
         self._warned |= {(kind, row.name) for row in rows}

@@ -1,11 +1,12 @@
-"""Gradients on their way: a hook on each parameter takes a gradient when it is complete, and the plain tensor is freed inside backward.
+"""Hooks that process each gradient as soon as backward has completed it, so that the plain tensor is freed inside backward.
 
-    Accumulator   gradient --fold--> packed accumulator; p.grad shows it, a PackedGradient; later backwards add to it
-    Releaser      gradient --update--> parameter, at once; p.grad keeps its shape and has no values, a ReleasedGradient
+    Accumulator    gradient --fold--> packed accumulator; p.grad is a PackedGradient that shows it; later backward passes add to it
+    GradientMean   gradient * 1 / microbatches; p.grad is an ordinary tensor
+    Releaser       gradient --update--> parameter, immediately; p.grad is a ReleasedGradient, which has a shape and no values
 
-The first gradient after p.grad = None starts the sum, as in torch. One that somebody assigned is taken over at the next backward or step.
-Under backward(create_graph=True) gradients have a graph, which codes cannot have: they stay plain until the step.
-Plain gradients are sums; what the accumulator holds is multiplied with its `weight` (1 / microbatches).
+The first gradient after p.grad = None starts the sum, as in torch. A gradient that user code assigned is encoded at the next backward or
+step. Under backward(create_graph=True) gradients have a graph, which codes cannot have: they stay plain until the step.
+Plain gradients are sums; the accumulator stores them multiplied by its `weight` (1 / microbatches).
 
 >>> from paredown.codec.packed import encode
 >>> p = torch.nn.Parameter(torch.zeros(2, 64))
@@ -42,7 +43,7 @@ GONE = (
     " ({op}). Use release=False: packed gradients take clip_grad_norm_, clip_grad_value_ and GradScaler."
 )
 SECOND = (
-    "release=True updates in backward; a second backward came before step(): use microbatches=K (release=False) to add gradients up,"
+    "release=True updates in backward, and a second backward ran before step(): use microbatches=K (release=False) to add gradients up,"
     " or call step() after each backward."
 )
 NOT_ZEROED = (
@@ -52,10 +53,10 @@ NOT_ZEROED = (
 
 
 class PackedGradient(GradientTensor):
-    """What p.grad shows of a packed accumulator: a tensor that does what torch asks of gradients, `gradient_ops.py` says how.
+    """The p.grad of a parameter with a packed accumulator: a tensor on which torch functions work as `gradient_ops.py` defines.
 
-    `packed` has logical order; fold n draws the bits of `seed` at step n; `factor`, a float32 tensor of no dimensions that holds 1, is made
-    where none is given.
+    `packed` has logical order; fold n draws the bits of `seed` at step n; `factor` is a float32 scalar tensor that holds 1, by default a
+    new one.
     """
 
     @staticmethod
@@ -71,7 +72,7 @@ class PackedGradient(GradientTensor):
 
 
 class _Hook(ABC):
-    """Something that takes the gradients of one parameter. It does not keep the parameter alive."""
+    """A hook on the gradients of one parameter, with a weak reference to the parameter."""
 
     def __init__(self, parameter: Tensor, name: str) -> None:
         if parameter.is_complex():
@@ -84,24 +85,26 @@ class _Hook(ABC):
 
     @property
     def parameter(self) -> Tensor:
-        """Whose gradients these are."""
+        """The parameter; OptimError if it was deleted."""
         parameter = self._parameter()
         if parameter is None:
-            raise OptimError(f"{self.name} is gone, and so are its gradients.")
+            raise OptimError(f"{self.name} was deleted, and its gradients with it.")
         return parameter
 
     def attach(self) -> None:
-        """Take gradients from now on."""
+        """Register the hook on the parameter."""
         if self._handle is None:
             parameter = self.parameter
-            is_frozen = not parameter.requires_grad  # hooks outlast freezing, but are made on what has a gradient
+            is_frozen = (
+                not parameter.requires_grad
+            )  # torch registers hooks only while a gradient is required; they stay when it is frozen
             parameter.requires_grad_(True)
             self._handle = parameter.register_post_accumulate_grad_hook(self._called)
             if is_frozen:
                 parameter.requires_grad_(False)
 
     def remove(self) -> None:
-        """Take no more; what is in p.grad stays."""
+        """Remove the hook; p.grad stays."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -114,22 +117,22 @@ class _Hook(ABC):
         with torch._C.DisableTorchFunctionSubclass():
             grad = parameter.grad
             if grad is not None:
-                self._arrived(parameter, grad)
+                self._accumulated(parameter, grad)
 
     @abstractmethod
-    def _arrived(self, parameter: Tensor, grad: Tensor) -> None:
-        """`grad`, which is p.grad, has been added to."""
+    def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
+        """Called after backward has added to `grad`, which is p.grad."""
 
 
 class Accumulator(_Hook):
-    """Folds the gradients of a parameter into the buffers of `gradient`, which p.grad shows from then on."""
+    """Adds the gradients of a parameter to the packed accumulator `gradient`, which p.grad then shows."""
 
     def __init__(self, parameter: Tensor, gradient: PackedGradient, *, name: str = "a parameter") -> None:
         super().__init__(parameter, name)
         self.gradient = gradient
 
     def collect(self) -> bool:
-        """Whether there is a gradient. One that is plain, or somebody's own, is folded now."""
+        """Encode a p.grad that is plain or was assigned by user code; whether there is a gradient."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad
@@ -137,8 +140,8 @@ class Accumulator(_Hook):
                 self._take(parameter, grad.detach())
             return grad is not None
 
-    def _arrived(self, parameter: Tensor, grad: Tensor) -> None:
-        if not (grad.requires_grad or self.gradient.lent(grad)):  # else it has a graph, or autograd has added in place
+    def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
+        if not (grad.requires_grad or self.gradient.lent(grad)):  # otherwise it has a graph, or autograd has added in place
             self._take(parameter, grad)
 
     def _take(self, parameter: Tensor, grad: Tensor) -> None:
@@ -148,7 +151,7 @@ class Accumulator(_Hook):
             raise OptimError(f"{self.name}: {error}") from None
         lent = self.gradient.lend(grad.dtype)
         try:
-            if isinstance(grad, PackedGradient):  # of other buffers, and weighted
+            if isinstance(grad, PackedGradient):  # another accumulator: already weighted
                 self.gradient.total.store(grad.decode(torch.float32))
             else:
                 self.gradient.total.fold(grad, weight=self.gradient.weight, is_first=True)
@@ -158,14 +161,14 @@ class Accumulator(_Hook):
 
 
 class GradientMean(_Hook):
-    """Multiplies each gradient of a parameter by `weight` before it is added to p.grad, which thereby is a mean, and plain."""
+    """Multiplies each gradient of a parameter by `weight` before it is added to p.grad, so that p.grad is the mean, unpacked."""
 
     def __init__(self, parameter: Tensor, weight: float, before_start: Callable[[], None], *, name: str = "a parameter") -> None:
         super().__init__(parameter, name)
         self._weight, self._before_start = weight, before_start
 
     def attach(self) -> None:
-        """Take gradients from now on."""
+        """Register the hook on the parameter."""
         parameter = self.parameter
         is_frozen = not parameter.requires_grad
         parameter.requires_grad_(True)
@@ -183,12 +186,12 @@ class GradientMean(_Hook):
                 raise OptimError(f"{self.name}: {error}") from None
         return grad * self._weight
 
-    def _arrived(self, parameter: Tensor, grad: Tensor) -> None:
+    def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
         pass
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:
-    """Set the factors of gradients that nobody sees any more to 1, in two launches: what the next backward does one by one."""
+    """Set the factors of gradients that are no longer referenced to 1, in two launches instead of one per gradient in backward."""
     totals = [g.total for g in gradients if g.is_scaled and not g.is_lent]
     if totals:
         factors = [total.factor for total in totals]
@@ -199,9 +202,9 @@ def clear_factors(gradients: Iterable[PackedGradient]) -> None:
 
 
 class Releaser(_Hook):
-    """Gives each gradient of a parameter to `update` when it is complete; p.grad then has no values.
+    """Calls `update` with each gradient of a parameter when it is complete; p.grad then has no values.
 
-    `is_updated` says whether there was an update since the last step().
+    `is_updated` returns whether there was an update since the last step().
     """
 
     def __init__(
@@ -222,17 +225,17 @@ class Releaser(_Hook):
         self._update(grad)
 
     def refuse_sum(self) -> NoReturn:
-        """Refuse a gradient on top of one that was used."""
+        """Raise OptimError for a gradient that is added to one that was already used."""
         raise OptimError(f"{self.name}: {SECOND if self._is_updated() else NOT_ZEROED}")
 
-    def _arrived(self, parameter: Tensor, grad: Tensor) -> None:
-        if not isinstance(grad, ReleasedGradient):  # which has passed on what autograd added
+    def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
+        if not isinstance(grad, ReleasedGradient):  # whose `_add` has already called `use`
             self.use(grad.detach())
             parameter.grad = ReleasedGradient(grad, self)
 
 
 class ReleasedGradient(Tensor):
-    """What p.grad shows of a gradient that was used in backward: its shape, and a sentence for everything else."""
+    """The p.grad of a gradient that was used in backward: it has a shape, and raises OptimError for everything else."""
 
     _releaser: weakref.ref[Releaser]
     _is_zero: bool
@@ -240,7 +243,7 @@ class ReleasedGradient(Tensor):
 
     @staticmethod
     def __new__(cls: type[ReleasedGradient], like: Tensor, releaser: Releaser) -> ReleasedGradient:
-        """A tensor like `like` without memory."""
+        """A tensor of the shape, dtype and device of `like`, without memory."""
         made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         made._releaser, made._is_zero = weakref.ref(releaser), False
         return made
@@ -276,7 +279,7 @@ class ReleasedGradient(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """None are held."""
+        """0: there are no values."""
         return 0
 
     def __repr__(self, **_: Any) -> str:
@@ -289,11 +292,11 @@ class ReleasedGradient(Tensor):
         raise OptimError(GONE.format(op="saving"))
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refused."""
+        """Raises OptimError: there are no values."""
         raise OptimError(GONE.format(op="numpy"))
 
     def tolist(self) -> Any:
-        """Refused."""
+        """Raises OptimError: there are no values."""
         raise OptimError(GONE.format(op="tolist"))
 
 

@@ -1,12 +1,12 @@
-"""torch's functions on packed gradients, each by its name in `HANDLERS`; what is not there is done on decoded values.
+"""torch functions on packed gradients: `HANDLERS` has one function for each; all others run on decoded values.
 
     add_, sub_                        fold
     mul_, div_, neg_, and in lists    change the factor, one number on the device; so do clip_grad_norm_ and GradScaler
-    zero_, detach, copy_, norms       on the codes, or on one decoded gradient at a time
-    anything else                     decoded; what is written by the function's schema is encoded again, rounded at random
+    zero_, detach, copy_, norms       use the codes, or decode one gradient at a time
+    anything else                     decoded; arguments that the schema marks for writing are encoded, rounded stochastically
 
-A handler returns NotImplemented for what it does not cover: views, and factors that are more than one number. Lists may hold packed and
-plain gradients: each kind is done on its own.
+A handler returns NotImplemented for arguments that it does not cover, such as views and factors of more than one number. Lists may hold
+packed and plain gradients; each kind is processed separately.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -27,15 +27,15 @@ aten = torch.ops.aten
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of `func`, some of whose arguments are packed gradients."""
+    """The result of `func`, some arguments of which are packed gradients."""
     handler = HANDLERS.get(func)
     result = NotImplemented if handler is None else handler(func, args, kwargs)
     return on_values(func, args, kwargs) if result is NotImplemented else result
 
 
 def on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` on decoded values; gradients that it writes to are encoded again, and come back where it returns them."""
-    if _gives_views(func) and isinstance(args[0], GradientTensor):
+    """`func` on decoded values; gradients that it writes to are encoded, and returned in place of their values."""
+    if _returns_views(func) and isinstance(args[0], GradientTensor):
         return _view(func, args[0], args[1:], kwargs)
     plain: dict[int, Tensor] = {}
 
@@ -55,24 +55,24 @@ def on_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[GradientTensor]:
     """The gradients that `func` writes to, by its schema."""
-    for place, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (g for g in (given if isinstance(given, list | tuple) else (given,)) if isinstance(g, GradientTensor))
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (g for g in (value if isinstance(value, list | tuple) else (value,)) if isinstance(g, GradientTensor))
 
 
 @lru_cache(maxsize=1024)
-def _gives_views(func: Any) -> bool:
+def _returns_views(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _view(func: Any, gradient: GradientTensor, args: Any, kwargs: Any) -> Any:
-    """Views that remember how they came about: read, they are taken of the values; written, the whole is encoded again."""
+    """A view, or a list of views, that stores `func`: reading applies it to decoded values, writing encodes the whole gradient."""
     like = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
-    found = func(like, *args, **kwargs)
-    one = [(None, found)] if isinstance(found, Tensor) else list(enumerate(found))
-    made = [gradient.seen_through((func, args, kwargs, i), t) for i, t in one]
-    return made[0] if isinstance(found, Tensor) else made
+    result = func(like, *args, **kwargs)
+    shapes = [(None, result)] if isinstance(result, Tensor) else list(enumerate(result))
+    views = [gradient.with_view((func, args, kwargs, i), t) for i, t in shapes]
+    return views[0] if isinstance(result, Tensor) else views
 
 
 # --- single gradients -------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def _in_backward() -> bool:
 
 
 def _number(x: Any, dims: int) -> Any:
-    """`x` as a number or a tensor of no dimensions, or None if it is neither."""
+    """`x` as a number or a scalar tensor; None if it is a larger tensor or a packed gradient."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, GradientTensor) else None
     return x
@@ -100,13 +100,13 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     alpha = kwargs.get("alpha", 1) * (1 if func is aten.add_.Tensor else -1)
     values = other.decode() if isinstance(other, GradientTensor) else other
-    weight = gradient.weight if _in_backward() else 1.0  # autograd brings the gradient of a microbatch; a user adds what is meant
+    weight = gradient.weight if _in_backward() else 1.0  # autograd adds the gradient of a microbatch; user code adds final values
     gradient.total.fold(values, weight=weight * alpha, is_first=False)
     return gradient
 
 
 def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
-    """Autograd's sum under create_graph=True, which becomes p.grad as a plain tensor: not yet weighted, as all plain ones."""
+    """The sum that autograd makes under create_graph=True: a plain p.grad, not yet multiplied by `weight`, like all plain gradients."""
     gradient, other = args[0], args[1]
     if not (is_whole(gradient) and _in_backward()) or gradient.weight == 1.0 or isinstance(other, GradientTensor):
         return NotImplemented
@@ -148,7 +148,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of float32 values, whatever the gradient's dtype; the result has that."""
+    """The norm of the float32 values, converted to the dtype of the gradient."""
     gradient, dtype = args[0], kwargs.get("dtype")
     if not isinstance(gradient, GradientTensor):
         return NotImplemented
@@ -164,7 +164,7 @@ def _record_stream(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _split(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """The places of packed gradients, and of the others."""
+    """The indices of packed gradients, and of all others."""
     packed = [i for i, t in enumerate(tensors) if is_whole(t)]
     return packed, [i for i, t in enumerate(tensors) if not is_whole(t)]
 
@@ -209,18 +209,18 @@ def _norm_each(func: Any, args: Any, kwargs: Any) -> Any:
     tensors, rest = args[0], args[1:]
     packed, others = _split(tensors)
     plain = [t.decode() if isinstance(t, GradientTensor) else t for t in (tensors[i] for i in others)]
-    found: dict[int, Any] = dict(zip(others, func(plain, *rest, **kwargs) if plain else (), strict=True))
+    norm_of: dict[int, Any] = dict(zip(others, func(plain, *rest, **kwargs) if plain else (), strict=True))
     order = rest[0] if rest else 2
-    together = packed if order == 2 else []
-    found |= dict(zip(together, norms([tensors[i].total for i in together]), strict=True))
-    for i in [i for i in packed if found.get(i) is None]:  # one at a time: no more than one decoded gradient is there
-        found[i] = _norm(aten.linalg_vector_norm.default, (tensors[i], order), dict(kwargs))
+    batched = packed if order == 2 else []
+    norm_of |= dict(zip(batched, norms([tensors[i].total for i in batched]), strict=True))
+    for i in [i for i in packed if norm_of.get(i) is None]:  # one at a time, so that only one decoded gradient exists
+        norm_of[i] = _norm(aten.linalg_vector_norm.default, (tensors[i], order), dict(kwargs))
     dtype = kwargs.get("dtype")
-    return [found[i].to(dtype or tensors[i].dtype) for i in range(len(tensors))]
+    return [norm_of[i].to(dtype or tensors[i].dtype) for i in range(len(tensors))]
 
 
 def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
-    """GradScaler: found_inf becomes 1 where any value is not finite, and all are multiplied with inv_scale."""
+    """GradScaler: set found_inf to 1 if any value is not finite, and multiply all gradients by the inverse scale."""
     tensors, found_inf, inverse_scale = args
     packed, others = _split(tensors)
     if _has_views(tensors):

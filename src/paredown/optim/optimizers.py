@@ -1,19 +1,20 @@
-"""SGD, AdamW and Lion: torch.optim's arguments and defaults, and how low their memory goes.
+"""SGD, AdamW and Lion with packed memory: the arguments and defaults of torch.optim, and formats.
 
-    paredown.apply(paredown.Plan.preset("lpmm"), model)                  # weights wait in 8 bits
-    opt = paredown.optim.AdamW(model.parameters(), lr=3e-4)              # so do moments and gradient accumulators
+    paredown.apply(paredown.Plan.preset("lpmm"), model)                  # weights are stored in 8 bits
+    opt = paredown.optim.AdamW(model.parameters(), lr=3e-4)              # and so are moments and gradient accumulators
     loss.backward(); opt.step(); opt.zero_grad()
 
 Arguments that torch.optim does not have:
-* `tier`: "full", "safe", "half", "lpmm", "lpmm4" (`formats/catalog.py`), or None: the plan of the model's session, or "full" without one.
-* `weight`, `residue`, `moment1`, `moment2`, `gradient`: formats, in place of the tier's; None leaves that tensor as it is.
-* `rounding`: {"weight": "nearest_even", ...}, in place of the defaults.
-* `release`: update each parameter inside backward and keep no gradient. Clipping and scaling of gradients then raise.
-* `microbatches`: K backward passes to a step. Small additions to 8-bit weights underflow; K of them are added up in the accumulator, whose
-  scale follows the gradient, and the weights get one change instead. Scale the learning rate up with the batch: by K for SGD, by the
+* `tier`: "full", "safe", "half", "lpmm", "lpmm4" (`formats/catalog.py`), or None: the plan of the model's
+  session (applied before or after), or "full" without one.
+* `weight`, `residue`, `moment1`, `moment2`, `gradient`: formats that override those of the tier; None leaves that tensor unmodified.
+* `rounding`: {"weight": "nearest_even", ...}, which overrides the defaults.
+* `release`: update each parameter inside backward and store no gradient. Clipping and scaling of gradients then raise OptimError.
+* `microbatches`: K backward passes per update. Small updates of 8-bit weights underflow; K gradients are added up in the accumulator, whose
+  scale adapts to the gradient, and the weights get one larger update. Scale the learning rate up with the batch: by K for SGD, by the
   square root of K for AdamW and Lion.
-* `seed`: of stochastic rounding.
-All but the last three may stand in a parameter group.
+* `seed`: the seed of stochastic rounding.
+All except the last three can also be set for a parameter group.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from paredown.optim.rules import RULES, Rule
 
 @final
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum and Nesterov's; arguments as in torch.optim.SGD."""
+    """Stochastic gradient descent with optional (Nesterov) momentum; arguments as in torch.optim.SGD, and formats."""
 
     rule_name = "sgdm"
 
@@ -44,23 +45,23 @@ class SGD(Optimizer):
         moment1: Any = FROM_TIER, gradient: Any = FROM_TIER, rounding: Mapping[str, str] | None = None, release: bool = False,
         microbatches: int = 1, seed: int = 0,
     ) -> None:  # fmt: skip
-        torchs = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        torch_options = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
         memory = MemoryOptions(tier, weight, residue, moment1, None, gradient, rounding, release, microbatches, seed)
-        super().__init__(params, {**defaults, "maximize": maximize, **torchs}, memory)
+        super().__init__(params, {**defaults, "maximize": maximize, **torch_options}, memory)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """Without momentum nothing is kept."""
+        """SGD without momentum has no state, and Nesterov momentum has another rule."""
         return RULES["sgd" if not group["momentum"] else "nesterov" if group["nesterov"] else "sgdm"]
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Refuse impossible hyperparameters."""
+        """Raise ValueError for hyperparameters out of range."""
         _check(group, "lr", "momentum", "weight_decay")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """See `rules.py`."""
+        """The hyperparameters of the rule, defined in `rules.py`."""
         momentum = float(group["momentum"])
         values = {
             "factor": factor, "lr": lr_of(group), "weight_decay": float(group["weight_decay"]), "momentum": momentum,
@@ -69,13 +70,13 @@ class SGD(Optimizer):
         return tuple(values[name] for name in self.rule_for(group).hyper_names)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """For parameters that stay as they are."""
+        """The optimizer of parameters for which nothing is packed."""
         return torch.optim.SGD(groups)
 
 
 @final
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay; arguments as in torch.optim.AdamW."""
+    """Adam with decoupled weight decay; arguments as in torch.optim.AdamW, and formats."""
 
     rule_name = "adamw"
 
@@ -87,7 +88,7 @@ class AdamW(Optimizer):
         gradient: Any = FROM_TIER, rounding: Mapping[str, str] | None = None, release: bool = False, microbatches: int = 1,
         seed: int = 0,
     ) -> None:  # fmt: skip
-        torchs = {
+        torch_options = {
             "amsgrad": amsgrad,
             "foreach": foreach,
             "capturable": capturable,
@@ -96,15 +97,15 @@ class AdamW(Optimizer):
         }
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         memory = MemoryOptions(tier, weight, residue, moment1, moment2, gradient, rounding, release, microbatches, seed)
-        super().__init__(params, {**defaults, **torchs}, memory)
+        super().__init__(params, {**defaults, **torch_options}, memory)
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Refuse impossible hyperparameters."""
+        """Raise ValueError for hyperparameters out of range."""
         _check(group, "lr", "eps", "weight_decay")
         _check_betas(group["betas"])
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """See `rules.py`."""
+        """The hyperparameters of the rule, defined in `rules.py`."""
         lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
         values = {
             "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "beta1": beta1, "rest1": 1.0 - beta1, "beta2": beta2,
@@ -114,7 +115,7 @@ class AdamW(Optimizer):
         return tuple(values[name] for name in self.rule.hyper_names)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """For parameters that stay as they are."""
+        """The optimizer of parameters for which nothing is packed."""
         return torch.optim.AdamW(groups)
 
 
@@ -122,8 +123,8 @@ class AdamW(Optimizer):
 class Lion(Optimizer):
     """Lion: p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g), m <- beta2 m + (1 - beta2) g.
 
-    Every value of a weight moves by lr: in an 8-bit format it moves by a whole step with probability lr / step. Choose lr at least 1 % of
-    the step (`opt.diagnostics()` says how often values move), or tier "half" or "safe".
+    Every weight changes by lr in each step: in an 8-bit format by a whole step of the format with probability lr / step. Choose lr at least
+    1 % of that step (`opt.diagnostics()` reports how often values change), or tier "half" or "safe".
     """
 
     rule_name = "lion"
@@ -136,17 +137,20 @@ class Lion(Optimizer):
         seed: int = 0,
     ) -> None:  # fmt: skip
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        rounding = {"moment1": "stochastic", **(rounding or {})}  # it changes by 1 % in a step, less than half a step of 8 bits
+        rounding = {
+            "moment1": "stochastic",
+            **(rounding or {}),
+        }  # it changes by 1 % per update, less than half a step of an 8-bit format
         memory = MemoryOptions(tier, weight, residue, moment1, None, gradient, rounding, release, microbatches, seed)
         super().__init__(params, defaults, memory)
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
-        """Refuse impossible hyperparameters."""
+        """Raise ValueError for hyperparameters out of range."""
         _check(group, "lr", "weight_decay")
         _check_betas(group["betas"])
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """See `rules.py`."""
+        """The hyperparameters of the rule, defined in `rules.py`."""
         lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
         values = {
             "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "lr": lr, "beta1": beta1, "rest1": 1.0 - beta1,
@@ -155,30 +159,30 @@ class Lion(Optimizer):
         return tuple(values[name] for name in self.rule.hyper_names)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> None:
-        """torch has no Lion."""
+        """None: torch.optim has no Lion."""
 
 
 def lr_of(group: Mapping[str, Any]) -> float:
-    """The learning rate as a number."""
+    """The learning rate as a float; OptimError if it is a tensor on a GPU."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         raise OptimError(
-            f"lr is a tensor on {lr.device}: reading it would wait for the device in every step. Give a float or a tensor on the CPU; a "
-            "changed lr never compiles anything again."
+            f"lr is a tensor on {lr.device}: reading it would synchronize with the device in every step. Give a float or a tensor on the "
+            "CPU; changing it recompiles nothing."
         )
     return float(lr)
 
 
 def _check(group: Mapping[str, Any], *names: str) -> None:
-    """Refuse what torch.optim refuses, and its options that packed state has no place for."""
+    """Raise ValueError, as torch.optim does, for negative hyperparameters and for tensors of several values."""
     for name in names:
         value = group[name]
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element")
         if not (isinstance(value, Tensor) and value.is_cuda) and not float(value) >= 0.0:
-            raise ValueError(f"Invalid {name}: {value}; it is at least 0.")
+            raise ValueError(f"Invalid {name}: {value}; it has to be at least 0.")
 
 
 def _check_betas(betas: Any) -> None:
     if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise ValueError(f"Invalid betas: {betas}; each is at least 0 and below 1.")
+        raise ValueError(f"Invalid betas: {betas}; each has to be at least 0 and below 1.")

@@ -1,16 +1,17 @@
-"""A tensor over a sum of gradients in a format: shape, dtype and device of the gradient, codes instead of values.
+"""Packed gradients: `GradientSum`, an accumulator stored in a format, and `GradientTensor`, the tensor that p.grad shows of it.
 
-The buffers belong to an optimizer, which fills them anew at every step. Who holds the p.grad of an earlier step still sees its values:
-tensors reach the sum through a `Lease`, and one that is still in use gets a copy before the buffers are written.
-Views remember how they came about: read, they are taken of the decoded values; written, the whole is encoded again.
+    sum <- encode(decode(sum) * factor + gradient * weight), rounded stochastically
 
-A sum of gradients in a format: sum <- encode(DQ(sum) * factor + gradient * weight), rounded at random.
+    codes (rows, row_bytes) uint8, scales (rows, blocks)     written in place, as long as the optimizer is alive
+    factor () float32                                        value = decoded * factor: clipping and unscaling change one number
 
-    codes (rows, row_bytes) uint8, scales (rows, blocks)     in place, for as long as the optimizer lives
-    factor () float32                                        value = DQ * factor: clipping and unscaling change one number
+Fold n, counted from 1 over all steps, draws the random bits of Seed(step=n), so that a resumed run gives the same bits. Nothing here
+synchronizes with the device.
 
-Fold n, counted from 1 over all steps, draws the random bits of Seed(step=n), so that a resumed run folds to the same bits. Nothing here
-waits for the device.
+A `GradientTensor` has the shape, dtype and device of the gradient, and codes instead of values. The optimizer reuses the buffers at every
+step. A p.grad of an earlier step that user code still references keeps its values: tensors refer to the sum through a `Lease`, and a lease
+that is still referenced gets a copy of the buffers before they are overwritten. A view stores the functions that made it: reading applies
+them to the decoded values, writing encodes the whole gradient.
 
 >>> from paredown.codec.packed import encode
 >>> held = GradientSum.over(encode(torch.zeros(2, 64), "int8/64@bf16", order="logical"), Seed(0))
@@ -43,31 +44,31 @@ from paredown.optim.batched_update import fold, square_sums
 
 @dataclass(eq=False)
 class GradientSum:
-    """The buffers of one accumulator and what is known of them. Their owner changes them in place; others see them through a tensor."""
+    """The buffers of one accumulator. The optimizer changes them in place; other code sees them through a `GradientTensor`."""
 
     packed: PackedTensor
     seed: Seed
     factor: Tensor
-    weight: float = 1.0  # of a gradient that backward brings: 1 / microbatches
+    weight: float = 1.0  # factor of gradients from backward: 1 / microbatches
     folds: int = 0
-    is_scaled: bool = False  # whether `factor` may be another number than 1
-    floor: float | None = None  # a lower bound of the values that is not in the codes yet
+    is_scaled: bool = False  # whether `factor` may differ from 1
+    floor: float | None = None  # a deferred lower bound of the values, not yet applied to the codes
     rounding: Rounding = Rounding.STOCHASTIC
-    before_start: Callable[[], None] = lambda: None  # called before a new sum is begun; may refuse
-    before_unscale: Callable[[], None] = lambda: None  # called before a GradScaler unscales it; may refuse
+    before_start: Callable[[], None] = lambda: None  # called before a new sum starts; may raise
+    before_unscale: Callable[[], None] = lambda: None  # called before a GradScaler unscales the sum; may raise
 
     @staticmethod
     def over(packed: PackedTensor, seed: Seed, *, weight: float = 1.0, factor: Tensor | None = None) -> GradientSum:
-        """A sum in the buffers of `packed`, which has logical order; `factor` is a float32 tensor of no dimensions that holds 1."""
+        """A sum in the buffers of `packed`, which has logical order; `factor` is a float32 scalar tensor that holds 1."""
         if packed.order != tuple(range(len(packed.shape))):
             raise OptimError(
-                f"an accumulator is packed along its dimensions as they are numbered, not {packed.order}: order='logical'."
+                f"an accumulator is packed in the order of its dimensions, not in {packed.order}: encode with order='logical'."
             )
         made = torch.ones((), device=packed.device) if factor is None else factor
         return GradientSum(packed, seed, made, weight)
 
     def fold(self, grad: Tensor, *, weight: float, is_first: bool) -> None:
-        """Add `grad` * `weight` to the sum, or start it with that."""
+        """Add `grad` * `weight` to the sum; start a new sum with it if `is_first`."""
         grad = _as_plain(grad, self.packed)
         if not is_first:
             self.settle()
@@ -75,18 +76,18 @@ class GradientSum:
         seed = Seed(self.seed.value, self.seed.tensor, self.folds, self.seed.first_index)
         factor = self.factor if self.is_scaled and not is_first else None
         fold(self.packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first, rounding=self.rounding)
-        self._is_new()
+        self._reset_factor()
 
     def store(self, values: Tensor) -> None:
-        """Hold `values` instead."""
+        """Replace the sum by `values`."""
         self.fold(values, weight=1.0, is_first=True)
 
     def zero(self) -> None:
-        """Hold zeros: scale 0, and code 0 where there is no scale."""
+        """Replace the sum by zeros: scale 0, and code 0 without scales."""
         self.before_start()
         for tensor in self.packed.parts.tensors():
             tensor.zero_()
-        self._is_new()
+        self._reset_factor()
 
     def factor_to_change(self) -> Tensor:
         """The factor, for an operation that multiplies it in place."""
@@ -95,21 +96,21 @@ class GradientSum:
         return self.factor
 
     def clamp_min(self, floor: float) -> None:
-        """Raise values to `floor`, later: where clip_grad_value_ asks for both bounds one by one, codes are rounded once."""
+        """Raise values to `floor`, deferred: clip_grad_value_ clamps at both bounds in two calls, and codes are then rounded once."""
         self.settle()
         self.floor = floor
 
     def clamp_max(self, ceiling: float) -> None:
-        """Lower values to `ceiling`."""
+        """Clamp values to at most `ceiling`."""
         self.store(self.decode(torch.float32).clamp_(max=ceiling))
 
     def settle(self) -> None:
-        """Codes and factor say all."""
+        """Apply a deferred lower bound to the codes."""
         if self.floor is not None:
             self.store(self.decode(torch.float32))
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """The values, contiguous: DQ * factor in float32, and then in `dtype`."""
+        """The values, contiguous: decoded * factor in float32, then converted to `dtype`."""
         if not self.is_scaled and self.floor is None and dtype in DTYPES:
             return self.packed.decode(dtype)
         values = self.packed.decode(torch.float32)
@@ -120,14 +121,14 @@ class GradientSum:
         return values.to(dtype)
 
     def copy(self, device: torch.device | None = None) -> GradientSum:
-        """The same in buffers of its own."""
-        parts, place = self.packed.parts, device or self.packed.device
+        """A copy in new buffers, on `device` if given."""
+        parts, target = self.packed.parts, device or self.packed.device
         tensors = (parts.codes, parts.scales, parts.minimums, parts.tensor_scale)
-        own = PackedParts(*(None if t is None else t.to(place, copy=True) for t in tensors))
-        return replace(self, packed=replace(self.packed, parts=own), factor=self.factor.to(place, copy=True))
+        copied = PackedParts(*(None if t is None else t.to(target, copy=True) for t in tensors))
+        return replace(self, packed=replace(self.packed, parts=copied), factor=self.factor.to(target, copy=True))
 
-    def _is_new(self) -> None:
-        """Nothing is left of what was asked of the values before."""
+    def _reset_factor(self) -> None:
+        """After new codes: no deferred bound, and a factor of 1."""
         self.floor = None
         if self.is_scaled:
             self.factor.fill_(1.0)
@@ -135,34 +136,34 @@ class GradientSum:
 
 
 def any_nonfinite(sums: list[GradientSum]) -> Tensor:
-    """1.0 if a value of any of these is NaN or infinite and 0.0 otherwise, on their device: broken blocks have a scale that says so."""
+    """1.0 if a value of any of these is NaN or infinite and 0.0 otherwise, on their device; blocks that are not finite have scale NaN."""
     scales = [s.packed.scales for s in sums]
     floats = [t for t in scales if t is not None and t.is_floating_point() and t.numel()]
     norms = torch._foreach_norm(floats, torch.inf) if floats else ()
     rest = [s for s in sums if s.packed.scales is None or not s.packed.scales.is_floating_point()]
     largest = [s.packed.decode(torch.float32).abs().max() for s in rest if s.packed.shape.numel()]
-    looked_at = torch.stack([t.float() for t in (*norms, *largest, *(s.factor for s in sums))])
-    return (~looked_at.isfinite()).any().float()
+    checked = torch.stack([t.float() for t in (*norms, *largest, *(s.factor for s in sums))])
+    return (~checked.isfinite()).any().float()
 
 
 def norms(sums: list[GradientSum]) -> list[Tensor | None]:
-    """The Euclidean norm of each sum in float32, by kernels over all of them at once; None where there is no kernel for one."""
-    found: list[Tensor | None] = [None] * len(sums)
-    alike: dict[Any, list[int]] = {}
+    """The Euclidean norm of each sum in float32, computed by kernels in one launch per format; None where no kernel covers the format."""
+    result: list[Tensor | None] = [None] * len(sums)
+    by_format: dict[Any, list[int]] = {}
     for i, held in enumerate(sums):
         if held.floor is None:
-            alike.setdefault((held.packed.format, held.packed.device), []).append(i)
-    for places in alike.values():
+            by_format.setdefault((held.packed.format, held.packed.device), []).append(i)
+    for places in by_format.values():
         squares = square_sums([sums[i].packed for i in places])
         if squares is not None:
             factors = torch.stack([sums[i].factor for i in places])
             for i, norm in zip(places, (squares.sqrt() * factors.abs()).unbind(), strict=True):
-                found[i] = norm
-    return found
+                result[i] = norm
+    return result
 
 
 def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
-    """A gradient as `fold` takes it: dense, of the right shape, contiguous, in a dtype of the codec."""
+    """The gradient, contiguous and in a dtype of the codec; OptimError if it is sparse, complex, or of another shape or device."""
     if grad.layout is not torch.strided or grad.is_complex():
         what = "complex" if grad.is_complex() else f"sparse ({str(grad.layout).removeprefix('torch.')})"
         raise OptimError(
@@ -171,28 +172,28 @@ def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
         )
     if grad.shape != packed.shape or grad.device != packed.device:
         raise OptimError(
-            f"a gradient of shape {tuple(grad.shape)} on {grad.device} came to an accumulator of shape {tuple(packed.shape)} on "
-            f"{packed.device}. Make the optimizer again after changing a parameter's shape or device."
+            f"a gradient of shape {tuple(grad.shape)} on {grad.device} does not fit its accumulator of shape {tuple(packed.shape)} on "
+            f"{packed.device}. Make a new optimizer after changing a parameter's shape or device."
         )
     grad = grad.detach().contiguous()
     return grad if grad.dtype in DTYPES else grad.float()
 
 
-# --- A tensor over a sum of gradients in a format ---
+# --- the tensor that p.grad shows -------------------------------------------------------------------------------------
 
 View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its arguments after the tensor, which of its results
 
 
 @dataclass(eq=False)
 class Lease:
-    """What gradients over one sum share: the sum, until it is needed for a new one."""
+    """The sum that a `GradientTensor` and its views show: replaced by a copy before the optimizer overwrites the buffers."""
 
     total: GradientSum
-    last: weakref.ref[Lease] | None = field(default=None)  # the one that `lend` made
+    last: weakref.ref[Lease] | None = field(default=None)  # the lease of the current p.grad, made by `lend`
 
 
 class GradientTensor(Tensor):
-    """A gradient in a format. `packed` are its buffers; `factor` multiplies what they decode to. `PackedGradient` is the final class."""
+    """A gradient in a format: `packed` has the codes, `factor` multiplies the decoded values. `PackedGradient` is the final class."""
 
     _lease: Lease
     _views: tuple[View, ...]
@@ -201,7 +202,7 @@ class GradientTensor(Tensor):
 
     @classmethod
     def over(cls, lease: Lease, dtype: torch.dtype, views: tuple[View, ...] = (), like: Tensor | None = None) -> Self:
-        """A tensor over a lease; `like` has the shape, strides and dtype after `views`."""
+        """A tensor that shows a lease; `like` has the shape, strides and dtype after `views`."""
         packed = lease.total.packed
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -214,17 +215,17 @@ class GradientTensor(Tensor):
         made._lease, made._views, made._dtype = lease, views, dtype
         return made
 
-    def seen_through(self, view: View, like: Tensor) -> Self:
-        """A view of this."""
+    def with_view(self, view: View, like: Tensor) -> Self:
+        """A view of this gradient."""
         return self.over(self._lease, self._dtype, (*self._views, view), like)
 
     def alias(self) -> Self:
-        """The same gradient in another tensor."""
+        """A new tensor that shows the same gradient."""
         return self.over(self._lease, self._dtype, self._views, None if self.is_whole else self)
 
     @property
     def total(self) -> GradientSum:
-        """The sum that this shows."""
+        """The sum that this tensor shows."""
         return self._lease.total
 
     @property
@@ -235,17 +236,17 @@ class GradientTensor(Tensor):
 
     @property
     def factor(self) -> Tensor:
-        """What decoded values are multiplied with: always the same float32 tensor of no dimensions."""
+        """The factor of the decoded values: always the same float32 scalar tensor."""
         return self.total.factor
 
     @property
     def is_scaled(self) -> bool:
-        """Whether `factor` may be another number than 1."""
+        """Whether `factor` may differ from 1."""
         return self.total.is_scaled
 
     @property
     def weight(self) -> float:
-        """What gradients from backward are multiplied with before they are added."""
+        """The factor of gradients from backward before they are added: 1 / microbatches."""
         return self.total.weight
 
     @weight.setter
@@ -254,7 +255,7 @@ class GradientTensor(Tensor):
 
     @property
     def folds(self) -> int:
-        """How many gradients came so far; it numbers the random bits."""
+        """The number of gradients added so far, over all steps; it selects the random bits."""
         return self.total.folds
 
     @folds.setter
@@ -263,23 +264,23 @@ class GradientTensor(Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is all of the gradient, and no view of it."""
+        """Whether this is the whole gradient, not a view."""
         return not self._views
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """The bytes that are really held."""
+        """Bytes of codes, scales and factor."""
         return self.packed.nbytes + self.factor.nbytes
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor."""
+        """The decoded values as an ordinary tensor."""
         if not self._views:
             return self.total.decode(dtype or self._dtype)
         values = _through(self._views, self.total.decode(self._dtype))
         return values if dtype is None else values.to(dtype)
 
     def store(self, values: Tensor) -> None:
-        """Hold `values` instead, rounded at random."""
+        """Replace the gradient by `values`, rounded stochastically."""
         if values.shape != self.shape:
             raise OptimError(f"a packed gradient of shape {tuple(self.shape)} cannot become one of shape {tuple(values.shape)}.")
         if self._views:
@@ -289,9 +290,9 @@ class GradientTensor(Tensor):
         self.total.store(values)
 
     def lend(self, dtype: torch.dtype) -> Self:
-        """A gradient over the same buffers for `p.grad`, which are about to be written anew.
+        """A new tensor over the same buffers, for `p.grad`; the buffers are about to be overwritten.
 
-        One that was lent before and that somebody still holds keeps its values: it gets a copy of the buffers.
+        A tensor that an earlier call returned and that is still referenced gets a copy of the buffers, and keeps its values.
         """
         last = self._lease.last() if self._lease.last is not None else None
         if last is not None:
@@ -301,7 +302,7 @@ class GradientTensor(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Whether `other` shows these buffers, all of them; they are then ready to be read."""
+        """Whether `other` shows all of these buffers; deferred bounds are then applied."""
         if not isinstance(other, GradientTensor) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()
@@ -309,12 +310,12 @@ class GradientTensor(Tensor):
 
     @property
     def is_lent(self) -> bool:
-        """Whether a gradient over these buffers is held by a parameter or by somebody else."""
+        """Whether a tensor that `lend` made is still referenced, by p.grad or by other code."""
         return self._lease.last is not None and self._lease.last() is not None
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The same gradient; assigned to, it takes the values, and their dtype and device as under model.to()."""
+        """The same gradient; assigning replaces values, dtype and device, as model.to() does."""
         return self.detach()
 
     @data.setter
@@ -326,7 +327,7 @@ class GradientTensor(Tensor):
             self._dtype = values.dtype
         self.store(values)
 
-    # --- what does not come through torch's dispatcher --------------------------------------------------------------------
+    # --- methods that bypass torch's dispatcher ---------------------------------------------------------------------------
 
     def __repr__(self, **_: Any) -> str:
         dtype, view = str(self.dtype).removeprefix("torch."), "" if self.is_whole else ", a view"
@@ -340,11 +341,11 @@ class GradientTensor(Tensor):
         return self.decode().__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as a numpy array, which does not share memory."""
+        """The decoded values as a numpy array."""
         return self.decode().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The values as nested lists."""
+        """The decoded values as nested lists."""
         return self.decode().tolist()
 
 

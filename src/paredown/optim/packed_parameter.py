@@ -1,21 +1,21 @@
-"""What packed parameters are to code outside of their modules: a torch.optim step, an average of weights, a penalty, a log, a copy.
+"""`PackedParameter`: how a packed parameter behaves outside of its modules (torch.optim steps, weight averages, penalties, logs, copies).
 
-    what is asked                                       what it gets
-    size, dtype, device, grad, hooks, zeros_like ...    what the parameter says of itself; nothing is decoded
+    access                                              result
+    size, dtype, device, grad, hooks, zeros_like ...    metadata of the parameter; nothing is decoded
     p.data, p.detach(), and views without a gradient    a `WeightView`: the same weight under another size and strides
-    p.data = x                                          x is encoded, and its dtype, device and size become the parameter's; where those
+    p.data = x                                          x is encoded, and the parameter takes over its dtype, device and size; if they
                                                         cannot be packed (float64), it becomes an ordinary parameter for good
-    a function that writes (p.add_, p[0] = 1, out=p)    it writes into decoded values, which are encoded again, rounded to nearest;
+    a function that writes (p.add_, p[0] = 1, out=p)    it writes into decoded values, which are then encoded, rounded to nearest;
                                                         several in a row on one parameter round once
-    any other function                                  the decoded values; gradients go straight to the parameter
+    any other function                                  computed from the decoded values; gradients flow to the parameter
     copies, pickles, repr                               those of an ordinary parameter
-    data_ptr, share_memory_, resize_, nn.Parameter(p)   an error in a sentence: there is no memory to point to
+    data_ptr, share_memory_, resize_, nn.Parameter(p)   OptimError: there is no memory to point to
 
-Every function decodes anew, so loops over single values are slow: take p.detach().clone() first. A view that was taken keeps the values
-it was taken from as long as it lives, and what is written into it goes to the weight. Views with a gradient are of a copy.
+Every function call decodes, so loops over single values are slow: take p.detach().clone() first. A view keeps the decoded values that it
+was made from while it is alive, and writes to it are encoded into the weight. Views that require a gradient are views of a copy.
 
-Some functions of torch never ask: torch.tensor(p), torch.Tensor(p), torch.as_tensor(p, dtype=...), other.new_tensor(p), and
-other.data = p.data. Builds for CUDA raise an error for these; builds without it read from no memory, and crash. Take p.detach().clone().
+Some functions bypass `__torch_function__`: torch.tensor(p), torch.Tensor(p), torch.as_tensor(p, dtype=...), other.new_tensor(p), and
+other.data = p.data. Builds for CUDA raise an error for these; builds without CUDA read invalid memory and crash. Take p.detach().clone().
 """
 
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
@@ -38,10 +38,10 @@ NEW_PARAMETER = (
     "nn.Parameter(p) of a packed weight: there is no memory that both could share. Put parametrizations such as weight_norm on before "
     "paredown.apply (session.close() gives the plain model back); for a copy, take nn.Parameter(p.detach().clone())."
 )
-HELD = "_held"  # of a view: the decoded values that it was taken from, and the weight's version by then
+HELD = "_held"  # attribute of a view: the version of the weight, and the decoded values that the view was made from
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
-VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag"))  # attributes that are values; all others are said without decoding
-# functions that ask nothing of the values
+VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag"))  # attributes that need values; all others are answered without decoding
+# functions that do not read values
 SIZES = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "dim_order", "__len__")
 KINDS = ("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device")
 OTHERS = (
@@ -66,7 +66,7 @@ STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 
 
 class PackedParameter(nn.Parameter):
-    """A parameter that waits packed: `weight_of(p)` has its codes."""
+    """A parameter that is stored packed: `weight_of(p)` has its codes."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -82,7 +82,7 @@ class PackedParameter(nn.Parameter):
         return repr(plain_parameter(self))
 
     def as_subclass(self, cls: Any) -> Any:
-        """The decoded values as another class; torch's own does not ask `__torch_function__`."""
+        """The decoded values as another class; torch's implementation bypasses `__torch_function__`."""
         return _computed(Tensor.as_subclass, "as_subclass", (self, cls), {})
 
     @classmethod
@@ -91,7 +91,7 @@ class PackedParameter(nn.Parameter):
 
 
 class WeightView(Tensor):
-    """A packed weight under another size and strides, without a gradient; what is written into it is encoded."""
+    """A packed weight under another size and strides, without a gradient; writes to it are encoded."""
 
     @staticmethod
     def __new__(cls: type[WeightView], weight: Weight, like: Tensor, base: Tensor | None = None) -> WeightView:
@@ -130,7 +130,7 @@ class WeightView(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls from C++, such as DistributedDataParallel's: what the operation says it writes is encoded."""
+        """Calls from C++, such as those of DistributedDataParallel: arguments that the schema marks for writing are encoded."""
         kwargs = kwargs or {}
         values = DecodedValues(tracks_gradients=False)
         result = func(*values.of(args), **values.of(kwargs))
@@ -138,11 +138,11 @@ class WeightView(Tensor):
             work.wait()
         if func._schema.is_mutable or func.namespace == "c10d":
             values.store_all()
-        return values.back(result)
+        return values.wrap(result)
 
 
 class Decoded(torch.autograd.Function):
-    """The values of a packed parameter, whose gradient is the parameter's."""
+    """Decode a packed parameter in autograd: the gradient of the values is the gradient of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
@@ -157,25 +157,25 @@ class Decoded(torch.autograd.Function):
 
 
 def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`call_decoded`, where torch.compile does not follow."""
+    """`call_decoded`, excluded from torch.compile."""
     if "torch._dynamo" not in sys.modules:
         return call_decoded(func, args, kwargs)
-    return _undisturbed()(func, args, kwargs)
+    return _call_decoded_eagerly()(func, args, kwargs)
 
 
 call_outside_compile._torchdynamo_disable = True  # type: ignore[attr-defined]
 call_outside_compile._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "a weight waits packed here. Compile the model before paredown.apply, or call it once without fullgraph=True"
+    "a weight is stored packed. Compile the model before paredown.apply, or call it once without fullgraph=True"
 )
 
 
 @cache
-def _undisturbed() -> Any:
+def _call_decoded_eagerly() -> Any:
     return torch.compiler.disable(call_decoded)
 
 
 def call_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function of torch gives, some of whose arguments wait packed."""
+    """The result of a torch function, some of the arguments of which are packed."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = func.__self__
@@ -199,9 +199,9 @@ def call_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _is_making_parameter() -> bool:
-    """Whether nn.Parameter(p) asks, whose own message speaks of other things."""
+    """Whether the caller is nn.Parameter(p), whose error message would be misleading."""
     frame = sys._getframe(1)
-    for _ in range(6):  # over `__torch_function__` and what torch.compile puts around
+    for _ in range(6):  # past the frames of `__torch_function__` and torch.compile
         if frame is None or frame.f_code is MAKES_PARAMETER:
             return frame is not None
         frame = frame.f_back
@@ -228,7 +228,7 @@ def _set_data(packed: Tensor, values: Tensor) -> None:
 
 
 def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` of the decoded values; those that it wrote are encoded again."""
+    """`func` applied to the decoded values; those that it wrote are encoded."""
     is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
     values, first = DecodedValues(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
@@ -238,20 +238,25 @@ def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     if is_collective and hasattr(result, "wait"):
         result.wait()
     values.store_changed(writes_unseen=is_collective or name.startswith("_fused_"))
-    values.tell(result, first)
-    return values.back(result)
+    values.report_use(result, first)
+    return values.wrap(result)
 
 
 class DecodedValues:
     """The decoded values of the packed tensors in the arguments of one call."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
-        self._tracks, self._writes = tracks_gradients, writes  # writes: by its name, the call goes on with what was written last
-        self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded once for all tensors of a weight, and its version by then
-        self._pairs: dict[int, tuple[Tensor, Tensor, Any, int]] = {}  # id -> packed, its values, their node and version
+        self._tracks, self._writes = (
+            tracks_gradients,
+            writes,
+        )  # writes: by its name the function works in place, and continues from deferred values
+        self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded values, shared by all views of a weight, and their `_version`
+        self._pairs: dict[
+            int, tuple[Tensor, Tensor, Any, int]
+        ] = {}  # id -> packed tensor, its values, their grad_fn and `_version`
 
     def of(self, arguments: Any) -> Any:
-        """The same arguments with values in place of packed tensors."""
+        """The same arguments with decoded values in place of packed tensors."""
         return tree_map(lambda leaf: self._value(leaf) if _is_packed(leaf) else leaf, arguments)
 
     def _value(self, packed: Tensor) -> Tensor:
@@ -273,7 +278,7 @@ class DecodedValues:
         return self._bases[weight][0]
 
     def store_changed(self, *, writes_unseen: bool) -> None:
-        """Encode what was written. As in torch, a parameter with a gradient is not written where gradients are followed."""
+        """Encode what was written. As in torch, writing to a leaf that requires grad raises while grad mode is enabled."""
         for packed, value, node, version in self._pairs.values():
             if node is not None and value._version != version:
                 if value.grad_fn is not node:
@@ -286,7 +291,7 @@ class DecodedValues:
                 self._store(weight, base)
 
     def store_all(self) -> None:
-        """Encode all of it."""
+        """Encode all decoded values."""
         for weight, (base, _) in self._bases.items():
             self._store(weight, base)
 
@@ -297,24 +302,24 @@ class DecodedValues:
             weight.store(base)
         for packed, *_ in self._pairs.values():
             if _weight(packed) is weight:
-                if HELD in vars(packed):  # a view: it goes on with what it wrote, as others see it
+                if HELD in vars(packed):  # a view: from now on it reads what it wrote, after rounding
                     vars(packed)[HELD] = None
                 if isinstance(packed, nn.Parameter):
                     torch._C._increment_version((packed,))
 
-    def tell(self, result: Any, first: int) -> None:
-        """Tell the session what was computed from which values, so that none are kept for backward."""
+    def report_use(self, result: Any, first: int) -> None:
+        """Call `Weight.on_use` with the result and the values it was computed from, so that the session frees them until backward."""
         used = [(_weight(packed), value) for packed, value, *_ in self._pairs.values()]
         on_use = next((weight.on_use for weight, _ in used if weight.on_use is not None), None)
         if on_use is not None:
             on_use(result, first, used)
 
-    def back(self, result: Any) -> Any:
-        """The result, with packed tensors in place of their own values and of views of these."""
+    def wrap(self, result: Any) -> Any:
+        """The result, with packed tensors in place of their decoded values and of views of these."""
         originals = {id(value): packed for packed, value, *_ in self._pairs.values()}
         storages = {base.untyped_storage()._cdata: (weight, base) for weight, (base, _) in self._bases.items()}
 
-        def backed(leaf: Any) -> Any:
+        def wrapped(leaf: Any) -> Any:
             if id(leaf) in originals:
                 return originals[id(leaf)]
             if (
@@ -324,12 +329,12 @@ class DecodedValues:
                 and leaf.layout is torch.strided
                 and leaf.device.type != "meta"
             ):
-                found = storages.get(leaf.untyped_storage()._cdata)
-                if found is not None and leaf.dtype is found[0].dtype:
-                    return WeightView(found[0], leaf, found[1])
+                owner = storages.get(leaf.untyped_storage()._cdata)
+                if owner is not None and leaf.dtype is owner[0].dtype:
+                    return WeightView(owner[0], leaf, owner[1])
             return leaf
 
-        return tree_map(backed, result)
+        return tree_map(wrapped, result)
 
 
 def _is_packed(thing: Any) -> bool:
@@ -343,7 +348,7 @@ def _weight(packed: Tensor) -> Weight:
 
 
 def _held(packed: Tensor) -> Tensor | None:
-    """The values that a view was taken from, if they are still those of the weight."""
+    """The decoded values that a view was made from; None if the weight has changed since."""
     held = vars(packed).get(HELD)
     return held[1] if held is not None and held[0] == _weight(packed).version else None
 
@@ -374,5 +379,5 @@ def _alias(packed: Tensor) -> WeightView:
 
 
 def plain_parameter(parameter: PackedParameter) -> nn.Parameter:
-    """An ordinary parameter with the same values."""
+    """An ordinary parameter with the decoded values."""
     return nn.Parameter(_weight(parameter).decode(), parameter.requires_grad)

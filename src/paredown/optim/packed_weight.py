@@ -1,17 +1,17 @@
-"""Parameters that wait packed: a `Weight` holds the codes of one, and makes it plain and empty again.
+"""`Weight`: the codes of a packed parameter, and the switch of the parameter between packed and plain.
 
-    waiting     p is a `PackedParameter` of its size, strides, dtype and device, without memory; codes and scales are in `weight.packed`
-    in use      p is an ordinary nn.Parameter on memory of its own, decoded a moment ago
+    packed     p is a `PackedParameter` of the same size, strides, dtype and device, without memory; codes and scales are in `weight.packed`
+    plain      p is an ordinary nn.Parameter whose memory holds the decoded values; so it is while one of its modules runs
 
-It is the same object all the time, the one that modules and optimizers hold. Codes are in logical order, (rows, cols) with rows = dimension
-0, whatever the strides of the parameter. A format without a block ("bf16") is held as codes too: `packed.codes.view(torch.bfloat16)` is
-the (rows, cols) tensor. A parameter owns its weight; a weight refers to its parameter weakly.
+It is the same Python object in both states, so that modules and optimizers keep their references. Codes are in logical order, (rows, cols)
+with rows = dimension 0, whatever the strides of the parameter. A format without a block ("bf16") is stored as codes too:
+`packed.codes.view(torch.bfloat16)` is the (rows, cols) tensor. The parameter holds its weight; the weight has a weak reference to it.
 
-Who writes the codes calls `changed()`. `store(values)` encodes to nearest, in place, so that what refers to the codes stays valid; where
-another device or shape asks for other memory, `packed` becomes another object. `write(values)` encodes when somebody asks for the codes or
-for values, or when another weight is written, so that several functions in a row on one parameter round once. Who reads the codes to
-change them calls `gather()` before: a plain parameter may have been written. Values of a dtype or device without a codec (float64, meta)
-are not packed: the parameter takes them, plain, and is nobody's from then on.
+Code that writes the codes calls `changed()` after. `store(values)` encodes with rounding to nearest, in place, so that references to the
+codes stay valid; for another device or shape `packed` becomes a new object. `write(values)` defers encoding until codes or values are read
+or another weight is written, so that several in-place functions in a row on one parameter round once. Code that reads the codes to change
+them calls `gather()` before, since the plain parameter may have been written. Values of a dtype or device that the codec does not support
+(float64, meta) are not packed: the parameter becomes plain with these values and leaves the session.
 """
 
 # pyright: reportPrivateUsage=false
@@ -35,15 +35,15 @@ KEY = "_paredown_weight"  # in the __dict__ of a parameter
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES = tuple(PLAIN_DTYPES.values())
 NO_MEMORY = (
-    "a weight waits packed here and has no memory to read from. paredown gives its values to its own modules and to functions of torch; "
+    "this weight is stored packed and has no memory to read from. paredown decodes it for its modules and for functions of torch; "
     "for other code, work inside `with session.unpacked():`, or on a copy: p.detach().clone()."
 )
-_LAST: list[weakref.ref[Weight]] = []  # the weight whose values are not encoded yet
+_LAST: list[weakref.ref[Weight]] = []  # at most one: the weight with deferred values (`write`)
 OnUse = Callable[[Any, int, "list[tuple[Weight, Tensor]]"], None]
 
 
 class NoMemory(Tensor):
-    """The data of a parameter that waits. Who looks at all tensors there are, to count bytes, finds none here."""
+    """The data of a packed parameter. Tools that sum the bytes of all live tensors count 0 bytes for it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,34 +54,34 @@ class NoMemory(Tensor):
 
 
 class Weight:
-    """The codes of one parameter, and the way between them and the parameter."""
+    """The codes of one parameter; packs and unpacks the parameter."""
 
     __slots__ = (
-        "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_ref", "_shared", "_waiting_class", "accumulator",
+        "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
         "address", "device_type", "dtype", "empty", "is_checked", "is_pinned", "on_use", "places", "residue", "seen", "size",
         "stride", "users", "version", "written",
     )  # fmt: skip
 
-    def __init__(self, parameter: nn.Parameter, packed: PackedTensor, waiting_class: type[nn.Parameter]) -> None:
-        self.residue: Tensor | None = None  # of an optimizer that keeps one: cleared when values are written from outside
-        self.written: Tensor | None = None  # values that are not encoded yet
-        self.version = 0  # of the values: counts up with every change
+    def __init__(self, parameter: nn.Parameter, packed: PackedTensor, packed_class: type[nn.Parameter]) -> None:
+        self.residue: Tensor | None = None  # 8 more bits that an optimizer stores: zeroed when other code writes values
+        self.written: Tensor | None = None  # values whose encoding is deferred
+        self.version = 0  # incremented with every change of the values
         self.users = 0  # modules whose forward is running
-        self.address = 0  # of the storage that the parameter was made plain with, 0 while it waits
-        self.seen = 0  # the count of modifications of the parameter by then
+        self.address = 0  # of the storage of the plain parameter, 0 while packed
+        self.seen = 0  # `_version` of the parameter when it was made plain
         self.accumulator: Any = None  # the node of the parameter's gradient, while a module uses it
-        self.is_pinned = False  # whether it stays plain all the time
-        self.is_checked = False  # whether its modules were seen not to write it behind autograd's back
-        self.on_use: OnUse | None = None  # told what was computed outside of modules, from which node on, and from which values
-        self.places: set[Any] = set()  # ways from it to a cast or a view of it that was saved, seen to be right
+        self.is_pinned = False  # whether it always has plain memory besides its codes (compiled models)
+        self.is_checked = False  # whether its modules are known not to write it through .data, which autograd does not count
+        self.on_use: OnUse | None = None  # called after functions outside of modules: result, first new node, decoded values
+        self.places: set[Any] = set()  # verified sequences of operations from it to a saved cast or view of it
         self._ref = weakref.ref(parameter)
-        self._waiting_class = waiting_class
+        self._packed_class = packed_class
         self._exported: tuple[int, int, weakref.ref[Tensor] | None] = (-1, 0, None)
         self._shared: dict[torch.dtype, tuple[int, StorageWeakRef]] = {}
         self._take(parameter, packed)
 
     def _take(self, like: Tensor, packed: PackedTensor) -> None:
-        """Be of the size, strides, dtype and device of `like`, in these codes."""
+        """Take over the size, strides, dtype and device of `like`, and the codes of `packed`."""
         self._packed, self.dtype, self.size = packed, like.dtype, like.size()
         self.empty = empty_like(like)  # of its size, strides, dtype and device, without memory
         self.device_type = like.device.type
@@ -93,7 +93,7 @@ class Weight:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The parameter, as long as somebody holds it."""
+        """The parameter; None after it was deleted."""
         return self._ref()
 
     @property
@@ -105,12 +105,12 @@ class Weight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the parameter has its values at this moment."""
+        """Whether the parameter is plain at this moment."""
         return self.address != 0
 
     @property
     def is_released(self) -> bool:
-        """Whether the parameter was given back for good."""
+        """Whether the parameter has left the session: it is plain and has no `Weight`, or another one."""
         parameter = self.parameter
         return parameter is not None and weight_of(parameter) is not self
 
@@ -122,14 +122,14 @@ class Weight:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, in memory of their own with the parameter's strides. `dtype`: the same as `.to(dtype)` of the values."""
+        """The values in new memory, with the strides of the parameter; in `dtype` if given."""
         if self.written is not None:
             self.encode()
-        if torch.is_inference_mode_enabled():  # what is made here may be used anywhere
+        if torch.is_inference_mode_enabled():  # the result may be used outside of inference mode
             with torch.inference_mode(False):
                 return self.decode(dtype)
         wanted = dtype or self.dtype
-        # float32, rounded once, either way
+        # decoded as bfloat16 directly: float32 values are rounded once, as by .to()
         made = wanted if wanted is torch.bfloat16 and self.dtype is torch.float32 else self.dtype
         with torch._C.DisableTorchFunctionSubclass():
             out = torch.empty_like(self.empty) if made is self.dtype else torch.empty_like(self.empty, dtype=made)
@@ -142,7 +142,7 @@ class Weight:
         return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
-        """`decode`, to be read alone: the same memory again as long as somebody holds what was decoded last."""
+        """`decode` for reading only: returns the memory that was decoded last if it is still alive."""
         version, ref = self._shared.get(dtype, (-1, None))
         if ref is not None and version == self.version:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -154,7 +154,7 @@ class Weight:
         return made
 
     def exported(self) -> Tensor:
-        """The values as they are now, the same tensor again as long as somebody holds it and nobody wrote into it."""
+        """The current values; the same tensor as before if that is still alive and was not written to."""
         version, count, ref = self._exported
         made = ref() if ref is not None and version == self.version else None
         if made is None or made._version != count:
@@ -163,7 +163,7 @@ class Weight:
         return made
 
     def write(self, values: Tensor) -> None:
-        """Take new values of the same kind, to be rounded later; until then nobody else may write into them."""
+        """Take new values of the same shape and dtype, and encode them later; the caller must not change them after."""
         if self.address:
             self.store(values)
             return
@@ -175,13 +175,13 @@ class Weight:
         self.written = values
 
     def encode(self) -> None:
-        """Round what was written."""
+        """Encode the deferred values, if any."""
         values = self.written
         if values is not None:
             self.store(values)
 
     def store(self, values: Tensor) -> None:
-        """Take new values, rounded to nearest; another dtype, device or shape becomes the parameter's too."""
+        """Encode new values, rounded to nearest; the parameter takes over their dtype, device and shape."""
         self.written = None
         if not _can_be_packed(values):
             self._give_up(values)
@@ -191,7 +191,7 @@ class Weight:
         self.changed()
 
     def _store(self, values: Tensor) -> bool:
-        """Whether the parameter has to become another."""
+        """Encode `values`; whether their size, strides, dtype or device differ from before."""
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
@@ -208,10 +208,10 @@ class Weight:
         return False
 
     def changed(self) -> None:
-        """The codes are others now."""
+        """Record that the codes were changed; a plain parameter is decoded anew."""
         self.version += 1
         self.written = None
-        if self.address:  # somebody uses it: they are to see the new values, and autograd that they are new
+        if self.address:  # in use: the new values and a new `_version` have to be visible
             parameter = self.parameter
             if parameter is not None:
                 if self.is_pinned:
@@ -233,22 +233,22 @@ class Weight:
         self.address, self.seen = values.untyped_storage()._cdata, parameter._version
 
     def hide(self) -> None:
-        """Make the parameter wait, without memory. Who has a view or a saved copy of its memory keeps that."""
+        """Make the parameter packed, without memory. Views and saved tensors of its old memory stay valid."""
         parameter = self._ref()
         if parameter is not None and vars(parameter).get(KEY) is self:
             parameter.__class__ = nn.Parameter
             parameter.data = self.empty
-            parameter.__class__ = self._waiting_class
+            parameter.__class__ = self._packed_class
         self.address = 0
 
     def keep_changes(self) -> bool:
-        """Store what was written into the plain parameter since it was made so; whether anything was."""
+        """Encode what was written into the plain parameter since `show`; whether anything was."""
         parameter = self._ref()
         if parameter is None or not self.address:
             return False
         is_other = parameter._version != self.seen or parameter.untyped_storage()._cdata != self.address
         if not is_other and (self.is_pinned or not self.is_checked):
-            is_other = not same_bits(parameter.detach(), self.decode())  # written through .data, which autograd does not count
+            is_other = not same_bits(parameter.detach(), self.decode())  # .data was written, which autograd does not count
             self.is_checked = not is_other
         if is_other and not _can_be_packed(parameter.data):
             self.version += 1
@@ -260,25 +260,25 @@ class Weight:
         return is_other
 
     def gather(self) -> bool:
-        """Have in the codes what was written into the parameter, where it is plain: called before codes are read to be changed."""
+        """Encode what was written into a plain parameter; called before the codes are read in order to change them."""
         if not self.address:
             return False
-        self.is_checked = False  # compare: whoever has it plain may write through .data
+        self.is_checked = False  # compare values, since .data may have been written
         is_other = self.keep_changes()
         parameter = self.parameter
         if is_other and self.is_pinned and parameter is not None and not self.is_released:
-            parameter.data.copy_(self.decode())  # as rounded, or it would be found different again
+            parameter.data.copy_(self.decode())  # the rounded values, or the next call would see a difference
         return is_other
 
     def pin(self) -> None:
-        """Keep the parameter plain from now on, on the same memory."""
+        """Keep plain memory for the parameter from now on, always the same."""
         self.users += 1
         if not self.address:
             self.show()
         self.is_pinned = True
 
     def release(self) -> None:
-        """Give the parameter back for good: plain, and nobody's."""
+        """Make the parameter an ordinary one for good."""
         parameter = self.parameter
         if parameter is not None and not self.is_released:
             if not self.address:
@@ -287,7 +287,7 @@ class Weight:
         self.address = 0
 
     def _give_up(self, values: Tensor) -> None:
-        """Give the parameter back for good, with values that cannot be packed."""
+        """Make the parameter an ordinary one for good, with values that cannot be packed."""
         parameter = self.parameter
         if parameter is not None and not self.is_released:
             parameter.__class__ = nn.Parameter
@@ -302,18 +302,18 @@ def weight_of(parameter: Tensor) -> Weight | None:
     return vars(parameter).get(KEY)
 
 
-def pack(parameter: nn.Parameter, format: Format, waiting_class: type[nn.Parameter]) -> Weight:
-    """Put a parameter away in `format`, rounded to nearest. Who refers to its old memory keeps that."""
+def pack(parameter: nn.Parameter, format: Format, packed_class: type[nn.Parameter]) -> Weight:
+    """Pack a parameter in `format`, rounded to nearest. References to its old memory stay valid."""
     with torch.no_grad(), outside_inference_mode():
         packed = encode(parameter.detach(), format, order="logical")
-        weight = Weight(parameter, packed, waiting_class)
+        weight = Weight(parameter, packed, packed_class)
     vars(parameter)[KEY] = weight
     weight.hide()
     return weight
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """A tensor of the same size, strides (or contiguous, where those have gaps), dtype and device, that has no memory."""
+    """A tensor without memory, of the same size, dtype, device and strides (contiguous if those have gaps)."""
     with outside_inference_mode():
         empty = torch.empty_like(tensor, requires_grad=False)
     empty.untyped_storage().resize_(0)
@@ -326,23 +326,23 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides that memory of its own gets: the same, or contiguous where those have gaps or overlap."""
+    """The strides of a dense copy: the same, or contiguous if those have gaps or overlap."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """Tensors made here may be used anywhere, also where the caller is in inference mode."""
+    """A context whose tensors are ordinary ones even if the caller is in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _can_be_packed(values: Tensor) -> bool:
-    """Whether there is a codec for such values; integers are cast."""
+    """Whether the codec supports values of this dtype, device and layout; integers are cast."""
     is_real = values.dtype in DTYPES or not (values.is_floating_point() or values.is_complex())
     return is_real and values.device.type in DEVICES and values.layout is torch.strided
 
 
 def _decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """What writes the values into a contiguous tensor of the shape."""
+    """A function that writes the values into a contiguous tensor of the shape."""
     dtype = PLAIN_DTYPES.get(packed.format.element.name) if packed.format.block is None else None
     if dtype is None:
         return decoder(packed)

@@ -1,23 +1,22 @@
-"""One parameter in an optimizer: its state in formats, as the tensors that torch's `state` shows, and as the slots that an update reads.
+"""One parameter in an optimizer: the formats of its slots, its state in these formats, and the slots that an update reads.
 
-    state["exp_avg.codes"] (rows, row_bytes) uint8, state["exp_avg.scales"] (rows, blocks)      a moment in a format
-    state["exp_avg"]       of the parameter's shape                                             a plain one, float32
-    state["residue"]       int8, of the parameter's shape                                       8 bits that follow a bfloat16 weight
+Formats. A keyword (weight=, moment1=, ...) overrides the tier of the group, which overrides the plan of a session; without any of them
+everything is unmodified (tier "full"). A parameter of fewer than 2 dimensions or 4096 values is *small*: its state is float32 and its
+gradient plain, and a bfloat16 weight gets an 8-bit residue, since packing it would save little, and norms and biases are the most sensitive
+to rounding. Embeddings are not small.
 
-A row is one index of dimension 0, so that rows never lie on two shards. The second moment waits as its root, which halves the range that
-codes have to cover (8 bits and wider), or close to its fourth root (fewer bits).
+State, as the tensors of torch's `state`:
 
-Which format each slot of a parameter gets, and why it is not the one that was asked for.
+    state["exp_avg.codes"] (rows, row_bytes) uint8, state["exp_avg.scales"] (rows, blocks)      a packed moment
+    state["exp_avg"]       of the parameter's shape                                             a plain moment, float32
+    state["residue"]       int8, of the parameter's shape                                       the 8 bits below a bfloat16 weight
 
-A keyword (weight=, moment1=, ...) beats the tier of the group, that beats the plan of a session, and without any of them all stays as it is
-(tier "full"). A parameter of fewer than 2 dimensions or 4096 values is *small*: it keeps float32 state and a plain gradient, and a
-bfloat16 one gets 8 bits more (RESIDUE), for little is saved on it, and norms and biases are the most sensitive. Embeddings are not small.
+A row is one index of dimension 0, so that no row lies on two shards. The second moment is stored as its square root, which halves the range
+of exponents that codes have to cover (8 bits and wider), or about its fourth root (fewer bits).
 
-What a session asks for a model's parameters, and which optimizer has them: the two find each other here, and know nothing else.
-
-All of it is weak: neither a parameter nor an optimizer lives longer because of it.
+Sessions and optimizers find each other by two dictionaries with weak keys: the formats that a session requests for a parameter, and the
+optimizer that has it. Neither keeps a parameter or an optimizer alive.
 """
-
 
 # pyright: reportPrivateUsage=false
 
@@ -50,31 +49,31 @@ Choice = tuple[Format | None, Rounding]
 
 @dataclass(frozen=True)
 class RequestedFormats:
-    """The name of a parameter in its model, and what the plan gives to its slots."""
+    """The name of a parameter in its model, and the formats and roundings that a plan gives to its slots."""
 
     name: str
     choices: Mapping[Role, Choice]
 
 
-_ASKED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Asked
+_REQUESTS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> RequestedFormats
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to the optimizer that has it
 
 
-def set_request(parameter: Tensor, asked: RequestedFormats | None) -> None:
-    """Say what a parameter's slots are to get; None takes it back."""
-    if asked is None:
-        _ASKED.pop(parameter, None)
+def set_request(parameter: Tensor, request: RequestedFormats | None) -> None:
+    """Record the formats that a session requests for a parameter; None removes them."""
+    if request is None:
+        _REQUESTS.pop(parameter, None)
     else:
-        _ASKED[parameter] = asked
+        _REQUESTS[parameter] = request
 
 
 def request_of(parameter: Tensor) -> RequestedFormats | None:
-    """What a session asks for this parameter, if one does."""
-    return _ASKED.get(parameter)
+    """The formats that a session requests for this parameter; None without a session."""
+    return _REQUESTS.get(parameter)
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """`owner` takes the parameter over; the one before, if another, lets it go (`let_go`)."""
+    """Record `owner` as the optimizer of a parameter; `let_go` is called on the optimizer that had it before."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -82,20 +81,20 @@ def set_owner(parameter: Tensor, owner: Any) -> None:
 
 
 def remove_owner(parameter: Tensor, owner: Any) -> None:
-    """`owner` gives the parameter up, if it has it."""
+    """Remove `owner` as the optimizer of a parameter, if it is."""
     if owner_of(parameter) is owner:
         _OWNERS.pop(parameter, None)
 
 
 def owner_of(parameter: Tensor) -> Any:
-    """The optimizer of paredown that has this parameter, or None."""
+    """The optimizer of paredown.optim that has this parameter, or None."""
     ref = _OWNERS.get(parameter)
     return ref() if ref is not None else None
 
 
-# --- Which format each slot of a parameter gets, and why it is not the one that was asked for ---
+# --- formats of slots -------------------------------------------------------------------------------------------------
 
-FROM_TIER = "tier"  # the default of a keyword: what the tier or the plan says
+FROM_TIER = "tier"  # default of a keyword: the format of the tier or the plan
 SLOTS: tuple[Role, ...] = (Role.WEIGHT, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,41 +104,39 @@ class SlotFormats:
     """Format (None: plain) and rounding of each slot of one parameter."""
 
     name: str
-    is_full: bool  # nothing is packed, and torch.optim's own arithmetic serves
+    is_full: bool  # nothing is packed, and torch.optim updates the parameter
     is_small: bool
     slots: Mapping[Role, Choice]
-    asked: Mapping[Role, Choice]
 
     def format(self, role: Role) -> Format | None:
-        """The format of a slot, None where it is plain."""
+        """The format of a slot; None if it is plain."""
         return self.slots[role][0]
 
     def rounding(self, role: Role) -> Rounding:
-        """How a slot is rounded when it is written."""
+        """The rounding of a slot."""
         return self.slots[role][1]
 
 
 PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 
 
-def choose(parameter: Tensor, group: Mapping[str, Any], place: str) -> SlotFormats:
-    """What the slots of `parameter` get in its group; `place` names it in messages."""
-    asked = request_of(parameter)
-    name = asked.name if asked is not None else place
-    wanted = {role: _wanted(role, group, asked, name) for role in SLOTS}
+def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormats | None, default_name: str) -> SlotFormats:
+    """The formats of the slots of `parameter`, from its parameter group and the plan's `request`; `default_name` is used without a plan."""
+    name = request.name if request is not None else default_name
+    wanted = {role: _wanted(role, group, request) for role in SLOTS}
     if not any(format for format, _ in wanted.values()):
-        return SlotFormats(name, True, False, dict.fromkeys(SLOTS, PLAIN), wanted)
+        return SlotFormats(name, True, False, dict.fromkeys(SLOTS, PLAIN))
     if is_small(parameter.shape):
         slots = dict.fromkeys(SLOTS, PLAIN)
         if parameter.dtype is torch.bfloat16:
             slots[Role.RESIDUE] = (Format.parse("int8"), Rounding.NEAREST_EVEN)
-        return SlotFormats(name, False, True, slots, wanted)
+        return SlotFormats(name, False, True, slots)
     _check(wanted, name)
-    return SlotFormats(name, False, False, wanted, wanted)
+    return SlotFormats(name, False, False, wanted)
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Refuse tiers, formats and roundings that there are not."""
+    """Raise OptimError for unknown tiers, roles and roundings."""
     tier = group.get("tier")
     if tier is not None and tier not in TIERS:
         raise OptimError(f"tier {tier!r} is unknown. Allowed: {', '.join(TIERS)}, or None for the plan's formats.")
@@ -151,33 +148,33 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
 
 
-def _wanted(role: Role, group: Mapping[str, Any], asked: RequestedFormats | None, name: str) -> Choice:
-    given, tier = group.get(role.value, FROM_TIER), group.get("tier")
+def _wanted(role: Role, group: Mapping[str, Any], request: RequestedFormats | None) -> Choice:
+    keyword, tier = group.get(role.value, FROM_TIER), group.get("tier")
     rounding: Rounding | None = None
-    if not (isinstance(given, str) and given == FROM_TIER):
-        format = _format(given, role)
+    if not (isinstance(keyword, str) and keyword == FROM_TIER):
+        format = _format(keyword, role)
     elif tier is not None:
         text = TIERS[tier].get(role.value)
         format = Format.parse(text) if text else None
     else:
-        format, rounding = asked.choices.get(role, PLAIN) if asked is not None else PLAIN
-    own = (group.get("rounding") or {}).get(role.value)
-    if own is not None:
-        rounding = Rounding(own)
+        format, rounding = request.choices.get(role, PLAIN) if request is not None else PLAIN
+    keyword = (group.get("rounding") or {}).get(role.value)
+    if keyword is not None:
+        rounding = Rounding(keyword)
     if rounding is None and format is not None:
         rounding = default_rounding(format.element.width, is_sum=role in ACCUMULATED)
     return format, rounding or Rounding.NEAREST_EVEN
 
 
-def _format(given: Any, role: Role) -> Format | None:
+def _format(keyword: Any, role: Role) -> Format | None:
     try:
-        return None if given is None else find_format(given)
+        return None if keyword is None else find_format(keyword)
     except FormatError as error:
-        raise OptimError(f"{role.value}={given!r}: {error} None leaves the tensor as it is.") from None
+        raise OptimError(f"{role.value}={keyword!r}: {error} None leaves the tensor unmodified.") from None
 
 
 def _check(wanted: Mapping[Role, Choice], name: str) -> None:
-    """Refuse combinations that mean nothing."""
+    """Raise OptimError for combinations that cannot be stored."""
     weight, residue = wanted[Role.WEIGHT][0], wanted[Role.RESIDUE][0]
     if residue is not None and (str(residue) != "int8" or weight is None or str(weight) != "bf16"):
         raise OptimError(
@@ -188,38 +185,38 @@ def _check(wanted: Mapping[Role, Choice], name: str) -> None:
         format = wanted[role][0]
         if format is not None and format.block is None and format.element.width < 16:
             raise OptimError(
-                f"{name}: {role.value}={format} has no scale, and values of this role are of any size. "
+                f"{name}: {role.value}={format} has no scale, and values of this role have no fixed range. "
                 f"Give it a block and a scale, such as '{format}/64@bf16'."
             )
         if format is not None and format.has_tensor_scale:
             raise OptimError(
-                f"{name}: {role.value}={format} has one scale for the whole tensor, which an update would have to know beforehand. "
-                "Give it scales of blocks alone, such as 'int8/64@bf16'."
+                f"{name}: {role.value}={format} has one scale for the whole tensor, which is not known before an update. "
+                "Give it a format with block scales only, such as 'int8/64@bf16'."
             )
 
 
-# --- One parameter in an optimizer ---
+# --- one parameter ----------------------------------------------------------------------------------------------------
 
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(eq=False)
 class ParameterState:
-    """A parameter, what its slots get, and how often it was updated."""
+    """A parameter, the formats of its slots, its hook, and the number of its updates."""
 
     parameter: Tensor
     group: int
-    number: int  # among all parameters of the optimizer: the id of its random bits
+    number: int  # index among all parameters of the optimizer, which selects its random bits
     choices: SlotFormats
     counters: Tensor  # (5,) int32
     step: int = 0
     gradient: PackedGradient | None = None
     hook: Any = None
-    updated: bool = False  # under release: since the last step()
-    is_started: bool = False  # whether a gradient came since the last update, with microbatches
-    is_gone: bool = False  # another optimizer has the parameter now
-    shadow: Tensor | None = None  # rows of a plain parameter that does not lie in rows (channels_last)
-    unit: Any = None  # under release: where the parameter was, its state, and the unit made of both
+    updated: bool = False  # under release: whether it was updated since the last step()
+    is_started: bool = False  # with microbatches: whether a sum has started since the last update
+    is_gone: bool = False  # a newer optimizer has the parameter
+    shadow: Tensor | None = None  # contiguous copy of a plain parameter that is not (channels_last)
+    unit: Any = None  # under release: the address of the parameter, its state, and the cached unit
     shape: torch.Size = field(init=False)
     weight: Weight | None = field(init=False)
 
@@ -229,22 +226,22 @@ class ParameterState:
 
     @property
     def name(self) -> str:
-        """The parameter's name, or its place in the optimizer."""
+        """The name of the parameter in the model, or its index in the optimizer."""
         return self.choices.name
 
     @property
     def rows_and_cols(self) -> tuple[int, int]:
-        """Of the part that this process has."""
+        """Rows and columns of the local shard."""
         return Format.rows_and_cols(local(self.parameter).shape)
 
     @property
     def first_index(self) -> int:
-        """The index of its first value in the whole tensor, where that is spread over processes."""
+        """The index of the first local value in the whole tensor; 0 unless it is a DTensor."""
         return 0 if not isinstance(self.parameter, DTensor) else _first_index(self.parameter, self.name)
 
 
 def check_parameter(parameter: Any, place: str) -> None:
-    """Refuse what has no update here."""
+    """Raise OptimError for a parameter that cannot be updated."""
     if not isinstance(parameter, Tensor):
         raise OptimError(f"{place} is a {type(parameter).__name__}, not a tensor: give model.parameters(), or groups of them.")
     if parameter.is_complex():
@@ -258,7 +255,7 @@ def check_parameter(parameter: Any, place: str) -> None:
 
 
 def check_gradient(entry: ParameterState, grad: Tensor) -> None:
-    """Refuse gradients that do not fit, before anything is changed."""
+    """Raise OptimError for a sparse gradient or one of another shape, before anything is changed."""
     p = entry.parameter
     if grad.layout is not torch.strided:
         raise OptimError(
@@ -273,7 +270,7 @@ def check_gradient(entry: ParameterState, grad: Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor."""
+    """The local shard of a DTensor; other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -283,7 +280,7 @@ def _first_index(parameter: DTensor, name: str) -> int:
     for placement in parameter.placements:
         if not (placement.is_replicate() or placement.is_shard(0)):
             raise OptimError(
-                f"{name} is spread by {placement}; blocks run along rows, so dimension 0 alone can be. Shard dimension 0, or tier='full'."
+                f"{name} is distributed by {placement}, and blocks run along rows: shard dimension 0 only, or use tier='full'."
             )
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     _, cols = Format.rows_and_cols(parameter.shape)
@@ -303,45 +300,45 @@ def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtyp
 
 
 def roots_of(role: Role, format: Format | None) -> int:
-    """How often a root is taken before a slot is stored."""
+    """The number of square roots taken of a slot before it is encoded: `rules.stored_root`."""
     if role is not Role.MOMENT2 or format is None or format.block is None:
         return 0
     return 1 if format.element.width >= 8 else 2
 
 
 def restart(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Count from the first step again where the rule's moments are not there: as in torch, what was cleared begins anew."""
+    """Reset the step count if the state has none of the rule's moments: as in torch, cleared state starts anew."""
     if rule.names and not any(name.partition(".")[0] in rule.names for name in state):
         entry.step = 0
 
 
 def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """What a parameter's state lacks, as zeros."""
-    mine = local(entry.parameter)
+    """Add the tensors that the state of a parameter lacks, filled with zeros."""
+    plain = local(entry.parameter)
     for role, name in zip(rule.roles, rule.names, strict=True):
         format = entry.choices.format(role)
         if format is not None and format.block is not None:
             if f"{name}.codes" not in state:
-                put(state, name, zeros(mine.shape, format, torch.float32, mine.device).parts)
+                put(state, name, zeros(plain.shape, format, torch.float32, plain.device).parts)
         elif name not in state:
             dtype = PLAIN_DTYPES[format.element.name] if format is not None else torch.float32
-            state[name] = torch.zeros(mine.shape, dtype=dtype, device=mine.device)
+            state[name] = torch.zeros(plain.shape, dtype=dtype, device=plain.device)
     if has_residue(entry) and "residue" not in state:
-        state["residue"] = torch.zeros(mine.shape, dtype=torch.int8, device=mine.device)
+        state["residue"] = torch.zeros(plain.shape, dtype=torch.int8, device=plain.device)
     if entry.weight is not None:
         put(state, "weight", entry.weight.packed.parts)
-        entry.weight.residue = state.get("residue")  # values from outside clear it
+        entry.weight.residue = state.get("residue")  # zeroed when other code writes the weight
 
 
 def has_residue(entry: ParameterState) -> bool:
-    """Whether 8 bits follow the weight: where that is a bfloat16 now, whatever was asked for."""
+    """Whether the weight has a residue: a format for it is chosen and the weight is stored as bfloat16."""
     weight = entry.weight
     is_bf16 = local(entry.parameter).dtype is torch.bfloat16 if weight is None else str(weight.packed.format) == "bf16"
     return is_bf16 and entry.choices.format(Role.RESIDUE) is not None
 
 
 def put(state: dict[str, Any], name: str, parts: PackedParts) -> None:
-    """The tensors of a packed one under a name."""
+    """Add the tensors of a packed tensor to `state`, under `name`."""
     state[f"{name}.codes"] = parts.codes
     for part, tensor in (("scales", parts.scales), ("minimums", parts.minimums)):
         if tensor is not None:
@@ -357,7 +354,7 @@ def parts_in(state: dict[str, Any], name: str) -> PackedParts:
 
 
 def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: Tensor) -> UpdateUnit:
-    """What an update of this parameter reads and writes; `gradient` is its packed accumulator, or a plain tensor that is not kept."""
+    """The slots that an update of this parameter reads and writes; `gradient` is its packed accumulator, or a plain tensor."""
     rows, cols = entry.rows_and_cols
     moments = tuple(_moment_slot(entry, role, name, state) for role, name in zip(rule.roles, rule.names, strict=True))
     residue = state.get("residue") if has_residue(entry) else None
@@ -376,7 +373,7 @@ def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: 
 
 
 def plain_slot(tensor: Tensor, rounding: Rounding) -> UpdateSlot:
-    """A plain tensor, seen as rows."""
+    """A slot over a plain tensor, viewed as (rows, cols)."""
     return UpdateSlot(None, rounding, PackedParts(tensor.detach().view(Format.rows_and_cols(tensor.shape))))
 
 
@@ -388,14 +385,14 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 
 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
-    """The parameter where it waits packed, or itself."""
+    """The slot of the weight: its codes if it is packed, else its memory."""
     rounding = entry.choices.rounding(Role.WEIGHT)
     if entry.weight is None:
-        mine = local(entry.parameter)
-        if mine.is_contiguous():
-            return plain_slot(mine, rounding)
+        plain = local(entry.parameter)
+        if plain.is_contiguous():
+            return plain_slot(plain, rounding)
         if entry.shadow is None:
-            entry.shadow = torch.empty_like(mine, memory_format=torch.contiguous_format).detach()
+            entry.shadow = torch.empty_like(plain, memory_format=torch.contiguous_format).detach()
         return plain_slot(entry.shadow, rounding)
     packed = entry.weight.packed
     if packed.format.block is None:
@@ -404,7 +401,7 @@ def weight_slot(entry: ParameterState) -> UpdateSlot:
 
 
 def gradient_slot(gradient: Tensor) -> UpdateSlot:
-    """A packed accumulator; or the dtype and size of a plain gradient, which is given to each update and not kept."""
+    """The slot of a packed accumulator; for a plain gradient its dtype and size, since each update gets a new tensor."""
     if isinstance(gradient, PackedGradient):
         return UpdateSlot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)
     return plain_slot(torch.empty(local(gradient).shape, dtype=gradient.dtype, device="meta"), Rounding.NEAREST_EVEN)

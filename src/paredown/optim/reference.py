@@ -1,4 +1,4 @@
-"""THE definition of one update and of folding a gradient, in plain torch: decode, rule, encode. Kernels give the same bits.
+"""The definition of an optimizer update and of gradient accumulation, in plain torch: decode, rule, encode. Kernels return the same bits.
 
 Values are (rows, cols) in float32, blocks run along the rows, each operation is rounded once. With h the numbers of the step:
 
@@ -8,31 +8,30 @@ Values are (rows, cols) in float32, blocks run along the rows, each operation is
     weight      in blocks with an e8m0 scale: sticky scales, below; in other blocks codec's encode; plain: rounded to its dtype
     residue     b = (bits of p' + 128) >> 8;  weight = (b + 128) >> 8, a bf16;  residue = b - (weight << 8):  24 bits together
 
-Sticky scales: with a = max |p'| of a block, s its scale and L the element's largest value, the scale stays if a == 0, or if it covers a and
-a >= 0.2 L s; otherwise it becomes the smallest that covers a, at least 2^-100. A weight that the rule did not move keeps its bits.
+Sticky scales: with a = max |p'| of a block, s its scale and L the element's largest value, the scale is kept if a == 0, or if it covers a
+and a >= 0.2 L s; otherwise it becomes the smallest that covers a, at least 2^-100. A weight that the rule leaves unchanged keeps its bits.
 
-A block in which a new value is not finite (p' and m' at 2^126 and above count as such) is left as it was, in all slots.
+A block in which a new value is not finite (p' and m' at 2^126 and above count as such) is not updated, in any slot.
 
-Whole numbers in blocks are rounded by `whole_parts`: floor(x / scale + u), or to nearest. All else is rounded by codec.
+Integer codes in blocks are rounded by `whole_parts`: floor(x / scale + u), or to nearest. All other values are rounded by the codec.
 Random bits of the weight with index i in the whole tensor are those of Seed(seed, tensor=8 * tensor_id, step) at i // 4, times one of
-`PLACE_BITS` for i % 4, modulo 2^32; those of a moment are the same times one of `MOMENT_BITS`. Any two of these 12 lie on a lattice that
-fills the plane evenly (its shortest vector is at least half of the longest possible), and a product costs less than other bits.
+`PLACE_BITS` for i % 4, modulo 2^32; those of a moment are the same times one of `MOMENT_BITS`. Any two of these 12 form a lattice that
+fills the plane evenly (its shortest vector is at least half of the longest possible), and a product is cheaper than another hash.
 
-Counters are added to at each update. Block b, counted along the rows, is looked at where (b // 64) % 16 == 0:
+Each update adds to five counters. Block b, counted along the rows, is sampled if (b // 64) % 16 == 0:
 
-    0 values looked at     1 p' differs from p     2 and so does what is stored     3 |p' - p| below half a step of the format ("dead zone")
+    0 values sampled     1 p' differs from p     2 the stored values differ too     3 0 < |p' - p| < half a step of the format ("dead zone")
     4 blocks that were not finite, of all blocks
 
-What one update reads and writes: a `UpdateSlot` for each tensor of a parameter, a `UpdateUnit` for the parameter, and
-`UpdateLayout` it is stored.
+An update reads and writes an `UpdateUnit`: an `UpdateSlot` for each tensor of a parameter. `UpdateLayout` is how a unit is stored:
 
     weight     int8/64@e8m0   codes (rows, cols) uint8, scales (rows, blocks) uint8         or plain: codes (rows, cols) bf16
     residue    plain int8     the 8 bits below a bf16 weight
     moments    int8/64@bf16   codes (rows, cols) uint8, scales (rows, blocks) bf16          or plain: codes (rows, cols) fp32
-    gradient   as a moment, read only; its scales are multiplied with `factor`, a number on the device, where there is one
+    gradient   as a moment, read only; its scales are multiplied by `factor`, a scalar on the device, if it has one
 
-A slot without a format is a plain tensor in `parts.codes`: it may be the user's own parameter or gradient, seen as (rows, cols).
-Units that are stored alike (one `UpdateLayout`) go through one launch.
+A slot without a format is a plain tensor in `parts.codes`: it may be the parameter or gradient itself, viewed as (rows, cols).
+Units with the same `UpdateLayout` are updated in one kernel launch.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from paredown.optim.rules import Rule, as_float32, from_stored_root, stored_root
 
-PLAIN_BLOCK = 64  # values that are left as they were together, where nothing is in blocks
+PLAIN_BLOCK = 64  # values that are skipped together if one is not finite, where no slot has blocks
 PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class SlotKind(NamedTuple):
-    """How one slot is stored: format, or dtype of a plain tensor; rounding; how often a root is taken first."""
+    """How one slot is stored: format, or dtype of a plain tensor; rounding; the number of square roots before encoding."""
 
     format: Format | None
     dtype: torch.dtype | None
@@ -79,7 +78,7 @@ class SlotKind(NamedTuple):
 
     @property
     def stored(self) -> Format:
-        """The format, or that of the plain dtype."""
+        """The format; for a plain tensor the format of its dtype."""
         assert self.format is not None or self.dtype is not None
         return self.format or Format.parse(PLAIN_FORMATS[self.dtype])  # type: ignore[index]
 
@@ -88,8 +87,7 @@ class SlotKind(NamedTuple):
 class UpdateSlot:
     """One tensor of a parameter: `parts` in `format`, or a plain tensor in `parts.codes`, (rows, cols); written in place.
 
-    `roots`: what is stored is the square root of the values (1), or close to the root of that (2): `rules.stored_root`. Such codes are at
-    least 1.
+    `roots`: the square root of the values is stored (1), or about their fourth root (2): `rules.stored_root`. Such codes are at least 1.
     """
 
     format: Format | None
@@ -99,7 +97,7 @@ class UpdateSlot:
 
     @cached_property
     def kind(self) -> SlotKind:
-        """How it is stored."""
+        """Format or dtype, rounding and roots."""
         return SlotKind(self.format, None if self.format is not None else self.codes.dtype, self.rounding, self.roots)
 
     @property
@@ -110,10 +108,10 @@ class UpdateSlot:
 
 
 class UpdateLayout(NamedTuple):
-    """How a unit is stored and updated; units alike in this go through one launch."""
+    """Rule, formats and block length of a unit; units with the same layout share one launch."""
 
     rule: str
-    block: int  # values that are left as they were together
+    block: int  # values that are skipped together if one is not finite
     weight: SlotKind
     has_residue: bool
     moments: tuple[SlotKind, ...]
@@ -122,7 +120,7 @@ class UpdateLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateUnit:
-    """A parameter's slots, and what does not change from step to step."""
+    """The slots of a parameter, and the numbers that do not change from step to step."""
 
     weight: UpdateSlot
     residue: UpdateSlot | None  # plain int8 beside a plain bf16 weight
@@ -132,11 +130,11 @@ class UpdateUnit:
     cols: int
     tensor_id: int  # of its random bits
     first_index: int  # of its first value in the whole tensor
-    factor: Tensor | None = None  # float32 of no dimensions, on the device
+    factor: Tensor | None = None  # float32 scalar tensor, on the device
     counters: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int32))  # see `reference.py`
 
     def how(self, rule: str) -> UpdateLayout:
-        """How it is stored and updated."""
+        """The layout of this unit under a rule."""
         return UpdateLayout(rule, *self._stored)
 
     @cached_property
@@ -147,14 +145,14 @@ class UpdateUnit:
         return block, self.weight.kind, self.residue is not None, moments, self.gradient.kind
 
 
-# --- THE definition of one update and of folding a gradient, in plain torch ---
+# --- update and fold --------------------------------------------------------------------------------------------------
 
 LIMIT = 2.0**126
 SMALLEST_STICKY_CODE = 27  # of e8m0: 2^-100
-STAYS_ABOVE = 0.2
+STAYS_ABOVE = 0.2  # of the largest value: a sticky scale is lowered below this
 SAMPLED_BLOCKS, SAMPLED_EVERY = 64, 16
-MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # what the random bits of a weight are multiplied with
-PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)  # and those of four weights, for each of them
+MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # factors from the random bits of a weight to those of its moments
+PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)  # factors from the random bits of four weights to those of each
 PIECE = 1 << 18  # values at a time
 GIVEN = "given"
 
@@ -170,7 +168,9 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
         if unit.residue is not None:
             old[0] = _with_residue(piece.slot(unit.weight).codes, piece.slot(unit.residue).codes)
         p, moments = rule.update(old[0], g, tuple(old[1:]), numbers)
-        if old[0].data_ptr() == piece.slot(unit.weight).codes.data_ptr():  # a float32 weight, which is written before it is counted
+        if (
+            old[0].data_ptr() == piece.slot(unit.weight).codes.data_ptr()
+        ):  # a float32 weight is overwritten before the changes are counted
             old[0] = old[0].clone()
         piece.store(old[0], p, moments)
 
@@ -185,7 +185,7 @@ def fold(
     is_first: bool,
     rounding: Rounding = Rounding.STOCHASTIC,
 ) -> None:
-    """packed <- encode(DQ(packed) * factor + grad * weight), in place; the first time encode(grad * weight)."""
+    """packed <- encode(decode(packed) * factor + grad * weight), in place; encode(grad * weight) if `is_first`."""
     slot = UpdateSlot(packed.format, rounding, packed.parts)
     rows, cols = packed.format.rows_and_cols(packed.shape)
     x = grad.detach().reshape(rows, cols).float() * as_float32(weight)
@@ -196,7 +196,7 @@ def fold(
 
 
 def values(slot: UpdateSlot, cols: int, factor: Tensor | float | None = None) -> Tensor:
-    """The float32 of a slot, (rows, cols); `factor` is multiplied into the scales, or into plain values."""
+    """The decoded float32 values of a slot, (rows, cols); `factor` multiplies the scales, or plain values."""
     if slot.format is None:
         x = slot.codes.float()
         return x if factor is None else x * factor
@@ -226,12 +226,12 @@ def _pieces(rows: int, cols: int) -> Iterator[slice]:
 
 
 def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
-    """The 24-bit floats of bf16 and the 8 bits below."""
+    """The 24-bit floats that a bf16 weight and its 8-bit residue represent, as float32."""
     return ((weight.view(torch.int16).int() << 16) + (residue.int() << 8)).view(torch.float32)
 
 
 class _Piece:
-    """Some rows of a unit: reading them, and storing what the rule made of them."""
+    """Some rows of a unit: reads their slots, and stores the result of the rule."""
 
     def __init__(self, unit: UpdateUnit, rows: slice, block: int, seed: Seed) -> None:
         self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
@@ -243,34 +243,34 @@ class _Piece:
         return UpdateSlot(slot.format, slot.rounding, PackedParts(codes, scales, minimums, parts.tensor_scale), slot.roots)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
-        """Encode p' and the moments where all of a block is finite, and count."""
-        fine = p.abs() < LIMIT
+        """Encode p' and the moments of the blocks that are finite, and update the counters."""
+        is_finite = p.abs() < LIMIT
         for x, slot in zip(moments, self.unit.moments, strict=True):
-            fine &= x.isfinite() if slot.roots else x.abs() < LIMIT
-        broken = in_blocks((~fine).float(), self.block, 0.0).amax(2) > 0  # (rows, blocks)
-        left = spread(broken, self.block, self.unit.cols) if bool(broken.any()) else None
-        if left is not None:
-            p, moments = torch.where(left, old, p), [torch.where(left, 0.0, x) for x in moments]
+            is_finite &= x.isfinite() if slot.roots else x.abs() < LIMIT
+        broken = in_blocks((~is_finite).float(), self.block, 0.0).amax(2) > 0  # (rows, blocks)
+        skipped = spread(broken, self.block, self.unit.cols) if bool(broken.any()) else None
+        if skipped is not None:
+            p, moments = torch.where(skipped, old, p), [torch.where(skipped, 0.0, x) for x in moments]
         weight = self.slot(self.unit.weight)
         step = half_step(old, weight, self.unit.residue is not None)
-        self._store_weight(weight, p, left)
+        self._store_weight(weight, p, skipped)
         for n, (slot, x) in enumerate(zip(self.unit.moments, moments, strict=True)):
-            self._store_moment(self.slot(slot), x, MOMENT_BITS[n], left)
+            self._store_moment(self.slot(slot), x, MOMENT_BITS[n], skipped)
         self._count(old, p, step, broken)
 
-    def _store_weight(self, slot: UpdateSlot, p: Tensor, left: Tensor | None) -> None:
+    def _store_weight(self, slot: UpdateSlot, p: Tensor, skipped: Tensor | None) -> None:
         if self.unit.residue is not None:
             b = (p.contiguous().view(torch.int32) + 128) >> 8
             weight = (b + 128) >> 8
-            _put(slot, PackedParts(weight.to(torch.int16).view(torch.bfloat16)), left, self.unit.cols)
-            _put(self.slot(self.unit.residue), PackedParts((b - (weight << 8)).to(torch.int8)), left, self.unit.cols)
+            _put(slot, PackedParts(weight.to(torch.int16).view(torch.bfloat16)), skipped, self.unit.cols)
+            _put(self.slot(self.unit.residue), PackedParts((b - (weight << 8)).to(torch.int8)), skipped, self.unit.cols)
         elif is_sticky(slot.format):
             assert slot.format is not None
-            _put(slot, self._encoded(slot, p, 1, PackedParts(scales=sticky_scales(p, slot))), left, self.unit.cols)
+            _put(slot, self._encoded(slot, p, 1, PackedParts(scales=sticky_scales(p, slot))), skipped, self.unit.cols)
         else:
-            _put(slot, self._encoded(slot, p, 1), left, self.unit.cols)
+            _put(slot, self._encoded(slot, p, 1), skipped, self.unit.cols)
 
-    def _store_moment(self, slot: UpdateSlot, x: Tensor, multiplier: int, left: Tensor | None) -> None:
+    def _store_moment(self, slot: UpdateSlot, x: Tensor, multiplier: int, skipped: Tensor | None) -> None:
         parts = self._encoded(slot, stored_root(x, slot.roots), multiplier)
         if slot.roots and slot.format is not None:
             assert parts.codes is not None
@@ -281,10 +281,10 @@ class _Piece:
                 else pack_bits(unpack_bits(parts.codes, width, x.shape[1]).clamp(min=1), width)
             )
             parts = PackedParts(codes, parts.scales, parts.minimums, parts.tensor_scale)
-        _put(slot, parts, left, self.unit.cols)
+        _put(slot, parts, skipped, self.unit.cols)
 
     def _encoded(self, slot: UpdateSlot, x: Tensor, multiplier: int, given: PackedParts | None = None) -> PackedParts:
-        """x encoded by codec's rule or under given scales, with the random bits times `multiplier`."""
+        """x encoded with new scales or with those `given`; random bits are multiplied by `multiplier`."""
         bits = None
         if slot.rounding is Rounding.STOCHASTIC:
             bits = random_bits(self.seed, x.numel(), x.device).view(x.shape)
@@ -298,14 +298,14 @@ class _Piece:
     def _count(self, old: Tensor, p: Tensor, step: Tensor, broken: Tensor) -> None:
         num_blocks = broken.shape[1]
         number = torch.arange(self.rows.start * num_blocks, self.rows.stop * num_blocks, device=old.device).view(broken.shape)
-        looked = (number // SAMPLED_BLOCKS % SAMPLED_EVERY == 0) & ~broken
+        is_sampled = (number // SAMPLED_BLOCKS % SAMPLED_EVERY == 0) & ~broken
         counters = torch.zeros(5, dtype=torch.int32, device=old.device)
         counters[4] = broken.sum()
-        if bool(looked.any()):
+        if bool(is_sampled.any()):
             stored = values(self.slot(self.unit.weight), self.unit.cols)
             if self.unit.residue is not None:
                 stored = _with_residue(self.slot(self.unit.weight).codes, self.slot(self.unit.residue).codes)
-            inside = spread(looked, self.block, self.unit.cols)
+            inside = spread(is_sampled, self.block, self.unit.cols)
             moved = inside & (p != old)
             counters[0], counters[1] = inside.sum(), moved.sum()
             counters[2], counters[3] = (moved & (stored != old)).sum(), (moved & ((p - old).abs() < step)).sum()
@@ -313,11 +313,11 @@ class _Piece:
 
 
 def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
-    """The random bits of `count` weights from seed.first_index on, as int32: codec's for each four, times an odd number for each place."""
+    """The random bits of `count` weights from seed.first_index on, as int32: the codec's bits of each four, times odd numbers."""
     first = seed.first_index >> 2
-    fours = torch.empty((seed.first_index + count + 3 >> 2) - first, dtype=torch.int32, device=device)
-    fours = cpu.random_bits(seed, first, fours, cpu.Scratch())
-    bits = fours[:, None] * torch.tensor([_signed(n) for n in PLACE_BITS], dtype=torch.int32, device=device)
+    quad_bits = torch.empty((seed.first_index + count + 3 >> 2) - first, dtype=torch.int32, device=device)
+    quad_bits = cpu.random_bits(seed, first, quad_bits, cpu.Scratch())
+    bits = quad_bits[:, None] * torch.tensor([_signed(n) for n in PLACE_BITS], dtype=torch.int32, device=device)
     return bits.flatten()[seed.first_index & 3 :][:count]
 
 
@@ -327,7 +327,7 @@ def _signed(word: int) -> int:
 
 
 def is_whole(slot: UpdateSlot) -> bool:
-    """Whether codes are whole numbers of steps of a scale, which are rounded by `whole_parts`."""
+    """Whether `whole_parts` rounds this slot: integer codes in blocks, without a minimum."""
     format = slot.format
     return (
         format is not None
@@ -340,10 +340,10 @@ def is_whole(slot: UpdateSlot) -> bool:
 
 
 def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor | None) -> PackedParts:
-    """Codes of x, rounded once, and scales that cover x if none are given.
+    """Integer codes of x, rounded once, and `scales`, or scales that cover x if that is None.
 
-    Stochastic: floor(x * inverse + u), with u = the top 23 of the random `bits` (int32) / 2^23 and the inverse of the scale made smaller by
-    2^-22 where it is rounded, so that no code is past the largest. To nearest: x * inverse, half-way to even.
+    Stochastic: floor(x * inverse + u), with u = the top 23 of the random `bits` (int32) / 2^23 and the inverse of the scale reduced by
+    2^-22 if it is rounded, so that no code exceeds the largest. To nearest: x * inverse, ties to even.
     """
     assert format.block and format.scale
     if scales is None:
@@ -355,7 +355,7 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
         inverse = inverse * (1 - 2.0**-22)
     if not format.element.signed:
         x = x.clamp(min=0.0)
-    y = x.double() * spread(inverse, format.block, x.shape[1])  # exact in float64, and so is what it is compared with
+    y = x.double() * spread(inverse, format.block, x.shape[1])  # exact in float64, and so is the threshold below
     codes = y.round()
     if bits is not None:
         codes = y.floor()
@@ -366,7 +366,7 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
 
 
 def is_sticky(format: Format | None) -> bool:
-    """Whether the scales of a weight stay where they can: powers of two."""
+    """Whether the scales of a weight are sticky: powers of two (e8m0)."""
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 
@@ -381,7 +381,7 @@ def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
 
 
 def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
-    """Half of the distance between values that can be stored, at p."""
+    """Half the distance between neighbouring representable values at p."""
     element = slot.kind.stored.element
     mantissa_bits = 15 if has_residue else element.mantissa_bits
     scale: Tensor | float = 1.0
@@ -394,10 +394,10 @@ def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
     return binade * 2.0 ** -(mantissa_bits + 1) * scale
 
 
-def _put(slot: UpdateSlot, parts: PackedParts, left: Tensor | None, cols: int) -> None:
-    """Write new parts into a slot, but for the values that are `left` as they were."""
-    if left is not None:
-        parts = _keep(slot, parts, left, cols)
+def _put(slot: UpdateSlot, parts: PackedParts, skipped: Tensor | None, cols: int) -> None:
+    """Write new parts into a slot, except for the values in the mask `skipped`, which keep their old codes."""
+    if skipped is not None:
+        parts = _keep(slot, parts, skipped, cols)
     _copy(slot.parts, parts)
 
 
@@ -408,15 +408,15 @@ def _copy(to: PackedParts, parts: PackedParts) -> None:
             target.copy_(made)
 
 
-def _keep(slot: UpdateSlot, parts: PackedParts, left: Tensor, cols: int) -> PackedParts:
-    """`parts` with the old ones where `left`."""
+def _keep(slot: UpdateSlot, parts: PackedParts, skipped: Tensor, cols: int) -> PackedParts:
+    """`parts`, with the old codes and scales of the slot where `skipped`."""
     assert parts.codes is not None
     if slot.format is None:
-        return PackedParts(torch.where(left, slot.codes, parts.codes))
+        return PackedParts(torch.where(skipped, slot.codes, parts.codes))
     width, block = slot.format.element.width, slot.format.block or 1
-    keep = pack_bits(left.long() * ((1 << width) - 1), width)
+    keep = pack_bits(skipped.long() * ((1 << width) - 1), width)
     codes = (slot.codes & keep) | (parts.codes & ~keep)
-    blocks = left[:, ::block]
+    blocks = skipped[:, ::block]
     shared = [
         None if made is None or old is None else torch.where(blocks, old, made)
         for old, made in ((slot.parts.scales, parts.scales), (slot.parts.minimums, parts.minimums))

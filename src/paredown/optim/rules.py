@@ -1,8 +1,8 @@
-"""Optimizers as pure float32 functions: parameter, gradient and moments to the next parameter and moments.
+"""Update rules as pure float32 functions: (parameter, gradient, moments) to the next parameter and moments.
 
-A product with a sum is rounded once, as one operation (`fused`), all others are rounded each, and a reciprocal takes the place of a
-division: a kernel does the same to the bit. `h` holds the numbers of a step as float32, in the order of `hyper_names`; `factor`
-multiplied the gradient before. What is in brackets is rounded first.
+A multiply-add is rounded once (`fused`), every other operation once each, and division is multiplication by a reciprocal, so that kernels
+return the same bits. `h` holds the numbers of a step as float32, in the order of `hyper_names`; the gradient is already multiplied by
+`factor`. Expressions in brackets are rounded first.
 
     sgd        d = g + weight_decay p                                          p' = p - lr d
     sgdm       d = g + weight_decay p;  m' = carry m + (fresh d)               p' = p - lr m'
@@ -13,7 +13,7 @@ multiplied the gradient before. What is in brackets is rounded first.
 
 carry is momentum, and 0 on the first step of a tensor, where fresh is 1: torch's first m' is d. keep = 1 - lr weight_decay,
 rest = 1 - beta, step_size = lr / (1 - beta1^t), inverse_root = 1 / root(1 - beta2^t). 2^-100 is far below
-eps^2, and a root of 0 needs no care.
+eps^2, and avoids a special case for the root of 0.
 
 >>> rule = RULES["sgdm"]
 >>> h = rule.numbers((1.0, 0.5, 0.9, 0.9, 1.0, 0.0))
@@ -42,7 +42,7 @@ Update = Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's arithmetic, the roles and torch's names of its moments, and the numbers it reads."""
+    """The update function of an optimizer, the roles and torch names of its moments, and the names of its hyperparameters."""
 
     name: str
     update: Update
@@ -51,7 +51,7 @@ class Rule:
     hyper_names: tuple[str, ...]
 
     def numbers(self, hyper: Sequence[float]) -> Numbers:
-        """The numbers of a step by name, as float32."""
+        """The hyperparameters of a step by name, rounded to float32."""
         if len(hyper) != len(self.hyper_names):
             raise OptimError(f"{self.name} reads {', '.join(self.hyper_names)}: {len(self.hyper_names)} numbers, not {len(hyper)}.")
         return dict(zip(self.hyper_names, (as_float32(n) for n in hyper), strict=True))
@@ -68,23 +68,23 @@ def as_float32(number: float) -> float:
 def fused(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
     """a * b + c in float32, rounded once.
 
-    The product is exact in float64, and the sum is rounded to it. A second rounding, to float32, does harm only half-way between two of
-    those, and where they are subnormal. There the last bit of the sum is set if it is not exact, on the side where it lies: then the
-    second rounding sees that there is more.
+    The product is exact in float64, and the sum is rounded to float64. The second rounding, to float32, can differ from a single one only
+    at ties and for subnormals. There the sum is rounded to odd (its last bit is set if it is inexact), which makes double rounding exact.
     """
     product, c = b.double() * a, torch.as_tensor(c, dtype=torch.float64, device=b.device)
     total = product + c
     rounded = total.float()
-    hard = (total.view(torch.int64) & 0x1FFFFFFF == 0x10000000) | ((rounded.abs() < 2.0**-125) & (total != 0))
-    if bool(hard.any()):
-        rounded[hard] = _to_odd(product[hard], c.expand_as(total)[hard], total[hard]).float()
+    is_tie_or_subnormal = (total.view(torch.int64) & 0x1FFFFFFF == 0x10000000) | ((rounded.abs() < 2.0**-125) & (total != 0))
+    if bool(is_tie_or_subnormal.any()):
+        where = is_tie_or_subnormal
+        rounded[where] = _to_odd(product[where], c.expand_as(total)[where], total[where]).float()
     return rounded
 
 
 def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """a + b in float64, of which `total` is the nearest: itself if exact, else the neighbour of the sum that ends in 1."""
+    """a + b in float64, rounded to odd; `total` is the sum rounded to nearest."""
     back = total - a
-    rest = (a - (total - back)) + (b - back)  # what `total` misses, exactly
+    rest = (a - (total - back)) + (b - back)  # the exact rounding error of `total`
     bits = total.view(torch.int64)
     outward = torch.where((rest > 0) == (total > 0), 1, -1)
     missing = (rest != 0) & (bits & 1 == 0) & total.isfinite()
@@ -92,18 +92,18 @@ def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
 
 
 def sgd(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Without momentum."""
+    """SGD without momentum."""
     return fused(-h["lr"], fused(h["weight_decay"], p, g), p), ()
 
 
 def sgdm(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """With momentum."""
+    """SGD with momentum."""
     m = fused(h["carry"], moments[0], h["fresh"] * fused(h["weight_decay"], p, g))
     return fused(-h["lr"], m, p), (m,)
 
 
 def nesterov(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """With momentum, looking ahead."""
+    """SGD with Nesterov momentum."""
     d = fused(h["weight_decay"], p, g)
     m = fused(h["carry"], moments[0], h["fresh"] * d)
     return fused(-h["lr"], fused(h["momentum"], m, d), p), (m,)
@@ -118,21 +118,21 @@ def adamw(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, M
 
 
 def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """The sign of a mean."""
+    """Lion: the sign of an interpolated momentum."""
     c = fused(h["beta1"], moments[0], h["rest1"] * g)
     return fused(-h["lr"], torch.sign(c), p * h["keep"]), (fused(h["beta2"], moments[0], h["rest2"] * g),)
 
 
 def root(x: Tensor) -> Tensor:
-    """The correctly rounded square root of float32 x >= 0. (torch.sqrt is not correctly rounded on every CPU.)"""
+    """The correctly rounded square root of float32 x >= 0. torch.sqrt is not correctly rounded on every CPU."""
     return x.double().sqrt().float()
 
 
 def stored_root(x: Tensor, roots: int) -> Tensor:
-    """What is stored of x >= 0: itself (0), its root (1), or close to its fourth root (2).
+    """The value that is stored for x >= 0: x itself (`roots` = 0), its square root (1), or about its fourth root (2).
 
-    The second root halves the bits of the first as an integer, exponent and mantissa alike: within 7 % of a root, rising like one, and
-    undone but for the last bit. What 4 bits keep of it is as good, and it costs one operation.
+    The second root halves the bit pattern of the first as an integer: within 7 % of a true root, monotone, and invertible except for the
+    last bit. In 4 bits it is as accurate as a true root, and it takes one operation.
     """
     if roots == 0:
         return x
@@ -141,7 +141,7 @@ def stored_root(x: Tensor, roots: int) -> Tensor:
 
 
 def from_stored_root(y: Tensor, roots: int) -> Tensor:
-    """The inverse of `stored_root`; rounding aside, since a square is rounded."""
+    """The inverse of `stored_root`, up to the rounding of a square."""
     if roots == 0:
         return y
     r = y if roots == 1 else ((y.contiguous().view(torch.int32) - HALF_BITS).clamp(min=0) << 1).view(torch.float32)

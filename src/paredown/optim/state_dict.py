@@ -1,16 +1,16 @@
-"""State to and from dictionaries: packed as it is, or as torch.optim has it; bitsandbytes' 8-bit state can be read.
+"""Optimizer state to and from dictionaries: packed, or decoded as torch.optim has it; 8-bit state of bitsandbytes can be loaded.
 
-`state_dict()` has plain tensors alone, so `torch.load(weights_only=True)` and distributed checkpoints take it:
+`state_dict()` has ordinary tensors only, so that `torch.load(weights_only=True)` and distributed checkpoints can read it:
 
     state[i]["step"]                                      number of updates of parameter i
     state[i]["exp_avg.codes"], ["exp_avg.scales"]         a packed moment, bit for bit; ["exp_avg"] a plain one
-    state[i]["weight.codes"], ["weight.scales"]           the parameter, where it waits packed
-    state[i]["gradient.codes"], ..., or ["gradient"]      what was gathered so far, between microbatches
-    state[i]["folds"]                                     how often gradients were folded: it numbers random bits
-    param_groups[j]["updates"], ["waiting"], ["seed"]     where the run stood
+    state[i]["weight.codes"], ["weight.scales"]           the parameter, if it is packed
+    state[i]["gradient.codes"], ..., or ["gradient"]      the sum of gradients so far, between microbatches
+    state[i]["folds"]                                     number of gradients added so far; it selects the random bits
+    param_groups[j]["updates"], ["waiting"], ["seed"]     number of updates, of microbatches since the last update, seed
 
-Rows of codes are rows of the parameter: a spread parameter (DTensor) has spread codes, and any number of processes can load them. Loading
-checks all of it before it changes anything. torch's own method would cast codes to the parameter's dtype; it sees none of them.
+Rows of codes are rows of the parameter: a sharded parameter (DTensor) has sharded codes, and any number of processes can load them. Loading
+checks everything before it changes anything. torch's load_state_dict would cast codes to the parameter's dtype, so they bypass it.
 """
 
 # pyright: reportPrivateUsage=false
@@ -35,45 +35,52 @@ from paredown.roles import Role
 if TYPE_CHECKING:
     from paredown.optim.base import Optimizer
 
-RUN = ("updates", "waiting", "seed")
-ODD = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # what a state of strangers may raise
+RUN = ("updates", "waiting", "seed")  # "waiting", the number of microbatches, is the name in files of version 0.1
+LOAD_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # raised by state of an unknown origin
 BNB_BLOCK = 256
-BNB_NEST = "__bnb_optimizer_quant_state__"  # where it puts what FSDP is not to see
+BNB_NEST = "__bnb_optimizer_quant_state__"  # bitsandbytes nests here what FSDP is not to shard
 BNB_NAMES = ("state1", "state2")
 
 
-# --- out --------------------------------------------------------------------------------------------------------------
+# --- save -------------------------------------------------------------------------------------------------------------
 
 
 def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the optimizer's `state_dict()` returns."""
+    """The result of `Optimizer.state_dict()`; `base` is that of torch.optim.Optimizer."""
     for entry in optimizer.entries:
         if entry.weight is not None:
             entry.weight.gather()
             put(optimizer.state[entry.parameter], "weight", entry.weight.packed.parts)
     made = base()
-    run = {"updates": optimizer.updates, "waiting": optimizer._waiting, "seed": optimizer.seed}
+    run = {"updates": optimizer.updates, "waiting": optimizer._num_accumulated, "seed": optimizer.seed}
     made["param_groups"] = [{**group, **run} for group in made["param_groups"]]
     for entry in optimizer.entries:
         state = dict(made["state"].get(entry.number, {}))
-        _add_gradient(entry, state, optimizer._waiting)
+        _add_gradient(entry, state, is_partial=optimizer._num_accumulated > 0)
         if not state:
             continue
         if not optimizer.is_torchs(entry):
             state["step"] = torch.tensor(float(entry.step))
         made["state"][entry.number] = state
         if isinstance(entry.parameter, DTensor):
-            made["state"][entry.number] = {name: _spread(value, entry.parameter) for name, value in state.items()}
+            made["state"][entry.number] = {name: _as_dtensor(value, entry.parameter) for name, value in state.items()}
     return made
 
 
-def _add_gradient(entry: ParameterState, state: dict[str, Any], waiting: int) -> None:
-    """How often was folded; between microbatches, what was gathered so far."""
+def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: bool) -> None:
+    """Add the number of gradients so far; between microbatches (`is_partial`) also their sum."""
     if entry.gradient is not None:
         state["folds"] = torch.tensor(entry.gradient.folds)
     with torch._C.DisableTorchFunctionSubclass():
         grad = entry.parameter.grad
-    if waiting and grad is not None:
+    if is_partial and grad is not None:
         if entry.gradient is not None and entry.gradient.lent(grad):
             put(state, "gradient", entry.gradient.packed.parts)
             state["gradient.factor"] = entry.gradient.factor
@@ -81,8 +88,8 @@ def _add_gradient(entry: ParameterState, state: dict[str, Any], waiting: int) ->
             state["gradient"] = local(grad).detach()
 
 
-def _spread(value: Any, like: DTensor) -> Any:
-    """A state tensor of this process as its part of the whole one."""
+def _as_dtensor(value: Any, like: DTensor) -> Any:
+    """A DTensor of which `value` is the local shard, distributed like the parameter `like`."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     whole = like.shape if value.shape == like._local_tensor.shape else torch.Size((like.shape[0], *value.shape[1:]))
@@ -91,15 +98,15 @@ def _spread(value: Any, like: DTensor) -> Any:
 
 
 def export_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state in float32, as torch.optim's optimizer of the same name loads it."""
+    """The state decoded to float32, in the form that the torch.optim optimizer of the same name loads."""
     state: dict[int, dict[str, Any]] = {}
     for entry in optimizer.entries:
-        held = optimizer.state.get(entry.parameter)
-        if not held:
+        saved = optimizer.state.get(entry.parameter)
+        if not saved:
             continue
         rule = optimizer.rule_for(optimizer.param_groups[entry.group])
-        out = {name: _decoded(entry, role, name, held) for role, name in zip(rule.roles, rule.names, strict=True)}
-        step = held["step"] if optimizer.is_torchs(entry) and "step" in held else torch.tensor(float(entry.step))
+        out = {name: _decoded(entry, role, name, saved) for role, name in zip(rule.roles, rule.names, strict=True)}
+        step = saved["step"] if optimizer.is_torchs(entry) and "step" in saved else torch.tensor(float(entry.step))
         state[entry.number] = {**out, "step": step} if len(rule.roles) > 1 else out
     groups, start = [], 0
     for i, group in enumerate(optimizer.param_groups):
@@ -109,48 +116,48 @@ def export_state(optimizer: Optimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _decoded(entry: ParameterState, role: Role, name: str, held: dict[str, Any]) -> Tensor:
+def _decoded(entry: ParameterState, role: Role, name: str, saved: dict[str, Any]) -> Tensor:
     format = entry.choices.format(role)
-    if format is None or format.block is None or f"{name}.codes" not in held:
-        return held[name].float() if name in held else torch.zeros_like(entry.parameter, dtype=torch.float32)
+    if format is None or format.block is None or f"{name}.codes" not in saved:
+        return saved[name].float() if name in saved else torch.zeros_like(entry.parameter, dtype=torch.float32)
     shape = local(entry.parameter).shape
-    value = PackedTensor(format, shape, torch.float32, tuple(range(len(shape))), parts_in(held, name)).decode()
+    value = PackedTensor(format, shape, torch.float32, tuple(range(len(shape))), parts_in(saved, name)).decode()
     return from_stored_root(value, roots_of(role, format))
 
 
-# --- in ---------------------------------------------------------------------------------------------------------------
+# --- load -------------------------------------------------------------------------------------------------------------
 
 
-def load_state_dict(optimizer: Optimizer, given: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
-    """Take over what `state_dict`, torch.optim or bitsandbytes saved; an error leaves everything as it was."""
+def load_state_dict(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
+    """Load state that `state_dict`, torch.optim or bitsandbytes saved; after an error the optimizer is unchanged."""
     groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
-    run = optimizer.updates, optimizer._waiting, optimizer.seed
+    run = optimizer.updates, optimizer._num_accumulated, optimizer.seed
     try:
-        _load(optimizer, given, base)
-    except ODD as error:
+        _load(optimizer, loaded, base)
+    except LOAD_ERRORS as error:
         for group, old in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(old)
         optimizer.state = state
-        optimizer.updates, optimizer._waiting, optimizer.seed = run
+        optimizer.updates, optimizer._num_accumulated, optimizer.seed = run
         if isinstance(error, OptimError):
             raise
         raise OptimError(
-            f"the state cannot be read: {type(error).__name__}: {error}. Give what opt.state_dict() returned, as it was saved."
+            f"the state cannot be read: {type(error).__name__}: {error}. Give what opt.state_dict() returned, unchanged."
         ) from error
 
 
-def _load(optimizer: Optimizer, given: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-        has = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+def _load(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
+    if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= loaded.keys():
+        has = sorted(loaded) if isinstance(loaded, Mapping) else type(loaded).__name__
         raise OptimError(
             f"the state of an optimizer has 'state' and 'param_groups'; this has {has}. Give what opt.state_dict() returned."
         )
     before = [dict(group) for group in optimizer.param_groups]
-    old_ids = [i for group in given["param_groups"] for i in group["params"]]
-    if len(given["param_groups"]) != len(before) or len(old_ids) != len(optimizer.entries):
+    old_ids = [i for group in loaded["param_groups"] for i in group["params"]]
+    if len(loaded["param_groups"]) != len(before) or len(old_ids) != len(optimizer.entries):
         raise OptimError(
-            f"the state is of {len(old_ids)} parameters in {len(given['param_groups'])} groups; this optimizer has "
+            f"the state is of {len(old_ids)} parameters in {len(loaded['param_groups'])} groups; this optimizer has "
             f"{len(optimizer.entries)} in {len(before)}. It belongs to another model or other groups."
         )
     taken: dict[Any, Any] = {}
@@ -164,9 +171,9 @@ def _load(optimizer: Optimizer, given: Mapping[str, Any], base: Callable[[dict[s
         taken.update(new)
         return {**state, "state": {}}
 
-    handle = optimizer.register_load_state_dict_pre_hook(keep)  # after the user's own
+    handle = optimizer.register_load_state_dict_pre_hook(keep)  # runs after the hooks of the user
     try:
-        base(dict(given))
+        base(dict(loaded))
     finally:
         handle.remove()
     _restore_groups(optimizer, before)
@@ -175,22 +182,22 @@ def _load(optimizer: Optimizer, given: Mapping[str, Any], base: Callable[[dict[s
 
 
 def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Formats are this optimizer's own; what the saved groups lack stays as it was."""
+    """Keep the formats of this optimizer, and the options that the saved groups lack."""
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
-    optimizer.updates, optimizer._waiting = int(first.get("updates", 0)), int(first.get("waiting", 0))
+    optimizer.updates, optimizer._num_accumulated = int(first.get("updates", 0)), int(first.get("waiting", 0))
     optimizer.seed = int(first.get("seed", optimizer.seed))
-    ours = optimizer.memory.defaults()
+    format_options = optimizer.memory.defaults()
     for group, old in zip(optimizer.param_groups, before, strict=True):
         for name in RUN:
             group.pop(name, None)
-        group.update({name: old[name] for name in ours})
+        group.update({name: old[name] for name in format_options})
         for name, value in old.items():
             group.setdefault(name, value)
 
 
 def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of one parameter, checked, in this optimizer's formats and on the parameter's device."""
-    source = {name: _mine(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
+    """The state of one parameter in the formats of this optimizer, on the device of the parameter; OptimError if it does not fit."""
+    source = {name: _local_rows(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
         return {}
     rule = optimizer.rule_for(optimizer.param_groups[entry.group])
@@ -213,22 +220,22 @@ def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str,
 
 
 def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Refuse the state of another optimizer."""
-    own = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
-    strange = [name for name in source if not name.startswith(own)]
-    if strange and not any(name.startswith(names) for name in source if names):
+    """Raise OptimError for the state of another optimizer."""
+    known = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
+    unknown = [name for name in source if not name.startswith(known)]
+    if unknown and not any(name.startswith(names) for name in source if names):
         raise OptimError(
-            f"{entry.name}: the state has {', '.join(sorted(strange)[:5])}, and this optimizer keeps {', '.join(names) or 'nothing'}: "
+            f"{entry.name}: the state has {', '.join(sorted(unknown)[:5])}, and this optimizer stores {', '.join(names) or 'nothing'}: "
             "it belongs to another optimizer."
         )
 
 
 def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter that stays as it is."""
+    """The state of a parameter that torch.optim updates."""
     packed = [name for name in source if name.endswith(".codes")]
     if packed:
         raise OptimError(
-            f"{entry.name}: the state has {', '.join(packed)}, packed, and this optimizer keeps it as it is (tier 'full'). Make the "
+            f"{entry.name}: the state has {', '.join(packed)}, packed, and this optimizer stores it unpacked (tier 'full'). Make the "
             "optimizer with the same tier or plan, or load export_state()."
         )
     device, dtype = entry.parameter.device, entry.parameter.dtype
@@ -236,33 +243,33 @@ def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The codes of the parameter and of its accumulator, where the state has them."""
+    """The codes of the parameter and of its accumulator, if the state has them."""
     new: dict[str, Any] = {}
-    for prefix, there in (("weight", entry.weight), ("gradient", entry.gradient)):
+    for prefix, current in (("weight", entry.weight), ("gradient", entry.gradient)):
         if f"{prefix}.codes" not in source:
             continue
-        if there is None:
+        if current is None:
             raise OptimError(
-                f"{entry.name}: the state has a packed {prefix}, and here it is plain. Apply the same plan to the model before the "
-                "optimizer is made, then load."
+                f"{entry.name}: the state has a packed {prefix}, and this optimizer has a plain one. Apply the same plan to the model, "
+                "then load."
             )
         expected: dict[str, Any] = {}
-        put(expected, prefix, there.packed.parts)
+        put(expected, prefix, current.packed.parts)
         if prefix == "gradient":
-            expected["gradient.factor"] = there.factor  # type: ignore[union-attr]
+            expected["gradient.factor"] = current.factor  # type: ignore[union-attr]
         new.update({part: _same(entry, part, source.get(part), tensor) for part, tensor in expected.items()})
     return new
 
 
 def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """One moment: codes as they are, or a plain one encoded."""
+    """The tensors of one moment: saved codes, or a plain moment encoded."""
     expected = {part: tensor for part, tensor in wanted.items() if part == name or part.startswith(f"{name}.")}
     if expected.keys() <= source.keys():
         return {part: _same(entry, part, source[part], tensor) for part, tensor in expected.items()}
     if name not in source:
         if any(part.startswith(f"{name}.") for part in source):
             raise OptimError(
-                f"{entry.name}: {name} was saved packed, and this optimizer keeps it plain: it is of another tier. Make the optimizer "
+                f"{entry.name}: {name} was saved packed, and this optimizer stores it unpacked: it has another tier. Make the optimizer "
                 "with the tier or plan it was saved with, or load export_state()."
             )
         return expected
@@ -282,22 +289,22 @@ def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, A
 
 
 def _same(entry: ParameterState, name: str, value: Any, like: Tensor) -> Tensor:
-    """`value` on the device of `like`, if it is of its shape and dtype."""
+    """A copy of `value` on the device of `like`; OptimError if shape or dtype differ."""
     if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
         raise OptimError(_shapes(entry, name, value, like))
     return value.detach().to(like.device, copy=True).contiguous()
 
 
 def _shapes(entry: ParameterState, name: str, value: Any, like: Tensor) -> str:
-    found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    actual = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
     return (
-        f"{entry.name}: {name} in the state is {found}, and {tuple(like.shape)} {like.dtype} is expected here: it belongs to another model "
-        "or another tier. Load it into an optimizer made as the one that saved it."
+        f"{entry.name}: {name} in the state is {actual}, and {tuple(like.shape)} {like.dtype} is expected: it belongs to another model "
+        "or another tier. Load it into an optimizer of the model and tier that saved it."
     )
 
 
-def _mine(value: Any, entry: ParameterState) -> Any:
-    """This process's rows of a state tensor."""
+def _local_rows(value: Any, entry: ParameterState) -> Any:
+    """The rows of a state tensor that belong to this process."""
     if isinstance(value, DTensor):
         return value._local_tensor
     if not isinstance(value, Tensor) or value.dim() == 0 or not isinstance(entry.parameter, DTensor):
@@ -308,21 +315,21 @@ def _mine(value: Any, entry: ParameterState) -> Any:
 
 
 def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """bitsandbytes' state as plain tensors: value = qmap[code] * absmax of its block of 256, or the tensor itself where it is 32-bit."""
+    """State of bitsandbytes as plain tensors: value = qmap[code] * absmax of its block of 256, or the tensor itself if it is 32-bit."""
     out: dict[str, Any] = {"step": source.get("step", 0)}
-    for mine, theirs in zip(names, BNB_NAMES, strict=False):
-        codes = source.get(theirs)
+    for name, bnb_name in zip(names, BNB_NAMES, strict=False):
+        codes = source.get(bnb_name)
         if codes is None:
             continue
         if codes.dtype is torch.uint8:
-            scale = source[f"absmax{theirs[-1]}"].float().repeat_interleave(BNB_BLOCK)[: codes.numel()]
-            codes = source[f"qmap{theirs[-1]}"].float()[codes.long().flatten()] * scale
-        out[mine] = codes.float().view(entry.parameter.shape)
+            scale = source[f"absmax{bnb_name[-1]}"].float().repeat_interleave(BNB_BLOCK)[: codes.numel()]
+            codes = source[f"qmap{bnb_name[-1]}"].float()[codes.long().flatten()] * scale
+        out[name] = codes.float().view(entry.parameter.shape)
     return out
 
 
 def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> None:
-    """Put a checked state in place: packed weights and accumulators into their own memory."""
+    """Install a checked state; packed weights and accumulators are copied into their existing buffers."""
     p, grad = entry.parameter, new.pop("gradient", None)
     if grad is not None:
         p.grad = grad
@@ -345,5 +352,5 @@ def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> N
 
 
 def _copy(to: PackedParts, source: PackedParts) -> None:
-    for mine, value in zip(to.tensors(), source.tensors(), strict=True):
-        mine.copy_(value)
+    for target, value in zip(to.tensors(), source.tensors(), strict=True):
+        target.copy_(value)

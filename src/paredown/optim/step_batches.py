@@ -1,8 +1,8 @@
-"""A step as a few batches: parameters with packed accumulators, and those with plain gradients, each one `Batch` of the engine.
+"""A step as a few `Batch`es: one for parameters with packed accumulators, one for those with plain gradients, per rule and device.
 
-Batches are kept from step to step. What is looked at each time, as lists and without a loop in Python where that can be: whether the same
-parameters have gradients of the same kind, and whether parameters and accumulators lie where they did. Plain gradients are new ones in
-every step; their addresses are passed on.
+Batches are cached from step to step. Each step checks, with list comparisons rather than Python loops where possible, whether the same
+parameters have gradients of the same type, and whether parameters and accumulators have the same addresses. Plain gradients are new tensors
+in every step; only their addresses are updated.
 """
 
 # pyright: reportPrivateUsage=false
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class StepBatch:
-    """Entries with gradients of one kind and one rule, and the batch that updates them."""
+    """Parameters with gradients of one type and one rule, and the `Batch` that updates them."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, pairs: list[tuple[ParameterState, Any]], *, is_plain: bool) -> None:
         self.entries = [entry for entry, _ in pairs]
         self.is_plain = is_plain
         is_spread = is_plain and any(isinstance(entry.parameter, DTensor) for entry in self.entries)
-        self.factor = 1.0 / optimizer.microbatches if is_spread else 1.0  # all others hold the mean already
+        self.factor = 1.0 / optimizer.microbatches if is_spread else 1.0  # other gradients are means already
         self.groups = [entry.group for entry in self.entries]
         self.steps = [entry.step for entry in self.entries]
         self.is_uniform = len(set(self.steps)) == 1
@@ -44,7 +44,7 @@ class StepBatch:
         self.weights = [entry.weight for entry in self.entries if entry.weight is not None]
 
     def run(self, optimizer: Optimizer, gradients: list[Tensor] | None) -> None:
-        """One update of all; `gradients` are new plain ones."""
+        """One update of all parameters; `gradients` are new plain gradients."""
         for parameter, shadow in self.shadows:
             shadow.copy_(parameter)
         groups = optimizer.param_groups
@@ -68,60 +68,62 @@ class StepBatch:
 
 
 class StepBatches:
-    """The rounds of an optimizer, made again when something changed."""
+    """The cached batches of an optimizer, rebuilt when parameters, gradients or state have changed."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._owner = weakref.ref(optimizer)
-        self._rounds: list[StepBatch] = []
-        self._entries: list[ParameterState] | None = None  # those that torch does not update
+        self._optimizer = weakref.ref(optimizer)
+        self._batches: list[StepBatch] = []
+        self._entries: list[ParameterState] | None = None  # those that torch.optim does not update
         self._parameters: list[Tensor] = []
-        self._seen: Any = None  # what must be the same for the rounds to serve again
+        self._built_for: Any = None  # the value of `_signature` for which the batches were built
 
-    def forget(self) -> None:
-        """Make them again at the next step."""
+    def clear(self) -> None:
+        """Discard the batches; the next step rebuilds them."""
         self.settle()
-        self._rounds, self._entries, self._seen = [], None, None
+        self._batches, self._entries, self._built_for = [], None, None
 
     def settle(self) -> None:
-        """Entries know how often they were updated."""
-        for made in self._rounds:
-            for entry, step in zip(made.entries, made.steps, strict=True):
+        """Write the step counts of the batches back to the entries."""
+        for batch in self._batches:
+            for entry, step in zip(batch.entries, batch.steps, strict=True):
                 entry.step = step
 
     def run(self) -> None:
         """Update all entries that have gradients."""
-        optimizer = self._owner()
+        optimizer = self._optimizer()
         assert optimizer is not None
         if self._entries is None:
             gone = [entry.name for entry in optimizer.entries if entry.is_gone]
             if gone:
-                raise OptimError(f"another optimizer of paredown.optim took {gone[0]} over, which this one had: step that one.")
+                raise OptimError(
+                    f"a newer optimizer of paredown.optim has {gone[0]}, which this one had before: step the newer one."
+                )
             self._entries = [entry for entry in optimizer.entries if not optimizer.is_torchs(entry)]
             self._parameters = [entry.parameter for entry in self._entries]
         with torch._C.DisableTorchFunctionSubclass():
             gradients: list[Any] = [p.grad for p in self._parameters]
-            if self._seen is None or self._look(optimizer, gradients) != self._seen:
+            if self._built_for is None or self._signature(optimizer, gradients) != self._built_for:
                 gradients = self._make(optimizer, gradients)
-            for made, places in zip(self._rounds, self._plain_places, strict=True):
-                plain: list[Tensor] | None = [gradients[i] for i in places] if made.is_plain else None
+            for batch, places in zip(self._batches, self._plain_places, strict=True):
+                plain: list[Tensor] | None = [gradients[i] for i in places] if batch.is_plain else None
                 if plain is not None and self._is_spread:
                     plain = [local(g) for g in plain]
                 if plain is not None and not all([g.is_contiguous() for g in plain]):
                     plain = [g.contiguous() for g in plain]
-                made.run(optimizer, plain)
+                batch.run(optimizer, plain)
 
-    def _look(self, optimizer: Optimizer, gradients: list[Any]) -> Any:
-        """Kinds of all gradients, accumulators, rules, and where parameters lie: equal to the last time if the same rounds serve."""
+    def _signature(self, optimizer: Optimizer, gradients: list[Any]) -> Any:
+        """Types of all gradients, rules, accumulators and addresses: the batches can be reused while this is unchanged."""
         kinds = list(map(type, gradients))
         rules = [optimizer.rule_for(group).name for group in optimizer.param_groups]
         kept = (rules, id(optimizer.state), len(optimizer.state))
-        if self._seen is not None and (kinds, kept) != self._seen[:2]:
+        if self._built_for is not None and (kinds, kept) != self._built_for[:2]:
             return None
         weights: list[Any] = [p.__dict__.get(KEY) for p in self._packed_parameters]
-        if weights != self._weights:  # the session was closed, or there is another
+        if weights != self._weights:  # the session was closed or replaced
             return None
         for weight in weights:
-            if weight.address:  # somebody uses it, and may have written into it
+            if weight.address:  # plain at the moment: it may have been written to
                 weight.gather()
         totals = [gradients[i]._lease.total for i in self._packed_places]
         for total in totals:
@@ -133,9 +135,9 @@ class StepBatches:
         return kinds, kept, totals, [weight.packed for weight in weights], addresses, dtypes, layouts
 
     def _make(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
-        """New rounds; the gradients, after those that somebody assigned were folded."""
+        """Build new batches; the gradients, after those that user code assigned were encoded."""
         self.settle()
-        self._rounds, self._seen = [], None
+        self._batches, self._built_for = [], None
         assert self._entries is not None
         for entry, gradient in zip(self._entries, gradients, strict=True):
             if gradient is not None and not isinstance(gradient, ReleasedGradient):
@@ -148,11 +150,11 @@ class StepBatches:
                     entry.hook.collect()
         gradients = [p.grad for p in self._parameters]
         self._place(optimizer, gradients)
-        self._seen = self._look(optimizer, gradients)
+        self._built_for = self._signature(optimizer, gradients)
         return gradients
 
     def _place(self, optimizer: Optimizer, gradients: list[Any]) -> None:
-        found: dict[Any, list[int]] = {}
+        by_kind: dict[Any, list[int]] = {}
         assert self._entries is not None
         for i, (entry, gradient) in enumerate(zip(self._entries, gradients, strict=True)):
             if gradient is None or isinstance(gradient, ReleasedGradient):
@@ -162,16 +164,16 @@ class StepBatches:
             restart(entry, rule, optimizer.state[entry.parameter])
             fill_state(entry, rule, optimizer.state[entry.parameter])
             is_plain = not isinstance(gradient, PackedGradient)
-            found.setdefault((is_plain, rule.name, local(entry.parameter).device), []).append(i)
-        of = sorted(found.items(), key=lambda item: item[0][0])  # packed ones first: they are the most work
-        for (is_plain, _, _), places in of:
+            by_kind.setdefault((is_plain, rule.name, local(entry.parameter).device), []).append(i)
+        kinds = sorted(by_kind.items(), key=lambda item: item[0][0])  # packed gradients first: they take the longest
+        for (is_plain, _, _), places in kinds:
             entries = [self._entries[i] for i in places]
             rule = optimizer.rule_for(optimizer.param_groups[entries[0].group])
             pairs = [(e, gradients[i] if is_plain else e.gradient) for e, i in zip(entries, places, strict=True)]
-            self._rounds.append(StepBatch(optimizer, rule, pairs, is_plain=is_plain))
-        self._plain_places = [places if is_plain else [] for (is_plain, _, _), places in of]
-        self._packed_places = [i for (is_plain, _, _), places in of if not is_plain for i in places]
-        updated = [entry for made in self._rounds for entry in made.entries]
+            self._batches.append(StepBatch(optimizer, rule, pairs, is_plain=is_plain))
+        self._plain_places = [places if is_plain else [] for (is_plain, _, _), places in kinds]
+        self._packed_places = [i for (is_plain, _, _), places in kinds if not is_plain for i in places]
+        updated = [entry for batch in self._batches for entry in batch.entries]
         self._weights = [entry.weight for entry in updated if entry.weight is not None]
         self._packed_parameters = [entry.parameter for entry in updated if entry.weight is not None]
         self._plain_parameters = [entry.parameter for entry in updated if entry.weight is None]

@@ -12,8 +12,8 @@ compiles as a whole. Packed weights are the same parameters, plain inside of the
 
 Where a session and an optimizer meet: what the plan asks for moments and gradients, and what became of it.
 
-`apply` tells the optimizers of `paredown.optim` what the plan gives to each parameter; they are made after it. Rows of
-`session.changes` say what is not as it was asked for: small parameters, gradients that others hold, or no such optimizer at all.
+The optimizers of `paredown.optim` use the formats that the plan gives to each parameter, whether they are made before or after `apply`.
+Rows of `session.changes` say what is not as it was asked for: small parameters, gradients that others hold, or no such optimizer at all.
 """
 
 
@@ -67,26 +67,34 @@ SHARDED = "fully_shard brings the gradient of each shard as a plain tensor"
 
 
 def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, RequestedFormats]]:
-    """What `plan` gives to the parameters of `model`; an optimizer that has them already was made for something else."""
+    """The formats that `plan` gives to the parameters of `model`; ApplyError or OptimError if their optimizer cannot follow it."""
     rows: list[tuple[nn.Parameter, RequestedFormats]] = []
+    checked: set[Any] = set()
     for name, parameter in model.named_parameters():
-        found = {role: plan.find((name,), role) for role in (Role.WEIGHT, *STATE)}
-        choices: dict[Role, Choice] = {role: (a.format, a.rounding_in(role)) for role, a in found.items()}
+        assigned = {role: plan.find((name,), role) for role in (Role.WEIGHT, *STATE)}
+        choices: dict[Role, Choice] = {role: (a.format, a.rounding_in(role)) for role, a in assigned.items()}
         if any(format is not None for format, _ in choices.values()):
-            owner = owner_of(parameter)
-            if owner is not None:
-                raise ApplyError(
-                    f"{type(owner).__name__} of paredown.optim has {name} already, and was made without this plan. Apply the plan first, "
-                    "then make the optimizer; its export_state() can be loaded into the new one."
-                )
             rows.append((parameter, RequestedFormats(name, choices)))
+            owner = owner_of(parameter)
+            if owner is not None and owner not in checked and owner.has_started:
+                raise ApplyError(
+                    f"{type(owner).__name__} of paredown.optim has {name} and has state already ({owner.updates} updates), which is not "
+                    "stored in the plan's formats. Apply the plan before the first step and before load_state_dict(); or apply it "
+                    "without that optimizer, make a new one, and load export_state() of the old one into it."
+                )
+            if owner is not None:
+                checked.add(owner)
+                owner.check_request(parameter, rows[-1][1])
     return rows
 
 
-def request_formats(rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
-    """Tell optimizers what a plan gives."""
-    for parameter, asked in rows:
-        set_request(parameter, asked)
+def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
+    """Record the plan's formats for optimizers that are made later, and pass them on to those that were made before."""
+    for parameter, request in rows:
+        set_request(parameter, request)
+    for owner in {owner_of(parameter) for parameter in model.parameters()} - {None}:
+        if not owner.has_started:
+            owner.follow_requests()
 
 
 def withdraw_requests(model: nn.Module) -> None:
@@ -168,7 +176,7 @@ class Session:
             self._watch.detach()
             raise
         self._recomputed.attach()
-        request_formats(rows)
+        request_formats(model, rows)
         self._is_open = True
 
     @property

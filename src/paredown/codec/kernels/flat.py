@@ -1,17 +1,17 @@
-"""Launches for flat tensors, many of them in a step: encode, one bit a value, and decode with what follows from it.
+"""Kernels and launches for flat tensors, of which a step has many: encode, one-bit masks, and decode with recomputation.
 
-Everything that depends on the size and the format alone is worked out once and kept.
+Everything that depends on the size and the format alone is computed once and cached.
 
-One exact bit a value. One program covers a tile of TILE values, eight of which make a byte, the first one lowest:
+Masks have one exact bit per value. One program covers a tile of TILE values, eight of which make a byte, the first one lowest:
 
 x      [ x0 x1 x2 x3 x4 x5 x6 x7 | x8 ... ]      bit = not (x <= low or x >= high)
 bits   [ b7b6b5b4b3b2b1b0        | ...    ]
 
-Codes to values to what follows from them: decode, a norm, an activation, one pass over memory. `codec/recompute.py` has the formulas.
+Recomputation: decode, apply a norm and an activation function, in one pass over memory. `codec/recompute.py` has the formulas.
 
 codes   [ c0 c1 c2 c3 c4 c5 c6 c7 ]      one program decodes a tile of TILE values,
 norm    [ n0 n1 n2 n3 n0 n1 n2 n3 ]      normalises each by its channel (here 4 of them, next to each other),
-bits    [ b7..b0                  ]      and keeps what a ReLU kept
+bits    [ b7..b0                  ]      and zeroes the values that ReLU zeroed
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from paredown.formats.rounding import Overflow, Rounding, Seed
 
 @triton.jit
 def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Values to bits, as drawn above."""
+    """Kernel of `pack_mask`, drawn above."""
     start = tl.program_id(0).to(tl.int64) * TILE
     offsets = tl.arange(0, TILE)
     inside = offsets < numel - start
@@ -66,7 +66,7 @@ def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TIL
 
 @triton.jit
 def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Bits to two values."""
+    """Kernel of `unpack_mask`: one of two values for each bit."""
     start = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE // 8)
     if MASKED:
@@ -92,7 +92,7 @@ SILU = tl.constexpr(4)
 
 @triton.jit
 def tanh(x):
-    """By exp, which does not overflow here."""
+    """tanh by way of exp, which does not overflow for these arguments."""
     t = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - t) / (1.0 + t)
     return tl.where(x < 0.0, -y, y)
@@ -100,7 +100,7 @@ def tanh(x):
 
 @triton.jit
 def erf(x):
-    """Abramowitz and Stegun 7.1.26: within 1.5e-7, and half the instructions of the library's."""
+    """Abramowitz and Stegun 7.1.26: within 1.5e-7, with half the instructions of the library function."""
     a = tl.abs(x)
     t = 1.0 / (1.0 + 0.3275911 * a)
     tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -123,7 +123,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
-    """The channel of each value of a tile; next to each other where the tile and the channels allow it."""
+    """The channel of each value of a tile, as a contiguous range if the tile and the channels allow it."""
     if INNER == 1 and TILE % CHANNEL_COUNT == 0:
         return tl.arange(0, TILE) % CHANNEL_COUNT
     elif INNER == 1 and CHANNEL_COUNT % TILE == 0:
@@ -138,7 +138,7 @@ def normed(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """x normalised by its channel's or its row's statistics, then scaled and shifted by its channel's."""
+    """x normalized by the statistics of its channel or row, then scaled and shifted by the weight and bias of its channel."""
     channel = channel_of(start, CHANNEL_COUNT, INNER, TILE)
     if NORM == CHANNELS:
         x = (x - tl.load(mean_ptr + channel)) * tl.load(deviation_ptr + channel)
@@ -163,7 +163,7 @@ def recompute_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
     MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one long row, as drawn above."""
+    """Kernel of `recompute` for a tile of one long row, drawn above."""
     tile = tl.program_id(0).to(tl.int64) + first_tile
     start = tile * TILE
     inside = tl.arange(0, TILE) < numel - start
@@ -200,7 +200,7 @@ STEPS = {
 
 
 class Flat(NamedTuple):
-    """What encoding and decoding so many values in a row takes: sizes, dtypes of scales and minimums, launches."""
+    """Cached data to encode and decode one row of this length: sizes, dtypes of scales and minimums, launches."""
 
     num_bytes: int
     num_blocks: int
@@ -210,7 +210,7 @@ class Flat(NamedTuple):
 
 
 def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
-    """Flat `x` packed; `how`: format, rounding, overflow and "cover". The format has blocks, and no scale of the tensor."""
+    """Flat `x` encoded; `how`: format, rounding, overflow and "cover". The format has blocks and no tensor scale."""
     numel, device = x.numel(), x.device
     random = random_of(seed, numel, how[1])
     flat = _flat(numel, how, random.wide)
@@ -234,7 +234,7 @@ def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
 
 
 def decode_flat(parts: PackedParts, format: Format, out: Tensor) -> Tensor:
-    """The values of a flat packed tensor into flat `out`; the format has blocks, and no scale of the tensor."""
+    """Flat `out`, filled with decoded values; the format has blocks and no tensor scale."""
     assert parts.codes is not None and parts.scales is not None
     scales = parts.scales.view(AS_INTEGERS[parts.scales.dtype])
     minimums = scales if parts.minimums is None else parts.minimums.view(AS_INTEGERS[parts.minimums.dtype])
@@ -284,7 +284,7 @@ def _mask_launch(name: str, numel: int) -> Launch:
 
 @cache
 def covers_recompute(format: Format) -> bool:
-    """Whether there is a kernel that goes on from decoded values: blocks of a float or an integer."""
+    """Whether the kernels for flat tensors cover a format: blocks of a float or an integer."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     return (
         format.block is not None
@@ -295,10 +295,10 @@ def covers_recompute(format: Format) -> bool:
 
 
 def recompute(packed: PackedTensor, steps: DecodeSteps, dtype: torch.dtype) -> Tensor:
-    """What follows from flat packed values; see `codec/recompute.py`."""
+    """The recomputed output from flat packed values; see `codec/recompute.py`."""
     format, norm, numel = packed.format, steps.norm, packed.shape.numel()
     out = torch.empty(numel, dtype=dtype, device=packed.device)
-    given = (norm.weight, norm.bias, norm.mean, norm.deviation) if norm else (None,) * 4
+    given = (norm.weight, norm.bias, norm.mean, norm.rstd) if norm else (None,) * 4
     pointers = (packed.codes, out, *shared_of(packed.parts, out)[:2], *(out if t is None else t for t in (*given, steps.bits)))
     shape = (norm.channels, norm.inner, norm.by_row, norm.weight is not None, norm.bias is not None) if norm else None
     for launch in _recomputes(numel, format, shape, steps.activation):
@@ -308,7 +308,7 @@ def recompute(packed: PackedTensor, steps: DecodeSteps, dtype: torch.dtype) -> T
 
 @lru_cache(maxsize=1024)
 def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> list[Launch]:
-    """Full tiles, and what is left; `norm`: channels, inner, whether by row, has a weight, has a bias."""
+    """Launches for full tiles and for the rest; `norm`: channels, inner, by_row, has a weight, has a bias."""
     channels, inner, by_row, has_weight, has_bias = norm or (1, 1, False, False, False)
     kind = NO_NORM if norm is None else ROWS if by_row else CHANNELS
     tile = _recompute_tile(format, norm)
@@ -326,10 +326,10 @@ def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bo
 
 
 def _recompute_tile(format: Format, norm: tuple[int, int, bool, bool, bool] | None) -> int:
-    """Values of a tile: so many that it lies within a row or holds whole sets of channels, if that can be."""
+    """Values per tile: such that a tile lies within a row or holds all channels a whole number of times, if possible."""
     most = 2048
     if norm is not None and norm[1] == 1:
         channels, _, by_row, _, _ = norm
-        divisor = channels & -channels  # the largest power of two in it
+        divisor = channels & -channels  # its largest power-of-two divisor
         most = most if divisor == channels and not by_row else min(most, max(divisor, 128))
     return max(most, format.block or 0)

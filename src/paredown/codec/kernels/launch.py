@@ -1,6 +1,6 @@
 """The host's side of the kernels: what they cover, the constants they are compiled with, their tiles, and their launches.
 
-Launching a kernel again without Triton's binding of arguments, which takes 60 to 80 microseconds for some thirty of them.
+`Launch` calls a kernel repeatedly without Triton's binding of arguments, which takes 60 to 80 microseconds for about thirty arguments.
 
 A `Launch` is a kernel with its grid, its constants and those arguments that do not change. The first call for a device and dtypes goes
 through Triton and keeps the compiled kernel, later ones call that directly. What else Triton compiles for is the same each time: pointers
@@ -49,7 +49,7 @@ class Launch:
         global _is_quick
         assert pointers[0] is not None and pointers[1] is not None
         index = pointers[0].get_device()
-        if index >= 0 and index != torch.cuda.current_device():  # a model that lies on several GPUs
+        if index >= 0 and index != torch.cuda.current_device():  # a model on several GPUs
             with torch.cuda.device(index):
                 self(pointers, scalars)
             return
@@ -81,7 +81,7 @@ class Launch:
 
 
 class Repeated:
-    """Launches again and again with the same pointers but one: they go as numbers, which the launcher need not ask tensors for.
+    """Repeated launches with the same pointers except one: pointers are passed as numbers, which saves the launcher a call per tensor.
 
     `pointers`: None stands where `out` goes. The tensors are kept.
     """
@@ -105,7 +105,7 @@ class Repeated:
             kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *numbers, *rest)
 
     def _launch(self, out: Tensor) -> None:
-        """By way of `Launch`; the next time it is quick, if that found it can be."""
+        """Launch through `Launch`; the next call launches directly, if `Launch` has a compiled kernel."""
         pointers = tuple(out if p is None else p for p in self._pointers)
         for launch in self._launches:
             launch(pointers)
@@ -161,7 +161,7 @@ def covers(encoding: Encoding, job: str) -> bool:
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
-    """`x` (rows, cols) packed."""
+    """`x` (rows, cols) encoded; `given` holds scales to use."""
     parts = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     if encoding.rule == "given":
         assert given is not None
@@ -174,7 +174,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> Pac
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """The values of packed rows into `out` (rows, cols)."""
+    """`out` (rows, cols), filled with the decoded values."""
     element = encoding.format.element
     pointers = (parts.codes, out, *shared_of(parts, out), _table(element, Rounding.NEAREST_EVEN, out.device))
     for launch in decodes(*out.shape, encoding.format):
@@ -183,7 +183,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """`decode_rows` of the same parts again and again; what does not depend on `out` is looked up once."""
+    """A function that decodes the same parts repeatedly; everything that does not depend on `out` is looked up once."""
     assert parts.codes is not None
     shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
     table = _table(encoding.format.element, Rounding.NEAREST_EVEN, parts.codes.device)
@@ -198,7 +198,7 @@ def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Cal
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """decode(encode(x)) into `out`."""
+    """`out`, filled with decode(encode(x))."""
     element = encoding.format.element
     if encoding.format.block is None and element.kind is not ElementKind.TABLE:
         return round_trip_at_run_time(x, device_spec(element, encoding.overflow, x.device), encoding.rounding, encoding.seed, out)
@@ -215,7 +215,7 @@ def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Se
 
 
 def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, out: Tensor) -> Tensor:
-    """The same, where the keys of the random bits stand behind the element in `row`, and the step in `step`."""
+    """The same; `row` holds the element and then the keys of the random bits, `step` the step."""
     wide = x.numel() > 1 << 32
     for launch in round_trips(x.numel(), rounding, step_in_memory=True, wide=wide, keys_in_memory=True):
         launch((bf16_as_integers(x), out, row, step), (0, 0, 0))
@@ -223,14 +223,14 @@ def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, 
 
 
 def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, tile: int) -> None:
-    """Many tensors in one launch; `runtime_formats.round_many_kernel` says what the first two hold when it runs."""
+    """Round many tensors in one launch; `runtime_formats.round_many_kernel` describes the contents of the first two arguments."""
     constants = {"ROUNDING": ROUNDINGS[rounding].value, "TILE": tile, "num_warps": 4, "enable_fp_fusion": False}
     runtime_formats.round_many_kernel[(owners.numel(),)](owners, table, step, **constants)
 
 
 @lru_cache(maxsize=4096)
 def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False) -> list[Launch]:
-    """Launches for so many values."""
+    """The launch for this number of values."""
     where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
     constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}
     launches: list[Launch] = []
@@ -242,7 +242,7 @@ def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool
 
 
 def largest_finite(x: Tensor) -> Tensor:
-    """The largest finite magnitude of `x`, a float32 of no dimensions."""
+    """The largest finite magnitude of `x`, a float32 scalar tensor."""
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     tile = 4096
     if x.numel():
@@ -318,19 +318,19 @@ def block_constants(format: Format) -> dict[str, int]:
 
 @cache
 def device_spec(element: Element, overflow: Overflow, device: torch.device) -> Tensor:
-    """`runtime_formats.describe` in memory. It is shared: clone it before copying another into it."""
+    """The result of `runtime_formats.describe` on the device. It is cached: clone it before writing to it."""
     return torch.tensor(runtime_formats.describe(element, overflow), dtype=torch.int32, device=device)
 
 
 @cache
 def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor:
-    """For a table: the float32 at which each code gives way to the next, in 2^width places, then the value of every code."""
+    """For a table: the float32 from which on the next code is used, in 2^width entries, then the value of every code."""
     if element.kind is not ElementKind.TABLE:
         return torch.zeros(1, device=device)
     pairs = zip(element.table, element.table[1:], strict=False)
     thresholds = [_threshold(code, low, high, element, rounding) for code, (low, high) in enumerate(pairs)]
-    room = (1 << element.width) - len(thresholds)
-    return torch.tensor([*thresholds, *[0.0] * room, *element.values()], dtype=torch.float32, device=device)
+    num_unused = (1 << element.width) - len(thresholds)
+    return torch.tensor([*thresholds, *[0.0] * num_unused, *element.values()], dtype=torch.float32, device=device)
 
 
 def _threshold(code: int, low: float, high: float, element: Element, rounding: Rounding) -> float:
@@ -375,13 +375,13 @@ def bf16_as_integers(x: Tensor) -> Tensor:
 
 
 def shared_of(parts: PackedParts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and minimums as integers, and the scale of the tensor; `like` in place of what is not there."""
+    """Scales and minimums as integers, and the tensor scale; `like` in place of missing ones."""
     scales, minimums = (like if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
     return scales, minimums, like if parts.tensor_scale is None else parts.tensor_scale
 
 
 class RowTiles(NamedTuple):
-    """Tiles that one launch covers."""
+    """The tiles that one launch covers."""
 
     count: int
     offsets: tuple[int, int, int, int, int]  # first_tile, tiles_per_row, cols, row_bytes, blocks_per_row
@@ -389,7 +389,7 @@ class RowTiles(NamedTuple):
 
 
 def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
-    """(values of a tile, warps of its program); `cols` is the length of rows that cannot be one, 0 if they can.
+    """(values per tile, warps per program); `cols` is the length of a row, 0 if all rows form one long row.
 
     With a block, 32 values per thread share what is computed once per thread, such as the division for the scale: on one H200 encoding bf16
     to int8/64@bf16 ran at 95 % of copy with 1024 values per warp and at 82 % with 256 (docs/log.md, 2026-11-15).
@@ -402,7 +402,7 @@ def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
 
 
 def _tiles(rows: int, cols: int, format: Format, job: str) -> list[RowTiles]:
-    """Full tiles without a mask and what is left with one, where the rows can be one long row; all of it with a mask otherwise."""
+    """For one long row: full tiles without a mask, and the rest with one; otherwise all tiles with a mask."""
     if rows * cols == 0:
         return []
     ends_evenly = cols * format.element.width % 8 == 0 and cols % (format.block or 1) == 0

@@ -4,7 +4,7 @@ Random bits are an argument wherever they are used, so each function can be comp
 is integer arithmetic on the bits of a float32, since a cast to an 8-bit float is wrong in Triton's interpreter; division is the correctly
 rounded one. ELEMENT is a compile-time tuple, made in `launch.py` from an `Element`:
 
-    0 kind  1 width  2 mantissa_bits  3 min_exponent  4 subnormals  5 max_code  6 code of what is past the end, or -1 to hold it there
+    0 kind  1 width  2 mantissa_bits  3 min_exponent  4 subnormals  5 max_code  6 code for overflow, or -1 to saturate
     7 inf_code or -1  8 nan_code or -1  9 whether -0.0 exists  10 floor(log2 max_value)
 
     float32 bits   s eeeeeeee mmm|mmmmmmmmmmmmmmmmmmmm      e4m3: keep 3 mantissa bits
@@ -104,7 +104,7 @@ def power_of_two(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
-    """What is added below the last kept bit: the top COUNT random bits, one half, or nothing."""
+    """The number that is added below the last kept bit: the top COUNT random bits, one half, or 0."""
     if ROUNDING == STOCHASTIC:
         if COUNT == 0:
             return tl.zeros_like(random).to(tl.int32)
@@ -166,7 +166,7 @@ def round_magnitude(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, CO
 
 @triton.jit
 def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Codes (int32) of float32 y for a float or integer, and where y lies past the end (NaN not counted)."""
+    """Codes (int32) of float32 y for a float or integer, and a mask of y past the largest value (without NaN)."""
     KIND: tl.constexpr = ELEMENT[0]
     MAX_CODE: tl.constexpr = ELEMENT[5]
     bits = as_bits(y)
@@ -184,7 +184,7 @@ def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def with_sign(k, bits, ELEMENT: tl.constexpr):
-    """The code of a magnitude's code and the sign of float32 bits: a sign bit, two's complement, or nothing."""
+    """The code of a magnitude code and the sign of float32 bits: with a sign bit, in two's complement, or unsigned."""
     WIDTH: tl.constexpr = ELEMENT[1]
     if ELEMENT[0] == FLOAT:
         code = k | ((bits >> (32 - WIDTH)) & (1 << (WIDTH - 1)))
@@ -197,7 +197,7 @@ def with_sign(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def finish_float(k, bits, ELEMENT: tl.constexpr):
-    """The code of a float from its magnitude's, not yet limited: limit, sign, inf and NaN."""
+    """The code of a float from its magnitude code: applies the limit, the sign, inf and NaN."""
     MAX_CODE: tl.constexpr = ELEMENT[5]
     SPECIAL: tl.constexpr = ELEMENT[6]
     NAN_CODE: tl.constexpr = ELEMENT[8]
@@ -213,12 +213,12 @@ def finish_float(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """`encode_grid` where no |y| is past the largest value by more than rounding, and what NaN becomes is of no concern."""
+    """`encode_grid` for |y| that exceed the largest value by rounding error only; the code of NaN is undefined."""
     KIND: tl.constexpr = ELEMENT[0]
     if KIND == UINT and not HAS_MINIMUM:
         y = tl.maximum(y, 0.0)
     bits = as_bits(y)
-    if KIND != FLOAT and ROUNDING == NEAREST_EVEN:  # the adder rounds, and two's complement is already there
+    if KIND != FLOAT and ROUNDING == NEAREST_EVEN:  # the addition rounds, and the low bits are in two's complement
         return as_bits(y + 12582912.0) & ((1 << ELEMENT[1]) - 1)  # 1.5 * 2^23
     elif ROUNDING == NEAREST_EVEN and ELEMENT[4] and ELEMENT[2] >= 1 and ELEMENT[10] + 24 - ELEMENT[2] <= 127:
         return with_sign(nearest_by_adding(bits, ELEMENT[2], ELEMENT[3]), bits, ELEMENT)
@@ -239,7 +239,7 @@ def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 
 @triton.jit
 def encode_table(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Codes of float32 y for a table, and where y lies past its ends.
+    """Codes of float32 y for a table, and a mask of y past its ends.
 
     table_ptr: first the MAX_CODE thresholds at which the code goes up by one, in 2^WIDTH places; then the values of all codes.
     """
@@ -267,7 +267,7 @@ def encode_table(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, R
 
 @triton.jit
 def encode_values(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Codes (int32) of y, and where y lies past the end."""
+    """Codes (int32) of y, and a mask of y past the largest value."""
     if ELEMENT[0] == TABLE:
         return encode_table(y, random, table_ptr, lowest, highest, ELEMENT, ROUNDING)
     else:
@@ -304,7 +304,7 @@ def decode_float(code, ELEMENT: tl.constexpr):
         value = power_of_two(value, MIN_EXPONENT + 126)
     if not ELEMENT[4]:
         value = tl.where(magnitude < (1 << MANTISSA_BITS), 0.0, value)
-    if INF_CODE >= 0 and MIN_EXPONENT != -126:  # at -126 float32 has inf and NaN in the same places
+    if INF_CODE >= 0 and MIN_EXPONENT != -126:  # at -126 the codes of inf and NaN are those of float32
         value = tl.where(magnitude >= INF_CODE, as_float(tl.where(magnitude == INF_CODE, INF_BITS, NAN_BITS)), value)
     value = as_float(as_bits(value) | sign)
     if INF_CODE < 0 and NAN_CODE >= 0:
@@ -318,14 +318,14 @@ def decode_float(code, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_scale(scale, SCALE: tl.constexpr):
-    """A float32 scale >= 0 rounded up to what is stored: float32 bits, bf16 bits, or a code; inf or NaN past e8m0's or bf16's end."""
+    """A float32 scale >= 0 rounded up to its stored form: float32 bits, bf16 bits, or a code; inf or NaN past the largest e8m0 or bf16."""
     bits = as_bits(scale)
     if SCALE == E8M0:
         return tl.where(bits <= 0x00400000, 0, (bits + 0x7FFFFF) >> 23)
     elif SCALE == E4M3:
         normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)
         small = tl.ceil(tl.minimum(scale, 0.015625) * 512.0).to(tl.int32)
-        small = tl.where(bits > 0, tl.maximum(small, 1), 0)  # a GPU's ceil takes a subnormal for 0
+        small = tl.where(bits > 0, tl.maximum(small, 1), 0)  # ceil of a subnormal is 0 on a GPU
         return tl.minimum(tl.where(bits < 0x3C800000, small, normal), 126)
     else:
         bits = tl.where(bits > 0, tl.maximum(bits, SMALLEST_SCALE_BITS), bits)
@@ -352,7 +352,7 @@ def load_scale(stored, SCALE: tl.constexpr):
 
 @triton.jit
 def nan_scale(SCALE: tl.constexpr):
-    """What is stored for NaN."""
+    """The stored form of a NaN scale."""
     if SCALE == E8M0:
         return 255
     elif SCALE == E4M3:
@@ -365,7 +365,7 @@ def nan_scale(SCALE: tl.constexpr):
 
 @triton.jit
 def inverse_scale(scale):
-    """1 / scale where that is finite, 0 elsewhere."""
+    """1 / scale if that is finite, else 0."""
     fine = scale > 2.938735877055719e-39  # 2^-128
     return tl.where(fine, tl.div_rn(tl.zeros_like(scale) + 1.0, tl.where(fine, scale, 1.0)), 0.0)
 

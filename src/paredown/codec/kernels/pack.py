@@ -3,7 +3,7 @@
 One program covers a tile of TILE values of one row. With blocks the tile is (TILE / BLOCK_LEN, BLOCK_LEN):
 
     x        [ x0 x1 x2 x3 | x4 x5 x6 x7 ]     TILE = 8, BLOCK_LEN = 4, int4
-    scale    [ s0          | s1          ]     s = max |x| / 7 of each block, rounded up as it is stored
+    scale    [ s0          | s1          ]     s = max |x| / 7 of each block, rounded up to its stored type
     codes    [ c1c0  c3c2  | c5c4  c7c6  ]     c = x / s rounded; neighbours are joined within a thread
 
 Rows that end on a byte and a block follow each other without gaps, and are then one long row.
@@ -50,7 +50,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def load_tile(ptr, offsets, inside, MASKED: tl.constexpr):
-    """Values at `offsets`, 0 outside."""
+    """The values at `offsets`; 0 where the mask is false."""
     if MASKED:
         return tl.load(ptr + offsets, mask=inside, other=0)
     else:
@@ -59,14 +59,14 @@ def load_tile(ptr, offsets, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def load_values(ptr, offsets, inside, MASKED: tl.constexpr):
-    """Values as float32. bf16 arrives as int16, which is what the compiler makes of it; the interpreter's cast is wrong below 2^-126."""
+    """Values as float32. bf16 arrives as int16, as the compiler would convert it; the cast of the interpreter is wrong below 2^-126."""
     loaded = load_tile(ptr, offsets, inside, MASKED)
     return as_float(loaded.to(tl.int32) << 16) if ptr.dtype.element_ty == tl.int16 else loaded.to(tl.float32)
 
 
 @triton.jit
 def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
-    """Values to `offsets`, where inside."""
+    """Store values at `offsets` where the mask is true."""
     if MASKED:
         tl.store(ptr + offsets, values, mask=inside)
     else:
@@ -77,7 +77,7 @@ def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
 def random_tile(
     start, k0, k1, step_ptr, ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr
 ):
-    """The random bits of TILE elements from global index `start`; zeros where the rounding takes none. WIDE: past 2^32."""
+    """The random bits of TILE elements from global index `start`; zeros if the rounding uses none. WIDE: past 2^32."""
     if ROUNDING == STOCHASTIC:
         k0, k1 = stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY)
         if WIDE:
@@ -130,7 +130,7 @@ def unpacked_codes(packed, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, codes, num_bytes, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """A tile of codes to the `num_bytes` that are left of its row."""
+    """Store a tile of codes, at most `num_bytes`, the rest of its row."""
     packed = packed_codes(codes, WIDTH, TILE)
     if WIDTH == 6:
         start = tl.arange(0, TILE // 4) * 3
@@ -195,10 +195,10 @@ def nan_min(a, b):
 
 @triton.jit
 def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
-    """The stored minimum of each block of (blocks, BLOCK_LEN), and how far its values reach above it."""
+    """The stored minimum of each block of (blocks, BLOCK_LEN), and the range of its values above it."""
     low = tl.reduce(tl.where(inside, x, float("inf")) if MASKED else x, 1, nan_min)
     high = tl.reduce(tl.where(inside, x, float("-inf")) if MASKED else x, 1, nan_max)
-    low = low + 0.0  # -0.0 and 0.0 are one minimum
+    low = low + 0.0  # turns -0.0 into 0.0
     stored = rounded_down_bf16(low) if MINIMUM == BF16 else as_bits(low)
     return stored, high - load_scale(stored, MINIMUM) + 0.0
 
@@ -233,7 +233,7 @@ def encode_blocks(
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, RULE: tl.constexpr, SAYS_NAN: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Codes of (blocks, BLOCK_LEN), stored scale and stored minimum of each block; scale NaN and codes 0 where a block is broken."""
+    """Codes of (blocks, BLOCK_LEN), stored scale and stored minimum of each block; scale NaN and codes 0 for a block that is not finite."""
     if MINIMUM == NONE or RULE == GIVEN:
         largest = tl.reduce(tl.abs(x), 1, nan_max)
         minimum = tl.zeros_like(as_bits(largest))
@@ -251,13 +251,13 @@ def encode_blocks(
     broken = broken | ~(value < float("inf"))
     above = x if MINIMUM == NONE else x - load_scale(minimum, MINIMUM)[:, None]
     y = above * inverse_scale(value)[:, None]
-    if RULE == GIVEN:  # a given scale may be 0, and then all but 0 lies past the end
+    if RULE == GIVEN:  # a given scale may be 0, and then all values except 0 overflow
         y = tl.where((inverse_scale(value) == 0.0)[:, None] & (above != 0.0), above * float("inf"), y)
         broken = broken | (value < 0.0)
     if RULE == COVER and SAYS_NAN and ELEMENT[0] != TABLE:
         codes = encode_covered(y, random, MINIMUM != NONE, ELEMENT, ROUNDING)
     else:
-        if RULE == COVER:  # rounding alone takes y past the end; below 0 uintN is another matter
+        if RULE == COVER:  # y exceeds the largest value by rounding error only; values below 0 overflow uintN
             y = tl.minimum(y if ELEMENT[0] == UINT else tl.maximum(y, -MAX_VALUE), MAX_VALUE)
         codes, past = encode_values(tl.where(broken[:, None], 0.0, y), random, table_ptr, lowest, highest, ELEMENT, ROUNDING)
         if not SAYS_NAN:
@@ -290,7 +290,7 @@ def decode_blocks(
 
 @triton.jit
 def store_values(ptr, values, inside, MASKED: tl.constexpr):
-    """float32 values in the dtype of `ptr`. What is finite stays finite in float16."""
+    """float32 values in the dtype of `ptr`. Finite values stay finite in float16."""
     if ptr.dtype.element_ty == tl.float16:
         held = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
         values = tl.where(tl.abs(values) < float("inf"), held, values)

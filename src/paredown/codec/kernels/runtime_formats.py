@@ -26,7 +26,7 @@ def float_bits(x: float) -> int:
 
 
 def describe(element: Element, overflow: Overflow) -> list[int]:
-    """What the kernel reads of an element (not a table), each an int32."""
+    """The twelve int32 that describe an element (not a table) to the kernel."""
     sub_bits = element.mantissa_bits if element.subnormals else 0
     smallest = 2.0**element.min_exponent
     up = 30 - element.min_exponent
@@ -95,7 +95,7 @@ def round_trip_kernel(
     ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, KEYS_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each value of x rounded to the element at `spec_ptr`, behind which the keys of its random bits may stand."""
+    """Round each value of x to the element at `spec_ptr`, which may be followed by the keys of its random bits."""
     start = (tl.program_id(0).to(tl.int64) + first_tile) * TILE
     inside = tl.arange(0, TILE) < tl.minimum(numel - start, TILE).to(tl.int32)
     x = load_values(x_ptr + start, tl.arange(0, TILE), inside, MASKED)
@@ -107,7 +107,7 @@ def round_trip_kernel(
 
 @triton.jit
 def round_many_kernel(owners_ptr, table_ptr, step_ptr, ROUNDING: tl.constexpr, TILE: tl.constexpr):
-    """The same for many float32 tensors in one launch; a program has a tile of one of them.
+    """The same for many float32 tensors in one launch; each program rounds a tile of one tensor.
 
     owners   [ 0 0 0 1 2 2 ]        program -> tensor
     table    [ address of x, of out, of its element and keys | numel, first program ]        one row of int64 for each tensor

@@ -1,12 +1,12 @@
 """Device functions of the rules: roots, reciprocals, and one update of a number. `rules.py` defines them; values to values, no memory.
 
 A root and a reciprocal are approximated by the special function unit and corrected by one step of Newton's method whose residual is exact,
-which rounds correctly between the range that is checked or known; the compiler's own root and division also branch for what lies outside.
+which rounds correctly within the checked range; the root and the division of the compiler also branch for values outside of it.
 
-Where the values of a tile are: offsets and masks, loads and stores, scales, random bits.
+Tiles: offsets and masks, loads and stores, scales, random bits.
 
 A tile is NB blocks of BLOCK values that follow each other, counted along the rows. Where rows end with a block they have no gaps, and a
-whole tile is one RUN of memory. Otherwise each block is found from its row, and what lies past the end of the row or the tensor is masked:
+whole tile is one RUN of memory. Otherwise addresses are computed from the row, and values past the end of a row or the tensor are masked:
 EVEN if rows have a multiple of 16 values, which are then read together, RAGGED if not. In a RUN and in EVEN tiles the index of a block's
 first value in the whole tensor is a multiple of 4.
 
@@ -54,7 +54,7 @@ def fused(a, b, c):
 
 @triton.jit
 def root(x):
-    """The correctly rounded square root of x >= 2^-100; of inf and NaN something that is not finite."""
+    """The correctly rounded square root of x >= 2^-100; not finite for inf and NaN."""
     if USES_PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 y, h, s, e; rsqrt.approx.ftz.f32 y, $1; mul.rn.f32 s, $1, y; mul.rn.f32 h, y, 0f3F000000;
@@ -67,7 +67,7 @@ def root(x):
 
 @triton.jit
 def reciprocal(x):
-    """The correctly rounded 1 / x of 2^-125 <= x <= 2^125; of 0 and beyond something that is not finite."""
+    """The correctly rounded 1 / x of 2^-125 <= x <= 2^125; not finite for 0 and outside of that range."""
     if USES_PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, $1; fma.rn.f32 e, e, y, 0f3F800000; fma.rn.f32 $0, y, e, y; }""",
@@ -98,7 +98,7 @@ def momentum_step(p, g, m, h):
 
 @triton.jit
 def apply_rule(p, g, m, v, h, RULE: tl.constexpr):
-    """(p', m', v', root(v')) of one rule; what it does not have comes back as it was. h: its numbers, but for the factor."""
+    """(p', m', v', root(v')) of one rule; moments that it does not have stay unchanged. h: its hyperparameters except the factor."""
     r = v
     if RULE == SGD:
         p = fused(-h[0], fused(h[4], p, g), p)
@@ -134,7 +134,7 @@ PLACE_3 = tl.constexpr(0x60BDADCF)
 
 @triton.jit
 def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Where the blocks of a tile start (NB,), and how many places of the row are left there; VALUES share one place."""
+    """The offsets of the blocks of a tile (NB,), and the number of entries from there to the end of the row, VALUES to an entry."""
     b = at[0] * TILE[1] + tl.arange(0, TILE[1])
     row = b // at[2]
     col = (b - row * at[2]) * (TILE[2] // VALUES)
@@ -160,13 +160,13 @@ def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def run_start(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Where the offsets of `places` start."""
+    """The base pointer of the offsets that `places` returns."""
     return at[0] * (TILE[1] * TILE[2] // VALUES) if TILE[0] == RUN else tl.zeros_like(at[0])
 
 
 @triton.jit
 def load_2d(ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """What lies at the places of a tile, 0 outside."""
+    """The values of a tile; 0 outside of the tensor."""
     offsets, inside = places(at, VALUES, TILE)
     ptr = ptr + run_start(at, VALUES, TILE)
     if TILE[0] == RUN:
@@ -177,7 +177,7 @@ def load_2d(ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_2d(ptr, x, broken, at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Store at the places of a tile, but for blocks that are broken."""
+    """Store the values of a tile, except blocks that are not finite."""
     offsets, inside = places(at, VALUES, TILE)
     ptr = ptr + run_start(at, VALUES, TILE)
     keep = tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2] // VALUES))
@@ -200,7 +200,7 @@ def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexpr):
-    """The inverse of `load_scales`, but for blocks that are broken."""
+    """The inverse of `load_scales`, except for blocks that are not finite."""
     b = at[0] * TILE[1] + tl.arange(0, TILE[1])
     keep = ~broken if TILE[0] == RUN else ~broken & (b < at[3])
     if SCALE == BF16:
@@ -224,7 +224,7 @@ def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
     if TILE[0] == RUN:
         offsets, _ = places(at, 1, TILE)
         start = first_index + run_start(at, 1, TILE)
-        k0 = start.to(tl.uint32) * INDEX_STEP + k0  # what is alike for the tile is multiplied once
+        k0 = start.to(tl.uint32) * INDEX_STEP + k0  # the common part of a tile is multiplied once
         return random_bits(offsets.to(tl.uint32), k0, k1 ^ high_key(start))
     else:
         starts, _ = block_starts(at, 1, TILE)
@@ -237,13 +237,13 @@ def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
 
 @triton.jit
 def place_multiplier(place):
-    """What the bits of four values are multiplied with to get those of one of them; see `reference.py`."""
+    """The factor from the random bits of four values to those of one of them; see `reference.py`."""
     return tl.where(place == 0, 1, tl.where(place == 1, PLACE_1, tl.where(place == 2, PLACE_2, PLACE_3))).to(tl.uint32)
 
 
 @triton.jit
 def update_bits(first_index, k0, k1, at, TILE: tl.constexpr):
-    """The random bits of an update. Blocks start with a multiple of 4, but in RAGGED: four values of a thread share a calculation."""
+    """The random bits of an update. Except in RAGGED tiles blocks start at a multiple of 4, and four values of a thread share one hash."""
     if TILE[0] == RUN:
         offsets, _ = places(at, 1, TILE)
         fours = (first_index + run_start(at, 1, TILE)) >> 2

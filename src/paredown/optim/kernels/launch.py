@@ -5,7 +5,7 @@ Sums of squares of many packed tensors, in two launches whatever their number: o
     tile      squares[i] = sum over its values of (code value * scale)^2
     tensor    sum of its tiles, in their order: the same bits every time, which atomic additions would not give
 
-A tensor is one long row here: rows that end within a block go another way.
+Each tensor is treated as one long row; tensors whose rows end within a block are decoded instead (`covers_squares`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ RULE_NUMBERS = {
 }
 STORAGES = {torch.float32: slots.PLAIN_FP32.value, torch.bfloat16: slots.PLAIN_BF16.value, torch.float16: slots.PLAIN_FP16.value}
 COLUMNS = update.COLUMNS.value
-NUM_HYPERS = 12  # of a row: at most 9 numbers, and room to 16 bytes
+NUM_HYPERS = 12  # of a row: at most 9 numbers, padded to a multiple of 16 bytes
 TILE, RAGGED_TILE = 2048, 1024  # values; 16 and 8 for each thread
 WARPS = 4
-MAX_REGISTERS = 96  # 20 warps at a time: loads of one cover the arithmetic of others
+MAX_REGISTERS = 96  # allows 20 warps at a time, whose loads and arithmetic overlap
 RUN, EVEN, RAGGED = arithmetic.RUN.value, arithmetic.EVEN.value, arithmetic.RAGGED.value
-MOST_TURNS = 8  # tiles of a program: finding its tensor takes 200 operations, which 16 values of each thread alone do not carry
-PROGRAMS = 4096  # at least, before one takes more: some for each processor
+MOST_TURNS = 8  # tiles per program: looking up its tensor takes 200 operations, too many for 16 values per thread
+PROGRAMS = 4096  # at least, before a program takes several tiles: some for each multiprocessor
 MOST_BLOCKS = 64  # of a tile: as many as are sampled together
 ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
@@ -105,7 +105,7 @@ def slot_constants(kind: SlotKind, is_weight: bool, has_residue: bool) -> tuple[
 
 @cache
 def constants_of(how: UpdateLayout) -> dict[str, Any]:
-    """What a kernel for `how` is compiled with, but its tile."""
+    """The compile-time constants of the kernel for layout `how`, except its tile."""
     (w, we), (g, ge) = slot_constants(how.weight, True, how.has_residue), slot_constants(how.gradient, False, False)
     moments = [slot_constants(kind, False, False) for kind in how.moments]
     (m, me), (v, ve) = [*moments, ABSENT, ABSENT][:2]
@@ -116,19 +116,19 @@ def constants_of(how: UpdateLayout) -> dict[str, Any]:
 
 
 class UpdateTiles(NamedTuple):
-    """How a tensor is cut: `full` tiles that are one run of memory, then `others` of `shape` EVEN or RAGGED."""
+    """How a tensor is divided: `full` tiles that are one run of memory, then `others` of `shape` EVEN or RAGGED."""
 
     full: int
     others: int
     shape: int
-    first_other: int  # its number, counted in tiles of its own size
+    first_other: int  # the number of the first of these, in tiles of their size
     blocks_per_row: int
     num_blocks: int
 
 
 @cache
 def tile_blocks(shape: int, block: int) -> int:
-    """Blocks of a tile of this shape."""
+    """Blocks per tile of this shape."""
     return min((RAGGED_TILE if shape == RAGGED else TILE) // block, MOST_BLOCKS)
 
 
@@ -149,7 +149,7 @@ def tiles_of(rows: int, cols: int, first_index: int, block: int) -> UpdateTiles:
 
 
 class LaunchGroup:
-    """Units on one device that are stored alike: one launch for each shape of tiles, whatever the number of tensors."""
+    """Units on one device with the same layout: one launch for each shape of tiles, whatever the number of tensors."""
 
     def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.how = rule, list(units), units[0].how(rule.name)
@@ -170,7 +170,7 @@ class LaunchGroup:
         self._set_addresses(np.array([_addresses(u.gradient) for u in units], np.int64))
 
     def _row(self, unit: UpdateUnit, tiles: UpdateTiles, seed: int, first: list[int]) -> list[int]:
-        """The row of a unit in the table; `first`: the programs before its own, by shape of tiles."""
+        """The row of a unit in the table; `first`: the number of programs before its first, by shape of tiles."""
         m, v = [*unit.moments, None, None][:2]
         pointers = [*_addresses(unit.weight), _addresses(unit.residue)[0], *_addresses(m), *_addresses(v)]
         for address in pointers:
@@ -182,13 +182,13 @@ class LaunchGroup:
         return [*pointers, *others, *sizes, *Seed(seed, 8 * unit.tensor_id).base_keys(), tiles.full]
 
     def _owners_of(self, shape: int) -> Tensor:
-        """Of each program for a shape of tiles, the number of its unit."""
+        """The index of the unit of each program, for a shape of tiles."""
         runs = [-(-tiles.full // self._turns) for tiles in self._tiles]
         counts = runs if shape == RUN else [tiles.others if shape == tiles.shape else 0 for tiles in self._tiles]
         return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(self.device)
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Other plain gradients, stored alike."""
+        """Replace the plain gradients by others of the same dtype and size."""
         addresses = np.zeros((len(gradients), 2), np.int64)
         addresses[:, 0] = [grad.data_ptr() for grad in gradients]
         self._set_addresses(addresses)
@@ -202,7 +202,7 @@ class LaunchGroup:
         self._launches = _launches(self.how, self._has_factor, aligned % 16 == 0, tuple(len(o) for o in self._owners))
 
     def update(self, hypers: Sequence[Sequence[float]], rows: Sequence[int] | int, steps: Sequence[int] | int) -> None:
-        """One update of all units; see `engine.Batch.update`."""
+        """One update of all units; see `batched_update.Batch.update`."""
         alike = isinstance(rows, int) and isinstance(steps, int)
         count = 1 if alike else len(self.units)
         numbers = np.zeros((len(hypers), NUM_HYPERS), np.float32)
@@ -213,7 +213,7 @@ class LaunchGroup:
         both = np.concatenate([numbers.view(np.int32).ravel(), at.ravel()])
         there = torch.from_numpy(both).to(
             self.device, non_blocking=True
-        )  # pageable, so copied before this returns; no wait for the device
+        )  # pageable memory: copied before the call returns, without synchronizing
         hypers_there, at_there = there[: numbers.size].view(torch.float32), there[numbers.size :]
         for launch, owners in zip(self._launches, self._owners, strict=True):
             if launch is not None:
@@ -222,7 +222,7 @@ class LaunchGroup:
 
 @lru_cache(maxsize=1024)
 def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
-    """For so many programs for each shape of tiles."""
+    """The launches for these numbers of programs, by shape of tiles."""
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
         Launch(update.update_kernel, count, (), {**constants, "TILE": tile_constant(shape, how.block)}) if count else None
@@ -246,7 +246,7 @@ def _addresses(slot: UpdateSlot | None) -> tuple[int, int]:
 
 
 def update_one(unit: UpdateUnit, how: UpdateLayout, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None) -> None:
-    """One update of one unit; `gradient` takes the place of a plain one."""
+    """One update of one unit; `gradient`, if given, replaces its plain gradient."""
     w, g = unit.weight.parts, unit.gradient.parts
     pointers: list[Tensor | None] = [w.codes, w.scales, None if unit.residue is None else unit.residue.codes]
     for moment in unit.moments:
@@ -255,7 +255,7 @@ def update_one(unit: UpdateUnit, how: UpdateLayout, hyper: Sequence[float], step
     pointers += [g.codes if gradient is None else gradient, g.scales, unit.factor]
     k0, k1 = signed_keys(Seed(seed, 8 * unit.tensor_id, step))
     scalars = (unit.first_index, k0, k1, *hyper, *(0.0,) * (9 - len(hyper)))
-    arguments = (*[w.codes if t is None else t for t in pointers], unit.counters)  # what is not there is not read
+    arguments = (*[w.codes if t is None else t for t in pointers], unit.counters)  # placeholders of missing tensors are not read
     for launch in _launches_of_one(how, unit.rows, unit.cols, unit.first_index, unit.factor is not None):
         launch(arguments, scalars)
 
@@ -292,7 +292,7 @@ def fold(
     is_first: bool,
     rounding: Rounding = Rounding.STOCHASTIC,
 ) -> None:
-    """packed <- encode(DQ(packed) * factor + grad * weight), in place; `grad` is contiguous."""
+    """packed <- encode(decode(packed) * factor + grad * weight), in place; `grad` is contiguous."""
     k0, k1 = signed_keys(seed)
     has_factor = factor is not None and not is_first
     arguments = (packed.codes, packed.scales, grad, factor if has_factor else packed.codes)
@@ -351,7 +351,7 @@ def squares_kernel(
 
 @triton.jit
 def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
-    """The sum of the squares of each tensor, whose tiles end at ends[i + 1]."""
+    """The sum of squares of each tensor i, from its tiles ends[i] to ends[i + 1]."""
     tensor = tl.program_id(0)
     start, end = tl.load(ends_ptr + tensor), tl.load(ends_ptr + tensor + 1)
     total = tl.zeros((CHUNK,), tl.float32)
@@ -379,7 +379,7 @@ def covers_squares(format: Format, shape: torch.Size) -> bool:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor:
-    """The sum of the squares of each tensor, float32; all have one format and lie on one device."""
+    """The sum of the squares of each tensor, float32; all have the same format and device."""
     format, device = tensors[0].format, tensors[0].device
     counts = [-(-t.shape.numel() // SQUARES_TILE) for t in tensors]
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Device functions for the slots of a tile (`arithmetic.py`): read as float32 (NB, BLOCK), and encoded and stored again.
+"""Device functions for the slots of a tile (`arithmetic.py`): load as float32 (NB, BLOCK), encode and store.
 
 SLOT is a compile-time tuple, made in `launch.py`, and ELEMENT is that of `codec/kernels/numbers.py`:
 
@@ -58,7 +58,7 @@ def shifted_bytes(packed, FLIP: tl.constexpr):
 
 @triton.jit
 def shifted_halves(packed, FLIP: tl.constexpr):
-    """The same of the lower and of the upper 4 bits of each byte."""
+    """The same for the lower and the upper 4 bits of each byte."""
     if USES_PTX:
         low, high = tl.inline_asm_elementwise(
             f"""{{ .reg .b32 s, t; xor.b32 t, $8, {FLIP * 0x11111111}; shr.b32 s, t, 4; and.b32 t, t, 0x0F0F0F0F; and.b32 s, s, 0x0F0F0F0F;
@@ -102,7 +102,7 @@ def load_blocks(codes_ptr, scale, at, IS_SHORT: tl.constexpr, ELEMENT: tl.conste
 def load_slot(
     codes_ptr, scales_ptr, factor, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr
 ):
-    """The float32 of a slot, (NB, BLOCK), times `factor`."""
+    """The float32 values of a slot, (NB, BLOCK), times `factor`."""
     if SLOT[0] == BLOCKS:
         scale = load_scale(load_scales(scales_ptr, at, SLOT[3], TILE), SLOT[3])
         if HAS_FACTOR:
@@ -137,7 +137,7 @@ def load_plain(ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
 def load_weight(
     codes_ptr, scales_ptr, residue_ptr, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr
 ):
-    """The float32 of a weight, of 24 bits where it has a residue."""
+    """The float32 values of a weight; 24-bit floats if it has a residue."""
     p = load_slot(codes_ptr, scales_ptr, 1.0, at, SLOT, ELEMENT, False, TILE)
     if HAS_RESIDUE:
         low = load_2d(residue_ptr.to(tl.pointer_type(tl.int8)), at, 1, TILE)
@@ -156,7 +156,7 @@ def largest_of(x):
 
 @triton.jit
 def over_max_value(largest, SLOT: tl.constexpr):
-    """largest / max_value, correctly rounded where that is 2^-126 or more, and below that where it is smaller."""
+    """largest / max_value, correctly rounded if it is at least 2^-126, and less than that otherwise."""
     if INTERPRETED or (SLOT[3] == E8M0 and not SLOT[4]):
         return tl.div_rn(largest, tl.zeros_like(largest) + SLOT[5])
     else:
@@ -180,7 +180,7 @@ def sticky_scale(largest, old, SLOT: tl.constexpr):
 
 @triton.jit
 def inverse_of(stored, SLOT: tl.constexpr):
-    """1 / scale; 0 or anything finite for a scale of 0."""
+    """1 / scale; 0 or another finite number for a scale of 0."""
     if SLOT[4]:
         return as_float((254 - tl.maximum(stored, SMALLEST_STICKY_CODE)) << 23)
     elif SLOT[3] == E8M0:
@@ -192,7 +192,7 @@ def inverse_of(stored, SLOT: tl.constexpr):
 
 @triton.jit
 def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Codes of x under stored scales, which cover x, as an update rounds; of each the lowest bits are meant."""
+    """Codes of x under stored scales, which cover x, as an update rounds; only the lowest bits of each are valid."""
     IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
     if IS_INTEGER and (SLOT[1] == STOCHASTIC or SLOT[1] == NEAREST_EVEN):
         codes = whole_codes(x, inverse_of(stored, SLOT), random, SLOT, ELEMENT)
@@ -205,11 +205,11 @@ def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def whole_codes(x, inverse, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """`reference.whole_parts`, before the width is cut: the floor or the nearest of x * inverse, (NB, BLOCK) and (NB,)."""
+    """`reference.whole_parts`, before truncation to the width: x * inverse rounded down or to nearest, (NB, BLOCK) and (NB,)."""
     if ELEMENT[0] == UINT and SLOT[2] == 0:
         x = tl.maximum(x, 0.0)
     if SLOT[1] == NEAREST_EVEN:
-        y = fused(inverse[:, None], x, 12582912.0)  # 1.5 * 2^23: the adder rounds
+        y = fused(inverse[:, None], x, 12582912.0)  # 1.5 * 2^23: the addition rounds
         return as_bits(y) - 0x4B400000
     else:
         if SLOT[3] != E8M0:
@@ -236,7 +236,7 @@ def floored(x, inverse, random):
 
 @triton.jit
 def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Codec's codes of x under stored scales, which cover x."""
+    """The codes that the codec gives to x under stored scales, which cover x."""
     y = x * inverse_of(stored, SLOT)[:, None]
     if (ELEMENT[0] == INT or ELEMENT[0] == UINT) and SLOT[1] == STOCHASTIC:
         return stochastic(y, random, ELEMENT)
@@ -246,7 +246,7 @@ def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def stochastic(y, random, ELEMENT: tl.constexpr):
-    """Codes of y, rounded to whole numbers as codec's `reference.rounded_magnitude` says.
+    """Codes of y, rounded to whole numbers as in `codec/reference.py`, `rounded_magnitude`.
 
     It takes the top random bits, and rounds magnitudes: below zero the shift rounds down, and adding the complement gives the same.
     """
@@ -262,7 +262,7 @@ def stochastic(y, random, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Codes of 8 or 4 bits to their places; past the end of a row they are 0."""
+    """Store codes of 8 or 4 bits; codes past the end of a row are 0."""
     if WIDTH == 4:
         if TILE[0] != RUN:
             _, inside = places(at, 1, TILE)
@@ -289,7 +289,7 @@ def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decoded_plain(x, bits, STORAGE: tl.constexpr):
-    """The float32 of what `rounded_plain` made of x."""
+    """The float32 values of the result of `rounded_plain`."""
     if STORAGE == PLAIN_FP32:
         return x
     elif STORAGE == PLAIN_BF16:
@@ -300,7 +300,7 @@ def decoded_plain(x, bits, STORAGE: tl.constexpr):
 
 @triton.jit
 def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
-    """Plain values to their places."""
+    """Store plain values."""
     if STORAGE == PLAIN_FP32:
         store_2d(ptr.to(tl.pointer_type(tl.float32)), x, broken, at, 1, TILE)
     else:
@@ -309,7 +309,7 @@ def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def half_step(p, scale, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Half of the distance between values that can be stored, at p; `scale` (NB,) is that of its block, where it is in one."""
+    """Half the distance between representable values at p; `scale` (NB,) is that of the block, if there are blocks."""
     if SLOT[0] == BLOCKS:
         p = p * inverse_scale(scale)[:, None]
     binade = as_float(tl.maximum(as_bits(p) & INF_BITS, (ELEMENT[3] + 127) << 23)) * SLOT[6]

@@ -1,10 +1,10 @@
 """One update of many tensors in one launch, and of one tensor at once: decode, rule, encode. `optim/reference.py` defines it.
 
-A program covers tiles of NB blocks of one tensor, one after the other. Which one is looked up, and so is all that is known of it:
+A program covers tiles of NB blocks of one tensor, one after the other. The tensor and its addresses are read from tables:
 
     owners   [ 0 0 0 1 2 2 ]        program -> tensor
     table    [ addresses of its parts | first_tile, cols, ... | keys of its random bits ]        one row of int64 for each tensor
-    grads    [ addresses of its gradient's parts ]        apart, since plain gradients move from step to step
+    grads    [ addresses of its gradient's parts ]        a table of its own, since plain gradients are new tensors in every step
     places   [ row of `hypers`, step ]        one for each tensor, or one for all (stride 0)
 
     tile of 2 blocks of 4:   p p p p | p p p p        codes * scale, then the rule, then max |p'| of each block gives its next scale
@@ -13,7 +13,7 @@ A program covers tiles of NB blocks of one tensor, one after the other. Which on
 Folding a gradient into a packed accumulator, in place: decode, add, encode. `optim/reference.py` defines it.
 
 x = code value * (scale * factor) + gradient * weight        the first time: x = gradient * weight
-scale, codes = codec's encode of x, stochastic               a block that is not finite gets scale NaN, and stays so
+scale, codes = codec's encode of x, stochastic               a block that is not finite gets scale NaN, and remains NaN
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def store_moment(
 
 @triton.jit
 def count(counters_ptr, p, new, stored, scale, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
-    """Add to the counters what is seen in a sampled tile: p became `new`, of which `stored` is kept; `scale` is that of p."""
+    """Update the counters from a sampled tile: p was updated to `new` and stored as `stored`; `scale` is that of p."""
     _, inside = places(at, 1, TILE)
     inside = inside & tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2]))
     moved = inside & (new != p)
@@ -92,7 +92,7 @@ def store_weight(
     codes_ptr, scales_ptr, residue_ptr, counters_ptr, new, random, largest, broken, at,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Encode a weight, count, and store it. For a sampled tile the old one is read again, which takes no registers elsewhere."""
+    """Encode a weight, update the counters, and store it. A sampled tile loads the old weight a second time, which saves registers."""
     is_sampled = (at[0] * TILE[1] // SAMPLED_BLOCKS) % SAMPLED_EVERY == 0
     if SLOT[0] == BLOCKS:
         old = load_scales(scales_ptr, at, SLOT[3], TILE)
@@ -127,7 +127,7 @@ def update_tile(
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile, all of it. f: what the gradient is multiplied with; h: the other numbers of the rule."""
+    """Update one tile. f: the factor of the gradient; h: the other hyperparameters of the rule."""
     g = load_slot(g_ptr, gs_ptr, f, at, G, GE, True, TILE)
     p = load_weight(w_ptr, ws_ptr, residue_ptr, at, W, WE, HAS_RESIDUE, TILE)
     m = g
@@ -181,7 +181,7 @@ def update_kernel(
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, ALIGNED: tl.constexpr,
     NUM_HYPERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`turns` tiles of one tensor of many, if they are runs, or one tile; as drawn above. What is alike for all is looked up once."""
+    """`turns` tiles of one tensor of many, if they are runs, or one tile; drawn above. Data of the tensor is looked up once."""
     pid = tl.program_id(0)
     owner = tl.load(owners_ptr + pid)
     row_ptr = table_ptr + owner * COLUMNS
@@ -206,7 +206,7 @@ def update_kernel(
     first_index = tl.load(row_ptr + 14)
     k0 = step_key(tl.load(row_ptr + 15), step)
     k1 = step_key(tl.load(row_ptr + 16), step)
-    zero = tl.zeros((), tl.int64)  # the interpreter counts in numbers
+    zero = tl.zeros((), tl.int64)  # an int64, also in the interpreter
     w_ptr = pointer(tl.load(row_ptr), ALIGNED)
     ws_ptr = pointer(tl.load(row_ptr + 1), ALIGNED)
     residue_ptr = pointer(tl.load(row_ptr + 2), ALIGNED)
@@ -217,7 +217,7 @@ def update_kernel(
     g_ptr = pointer(tl.load(grads_ptr + 2 * owner), ALIGNED)
     gs_ptr = pointer(tl.load(grads_ptr + 2 * owner + 1), ALIGNED)
     counters_ptr = tl.load(row_ptr + 8).to(tl.pointer_type(tl.int32))
-    if INTERPRETED:  # the one of Triton 3.6 has arrays for numbers, which range() refuses
+    if INTERPRETED:  # in Triton 3.6 scalars are arrays there, which range() does not accept
         while first < last:
             update_tile(
                 w_ptr, ws_ptr, residue_ptr, m_ptr, ms_ptr, v_ptr, vs_ptr, g_ptr, gs_ptr, counters_ptr,
@@ -241,7 +241,7 @@ def update_one_kernel(
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the only tensor; all that is known of it is an argument, and so are the numbers of the step."""
+    """One tile of a single tensor, whose addresses, sizes and hyperparameters are arguments."""
     f = tl.load(factor_ptr) * h0 if HAS_FACTOR else h0
     zero = tl.zeros((), tl.int64)
     at = (tl.program_id(0) + first_tile + zero, cols + zero, blocks_per_row + zero, num_blocks + zero)
@@ -261,7 +261,7 @@ def fold_kernel(
     codes_ptr, scales_ptr, grad_ptr, factor_ptr, first_tile, cols, blocks_per_row, num_blocks, first_index, k0, k1, weight,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, GRAD: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_FIRST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile, as in `update.py`."""
+    """Kernel of `fold` for one tile."""
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint8))
     scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
     zero = tl.zeros((), tl.int64)
