@@ -7,6 +7,7 @@ import socket
 from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -271,9 +272,12 @@ def test_a_factor_of_the_loss_changes_nothing_where_nothing_is_rounded() -> None
 
 
 def test_a_factor_keeps_small_gradients_from_being_lost() -> None:
-    """Gradients of activations below the smallest value of a format, rounded to nearest, are zero without it."""
+    """Gradients of activations below the smallest value of a format, rounded to nearest, are zero without it.
+
+    Over 20 seeds the error is 0.73 without the factor and 0.13 with it, standard deviations 0.15 and 0.09: the limit is 5 standard errors
+    of the mean difference of four seeds away from 0.60, below one false alarm in a million.
+    """
     plan = Plan.uniform(error="e2m1", rounding="nearest_even", overflow="saturate")
-    lost, kept = (
-        run(make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_factor=f)), plan, mode="simulate").error for f in (None, 1024.0)
-    )
-    assert lost is not None and kept is not None and kept < 0.2 < lost
+    tasks = [make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_factor=factor)) for factor in (None, 1024.0)]
+    lost, kept = ([run(task, plan, mode="simulate", seed=seed).error or 0.0 for seed in range(4)] for task in tasks)
+    assert fmean(lost) - fmean(kept) > 0.15
