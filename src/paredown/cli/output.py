@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from paredown.tables import Table
 
+BASELINE = "baseline"  # the name of the step without a plan, in arguments and tables
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 # control characters (other than newline, tab and the two sequences above) and lone surrogates
 CONTROL = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
