@@ -202,7 +202,7 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
         optimizer_of(args, "adam")
     with pytest.raises(OptimError, match="microbatches=4 cannot run in a Trainer: gradient_accumulation_steps"):
         optimizer_of(args, microbatches=4)
-    with pytest.raises(ApplyError, match="leave it False"):
+    with pytest.raises(ApplyError, match="Leave the option False"):
         attach(trainer_in(tmp_path, restore_callback_states_from_checkpoint=True), PLAN)
 
 
