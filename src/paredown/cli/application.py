@@ -72,7 +72,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     epilog="Try it: paredown demo. Exit status: 0 done, 1 error, 2 usage, 3 does not fit, 4 training ended badly, 130 interrupted.",
 )
-LOOK, CHOOSE, MANY, SHOW = "Look", "Choose and train", "Many trials", "Show"
+LOOK, CHOOSE, MANY, SHOW = "Inspect", "Choose and train", "Many trials", "Report"
 
 
 def _version(is_asked: bool) -> None:
