@@ -126,7 +126,8 @@ def summary(prior: PriorData) -> dict[str, Any]:
         "entries": int(np.isfinite(prior.errors).sum()),
         "runs": int(prior.counts.sum()),
     }
-    plans = [{"label": plan.label, "recipe": plan.recipe, "level": plan.level} for plan in prior.plans]
+    # "recipe" is the name of "template" in version 0.1
+    plans = [{"label": p.label, "template": p.recipe, "recipe": p.recipe, "level": p.level} for p in prior.plans]
     return {**head, "tasks": tasks, "plans": plans, "provenance": [dict(source) for source in prior.provenance]}
 
 
