@@ -79,7 +79,7 @@ def test_the_page_of_a_pick_has_the_peaks_of_its_frontier(folder: Path) -> None:
 
 def test_columns_say_how_wide_their_bands_are(folder: Path, prior: str) -> None:
     _, out, _ = ask("pick", MLP, "--budget", "90%", "--evaluations", "0", "--prior", prior, "--device", "cpu")
-    assert "+- 9 of 10" in out
+    assert "+- 90 %" in out
     asked_json("train", MLP, "--device", "cpu", "-o", "runs.json")
     _, out, _ = ask("frontier", "runs.json")
     assert "+- seeds" in out and "90 %" not in out
