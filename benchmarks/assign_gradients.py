@@ -3,7 +3,7 @@
     python benchmarks/bench_assign.py --gradients                 # one GPU; --part and --merge as for the trainings
     python benchmarks/bench_assign.py --gradients --quick         # small ones on the CPU
 
-A model is trained for some steps as it is written, probed and planned for. Then the gradients of several batches are taken as they are
+A model is trained for some steps without a plan, probed and planned for. Then the gradients of several batches are taken unmodified
 and with each plan, twice with different seeds of rounding: `value` is the mean over parameters of |difference|^2 / |gradient|^2.
 `relative` is |difference| / |gradient| of all parameters together. `full` beside itself is what the device adds.
 """
@@ -105,7 +105,7 @@ def measured(planner: Planner, way: Way, row: Row, batches: Sequence[tuple[Tenso
 def gradients(
     task: Task, model: nn.Module, batch: tuple[Tensor, Tensor], device: str, plan: pare.Plan | None = None, seed: int = 0
 ) -> list[Tensor]:
-    """Those of one batch, as it is or with a plan."""
+    """Gradients of one batch, unmodified or under a plan."""
     with pare.apply(plan, model, seed=seed) if plan is not None else nullcontext():
         with torch.autocast(device, torch.bfloat16):
             loss = task.loss(model(batch[0]), batch[1])
@@ -157,5 +157,5 @@ def line(row: Row) -> str:
 
 
 def table(ways: Sequence[str]) -> Table:
-    """How rows are told and joined."""
+    """Prints and joins rows."""
     return Table(FILE, Row, tuple(ways), summaries, line)

@@ -46,7 +46,7 @@ def vit_task(folder: Path, device: str, size: Size) -> Task:
     return replace(base, name="vit on CIFAR-10", build=lambda: MODELS["vit"](**shape), optimizer=optimizer, peak_lr=1e-3)
 
 
-class Told(nn.Module):
+class WithLoss(nn.Module):
     """A GPT that is given inputs and targets (num, 2, length), and returns its loss."""
 
     def __init__(self, gpt: nn.Module) -> None:
@@ -68,7 +68,7 @@ def gpt_task(folder: Path, device: str, size: Size) -> Task:
 
     return replace(
         base,
-        build=lambda: Told(base.build()),
+        build=lambda: WithLoss(base.build()),
         batches=batches,
         loss=lambda output, target: output,
         judge=lambda model: base.judge(model.gpt),

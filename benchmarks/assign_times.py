@@ -8,12 +8,12 @@
     assign                  assign(trace, P): the quickest of its plans with small errors, by its own prediction
     assign, activations     formats of activations alone, and layers where they do not suffice: torch's own optimizer
     assign, formats         assign(trace, P, recompute=False): formats of activations, weights and optimizer state
-    assign, 8 bits          assign(trace, P, recompute=True): no more error than 8 bits everywhere; more layers are computed again
+    assign, 8 bits          assign(trace, P, recompute=True): no more error than 8 bits everywhere; more layers are checkpointed
     int4                    all activations in 4 bits; its measured peak is Q
     checkpointing as int4   as few layers as bring the predicted peak to Q, all of them where they do not
 
-The first plan is for P, or for the predicted peak of checkpointing where that is more; one whose measured peak is above P is made again
-for as much less. Steps are timed as in bench_session.py.
+The first plan is for P, or for the predicted peak of checkpointing where that is more; a plan whose measured peak is above P is
+replaced by one for as much less. Steps are timed as in bench_session.py.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ LEARNS = {"sgdm": partial(pare.optim.SGD, lr=0.01, momentum=0.9), "adamw": parti
 
 @dataclass(frozen=True)
 class Row:
-    """One way of one network; ratios of time are to the step as written and to checkpointing."""
+    """One variant of one network; ratios of time are to the baseline and to checkpointing."""
 
     job: str
     way: str
     size: int
     optimizer: str
     num_layers: int = 0  # that are there
-    num_again: int = 0  # layers that are computed again
+    num_again: int = 0  # checkpointed layers
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     peak_bytes: int | None = None
@@ -127,7 +127,7 @@ class Planner:
 
     @cached_property
     def trace(self) -> pare.Trace:
-        """The step as it is written."""
+        """The baseline."""
         batch = self.job.batch(self.job.size, "cpu")
         loss = None if isinstance(batch, Mapping) else cross_entropy
         keywords: dict[str, Any] = {"optimizer": self.job.optimizer, "device": self.device, "autocast": torch.bfloat16}
@@ -140,7 +140,7 @@ class Planner:
 
     @cached_property
     def checkpointing(self) -> pare.Plan:
-        """Every layer computed again, nothing packed."""
+        """Every layer checkpointed, nothing packed."""
         return pare.Plan((), recompute=tuple(self.layers))
 
     def predicted(self, plan: pare.Plan) -> int:
@@ -153,7 +153,7 @@ class Planner:
         return any(plan.find((name,), role).format is not None for name in names for role in PARAMETERS)
 
     def fewest(self, budget_bytes: int) -> pare.Plan:
-        """As few layers computed again, nothing packed, as fit; all of them where they do not."""
+        """As few checkpointed layers as fit, nothing packed; all of them if none fit."""
         plans = [pare.Plan((), recompute=tuple(self.layers[:num])) for num in range(1, len(self.layers) + 1)]
         return next((plan for plan in plans if self.predicted(plan) <= budget_bytes), plans[-1])
 
@@ -207,7 +207,7 @@ def attempt(row: Row, measure: Callable[[], dict[str, Any]]) -> Row:
 
 
 def assigned(planner: Planner, row: Row, peak_bytes: int, num_steps: int) -> Row:
-    """A plan whose measured peak is within `peak_bytes`: made again for less where it is not, as long as there is one."""
+    """A plan whose measured peak is within `peak_bytes`; otherwise plans for smaller budgets are tried, as long as there are some."""
     budget, found = max(peak_bytes, planner.predicted(planner.checkpointing)), None
     for _ in range(NUM_TRIES):
         try:
@@ -216,9 +216,9 @@ def assigned(planner: Planner, row: Row, peak_bytes: int, num_steps: int) -> Row
             if found is None:
                 raise
             break
-        told = {"budget_bytes": budget, "predicted_peak_bytes": planner.predicted(plan), "reason": plan.reason}
-        told |= {"num_again": len(plan.recompute), "foreseen_seconds": added_seconds(planner.trace, plan)}
-        found = replace(row, **told, **measured(planner, plan, num_steps))
+        planned = {"budget_bytes": budget, "predicted_peak_bytes": planner.predicted(plan), "reason": plan.reason}
+        planned |= {"num_again": len(plan.recompute), "foreseen_seconds": added_seconds(planner.trace, plan)}
+        found = replace(row, **planned, **measured(planner, plan, num_steps))
         over = (found.peak_bytes or 0) - peak_bytes
         if over <= (SLACK - 1) * peak_bytes:
             break

@@ -113,12 +113,12 @@ class Planner:
 
     @property
     def part(self) -> tuple[Tensor, Tensor]:
-        """An eighth of the batch, to probe with; guards take as much of it as the budget has room for."""
+        """An eighth of the batch, to probe with; guards use as much of it as fits the budget."""
         num = max(len(self.batch[0]) // 8, 1)
         return self.batch[0][:num], self.batch[1][:num]
 
     def probed(self, way: Way) -> pare.Sensitivities:
-        """Sensitivities of the model as it is now."""
+        """Sensitivities of the model in its current state."""
         formats = [level for level in LEVELS[way.levels] if level not in (None, "bf16")]
         return pare.probe(self.model, self.part, self.trace, loss=self.task.loss, formats=formats)
 
@@ -133,7 +133,7 @@ class Planner:
 
     @cached_property
     def checkpointing(self) -> pare.Plan:
-        """Every layer is computed again in backward, and nothing is packed."""
+        """Every layer is checkpointed, and nothing is packed."""
         return pare.Plan((), recompute=LAYERS[self.name])
 
     def plan(self, way: Way, sensitivities: pare.Sensitivities | None, seed: int) -> pare.Plan:
@@ -179,7 +179,7 @@ def low_share(trace: pare.Trace, plan: pare.Plan, low: str | None) -> float | No
 
 
 def _share(trace: pare.Trace, names: set[str]) -> float:
-    """Of the bytes of activations whose values matter, as written, those of `names`; a storage counts once."""
+    """Of the bytes of activations whose values matter in the baseline, those of `names`; a storage counts once."""
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
     total = {slot.storage: slot.nbytes for slot in slots}
     lowered = {slot.storage: slot.nbytes for slot in slots if slot.name in names}

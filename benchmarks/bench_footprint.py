@@ -4,11 +4,11 @@
     python benchmarks/bench_footprint.py --model gpt lstm    # some of it
     python benchmarks/bench_footprint.py --quick             # small models on the CPU, bytes by role alone
 
-Networks are those of paredown.models, in two batch sizes, as written and under three plans, with bf16 autocast and fused optimizers. The
+Networks are those of paredown.models, in two batch sizes, the baseline and three plans, with bf16 autocast and fused optimizers. The
 measured peak is torch.cuda.max_memory_allocated over steps in steady state (optimizer state is there, gradients start as None), and
 nothing is taken off it. Bytes by role are storages that live at the end of the forward pass, each counted once; gradients those after
-backward. As written, saved tensors are counted by hooks that change nothing; under a plan the session says what waits packed, and what
-autograd's graph still holds plainly is added. Autocast's copies of weights are told by their values; they and the model's output, which
+backward. For the baseline, saved tensors are counted by hooks that change nothing; under a plan the session reports packed bytes, and what
+autograd's graph still holds plainly is added. Autocast's copies of weights are found by their values; they and the model's output, which
 the loop holds, are temporary.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from loops import (
-    AS_WRITTEN,
+    BASELINE,
     Batch,
     Job,
     Log,
@@ -49,7 +49,7 @@ from paredown.models.resnet import resnet18, resnet50
 from paredown.models.small_networks import ConvNeXt, UNet
 from paredown.models.transformer import GPT, GPTConfig, LSTMModel, ViT
 
-WAYS = (AS_WRITTEN, *(Way(text, text) for text in ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")))
+WAYS = (BASELINE, *(Way(text, text) for text in ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")))
 TEMPORARY = "temporary"  # the role that a trace gives to copies of weights that backward needs, and to the output
 ROLES = ("weight", TEMPORARY, "buffer", "input", "moment1", "moment2", "gradient", "activation")
 MOMENTS = {"momentum_buffer": "moment1", "exp_avg": "moment1", "exp_avg_sq": "moment2"}

@@ -240,7 +240,7 @@ def idle_seconds(step: Callable[[], None]) -> tuple[float, float]:
 
 
 def measure_training(job: Job, way: Way, device: str, num_steps: int) -> Row:
-    """Whole training steps: a float32 model under bf16 autocast, any other as it is."""
+    """Whole training steps: a float32 model under bf16 autocast, any other unmodified."""
     assert job.model is not None and job.batch is not None
     torch.manual_seed(0)
     batch = job.batch(device)

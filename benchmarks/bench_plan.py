@@ -85,7 +85,7 @@ def large_steps() -> dict[str, Step]:
 
 
 def probe_rows(name: str, of: Step, device: str, repeats: int) -> list[Row]:
-    """Times of a training step as it is written, and of probes of an eighth of its batch."""
+    """Times of a baseline training step, and of probes of an eighth of its batch."""
     torch.manual_seed(0)
     make, host_batch, loss = of
     model, batch = make().to(device).train(), tuple(tensor.to(device) for tensor in host_batch)

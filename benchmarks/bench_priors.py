@@ -17,16 +17,19 @@ from numpy.typing import NDArray
 from paredown.papers.peppp_completion import Effects, lost_share, split_variance
 from paredown.pick.mixture import find_twins
 from paredown.pick.pareto import undominated
+from paredown.pick.prior_collection import row_of
 from paredown.pick.prior_data import PriorData
 from paredown.pick.priors import available, load
 from paredown.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
 from paredown.pick.task_prior import is_calm
+from paredown.plan.plan import Plan
 
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent
 RESULTS, PICTURES = ROOT / "benchmarks" / "results" / "priors.json", ROOT / "docs" / "pictures"
-FULL = "as written"
-CROSSED = ("as it is", "bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
+FULL = row_of(Plan()).label
+PLAIN = row_of(Plan.preset("lpmm")).label.partition(", ")[0]  # of unmodified activations, in labels such as "bf16, lpmm"
+CROSSED = (PLAIN, "bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
 TIER_ORDER = ("full", "half", "lpmm")
 WIDE = ("e4m3", "e4m4", "e5m2", "e5m3")  # low formats of 8 and 9 bits, but for those of 3 exponent bits
 NOISE = 2.0  # deviations of a difference of means beyond which it is called one
@@ -82,8 +85,8 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def told(effects: Effects) -> dict[str, float]:
-    """Rounded."""
+def rounded(effects: Effects) -> dict[str, float]:
+    """The effects, rounded to four digits."""
     return {name: float(f"{value:.4g}") for name, value in vars(effects).items()}
 
 
@@ -147,8 +150,8 @@ def simulated_facts(prior: PriorData) -> dict[str, Any]:
         "lost_beyond_low_format_by_high_mantissa": {
             m: figures(apart[:, mantissa[single] == m].mean(axis=1)) for m in ("7", "9", "11")
         },
-        "effects": told(split_variance(errors, _numbers(low[single]))),
-        "effects_from_4_exponent_bits": told(split_variance(prior.runs[rows][:, calm, 0], _numbers(low[calm]))),
+        "effects": rounded(split_variance(errors, _numbers(low[single]))),
+        "effects_from_4_exponent_bits": rounded(split_variance(prior.runs[rows][:, calm, 0], _numbers(low[calm]))),
         "noise_by_low_format": _noise_by(prior, rows, single, names),
         "singular_shares": singular_shares(errors),
         "front_points_by_low_format": on_fronts(prior, [plan.level or FULL for plan in prior.plans]),
@@ -219,7 +222,7 @@ def draw_simulated(prior: PriorData) -> None:
 def stored_facts(prior: PriorData) -> dict[str, Any]:
     """By activation format, by tier, and how well bytes were predicted."""
     share = lost(prior)
-    parts = [(label if label != FULL else "as it is, full").partition(", ") for label in labels(prior)]
+    parts = [(label if label != FULL else f"{PLAIN}, full").partition(", ") for label in labels(prior)]
     crossed = [j for j, (kind, _, tier) in enumerate(parts) if tier in TIER_ORDER and kind in CROSSED]
     formats, tiers = ([parts[j][k] for j in crossed] for k in (0, 2))
     whole = np.array([task.full_bytes for task in prior.tasks], dtype=np.float64)
@@ -241,7 +244,7 @@ def stored_facts(prior: PriorData) -> dict[str, Any]:
 def _effects(prior: PriorData, columns: Sequence[int], groups: Sequence[str]) -> dict[str, float]:
     """What plans have in common over tasks beyond their group; runs of the first seed, which all have, in deviations of their task."""
     runs = prior.runs[:, columns, 0] / rests(prior)[:, None]
-    return told(split_variance(runs, np.unique(groups, return_inverse=True)[1]))
+    return rounded(split_variance(runs, np.unique(groups, return_inverse=True)[1]))
 
 
 def bytes_beside(prior: PriorData) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Training loops with packed activations beside the same loops as written: peak bytes and step time, and rows in results/session.json.
+"""Training loops with packed activations beside the baseline: peak bytes and step time, and rows in results/session.json.
 
     python benchmarks/bench_session.py                              # one GPU; torchvision and transformers installed
-    python benchmarks/bench_session.py --model resnet50 --plan int8 # some of it; the loop as written runs always
+    python benchmarks/bench_session.py --model resnet50 --plan int8 # some of it; the baseline always runs
     python benchmarks/bench_session.py --quick                      # tiny shapes on the CPU: whether it runs, no figures
 
 All under bf16 autocast with fused optimizers. Each way is a fresh model; after warm-up a run of steps is timed by events between them,
-and the peak is torch.cuda.max_memory_allocated over those steps. Ratios are to the loop as written in the same run. `predicted` is
+and the peak is torch.cuda.max_memory_allocated over those steps. Ratios are to the baseline in the same run. `predicted` is
 footprint's peak. The largest batch is found under a real limit of the allocator, by bisection on multiples of 32; give it
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or scattered memory decides.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from loops import (
-    AS_WRITTEN,
+    BASELINE,
     GIB,
     Batch,
     Job,
@@ -58,13 +58,13 @@ FORMATS = (
     *("int4/64@bf16", "uint4/64@bf16+bf16"),
     *("int2/64@bf16", "uint2/64@bf16+bf16"),
 )
-WAYS = (AS_WRITTEN, Way("checkpointing", checkpointing=True), *(Way(text, text) for text in FORMATS))
-LARGEST_WAYS = (AS_WRITTEN, Way("int4/64@bf16", "int4/64@bf16"))
+WAYS = (BASELINE, Way("checkpointing", checkpointing=True), *(Way(text, text) for text in FORMATS))
+LARGEST_WAYS = (BASELINE, Way("int4/64@bf16", "int4/64@bf16"))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way of one job; what is None was not measured. Ratios are to the job as written."""
+    """One variant of one job; None: not measured. Ratios are to the baseline."""
 
     job: str
     way: str
@@ -222,7 +222,7 @@ def predicted(predict: Callable[[Way], int | None], way: Way) -> int | None:
 
 
 def compared(row: Row, plain: Row) -> Row:
-    """`row` with its ratios to the loop as written."""
+    """`row` with its ratios to the baseline."""
     if row.error or plain.error or row.median_seconds is None or plain.median_seconds is None:
         return row
     slower = row.median_seconds / plain.median_seconds
@@ -232,7 +232,7 @@ def compared(row: Row, plain: Row) -> Row:
 
 
 def rows_of(job: Job, ways: Sequence[Way], device: str, num_steps: int) -> Iterator[Row]:
-    """The job as written, and then each of its ways beside that."""
+    """The baseline of a job, and then each of its variants with ratios to it."""
     predict = predictor(job, device)
     plain = None
     for way in ways:
@@ -301,7 +301,7 @@ def largest_row(job: Job, way: Way, num_steps: int) -> Row:
 
 
 def largest_rows(job: Job, num_steps: int) -> Iterator[Row]:
-    """The largest batch as written, and beside it that with 4 bits."""
+    """The largest batch of the baseline, and that with 4 bits."""
     plain = None
     for way in LARGEST_WAYS:
         row = largest_row(job, way, num_steps)
@@ -337,7 +337,7 @@ def main() -> None:
     """Measure all of it, print the table and append the rows."""
     parser = common_options(__doc__)
     parser.add_argument(
-        "--plan", nargs="+", default=[""], help="only ways whose name contains one of these; as written runs always"
+        "--plan", nargs="+", default=[""], help="only variants whose name contains one of these; the baseline always runs"
     )
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each way")
     options = parser.parse_args()

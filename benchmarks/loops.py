@@ -29,7 +29,7 @@ Batch = tuple[Tensor, Tensor] | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a loop: as written, checkpointed, or with activations in a format."""
+    """One variant of a loop: the baseline, checkpointed, or with activations in a format."""
 
     name: str
     activation: str | None = None
@@ -52,12 +52,12 @@ class Way:
         return pare.Plan.uniform(activation=self.activation, rounding=self.rounding) if self.activation else pare.Plan.uniform()
 
 
-AS_WRITTEN = Way("as written")
+BASELINE = Way("baseline")
 
 
 def chosen(ways: Sequence[Way], texts: Sequence[str]) -> list[Way]:
-    """The ways whose names contain one of `texts`; as written is always among them."""
-    return [way for way in ways if way is AS_WRITTEN or any(text in way.name for text in texts)]
+    """The variants whose names contain one of `texts`; the baseline is always among them."""
+    return [way for way in ways if way is BASELINE or any(text in way.name for text in texts)]
 
 
 def failure(error: Exception) -> str:
@@ -167,7 +167,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Table:
-    """How the rows of a benchmark are told, and joined where several processes made them."""
+    """Prints the rows of a benchmark, and joins rows that several processes measured."""
 
     file: str
     row_type: type[Any]
@@ -185,8 +185,8 @@ class Table:
         """The runs in all files as one, with their means; appended to the file in `folder`."""
         runs = [run for path in paths for run in json.loads(path.read_text())]
         names = {field.name for field in fields(self.row_type)}
-        told = [{k: v for k, v in row.items() if k in names} for run in runs for row in run["rows"] if row["seed"] is not None]
-        rows = [self.row_type(**row) for row in told]
+        values = [{k: v for k, v in row.items() if k in names} for run in runs for row in run["rows"] if row["seed"] is not None]
+        rows = [self.row_type(**row) for row in values]
         order = {name: place for place, name in enumerate(self.ways)}
         rows.sort(key=lambda row: (row.task, order.get(row.way, len(order)), row.seed))
         joined = list(self.summaries(rows))

@@ -109,7 +109,7 @@ def write_sweep(name: str, tasks: Sequence[str], plans: Sequence[Table], **rest:
 
 
 def write_rates() -> None:
-    """Every task at several rates, as it is written."""
+    """Every task at several learning rates, without a plan."""
     for name, tasks, mode in (("rates_simulated", simulated_tasks(), "peppp"), ("rates_stored", stored_tasks(), "store")):
         texts = [task(data, for_rates(how), lr=lr) for data, how in tasks for lr in RATES[how["model"]]]
         write_sweep(name, texts, [{}], mode=mode)

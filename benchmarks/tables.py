@@ -18,10 +18,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 MARKS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
 WORDS = {
-    "as written": "baseline",
     "checkpointing": "activation checkpointing",
     "by hand": "an eager loop",
-}  # of results, and of the page
+}  # names in results: names on the page
 
 
 def newest(name: str, keys: tuple[str, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Whether training still works: activations in 8, 4 and 2 bits beside bf16 as written, three seeds; rows in results/train_activations.json.
+"""Whether training still works: activations in 8, 4 and 2 bits beside bf16, three seeds; rows in results/train_activations.json.
 
     PAREDOWN_DATA=folder python benchmarks/train_activations.py     # one GPU; --data folder does the same
     python benchmarks/train_activations.py --model gpt --seeds 0 1  # some of it
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from loops import AS_WRITTEN, Log, Way, applied, chosen, common_options, failure, release
+from loops import BASELINE, Log, Way, applied, chosen, common_options, failure, release
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -31,7 +31,7 @@ from paredown.models import MODELS
 from paredown.models.transformer import token_loss
 from paredown.tasks.training import learning_rate
 
-WAYS = (AS_WRITTEN, *(Way(text, text) for text in ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")))
+WAYS = (BASELINE, *(Way(text, text) for text in ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")))
 NUM_BYTES = 256
 CHECK_EVERY = 50  # steps between looks at the loss
 PAD = 4  # pixels that a crop may move
@@ -93,7 +93,7 @@ class Row:
     status: str = "done"  # or "diverged", "failed"
     mean: float | None = None
     deviation: float | None = None  # of the seeds, one less than their number in the divisor
-    mean_difference: float | None = None  # from the same seeds as written
+    mean_difference: float | None = None  # from the baseline with the same seeds
     num_diverged: int | None = None
     error: str | None = None
 
@@ -293,7 +293,7 @@ def line(row: Row) -> str:
     if row.seed is None:
         diverged = f"  {row.num_diverged} DIVERGED" if row.num_diverged else ""
         against = number(row.mean_difference, "+.4f")
-        return f"{head} {row.metric} {number(row.mean)} +- {number(row.deviation)}  {against} against as written{diverged}"
+        return f"{head} {row.metric} {number(row.mean)} +- {number(row.deviation)}  {against} against the baseline{diverged}"
     peak = "" if row.peak_bytes is None else f"  peak {row.peak_bytes / 2**20:.0f} MiB"
     figures = f"{row.metric} {number(row.value)}  train loss {number(row.train_loss)}  {number(row.seconds, '.1f')} s{peak}"
     return f"{head} seed {row.seed}  {figures}  {row.error or row.status}"
@@ -305,7 +305,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("PAREDOWN_DATA", "data")), help="folder (PAREDOWN_DATA)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
-        "--plan", nargs="+", default=[""], help="only ways whose name contains one of these; as written runs always"
+        "--plan", nargs="+", default=[""], help="only variants whose name contains one of these; the baseline always runs"
     )
     parser.add_argument("--share", type=float, default=1.0, help="of the steps, where time is short")
     return parser.parse_args()
@@ -330,7 +330,7 @@ def main() -> None:
     for task, way in ((task, way) for task in tasks for way in ways):
         of_task = [row for row in rows if row.task == task.name]
         of_way = [row for row in of_task if row.way == way.name]
-        joined = summary(of_way, [row for row in of_task if row.way == AS_WRITTEN.name])
+        joined = summary(of_way, [row for row in of_task if row.way == BASELINE.name])
         log.add(joined)
         print(line(joined), flush=True)
 

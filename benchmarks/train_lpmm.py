@@ -65,7 +65,7 @@ class Way:
         """torch's own, or paredown's."""
         if self.tier is None:
             made = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[rule]
-            is_cuda = next(model.parameters()).is_cuda  # on a CPU, torch's fused SGD leaves bfloat16 weights as they are
+            is_cuda = next(model.parameters()).is_cuda  # on a CPU, torch's fused SGD does not update bfloat16 weights
             return made(model.parameters(), fused=is_cuda, **options)
         tier = None if self.has_session else self.tier  # a session's plan says it
         ours: dict[str, Any] = {"tier": tier, "rounding": self.rounding, "microbatches": microbatches, "seed": seed}

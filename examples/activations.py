@@ -1,7 +1,7 @@
-"""What a training step keeps, and what it costs to keep less: `make activations` runs this.
+"""What a training step stores, and what it costs to store less: `make activations` runs this.
 
-A small ResNet learns handwritten digits four times side by side, from the same start and on the same batches: as it is written, and with
-its saved activations in 8, 4 and 2 bits. First comes what arithmetic says of one step, then what was measured. Float32, on the CPU.
+A small ResNet learns handwritten digits four times in parallel, from the same seed and on the same batches: without a plan (the baseline),
+and with its saved activations in 8, 4 and 2 bits. Predictions for one step come first, then measurements. Float32, on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import paredown as pare
 from paredown.models import resnet18
 
 WAYS = {
-    "as written": None,
+    "baseline": None,
     "8 bits": pare.Plan.preset("activations8"),
     "4 bits": pare.Plan.preset("activations4"),
     "2 bits": pare.Plan.preset("activations2"),
@@ -181,7 +181,7 @@ def progress(names: list[str], num_steps: int) -> Generator[Report]:
 def table(runs: list[Run]) -> str:
     """A row for each run."""
     rows = [
-        ("", "waiting,", "waiting,", "peak,", "test", "time of"),
+        ("", "stored,", "stored,", "peak,", "test", "time of"),
         ("", "measured", "predicted", "predicted", "accuracy", "a step"),
         *((run.name, *(mib(n) for n in run.sizes()), f"{run.num_right / run.num_tested:.1%}", run.step_time()) for run in runs),
     ]
@@ -202,10 +202,10 @@ def lesson(runs: list[Run]) -> str:
     changes = ", ".join(f"{run.num_right - plain.num_right:+d} in {run.name}" for run in packed)
     slower = max(run.seconds for run in packed) / plain.seconds
     paragraphs = (
-        f"Saved: what waits for backward is smaller by {times}. (Measured as written: every storage that autograd saved. "
-        "Packed: what the session holds; statistics and other small tensors stay as they are, and are in the prediction.)",
-        f"Cost: {plain.num_right} of {plain.num_tested} unseen digits were read right as written, {changes}; one seed, so a few digits are "
-        f"chance. A step took up to {slower:.1f}x as long, on one core of this CPU.",
+        f"Saved: activations between forward and backward are smaller by {times}. (Measured in the baseline: every storage that autograd "
+        "saved. Packed: what the session holds; statistics and other small tensors are unmodified, and are in the prediction.)",
+        f"Cost: {plain.num_right} of {plain.num_tested} test digits are classified correctly by the baseline, {changes}; one seed, so a "
+        f"few digits are chance. A step took up to {slower:.1f}x as long, on one core of this CPU.",
     )
     width = min(get_terminal_size().columns, 100)
     return "\n".join(fill(paragraph, width) for paragraph in paragraphs)
@@ -218,7 +218,7 @@ ADVICE = """For your own model, in the loop that you have:
     print(pare.footprint(trace))        # needs no GPU
     session = pare.apply(pare.Plan.preset("activations4"), model)
     ...                                 # train as before
-    print(session.changes)              # what was not done as asked, and why"""
+    print(session.changes)              # slots not stored as requested, and why"""
 
 
 if __name__ == "__main__":

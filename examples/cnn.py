@@ -17,7 +17,7 @@ from paredown.tasks.lookup import find_task
 def main() -> None:
     """Print what is predicted, then what training within it gives."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", default="40%", help='of the step as written, or bytes: "8GiB"')
+    parser.add_argument("--budget", default="40%", help='of the peak of the baseline, or bytes: "8GiB"')
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
 
@@ -34,11 +34,11 @@ def main() -> None:
 
     # 1. What one step takes, without running it; "cuda" works here without a GPU.
     trace = pare.trace_step(model, first, loss=cross_entropy, optimizer="adamw", device="cpu")
-    written = pare.footprint(trace)
-    activations = written.by_role[pare.Role.ACTIVATION]
-    print(f"as written: {written.peak_bytes / 2**20:.1f} MiB at the peak, {activations / 2**20:.1f} of them activations")
+    baseline = pare.footprint(trace)
+    activations = baseline.by_role[pare.Role.ACTIVATION]
+    print(f"baseline: {baseline.peak_bytes / 2**20:.1f} MiB at the peak, {activations / 2**20:.1f} of them activations")
 
-    # 2. A format for every tensor, so that the peak is within the budget; or a sentence that says what would fit.
+    # 2. A format for every tensor, so that the peak is within the budget; or an error that names the smallest budget.
     try:
         plan = pare.assign(trace, options.budget)
     except pare.BudgetError as error:
@@ -49,18 +49,18 @@ def main() -> None:
     # 3. The loop is the usual one.
     session = pare.apply(plan, model)
     opt = pare.optim.AdamW(model.parameters(), lr=3e-3)
-    with explain_on_out_of_memory(trace, plan):  # no memory after all: which role grew, and which plan is next
+    with explain_on_out_of_memory(trace, plan):  # an out-of-memory error names the role that grew and the next plan
         for step, (x, y) in zip(range(options.steps), data, strict=False):
             x, y = batch(x, y)
             loss = cross_entropy(model(x), y)
-            waiting = session.stored_bytes
+            stored = session.stored_bytes
             loss.backward()
             opt.step()
             opt.zero_grad()
             if step % 10 == 9:
-                print(f"step {step + 1}: loss {loss.item():.3f}, {waiting / 2**20:.1f} MiB of activations waited")
-    print(f"{len(session.changes)} slots are not as planned; session.changes says why")
-    session.close()  # the plain model again: torch.save(model.state_dict(), ...)
+                print(f"step {step + 1}: loss {loss.item():.3f}, {stored / 2**20:.1f} MiB of packed activations")
+    print(f"{len(session.changes)} slots are not stored as planned; session.changes has the reasons")
+    session.close()  # restores the unmodified model: torch.save(model.state_dict(), ...)
 
 
 if __name__ == "__main__":

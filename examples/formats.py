@@ -105,7 +105,7 @@ def error(stored: Tensor, exact: Tensor) -> float:
 
 
 def table(rows: list[Measured], x: Tensor, *, wide: bool) -> Table:
-    """The rows as a table; the names of the catalog where there is room for them."""
+    """The rows as a table; the names of the catalog if they fit the width."""
     out = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1) if wide else (0, 1, 0, 0))
     for heading in (("name",) if wide else ()) + ("format",):
         out.add_column(heading, no_wrap=True)

@@ -46,7 +46,7 @@ def main() -> None:
     batch = {name: torch.empty(8, 64, dtype=torch.long) for name in ("input_ids", "labels")}
     trace = pare.trace_step(model, batch, optimizer="adamw", device="cpu")
     sizes = [pare.footprint(trace, p).peak_bytes / 2**20 for p in (None, plan)]
-    print(f"predicted peak: {sizes[0]:.1f} MiB as written, {sizes[1]:.1f} MiB under the plan")
+    print(f"predicted peak: {sizes[0]:.1f} MiB of the baseline, {sizes[1]:.1f} MiB under the plan")
 
     with TemporaryDirectory() as folder:
         args = TrainingArguments(

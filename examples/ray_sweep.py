@@ -36,7 +36,7 @@ def main() -> None:
     print(f"{ran} trials were run")
     print(*count(store))
     for row in rows(store):
-        plan = pare.Plan.from_json(row["plan"]).reason or "as written"
+        plan = pare.Plan.from_json(row["plan"]).reason or "baseline"
         print(f"seed {row['seed']}: {row['status']}, error {row['error']:.3f}; {plan}")
     store.close()
 

@@ -28,14 +28,14 @@ def printed(script: str, *arguments: str, cwd: Path, apart: bool = False) -> str
 def test_the_demo_measures_what_it_predicts(tmp_path: Path) -> None:
     text = printed("activations.py", "--steps", "4", cwd=tmp_path, apart=True)
     assert "\x1b" not in text and "\r" not in text, "a pipe gets plain text"
-    rows = re.findall(r"^(as written|\d bits) +([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB +[\d.]+% +\d+ ms$", text, re.MULTILINE)
-    assert [row[0] for row in rows] == ["as written", "8 bits", "4 bits", "2 bits"]
+    rows = re.findall(r"^(baseline|\d bits) +([\d.]+) MiB +([\d.]+) MiB +([\d.]+) MiB +[\d.]+% +\d+ ms$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == ["baseline", "8 bits", "4 bits", "2 bits"]
     for _, measured, predicted, _ in rows:
-        assert float(measured) == pytest.approx(float(predicted), abs=0.02), "small tensors stay as they are: 0.01 MiB"
+        assert float(measured) == pytest.approx(float(predicted), abs=0.02), "small tensors are unmodified: 0.01 MiB"
     assert all(float(a[1]) > float(b[1]) and float(a[3]) > float(b[3]) for a, b in pairwise(rows)), "fewer bits, fewer bytes"
-    for said in ("layer1.0.conv1:input", "Saved: what waits", "Cost: ", "pare.trace_step(model"):
+    for said in ("layer1.0.conv1:input", "Saved: activations", "Cost: ", "pare.trace_step(model"):
         assert said in text
-    assert max(len(line) for line in text[text.index("waiting,") :].splitlines()) <= 80
+    assert max(len(line) for line in text[text.index("stored,") :].splitlines()) <= 80
 
 
 def test_the_optimizers_take_what_is_predicted_and_nearest_stalls(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_frontier_is_what_no_other_point_beats(monkeypatch: pytest.MonkeyPat
 
 def test_a_cnn_within_a_budget(tmp_path: Path) -> None:
     text = printed("cnn.py", "--steps", "2", "--budget", "50%", cwd=tmp_path)
-    sizes = re.search(r"as written: ([\d.]+) MiB.*\nwithin 50%: ([\d.]+) MiB predicted", text)
+    sizes = re.search(r"baseline: ([\d.]+) MiB.*\nwithin 50%: ([\d.]+) MiB predicted", text)
     assert sizes and float(sizes[2]) <= float(sizes[1]) / 2 + 0.05
     assert (tmp_path / "plan.json").is_file()
 
@@ -100,7 +100,7 @@ def test_a_fine_tune_is_read_back(tmp_path: Path) -> None:
     for library in ("transformers", "accelerate"):
         pytest.importorskip(library)
     text = printed("hugging_face.py", "--steps", "5", cwd=tmp_path)
-    sizes = re.search(r"predicted peak: ([\d.]+) MiB as written, ([\d.]+) MiB under the plan", text)
+    sizes = re.search(r"predicted peak: ([\d.]+) MiB of the baseline, ([\d.]+) MiB under the plan", text)
     assert sizes and float(sizes[2]) < 0.6 * float(sizes[1])
     assert re.search(r"^step 5: loss [\d.]+, optimizer [\d.]+ MiB$", text, re.MULTILINE)
     assert text.endswith("from_pretrained gives the same weights\n")

@@ -62,7 +62,7 @@ BAD = {
     "8Gbit": "unit 'Gbit' is unknown",
     "8 parsecs": "unit 'parsecs' is unknown",
     "\u0668GiB": "cannot be read",
-    "60%": "nothing here to take it of",
+    "60%": "no size is known here that it is relative to",
     -1: "below 0",
     True: "type bool",
     0.6: "type float",

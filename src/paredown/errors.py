@@ -1,10 +1,10 @@
-"""The exceptions of paredown: every one is a `ParedownError`, and says what, where, the numbers and what to do next."""
+"""The exceptions of paredown. Each is a `ParedownError`; its message names the value, the place, the limits and what to do next."""
 
-LONGEST = 2000  # letters of a message: what it quotes may be of any length
+LONGEST = 2000  # characters of a message; text quoted from a file can have any length
 
 
 class ParedownError(Exception):
-    """Anything that paredown itself refuses."""
+    """Base class of all errors that paredown raises itself."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -16,37 +16,37 @@ class FormatError(ParedownError, ValueError):
 
 
 class CodecError(ParedownError, ValueError):
-    """A tensor that cannot be stored the way it was asked for."""
+    """A tensor that cannot be encoded or decoded in the requested format."""
 
 
 class PlanError(ParedownError, ValueError):
-    """A plan that says something impossible, or that nothing in the model answers to."""
+    """A plan that is invalid, or a rule of it that matches no slot of the model."""
 
 
 class TraceError(ParedownError, RuntimeError):
-    """A step that cannot be followed without running it."""
+    """A training step that cannot be traced with fake tensors."""
 
 
 class ApplyError(ParedownError, RuntimeError):
-    """A plan that cannot be put onto this model, here and now."""
+    """A plan that cannot be applied to this model in its current state."""
 
 
 class VerificationError(ParedownError, RuntimeError):
-    """Gradients under a plan that are not those of the unmodified model."""
+    """Gradients under a plan that differ from those of the unmodified model by more than the tolerance."""
 
 
 class BudgetError(ParedownError, ValueError):
-    """A size that is misspelled, or a budget that nothing fits; `smallest_bytes`: what would do, where that is known."""
+    """A size that cannot be parsed, or a budget that no plan fits; `smallest_bytes` is the smallest budget that one fits, if known."""
 
     smallest_bytes: int | None = None
 
 
 class OptimError(ParedownError, RuntimeError):
-    """An optimizer that is asked for what it cannot do, or a state that does not belong to it."""
+    """An option that an optimizer does not support, or a state_dict of another optimizer."""
 
 
 class SweepError(ParedownError, ValueError):
-    """A sweep that is described wrongly, or that cannot go on."""
+    """A sweep whose description is invalid, or that cannot continue."""
 
 
 class StoreError(ParedownError, RuntimeError):
@@ -54,12 +54,12 @@ class StoreError(ParedownError, RuntimeError):
 
 
 class ReportError(ParedownError, ValueError):
-    """A record that cannot be read, or a page that cannot be made or served."""
+    """A record that cannot be read, or a report page that cannot be written or served."""
 
 
 class TaskError(ParedownError, ValueError):
-    """A task that cannot be found, or whose model, data and settings do not fit together."""
+    """A task that does not exist, or whose model, data and settings are inconsistent."""
 
 
 class PriorError(ParedownError, ValueError):
-    """A file of earlier tasks that cannot be read or made, or a name that none has."""
+    """A prior that cannot be read or written, or a name that no prior has."""

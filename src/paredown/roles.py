@@ -1,25 +1,25 @@
-"""Why a tensor exists."""
+"""`Role`: the purpose of a tensor in a training step, such as weight, gradient or activation."""
 
 from enum import Enum
 
 
 class Role(str, Enum):
-    """What a tensor is for in a training step; its text is the word that plans, traces and reports use."""
+    """The purpose of a tensor in a training step; the value is the word that plans, traces, JSON and reports use."""
 
     WEIGHT = "weight"
     GRADIENT = "gradient"  # the accumulator of a parameter's gradient
     MOMENT1 = "moment1"
     MOMENT2 = "moment2"
-    MASTER = "master"  # a wider copy of a weight
-    RESIDUE = "residue"  # what rounding left over
-    ACTIVATION = "activation"  # saved for backward
+    MASTER = "master"  # a copy of a weight in higher precision
+    RESIDUE = "residue"  # the rounding error of a weight, which restores its higher precision
+    ACTIVATION = "activation"  # saved by autograd for backward
     ERROR = "error"  # the gradient of an activation
     BUFFER = "buffer"
-    INPUT = "input"  # what the caller brings and keeps
+    INPUT = "input"  # the batch, which the caller holds
     TEMPORARY = "temporary"
 
 
 FORMATTED = tuple(
     role for role in Role if role not in (Role.BUFFER, Role.INPUT, Role.TEMPORARY)
-)  # those that a plan may give a format
-ACCUMULATED = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT2)  # sums of many small changes, which rounding to nearest would lose
+)  # roles that a plan can assign a format to
+ACCUMULATED = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT2)  # sums of many small updates, which rounding to nearest would lose

@@ -1,8 +1,8 @@
 """The checked JSON reader: files, versions, field names and field values, with one set of limits and one wording for all errors.
 
-A JSON file can hold anything: numbers of thousands of digits, NaN, lists nested a thousand deep, or a directory in its place. `read_json`
-gives the value of a file or raises the given ParedownError; `object_parts` checks version and field names; `check_fields` checks values
-against a table of `Check`s. `brief` quotes any value in a message, also those that `repr` fails on.
+A JSON file can hold anything: numbers of thousands of digits, NaN, lists nested a thousand deep; its path can name a directory.
+`read_json` returns the value of a file or raises the given ParedownError; `object_parts` checks version and field names; `check_fields`
+checks values against a table of `Check`s. `brief` quotes any value in a message, also values that `repr` fails on.
 
 >>> brief([1, 2]), brief(10**6000), brief([10**6000])
 ('[1, 2]', 'a whole number of about 6001 digits', 'a list of 1')
@@ -12,11 +12,9 @@ Traceback (most recent call last):
     ...
 paredown.errors.PlanError: seed of a trial is a whole number of at most 64 bits, not a whole number of about 401 digits.
 
-Dataclasses to JSON and back, by the types of their fields: a sentence that names the place where a value is something else.
-
-Text, whole numbers from 0 to 2^53 (what JavaScript counts exactly), finite numbers, true and false, None where the type allows it,
-tuples as lists, mappings of texts, NamedTuples as lists, dataclasses as objects. A field with a default may be missing; an unknown
-one is an error.
+`dump_dataclass` and `read_dataclass` convert dataclasses to JSON and back by the types of their fields: str, int from 0 to 2^53 (the
+integers that JavaScript represents exactly), finite float, bool, `X | None`, tuples and NamedTuples as lists, mappings and dataclasses
+as objects. A field with a default can be missing; an unknown field is an error. Errors name the path of the value:
 
 >>> read_dataclass(tuple[int, ...], [1, -2], "sizes")
 Traceback (most recent call last):
@@ -38,25 +36,25 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from paredown.errors import ParedownError, ReportError
 
-MOST_BYTES = 1 << 28  # of a JSON file
-BITS = 63  # of whole numbers, beside the sign: what SQLite, PostgreSQL, numpy and torch store
-LARGEST = 1e300  # of numbers that are added up: their sums are finite too
-SHOWN = 80  # letters of a value in a message
-SHOWN_BITS = 133  # of a whole number that is quoted, 40 digits
+MOST_BYTES = 1 << 28  # the largest JSON file that is read
+BITS = 63  # of integers, without the sign: what SQLite, PostgreSQL, numpy and torch store
+LARGEST = 1e300  # the largest number that is summed up, so that sums stay finite
+SHOWN = 80  # characters of a value in a message
+SHOWN_BITS = 133  # of an integer that is quoted in full: 40 digits
 
 Raises = Callable[[str], ParedownError]
 PathText = str | PathLike[str]
 
 
 class Check(NamedTuple):
-    """Whether a value is allowed, and what is allowed, in words."""
+    """A predicate on values, and a text that describes the allowed values."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
 def is_whole(value: object) -> bool:
-    """Whether `value` is an integer of at most 64 bits, and no bool."""
+    """Whether `value` is an integer of at most 64 bits, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and -(1 << BITS) <= value < 1 << BITS
 
 
@@ -66,7 +64,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_number(value: object, largest: float = sys.float_info.max) -> bool:
-    """Whether `value` is a finite number; an integer beyond `largest`, by default the largest float64, is not."""
+    """Whether `value` is a finite number of at most `largest` in absolute value (by default the largest float64)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= largest
 
 
@@ -83,12 +81,12 @@ TEXT = Check(is_text, "text")
 
 
 def or_none(check: Check) -> Check:
-    """`check`, or None."""
+    """A check that also allows None."""
     return Check(lambda value: value is None or check.holds(value), f"{check.expected}, or None")
 
 
 def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Raises) -> None:
-    """`error` for the first field of a mapping or an object that its check refuses; `what` is the kind of object in the message."""
+    """Raise `error` for the first field of a mapping or an object that fails its check; `what` names the kind of object."""
     for name, check in checks.items():
         value = values[name] if isinstance(values, Mapping) else getattr(values, name)
         if not check.holds(value):
@@ -98,7 +96,7 @@ def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Rai
 def object_parts(
     value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises
 ) -> dict[str, Any]:
-    """The fields of a JSON object without its version; `error` for another value, another version, or missing or unknown fields.
+    """The fields of a JSON object without its version; raises `error` if it is no object, too new, or has missing or unknown fields.
 
     >>> from paredown.errors import PlanError
     >>> object_parts({"version": 1, "a": 2}, "pair", ("a", "b"), ("a",), 1, PlanError)
@@ -116,9 +114,9 @@ def object_parts(
 
 
 def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name: str = "", most_bytes: int = MOST_BYTES) -> Any:
-    """The value of a JSON file; `error` where the file cannot be read, is too large, or holds no JSON.
+    """The value of a JSON file; raises `error` if the file cannot be read, is too large, or is not JSON.
 
-    `hint`: what to do next. `name`: what messages call the file, where not by its path.
+    `hint` is appended to the message about a file that is not JSON. `name` replaces the path in messages.
     """
     data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
     try:
@@ -128,14 +126,14 @@ def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name:
 
 
 def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most_bytes: int = MOST_BYTES) -> bytes:
-    """The bytes of a file; `error` where it is missing, a directory, unreadable or larger than `most_bytes`."""
+    """The bytes of a file; raises `error` if it is missing, a directory, unreadable or larger than `most_bytes`."""
     try:
         size = Path(path).stat().st_size
         data = Path(path).read_bytes() if size <= most_bytes else b""
     except OSError as reason:
         why = reason.strerror or type(reason).__name__
         raise error(f"{name or path} cannot be read: {why}. Give the path of a {what} that this user may read.") from None
-    except ValueError as reason:  # a zero byte or half a character in the path
+    except ValueError as reason:  # a zero byte or a lone surrogate in the path
         raise error(f"{brief(name or str(path))} cannot be the path of a {what}: {reason}.") from None
     if size > most_bytes:
         raise error(f"{name or path} has {size} bytes; a {what} of more than {most_bytes} bytes is not read.")
@@ -143,12 +141,12 @@ def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most
 
 
 def brief(value: object, length: int = SHOWN) -> str:
-    """A value in a message, cut to one short line, whatever the value is."""
+    """`repr(value)` cut to `length` characters, or a description of a value that `repr` cannot print."""
     if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
         return f"a whole number of about {value.bit_length() * 30103 // 100000 + 1} digits"
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a part of thousands of digits; too deep
+    except (ValueError, RecursionError):  # an integer of thousands of digits inside; nested too deep
         size = f" of {len(value)}" if isinstance(value, list | tuple | dict) else ""
         return f"{NAMES.get(type(value), f'a value of type {type(value).__name__}')}{size}"
     return text if len(text) <= length else f"{text[: length - 3]}..."
@@ -157,7 +155,7 @@ def brief(value: object, length: int = SHOWN) -> str:
 NAMES: Mapping[type, str] = {list: "a list", tuple: "a tuple", dict: "an object"}
 
 
-# --- Dataclasses to JSON and back, by the types of their fields ---
+# --- dataclasses to JSON and back ------------------------------------------------------------------------------------
 
 LARGEST_IN_JAVASCRIPT = 2**53
 
@@ -175,7 +173,7 @@ PLAIN: Mapping[Any, Check] = {
 
 
 def read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    """`value` as a `kind`; ReportError names the place in `where`."""
+    """`value` converted to the type `kind`; ReportError names the path of the first wrong value, which starts with `where`."""
     if kind in PLAIN:
         check, needed = PLAIN[kind]
         return value if check(value) else _refuse(where, needed, value)
@@ -222,7 +220,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def dump_dataclass(value: Any) -> Any:
-    """The JSON value that `read_dataclass` takes."""
+    """The JSON value that `read_dataclass` reads."""
     if is_dataclass(value):
         return {row.name: dump_dataclass(getattr(value, row.name)) for row in fields(value)}
     if isinstance(value, Mapping):

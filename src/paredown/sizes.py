@@ -1,7 +1,7 @@
-"""Sizes as people write them, and as people read them.
+"""Sizes in bytes from text and back: `parse_bytes("8GiB")`, `say_bytes(1739461755)`.
 
-A size is a count of bytes, or text: a number and a unit, or a share of something whole. `8GB` is 8 * 1000^3 bytes, `8GiB` is
-8 * 1024^3. The arithmetic is exact, and what is left of a byte is dropped, so that a budget never grows by rounding.
+A size is an integer, a number with a unit, or a percentage of another size. `8GB` is 8 * 1000^3 bytes, `8GiB` is 8 * 1024^3. The
+arithmetic is exact, and fractions of a byte are dropped, so that a budget never grows by rounding.
 
 >>> parse_bytes("1.5GiB"), parse_bytes("8 GB"), parse_bytes("60%", whole=1001)
 (1610612736, 8000000000, 600)
@@ -20,22 +20,19 @@ from paredown.serial import brief
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-
-# --- Sizes as people write them, and as people read them ---
-
 PREFIXES = "KMGTP"
 UNITS = {"": 1, "b": 1} | {
     f"{prefix}{ending}".lower(): base**power
     for power, prefix in enumerate(PREFIXES, 1)
     for ending, base in (("B", 1000), ("iB", 1024))
 }
-LARGEST = 1 << 200  # bytes that are said in units
+LARGEST = 1 << 200  # bytes that say_bytes prints in units; larger counts exceed a float or fill a screen with digits
 TEXT = re.compile(r"\s*(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*(?P<unit>[A-Za-z]*|%)\s*")
 ALLOWED = "a size is a whole number of bytes from 0 up, or text such as '8GiB', '1.5 GB' or '60%'"
 
 
 def parse_bytes(size: int | str, *, whole: int | None = None) -> int:
-    """The bytes that `size` means; a percentage is taken of `whole`."""
+    """`size` in bytes; a percentage is relative to `whole`."""
     if isinstance(size, str):
         return _parse_text(size, whole)
     if isinstance(size, bool) or not hasattr(size, "__index__"):
@@ -52,7 +49,9 @@ def _parse_text(text: str, whole: int | None) -> int:
     number, unit = Fraction(match["number"]), match["unit"].lower()
     if unit == "%":
         if whole is None:
-            raise BudgetError(f"size {text!r} is a share, and there is nothing here to take it of: write bytes, such as '8GiB'.")
+            raise BudgetError(
+                f"size {text!r} is a percentage, and no size is known here that it is relative to: write bytes, such as '8GiB'."
+            )
         return int(number * whole / 100)
     if unit not in UNITS:
         raise BudgetError(f"size {text!r}: unit {match['unit']!r} is unknown{_hint(match['number'], unit)}; {ALLOWED}.")
@@ -60,7 +59,7 @@ def _parse_text(text: str, whole: int | None) -> int:
 
 
 def _hint(number: str, unit: str) -> str:
-    """What a lone prefix could mean: 8G is 8GiB to some and 8GB to others."""
+    """The two units that a prefix without B can mean: 8G is 8GiB or 8GB."""
     prefix = unit[:1].upper()
     return f": write {number}{prefix}iB or {number}{prefix}B" if prefix and prefix in PREFIXES else ""
 
@@ -74,7 +73,7 @@ def say_bytes(count: int) -> str:
     >>> say_bytes(10**6000)
     '2^19931 B or more'
     """
-    if abs(count) > LARGEST:  # a float has no room for it, nor a screen for its digits
+    if abs(count) > LARGEST:
         return f"{'-' * (count < 0)}2^{count.bit_length() - 1} B or more"
     if abs(count) < 1024:
         return f"{count} B"

@@ -1,24 +1,74 @@
-"""Rows of texts as a table: aligned columns for a terminal, HTML for a notebook."""
+"""The one table printer: aligned columns of text for a terminal, an HTML table for a notebook.
+
+`Table` prints column names and rows of text; `TableRows` is a tuple of records (dataclasses) that prints as such a table, which
+`session.changes`, `session.actions` and explanations of plans are.
+
+>>> print(Table(("plan", "peak"), [("baseline", "1.25 MiB"), ("lpmm", "612 KiB")], right={1}))
+plan          peak
+baseline  1.25 MiB
+lpmm       612 KiB
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from html import escape
+from typing import Any, ClassVar, Self, TypeVar
+
+Record = TypeVar("Record")
 
 
-def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text, padded so that columns stand below each other.
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under column names; `right` has the indices of the columns that are aligned right, such as numbers."""
 
-    >>> print(in_columns([("slot", "format"), ("a:input", "int8")]))
-    slot     format
-    a:input  int8
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Collection[int] = ()
+
+    def lines(self) -> list[str]:
+        """The column names and then each row, padded to the same widths, without trailing spaces."""
+        cells = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return [
+            "  ".join(
+                cell.rjust(width) if i in self.right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_html(self) -> str:
+        """The same rows as an HTML table."""
+        head, *body = [[escape(cell) for cell in row] for row in (self.columns, *self.rows)]
+        rows = "".join(f"<tr>{''.join(f'<td>{cell}' for cell in row)}</tr>" for row in body)
+        return f"<table><tr>{''.join(f'<th>{cell}' for cell in head)}</tr>{rows}</table>"
 
 
-def in_html(rows: Sequence[Sequence[str]]) -> str:
-    """The same as a table of HTML, the first row as its head."""
-    head, *body = [[escape(cell) for cell in row] for row in rows]
-    lines = "".join(f"<tr>{''.join(f'<td>{cell}' for cell in row)}</tr>" for row in body)
-    return f"<table><tr>{''.join(f'<th>{cell}' for cell in head)}</tr>{lines}</table>"
+class TableRows(tuple[Record, ...]):
+    """A tuple of records that prints as a table; a subclass names its columns, and the text that stands for no rows."""
+
+    __slots__ = ()
+    columns: ClassVar[Sequence[str]]
+    if_empty: ClassVar[str] = ""
+
+    def __new__(cls, rows: Iterable[Record] = ()) -> Self:
+        """A tuple of `rows`."""
+        return super().__new__(cls, rows)
+
+    def cells(self, row: Any) -> tuple[str, ...]:
+        """The texts of one row, one for each column: by default the fields of a dataclass."""
+        return tuple(map(str, astuple(row)))
+
+    def _table(self) -> Table:
+        return Table(self.columns, [self.cells(row) for row in self])
+
+    def __repr__(self) -> str:
+        return str(self._table()) if self or not self.if_empty else self.if_empty
+
+    def _repr_html_(self) -> str:
+        return self._table().to_html()

@@ -39,18 +39,18 @@ def test_the_bytes_are_those_of_the_footprint(folder: Path) -> None:
 
 
 def test_a_model_alone_gets_a_batch_of_the_shape_that_is_said(folder: Path) -> None:
-    one = asked_json("estimate", "net.py:model", "--input", "3x8x8", "--batch", "8", "--device", "cpu", "--plan", "as_written")
-    other = asked_json("estimate", "net.py:both", "--device", "cpu", "--plan", "as_written")
+    one = asked_json("estimate", "net.py:model", "--input", "3x8x8", "--batch", "8", "--device", "cpu", "--plan", "baseline")
+    other = asked_json("estimate", "net.py:both", "--device", "cpu", "--plan", "baseline")
     assert one["plans"] == other["plans"]
-    module = asked_json("estimate", "net:model", "--input", "3x8x8", "--batch", "8", "--device", "cpu", "--plan", "as_written")
+    module = asked_json("estimate", "net:model", "--input", "3x8x8", "--batch", "8", "--device", "cpu", "--plan", "baseline")
     assert module["plans"] == one["plans"], "a module by name is the same as its file"
 
 
-@pytest.mark.parametrize("plan", ["as_written", "activations8", "lpmm"])
+@pytest.mark.parametrize("plan", ["baseline", "activations8", "lpmm"])
 @pytest.mark.parametrize("budget", [300_000, 2_000_000, 2_100_001])
 def test_the_largest_batch_fits_and_the_next_does_not(folder: Path, plan: str, budget: int) -> None:
     words = ("estimate", "net.py:both", "--device", "cpu", "--plan", plan, "--batch", "auto", "--budget", str(budget))
-    rules = pare.Plan() if plan == "as_written" else pare.Plan.preset(plan)
+    rules = pare.Plan() if plan == "baseline" else pare.Plan.preset(plan)
     smallest = pare.footprint(traced(1), rules).peak_bytes
     largest = asked_json(*words, status=0 if smallest <= budget else 3)["plans"][0]["largest_batch"]
     if smallest > budget:
@@ -78,7 +78,7 @@ def test_a_plan_is_within_its_budget_and_is_explained(folder: Path) -> None:
     plan, trace = pare.Plan.load("mine.json"), traced()
     assert pare.Plan.from_json(value["plan"]) == plan and value["file"] == "mine.json"
     whole = pare.footprint(trace).peak_bytes
-    assert value["written_bytes"] == whole and value["budget_bytes"] == whole * 70 // 100
+    assert value["baseline_bytes"] == whole and value["budget_bytes"] == whole * 70 // 100
     assert value["peak_bytes"] == pare.footprint(trace, plan).peak_bytes <= value["budget_bytes"]
     told = asked_json("explain", "mine.json", "--model", "net.py:both", "--device", "cpu")
     assert told["words"] == plan.explain().splitlines()
@@ -88,19 +88,30 @@ def test_a_plan_is_within_its_budget_and_is_explained(folder: Path) -> None:
     assert status == 0 and out.strip() == plan.explain()
 
 
+def test_names_of_version_0_1_are_accepted_for_one_release(folder: Path) -> None:
+    value = asked_json("plan", "net.py:both", "--budget", "70%", "--device", "cpu", "-o", "mine.json")
+    assert value["written_bytes"] == value["baseline_bytes"]
+    slots = asked_json("explain", "mine.json", "--model", "net.py:both", "--device", "cpu")["slots"]
+    assert slots and all(row["written_bytes"] == row["baseline_bytes"] for row in slots)
+    status, out, err = ask("estimate", "net.py:both", "--device", "cpu", "--plan", "as_written", "--json")
+    assert status == 0 and "plan 'as_written' is called 'baseline' now" in err
+    old, new = json.loads(out)["plans"], asked_json("estimate", "net.py:both", "--device", "cpu", "--plan", "baseline")["plans"]
+    assert [{**row, "plan": ""} for row in old] == [{**row, "plan": ""} for row in new]
+
+
 def test_a_measured_plan_needs_numbers(folder: Path) -> None:
     value = asked_json("plan", "net.py:both", "--budget", "70%", "--device", "cpu", "--method", "sensitivity")
     assert value["plan"]["made_for"]["method"] == "sensitivity"
     status, _, err = ask("plan", "resnet18", "--budget", "70%", "--method", "sensitivity")
-    assert status == 1 and "this one has shapes alone" in err
+    assert status == 1 and "this one has shapes only" in err
 
 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
         (("estimate", "digit"), 1, "neither a task nor a model. Closest: 'digits'"),
-        (("estimate", "net.py:model"), 1, "say what one example is"),
-        (("estimate", "net.py:model", "--input", "3x"), 1, "cannot be read"),
+        (("estimate", "net.py:model"), 1, "give the shape of one example"),
+        (("estimate", "net.py:model", "--input", "3x"), 1, "cannot be parsed"),
         (("estimate", "net.py:model", "--input", "5x8x8"), 1, "does not take examples of 5x8x8"),
         (("estimate", "net.py:number"), 1, "number returned int"),
         (("estimate", "net.py:broken"), 1, "net.py raised RuntimeError: not today"),
@@ -108,7 +119,7 @@ def test_a_measured_plan_needs_numbers(folder: Path) -> None:
         (("estimate", "net.py:none"), 1, "net.py has no function 'none'"),
         (("estimate", "gone.py:model"), 1, "there is no such file"),
         (("estimate", "gone_module:model"), 1, "No module named 'gone_module'"),
-        (("estimate", "resnet18#width=none"), 1, "cannot be made of"),
+        (("estimate", "resnet18#width=none"), 1, "cannot be built with"),
         (("estimate", "digits", "--plan", "activation4"), 1, "there is no plan 'activation4'"),
         (("estimate", "digits", "--plan", "activation=int9000"), 1, "rule 'activation'"),
         (("estimate", "digits", "--optimizer", "adagrad"), 1, "optimizer 'adagrad' is unknown"),
@@ -116,7 +127,7 @@ def test_a_measured_plan_needs_numbers(folder: Path) -> None:
         (("estimate", "digits", "--device", "tpu"), 1, "device 'tpu' is unknown"),
         (("estimate", "digits", "--budget", "8Gb8"), 2, "size '8Gb8' cannot be read"),
         (("estimate", "digits", "--batch", "auto"), 2, "auto needs --budget"),
-        (("estimate", "digits", "--batch", "-3"), 2, "'-3' is none"),
+        (("estimate", "digits", "--batch", "-3"), 2, "'-3' is no batch size"),
         (("explain", "net.py"), 1, "is no plan: it is not JSON"),
         (("plan", "digits", "--budget", "50%", "-o", "no/such/folder.json"), 1, "No such file or directory"),
         (("plan", "digits", "--budget", "50%", "--method", "alphabet"), 1, "method 'alphabet' is unknown"),

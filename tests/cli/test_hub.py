@@ -49,10 +49,10 @@ def test_the_parameters_are_those_of_the_library(folder: Path, name: str) -> Non
     model = kind(kind.config_class(**{key: part for key, part in CONFIGS[name].items() if key != "model_type"}))
     length = () if name == "vit" else ("--input", "tokens:16")
     for text in (name, str(path.relative_to(folder))):
-        value = asked_json("estimate", text, "--plan", "as_written", "--device", "cpu", *length)
+        value = asked_json("estimate", text, "--plan", "baseline", "--device", "cpu", *length)
         assert value["plans"][0]["by_role"]["weight"] == sum(4 * p.numel() for p in model.parameters())
         assert value["batch_size"] == 8 and value["optimizer"] == "adamw"
-    larger = asked_json("estimate", name, "--plan", "as_written", "--device", "cpu", "--batch", "16", *length)
+    larger = asked_json("estimate", name, "--plan", "baseline", "--device", "cpu", "--batch", "16", *length)
     assert larger["plans"][0]["by_role"]["activation"] > 1.8 * value["plans"][0]["by_role"]["activation"]
 
 
@@ -60,7 +60,7 @@ def test_the_parameters_are_those_of_the_library(folder: Path, name: str) -> Non
 def test_a_half_precision_model_takes_half_of_the_bytes(folder: Path) -> None:
     write(folder, "gpt", CONFIGS["gpt"])
     sizes = [
-        asked_json("estimate", f"gpt#length=16,dtype={dtype}", "--plan", "as_written")["plans"][0]["by_role"]["weight"]
+        asked_json("estimate", f"gpt#length=16,dtype={dtype}", "--plan", "baseline")["plans"][0]["by_role"]["weight"]
         for dtype in ("fp32", "bf16")
     ]
     assert sizes[0] == 2 * sizes[1]
@@ -83,7 +83,7 @@ def test_a_half_precision_model_takes_half_of_the_bytes(folder: Path) -> None:
 )
 def test_a_strangers_config_is_a_sentence_or_a_language_model(folder: Path, value: Any, said: str | None) -> None:
     write(folder, "odd", value)
-    status, _, err = ask("estimate", "odd", "--input", "tokens:8", "--plan", "as_written")
+    status, _, err = ask("estimate", "odd", "--input", "tokens:8", "--plan", "baseline")
     assert (status == 0) if said is None else (status == 1 and said in err), err
 
 
@@ -93,7 +93,7 @@ def test_code_that_a_config_names_is_not_run(folder: Path) -> None:
     names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     write(folder, "odd", GPT | {"auto_map": names, "architectures": ["EvilModel"], "n_positions": 16})
     (folder / "odd" / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
-    assert ask("estimate", "odd", "--plan", "as_written")[0] == 0
+    assert ask("estimate", "odd", "--plan", "baseline")[0] == 0
     write(folder, "odd", {"model_type": "evil", "auto_map": names})
     assert ask("estimate", "odd")[0] == 1
     assert not mark.exists()
@@ -115,7 +115,7 @@ def test_what_lies_on_the_hub_is_not_asked_for(folder: Path, name: str, monkeypa
         monkeypatch.setattr(socket, what, lambda *place, **_: asked.append(place))
     monkeypatch.setattr(socket.socket, "connect", lambda *place: asked.append(place))
     write(folder, name, FETCHING[name])
-    status, _, err = ask("estimate", name, "--plan", "as_written")
+    status, _, err = ask("estimate", name, "--plan", "baseline")
     assert status == 1 and "describes no model" in err and not asked
     from huggingface_hub import constants
 

@@ -31,14 +31,14 @@ def test_a_records_file_is_read_again_when_it_changes(folder: Path) -> None:
 
 def test_runs_are_shown_as_they_are(folder: Path) -> None:
     path = folder / "runs.json"
-    path.write_text(json.dumps({"task": "t", "runs": [{"name": "as written", **trial("t").to_json()}], "advice": None}))
+    path.write_text(json.dumps({"task": "t", "runs": [{"name": "baseline", **trial("t").to_json()}], "advice": None}))
     source = _source(str(path), None)
     assert len(source.read().runs) == 1 and source.read() is None
 
 
 def test_memory_is_shown_with_its_own_task() -> None:
     record = Record.of_trials("tasks", [trial("another"), trial(MLP)])
-    subject, plans = find_subject(MLP, SubjectOptions(device="cpu")), {"as written": Plan(), "lpmm": Plan.preset("lpmm")}
+    subject, plans = find_subject(MLP, SubjectOptions(device="cpu")), {"baseline": Plan(), "lpmm": Plan.preset("lpmm")}
     studies = {study.task: len(study.kept) for study in with_memory(record, subject, plans).studies}
     assert studies == {"another": 0, MLP: 2}
     alone = Record.of_trials("tasks", [trial("another")])

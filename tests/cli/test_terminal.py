@@ -35,8 +35,8 @@ def test_a_terminal_gets_a_bar_and_the_time_left(folder: Path) -> None:
     status, shown = on_terminal(folder, "train", MLP, "--device", "cpu")
     assert status == 0
     text = CONTROL.sub("", shown)
-    assert "training as written" in text and "/400" in text and " left" in text and "loss " in text
-    assert "as written  done" in text.splitlines()[-1]
+    assert "training baseline" in text and "/400" in text and " left" in text and "loss " in text
+    assert "baseline  done" in text.splitlines()[-1]
 
 
 def test_a_terminal_that_asks_for_json_gets_json(folder: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_terminal_that_asks_for_json_gets_json(folder: Path) -> None:
 def test_errors_of_the_users_code_are_sentences_and_the_rest_can_be_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "odd.py").write_text(ODD)
     status, _, err = ask("train", "odd.py:task", "--device", "cpu")
-    assert status == 1 and "odd loss" in err and "PAREDOWN_TRACEBACK=1 shows where" in err
+    assert status == 1 and "odd loss" in err and "Set PAREDOWN_TRACEBACK=1 for the traceback" in err
     monkeypatch.setenv("PAREDOWN_TRACEBACK", "1")
     with pytest.raises(AssertionError, match="odd loss"):
         ask("train", "odd.py:task", "--device", "cpu")

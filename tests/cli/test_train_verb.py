@@ -33,7 +33,7 @@ def prior(folder: Path) -> str:
 
 def test_training_is_the_trial_that_evaluate_gives(folder: Path) -> None:
     value = asked_json("train", MLP, "--plan", "lpmm", "--compare", "--device", "cpu", "-o", "runs.json", "--save", "w.pt")
-    assert [run["name"] for run in value["runs"]] == ["as written", "lpmm"]
+    assert [run["name"] for run in value["runs"]] == ["baseline", "lpmm"]
     for run, plan in zip(value["runs"], (pare.Plan(), pare.Plan.preset("lpmm")), strict=True):
         expected = pare.evaluate(MLP, plan, device="cpu")
         assert (run["error"], run["loss"]) == (expected.error, expected.loss)
@@ -71,12 +71,12 @@ def test_verify_compares_gradients_before_the_training(folder: Path, monkeypatch
     value = asked_json(*words, "--verify", "-o", "off.json", status=4)
     assert value["runs"] == [] and not value["verification"]["ok"] and json.loads(Path("off.json").read_text()) == value
     status, _, err = ask(*words, "--verify", "--mode", "simulate")
-    assert status == 2 and "simulate mode rounds the forward pass too" in err
+    assert status == 2 and "simulate mode also rounds the forward pass" in err
 
 
 def test_a_training_that_diverges_is_exit_4(folder: Path) -> None:
     status, out, err = ask("train", f"{MLP},lr=1000", "--device", "cpu", "--save", "w.pt")
-    assert status == 4 and "diverged" in out and "as written: diverged: the training loss is" in err
+    assert status == 4 and "diverged" in out and "baseline: diverged: the training loss is" in err
     assert not Path("w.pt").exists(), "what went wrong is not kept"
 
 
@@ -85,7 +85,7 @@ def test_out_of_memory_names_the_role_and_the_next_plan_down(folder: Path) -> No
     assert value["runs"][0]["status"] == "out_of_memory" and "asked for 20.00 MiB more" in value["runs"][0]["reason"]
     assert value["advice"].startswith("activation grew most, to ") and "The next plan down is " in value["advice"]
     label = value["advice"].split("'")[1]
-    down = asked_json("estimate", "tasks.py:hungry", "--device", "cpu", "--plan", "as_written", "--plan", label)["plans"]
+    down = asked_json("estimate", "tasks.py:hungry", "--device", "cpu", "--plan", "baseline", "--plan", label)["plans"]
     assert down[1]["peak_bytes"] < 0.95 * down[0]["peak_bytes"]
     status, _, err = ask("train", "tasks.py:hungry", "--device", "cpu", "--plan", label)
     assert status == 4 and f"{label}: out_of_memory: " in err and f"next plan down is {label!r}" not in err
@@ -113,7 +113,7 @@ def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> N
     taken = asked_json("frontier", "picked.json", "--budget", "75%")["tasks"][0]["taken"]
     assert taken == picked.frontier.best("75%").label
     status, out, _ = ask("frontier", "picked.json", "--budget", "1%")
-    assert status == 3 and "Nothing fits 1%; the smallest is" in out
+    assert status == 3 and "No plan fits 1%; the smallest is" in out
     assert ask("train", MLP, "--plan", "plan.json", "--device", "cpu", "--frontier", "printed.json")[0] == 0
 
 
@@ -162,13 +162,13 @@ def test_an_interruption_speaks_of_a_store_only_where_there_is_one(
     module, _, name = where.rpartition(".")
     monkeypatch.setattr(import_module(module), name, stop)
     status, _, err = ask(*arguments)
-    kept = "; finished trials are in the store, and the same command goes on with the others"
+    kept = "; finished trials are in the store, and the same command runs the others"
     assert status == 130 and err.endswith(f"paredown: stopped{kept if is_kept else ''}.\n")
 
 
 def test_nothing_fits_is_an_answer_with_exit_3(folder: Path, prior: str) -> None:
     status, out, err = ask("pick", MLP, "--budget", "1%", "--evaluations", "0", "--prior", prior, "--device", "cpu")
-    assert status == 3 and "nothing fits 1%" in err and "plan" in out
+    assert status == 3 and "no plan fits 1%" in err and "plan" in out
     assert not Path("plan.json").exists()
 
 
@@ -178,7 +178,7 @@ def test_the_demo_measures_what_it_says(folder: Path, prior: str) -> None:
     for said in (
         "1. One training step",
         "2. Plans that fit",
-        "3. The frontier",
+        "3. The Pareto front",
         "4. 8 steps",
         "Saved: ",
         "Cost: ",
@@ -197,7 +197,7 @@ def test_a_budget_over_trials_without_bytes_has_an_answer(folder: Path) -> None:
     run = {"name": "lpmm", **Trial("t", pare.Plan.preset("lpmm"), 0, Status.DONE, error=0.5).to_json()}
     Path("runs.json").write_text(json.dumps({"task": "t", "runs": [run], "advice": None}))
     status, out, _ = ask("frontier", "runs.json", "--budget", "1MiB")
-    assert status == 3 and "Nothing is known to fit 1MiB: no trial says how many bytes its plan takes." in out
+    assert status == 3 and "No plan is known to fit 1MiB: no trial has the peak memory of its plan." in out
 
 
 def test_runs_become_a_page(folder: Path) -> None:

@@ -191,7 +191,7 @@ def test_as_a_callback_with_an_optimizer_class(tmp_path: Path) -> None:
 def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     late = trainer_in(tmp_path)
     late.add_callback(TrainerPlanCallback(PLAN))
-    with pytest.raises(ApplyError, match=r"comes too late.*attach\(trainer, plan\)"):
+    with pytest.raises(ApplyError, match=r"runs too late.*attach\(trainer, plan\)"):
         late.train()
     with pytest.raises(ApplyError, match="takes a Plan, not str"):
         attach(late, "lpmm")  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
         optimizer_of(args, "adam")
     with pytest.raises(OptimError, match="microbatches=4 cannot run in a Trainer: gradient_accumulation_steps"):
         optimizer_of(args, microbatches=4)
-    with pytest.raises(ApplyError, match="leave it False"):
+    with pytest.raises(ApplyError, match="Leave the option False"):
         attach(trainer_in(tmp_path, restore_callback_states_from_checkpoint=True), PLAN)
 
 

@@ -131,7 +131,7 @@ def test_a_gpu_without_memory_for_a_plan_has_none_for_larger_ones(tried: Any) ->
     notes = {mark.label: mark.note for mark in study_of_pick(found).marks}
     for point in found.frontier.points:
         assert point.trains == (point.predicted_bytes < min(short))
-        had = "it could not be trained" if point.plan in dict(ran) else "there was no memory for it, or for a smaller plan"
+        had = "its trials failed" if point.plan in dict(ran) else "it, or a smaller plan, ran out of memory"
         assert (had in notes[point.label]) == (not point.trains)
 
 

@@ -18,13 +18,13 @@ HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"
 LOW = Plan(rules=(*Plan.preset("lpmm").rules, *Plan.preset("activations4").rules))
 # label: plan, mean error, its standard deviation, what was measured
 ROWS: dict[str, tuple[Plan, float, float, float | None]] = {
-    "as written": (Plan(), 0.020, 0.001, 0.021),
+    "baseline": (Plan(), 0.020, 0.001, 0.021),
     "activations8": (Plan.preset("activations8"), 0.022, 0.002, 0.022),
     "activations4": (Plan.preset("activations4"), 0.035, 0.004, None),
     "lpmm": (Plan.preset("lpmm"), 0.024, 0.003, 0.024),
     "low": (LOW, 0.031, 0.004, None),
 }
-FRONT = ("low", "activations8", "as written")
+FRONT = ("low", "activations8", "baseline")
 
 
 @lru_cache(maxsize=1)

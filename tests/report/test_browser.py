@@ -81,7 +81,7 @@ def test_the_page_shows_what_was_picked_and_why(tab: Tab) -> None:
     found = picked()
     assert tab.picked() == found.label == "low"
     words = tab.text("#words")
-    assert f"Within {say_bytes(found.budget_bytes)} (50 % of the step as written) take “low”" in words
+    assert f"Within {say_bytes(found.budget_bytes)} (50 % of the baseline) use “low”" in words
     assert found.reason in words
     assert "May be as good: “lpmm”" in words
     assert "not measured" in words
@@ -99,13 +99,13 @@ def test_a_measured_peak_above_the_budget_is_said(tab: Tab) -> None:
 
 def test_a_difference_within_the_bands_is_called_so(tab: Tab) -> None:
     marks = {mark.label: mark for mark in record().studies[0].marks}
-    written = marks["as written"]
+    written = marks["baseline"]
     for label in ("low", "activations8"):
         mark = marks[label]
         is_overlapping = mark.low <= written.high and written.low <= mark.high
         assert tab.picked() == label
-        assert ("the bands do not tell" in tab.text("#words")) == is_overlapping
-        assert ("the bands overlap" in tab.text("#figures")) == is_overlapping
+        assert ("the intervals overlap" in tab.text("#words")) == is_overlapping
+        assert ("the intervals overlap" in tab.text("#figures")) == is_overlapping
         tab.page.press("#budget", "PageUp")
 
 
@@ -113,8 +113,8 @@ def test_every_section_is_there(tab: Tab) -> None:
     names = [
         tab.page.locator("section:visible h2").nth(i).inner_text() for i in range(tab.page.locator("section:visible h2").count())
     ]
-    expected = ["Memory and error", "Where the memory goes", "What each slot gets", "Trials", "Training curves"]
-    assert names == [*expected, "What the guard did", "Asked and given", "How it was made"]
+    expected = ["Memory and error", "Memory at the peak", "Slots", "Trials", "Training curves"]
+    assert names == [*expected, "Guard actions", "Asked and given", "Provenance"]
     assert tab.page.locator("nav a").count() == len(names)
     assert "abc123" in tab.text("#made")
     assert "its error rose" in tab.text("#guards")
@@ -127,17 +127,17 @@ def test_keys_move_the_budget_and_the_pick(tab: Tab) -> None:
     tab.page.keyboard.press("ArrowRight")
     assert tab.text("#budget-said") != before
     tab.page.keyboard.press("End")
-    assert tab.picked() == "as written"
+    assert tab.picked() == "baseline"
     assert "nothing is packed" in tab.text("#words")
     tab.page.keyboard.press("Home")
     assert tab.picked() == ""
-    assert "Nothing fits" in tab.text("#words")
-    assert "nothing fits" in (tab.page.get_attribute("#budget", "aria-valuetext") or "")
-    for label in ("low", "activations8", "as written"):
+    assert "No plan fits" in tab.text("#words")
+    assert "no plan fits" in (tab.page.get_attribute("#budget", "aria-valuetext") or "")
+    for label in ("low", "activations8", "baseline"):
         tab.page.keyboard.press("PageUp")
         assert tab.picked() == label
     tab.page.keyboard.press("PageUp")
-    assert tab.picked() == "as written", "there is none beyond"
+    assert tab.picked() == "baseline", "there is none beyond"
     tab.page.keyboard.press("PageDown")
     assert tab.picked() == "activations8"
     assert tab.page.evaluate("document.activeElement.id") == "budget", "focus stays where it was"
@@ -150,7 +150,7 @@ def test_the_mouse_moves_the_budget_and_the_pick(tab: Tab) -> None:
     tab.page.mouse.down()
     tab.page.mouse.move(box["x"] + box["width"] - 4, y, steps=5)
     tab.page.mouse.up()
-    assert tab.picked() == "as written"
+    assert tab.picked() == "baseline"
     tab.page.click("#asked")
     assert tab.picked() == "low"
     tab.page.locator('[data-label="activations8"] circle').last.click()
@@ -169,7 +169,7 @@ def test_the_line_of_the_budget_is_above_the_sliders_thumb(tab: Tab) -> None:
 def test_the_slots_are_those_of_the_picked_plan(tab: Tab) -> None:
     assert "Under low:" in tab.text("#slots-caption")
     tab.page.press("#budget", "End")
-    assert "Under as written:" in tab.text("#slots-caption")
+    assert "Under baseline:" in tab.text("#slots-caption")
     tab.page.press("#budget", "Home")
     tab.page.press("#budget", "PageUp")
     tab.page.fill("#slots-search", "2.2")
@@ -189,17 +189,17 @@ def test_memory_of_two_plans_is_drawn_to_one_scale(tab: Tab) -> None:
         )
         for i in range(2)
     ]
-    assert areas[1] / areas[0] == pytest.approx(kept["low"] / kept["as written"], rel=0.01)
+    assert areas[1] / areas[0] == pytest.approx(kept["low"] / kept["baseline"], rel=0.01)
     assert tab.page.locator("#memory-bars text", has_text="low, picked").count() == 1
 
 
-def test_any_plan_can_be_compared_with_the_step_as_written(tab: Tab) -> None:
+def test_any_plan_can_be_compared_with_the_baseline(tab: Tab) -> None:
     tab.page.select_option("#memory-plan", "activations8")
     assert "Under activations8:" in tab.text("#slots-caption")
     assert tab.page.locator("#memory-maps figcaption").nth(1).inner_text().startswith("activations8")
     assert tab.picked() == "low", "looking at a plan does not pick it"
     tab.page.press("#budget", "End")
-    assert tab.page.input_value("#memory-plan") == "as written", "the budget leads again"
+    assert tab.page.input_value("#memory-plan") == "baseline", "the budget leads again"
 
 
 def test_tables_are_put_in_order_by_keyboard(tab: Tab) -> None:
@@ -229,18 +229,18 @@ def test_every_control_has_a_name(tab: Tab) -> None:
     assert bare == []
 
 
-def test_the_step_as_written_is_called_so_whatever_its_label(browser: Any, tmp_path: Path) -> None:
-    labels = {"a32 full": trial("as written").plan}
-    made = Record.of_trials("t", [trial("as written"), trial("lpmm")], labels=labels).with_footprints(trace(), labels)
+def test_the_baseline_is_called_so_whatever_its_label(browser: Any, tmp_path: Path) -> None:
+    labels = {"a32 full": trial("baseline").plan}
+    made = Record.of_trials("t", [trial("baseline"), trial("lpmm")], labels=labels).with_footprints(trace(), labels)
     write(made, tmp_path / "report.html")
     tab = Tab(browser, (tmp_path / "report.html").as_uri())
     for place in ("#frontier-chart", "#memory-bars", "#curves-charts", "#trials-rows"):
-        assert "as written (a32 full)" in (tab.page.text_content(place) or "")
+        assert "baseline (a32 full)" in (tab.page.text_content(place) or "")
     tab.close()
 
 
 def test_runs_of_a_task_without_a_study_are_shown_beside_it(browser: Any, tmp_path: Path) -> None:
-    longer = [trial("as written", task="blobs, longer"), trial("activations8", task="blobs, longer")]
+    longer = [trial("baseline", task="blobs, longer"), trial("activations8", task="blobs, longer")]
     write(record().with_trials(longer, {"written": longer[0].plan}), tmp_path / "report.html")
     tab = Tab(browser, (tmp_path / "report.html").as_uri())
     assert tab.page.locator("#trials-rows tbody tr").count() == len(record().runs) + 2
@@ -297,9 +297,9 @@ def awkward() -> dict[str, Record]:
     lone = Record.of_trials("t", [trial("lpmm", predicted_peak_bytes=0, measured_peak_bytes=0, error=0.0)])
     none = Record.of_trials("t", [trial("lpmm", status=Status.DIVERGED, error=None)])
     sizes = Record.of_trials(
-        "t", [trial("lpmm", predicted_peak_bytes=10), trial("as written", predicted_peak_bytes=2**50, error=1e-9)]
+        "t", [trial("lpmm", predicted_peak_bytes=10), trial("baseline", predicted_peak_bytes=2**50, error=1e-9)]
     )
-    curve = Record.of_trials("t", [trial("lpmm", curve=((1, 1.0), (2, 1.0))), trial("as written", curve=((1, -5.0), (2, 1e9)))])
+    curve = Record.of_trials("t", [trial("lpmm", curve=((1, 1.0), (2, 1.0))), trial("baseline", curve=((1, -5.0), (2, 1e9)))])
     plans = replace(Record.of_pick(picked()), runs=())
     nothing = Record.of_pick(replace(picked(), plan=None, label="", budget_bytes=1, reason="nothing fits"))
     found = {"empty": Record("t"), "lone": lone, "none": none, "sizes": sizes, "curve": curve, "plans": plans, "nothing": nothing}

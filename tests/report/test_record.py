@@ -74,7 +74,7 @@ def test_what_is_chosen_is_the_least_error_within_each_budget(rows: list[tuple[i
 
 def test_memory_is_that_of_the_footprint_and_adds_up() -> None:
     study = record().studies[0]
-    assert {row.label for row in study.kept} >= {"as written", study.picked}
+    assert {row.label for row in study.kept} >= {"baseline", study.picked}
     for row in study.kept:
         foot = footprint(trace(), ROWS[row.label][0])
         assert row.peak_bytes == foot.peak_bytes == sum(row.by_role.values())
@@ -86,20 +86,20 @@ def test_memory_is_that_of_the_footprint_and_adds_up() -> None:
 
 def test_trials_become_means_with_their_range_and_what_went_wrong() -> None:
     trials = [trial("lpmm", 0, error=0.2), trial("lpmm", 1, error=0.4), trial("lpmm", 2, status=Status.DIVERGED, error=None)]
-    mark = Record.of_trials("t", [*trials, trial("as written")]).studies[0].marks[0]
+    mark = Record.of_trials("t", [*trials, trial("baseline")]).studies[0].marks[0]
     assert (mark.label, mark.low, mark.high, mark.num_trials, mark.note) == ("lpmm", 0.2, 0.4, 2, "1 of 3 diverged")
     assert mark.error == pytest.approx(0.3)
 
 
 def test_a_plan_of_which_no_run_ended_well_is_on_the_chart_and_never_picked() -> None:
-    trials = [trial("lpmm", status=Status.DIVERGED, error=None), trial("as written")]
+    trials = [trial("lpmm", status=Status.DIVERGED, error=None), trial("baseline")]
     study = Record.of_trials("t", trials).studies[0]
     assert [mark.error for mark in study.marks] == [None, 0.021]
-    assert study.picks == (BudgetPick(study.marks[1].nbytes, "as written"),)
+    assert study.picks == (BudgetPick(study.marks[1].nbytes, "baseline"),)
 
 
 def test_several_tasks_are_several_studies_and_losses_are_called_so() -> None:
-    trials = [trial("lpmm", task="a"), trial("lpmm", task="b", error=3.2), trial("as written", task="b", error=3.0)]
+    trials = [trial("lpmm", task="a"), trial("lpmm", task="b", error=3.2), trial("baseline", task="b", error=3.0)]
     studies = Record.of_trials("t", trials).studies
     assert [(study.task, study.metric) for study in studies] == [("a", "error"), ("b", "loss")]
 
@@ -216,9 +216,7 @@ def changed(value: Any, path: tuple[Any, ...], new: Any, how: str) -> Any:
     return copy
 
 
-SMALL = (
-    Record.of_trials("t", [trial("lpmm"), trial("as written")]).with_footprints(trace(), {"lpmm": Plan.preset("lpmm")}).to_json()
-)
+SMALL = Record.of_trials("t", [trial("lpmm"), trial("baseline")]).with_footprints(trace(), {"lpmm": Plan.preset("lpmm")}).to_json()
 SMALL["studies"][0]["kept"][0]["slots"] = SMALL["studies"][0]["kept"][0]["slots"][:2]
 SMALL["studies"][0]["kept"][0]["places"] = SMALL["studies"][0]["kept"][0]["places"][:2]
 PLACES = places(SMALL)
@@ -277,13 +275,13 @@ def test_files_that_cannot_be_read_are_sentences(tmp_path: Path) -> None:
 def test_two_plans_of_one_label_are_refused() -> None:
     with pytest.raises(ReportError, match="the same label"):
         Study("t", marks=(PlanMark("a", 1), PlanMark("a", 2)))
-    with pytest.raises(ReportError, match="ordered by bytes"):
+    with pytest.raises(ReportError, match="sorted by rising bytes"):
         Study("t", marks=(PlanMark("a", 1), PlanMark("b", 2)), picks=(BudgetPick(2, "b"), BudgetPick(1, "a")))
 
 
 def test_footprints_of_an_unknown_task_are_refused() -> None:
     with pytest.raises(ReportError, match="no task 'other'"):
-        record().with_footprints(trace(), {"as written": Plan()}, task="other")
+        record().with_footprints(trace(), {"baseline": Plan()}, task="other")
 
 
 def test_every_text_of_a_value_is_scrubbed() -> None:
@@ -293,7 +291,7 @@ def test_every_text_of_a_value_is_scrubbed() -> None:
 def test_names_that_were_different_stay_different() -> None:
     plans = {"/home/wilma/a/plan.json": Plan(), "/home/wilma/b/plan.json": Plan.preset("lpmm")}
     trials = [
-        trial(label, task=task) for label in ("as written", "lpmm") for task in ("/home/wilma/a/net.py:f", "/home/wilma/b/net.py:f")
+        trial(label, task=task) for label in ("baseline", "lpmm") for task in ("/home/wilma/a/net.py:f", "/home/wilma/b/net.py:f")
     ]
     made = Record.from_json(Record.of_trials("t", trials, labels=plans).to_json())
     assert [study.task for study in made.studies] == ["net.py:f", "net.py:f (2)"]

@@ -192,7 +192,7 @@ def test_a_sweep_can_be_chosen(tmp_path: Path) -> None:
         store.add("two", draw("nap"))
         assert [row.sweep for row in Record.of_store(store, sweep="two").progress] == ["two"]
         assert Record.of_store(store).title == "Sweep one, two"
-        with pytest.raises(ReportError, match=r"no sweep 'three'\. There are: one, two"):
+        with pytest.raises(ReportError, match=r"no sweep 'three'\. It has: one, two"):
             Record.of_store(store, sweep="three")
 
 
@@ -340,7 +340,7 @@ def test_what_was_read_last_stays_while_there_is_trouble() -> None:
     watched = WatchedSource(Broken(), seconds=0.01)
     watched.start()
     assert watched.wait(1, 120) == 2
-    assert watched.said() == ("trouble", '"gone"')
+    assert watched.event() == ("trouble", '"gone"')
     assert watched.record.title == "t"
     time.sleep(0.05)
     assert watched.number == 2, "the same trouble is told once"

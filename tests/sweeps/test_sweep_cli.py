@@ -236,7 +236,7 @@ def test_a_worker_that_is_asked_to_end_gives_back_what_it_runs(tmp_path: Path, m
 def test_a_password_on_the_command_line_is_warned_of_and_not_repeated(tmp_path: Path) -> None:
     shown = command("sweep", "status", "--store", f"mysql://ann:{PASSWORD}@h/d")
     found = subprocess.run(shown, env=environment(""), cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert found.returncode == 1 and "everybody on this machine" in found.stderr
+    assert found.returncode == 1 and "other users of this machine" in found.stderr
     assert PASSWORD not in found.stdout + found.stderr
 
 

@@ -48,6 +48,7 @@ from paredown.formats.rounding import Rounding, default_rounding
 from paredown.plan.storage import significant_bits
 from paredown.roles import Role
 from paredown.serial import COUNT, brief, check_fields, is_text, object_parts, read_json
+from paredown.tables import Table
 from paredown.trace.operations import Use
 from paredown.trace.trace import Saver
 
@@ -92,14 +93,9 @@ class Sensitivities:
     def __repr__(self) -> str:
         formats = sorted({text for row in self.errors.values() for text in row}, key=lambda text: (-_bits(text), text))
         worst = sorted(self.errors, key=lambda name: -max(self.errors[name].values(), default=0.0))
-        cells = [["", *formats]]
-        for name in worst[:SHOWN]:
-            row = self.errors[name]
-            cells.append([name, *(f"{row[text]:.3g}" if text in row else "-" for text in formats)])
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in cells
-        ]
+        rows = [(name, self.errors[name]) for name in worst[:SHOWN]]
+        cells = [[name, *(f"{row[text]:.3g}" if text in row else "-" for text in formats)] for name, row in rows]
+        lines = Table(["", *formats], cells, right=range(1, len(formats) + 1)).lines()
         more = [f"  ... {len(worst) - SHOWN} more"] if len(worst) > SHOWN else []
         head = f"Sensitivities of {len(worst)} slot{'s' * (len(worst) != 1)} at step {self.step}, the worst first"
         return "\n".join([head, *(f"  {line}" for line in lines), *more])

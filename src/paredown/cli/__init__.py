@@ -1,6 +1,7 @@
-"""The command line: verbs of the pipeline, `paredown estimate`, `plan`, `pick`, `train` and so on; docs/cli.md is the guide.
+"""The command `paredown`: subcommands `estimate`, `plan`, `pick`, `train` and others. docs/cli.md is the guide.
 
-A file has the verbs of one kind; torch, numpy and SQLAlchemy are imported by the verbs that need them, so that `--help` is quick.
+Each file holds related subcommands. torch, numpy and SQLAlchemy are imported inside the subcommands that need them, so that `--help` does
+not wait for them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-# files with verbs, in the order of the help
+# modules that define subcommands, in the order of the help
 PARTS = (
     "environment_verbs",
     "estimate_verb",
@@ -30,7 +31,7 @@ PARTS = (
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line: the entry point of `paredown` and of `python -m paredown`."""
     try:
         loaded = _load()
     except ModuleNotFoundError as error:
@@ -39,13 +40,13 @@ def main() -> None:
         sys.exit(f"paredown: the command line needs {error.name}: pip install 'paredown[cli]'.")
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # its profiler warns of what was there before; read when torch is imported
+    )  # torch reads it when imported; its profiler warns about tensors that were allocated before it started
     import_module("paredown.cli.output").warn_of_passwords(sys.argv)
     loaded(prog_name="paredown")
 
 
 def _load() -> Any:
-    """The application with all its verbs."""
+    """The typer application with all subcommands."""
     for part in PARTS:
         import_module(f"paredown.cli.{part}")
     return import_module("paredown.cli.application").app

@@ -1,13 +1,15 @@
-"""The application, how a verb joins it, and what becomes of errors: one sentence, and an exit status.
+"""The typer application: the decorator `verb` that registers a subcommand, exit statuses, and options that subcommands share.
+
+Errors end in one message on stderr and an exit status:
 
 0   done
-1   an error, said in a sentence
-2   the command line was misspelled
-3   it does not fit: the budget is too small for what was asked
-4   the training did not end well: diverged, hopeless, out of memory
+1   an error
+2   invalid arguments
+3   no plan fits the budget
+4   the training diverged, was stopped early, or ran out of memory
 130 interrupted
 
-Flags that several verbs share; a flag means the same wherever it is.
+An option has the same meaning in every subcommand.
 """
 
 from __future__ import annotations
@@ -38,17 +40,22 @@ EXTRAS = {
     "scipy": "search",
     "sqlalchemy": "sweeps",
 }
-ALONE = {"PIL": "pillow", "transformers": "transformers", "torch": "torch", "numpy": "numpy"}  # packages by import name
-TRACEBACK = "PAREDOWN_TRACEBACK"
-LONG = 2000  # letters of a sentence: what others wrote may be of any length
+ALONE = {
+    "PIL": "pillow",
+    "transformers": "transformers",
+    "torch": "torch",
+    "numpy": "numpy",
+}  # PyPI names of imports without an extra
+TRACEBACK = "PAREDOWN_TRACEBACK"  # environment variable: 1 prints a traceback instead of a message
+LONG = 2000  # characters of a message; exceptions of libraries can have any length
 
 
 class InterruptedWithStore(KeyboardInterrupt):
-    """Interrupted where a store has what was finished."""
+    """Interrupted while finished trials are in a store."""
 
 
 class Exit(IntEnum):
-    """Exit statuses, as docs/cli.md has them."""
+    """Exit statuses, as listed in docs/cli.md."""
 
     DONE = 0
     ERROR = 1
@@ -63,9 +70,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    epilog="In a hurry: paredown demo. Exit status: 0 done, 1 error, 2 usage, 3 does not fit, 4 training ended badly, 130 interrupted.",
+    epilog="Try it: paredown demo. Exit status: 0 done, 1 error, 2 usage, 3 does not fit, 4 training ended badly, 130 interrupted.",
 )
-LOOK, CHOOSE, MANY, SHOW = "Look", "Choose and train", "Many trials", "Show"
+LOOK, CHOOSE, MANY, SHOW = "Inspect", "Choose and train", "Many trials", "Report"
 
 
 def _version(is_asked: bool) -> None:
@@ -80,13 +87,13 @@ def about(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train in the memory you have: what a training step keeps, which formats fit a budget, and what they cost."""
+    """Train in the memory you have: what a training step stores, which formats fit a budget, and what they cost."""
 
 
 def verb(
     to: typer.Typer, name: str, *examples: str, panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a verb whose help ends with examples, and whose errors are sentences."""
+    """Register a function as the subcommand `name`; its help ends with `examples`, its exceptions become a message and an exit status."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
@@ -94,16 +101,16 @@ def verb(
             with errors():
                 function(*values, **options)
 
-        told = "\n\n".join([f"Example{'s' * (len(examples) > 1)}:", *examples])
-        return to.command(name, epilog=told, rich_help_panel=panel)(run)
+        epilog = "\n\n".join([f"Example{'s' * (len(examples) > 1)}:", *examples])
+        return to.command(name, epilog=epilog, rich_help_panel=panel)(run)
 
     return decorate
 
 
 @contextmanager
 def errors() -> Generator[None]:
-    """What goes wrong in one sentence, and an exit status."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a worker that is asked to end gives its trials back
+    """A context in which an exception ends the process with one message on stderr and an exit status."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # on SIGTERM a worker releases its claims
     try:
         yield
     except (typer.Exit, typer.Abort, typer.BadParameter):
@@ -121,7 +128,7 @@ def errors() -> Generator[None]:
 
 @contextmanager
 def kept_in_store(is_kept: bool = True) -> Generator[None]:
-    """What an interruption says in here: that finished trials are in a store, where they are."""
+    """A context in which Ctrl-C also reports that finished trials are in the store, if `is_kept`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -131,39 +138,37 @@ def kept_in_store(is_kept: bool = True) -> Generator[None]:
 
 
 def describe_error(error: BaseException) -> tuple[str, Exit]:
-    """The sentence and the exit status of an error."""
+    """The message and the exit status of an exception."""
     if isinstance(error, ParedownError):
         return str(error), Exit.DOES_NOT_FIT if isinstance(error, BudgetError) else Exit.ERROR
     if isinstance(error, KeyboardInterrupt):
-        kept = "; finished trials are in the store, and the same command goes on with the others" * isinstance(
-            error, InterruptedWithStore
-        )
+        kept = "; finished trials are in the store, and the same command runs the others" * isinstance(error, InterruptedWithStore)
         return f"stopped{kept}.", Exit.INTERRUPTED
     if isinstance(error, ModuleNotFoundError) and error.name:
         return say_missing(error.name.partition(".")[0]), Exit.ERROR
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}.", Exit.ERROR
-    # of a model, a task or a library: a sentence, and the way to the rest
-    return f"{type(error).__name__}: {str(error).strip() or 'no reason given'}. {TRACEBACK}=1 shows where.", Exit.ERROR
+    # raised by a model, a task or a library
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}. Set {TRACEBACK}=1 for the traceback.", Exit.ERROR
 
 
 def say_missing(package: str) -> str:
-    """How to get a package that is not here."""
+    """A message that names the pip command for a missing package."""
     wanted = f"'paredown[{EXTRAS[package]}]'" if package in EXTRAS else ALONE.get(package, package)
     return f"this needs {package}: pip install {wanted}."
 
 
 def end(sentence: str, status: int) -> NoReturn:
-    """End with a sentence."""
+    """Print a message and exit with `status`."""
     say(sentence if len(sentence) <= LONG else f"{sentence[: LONG - 4]} ...")
     raise typer.Exit(status) from None
 
 
-# --- Flags that several verbs share ---
+# --- options that several subcommands share --------------------------------------------------------------------------
 
 
 def _size(text: str | None) -> str | None:
-    """A size as it was written, once it can be read."""
+    """`text` unchanged, if it is a valid size; else typer.BadParameter."""
     try:
         if text is not None:
             parse_bytes(text, whole=100)
@@ -180,15 +185,19 @@ TASK_SPELLED = "A task: digits, images:FILE.npz#model=vit,steps=200, text:FILE, 
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=SPELLED, show_default=False)]
 TaskArgument = Annotated[str, typer.Argument(metavar="TASK", help=TASK_SPELLED, show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of words.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
-        "--budget", metavar="SIZE", callback=_size, help="8GiB, 8GB, bytes, or 60% of the step as written.", show_default=False
+        "--budget",
+        metavar="SIZE",
+        callback=_size,
+        help="8GiB, 8GB, bytes, or 60% of the baseline's peak memory.",
+        show_default=False,
     ),
 ]
 NeededBudget = Annotated[
-    str, typer.Option("--budget", metavar="SIZE", callback=_size, help="8GiB, 8GB, bytes, or 60% of the step as written.")
+    str, typer.Option("--budget", metavar="SIZE", callback=_size, help="8GiB, 8GB, bytes, or 60% of the baseline's peak memory.")
 ]
 PlanOption = Annotated[
     list[str] | None,
@@ -198,13 +207,13 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="Where the step will run: cuda or cpu; it need not be here. (default: cuda where there is one)",
+        help="Where the step will run: cuda or cpu; predictions need no GPU. (default: cuda if available)",
         show_default=False,
     ),
 ]
 HereOption = Annotated[
     str | None,
-    typer.Option("--device", help="Where to train: cuda, cuda:1 or cpu. (default: cuda where there is one)", show_default=False),
+    typer.Option("--device", help="Where to train: cuda, cuda:1 or cpu. (default: cuda if available)", show_default=False),
 ]
 AutocastOption = Annotated[str | None, typer.Option("--autocast", metavar="DTYPE", help="bf16, fp16 or none.", show_default=False)]
 OptimizerOption = Annotated[
@@ -215,28 +224,35 @@ InputOption = Annotated[
     typer.Option(
         "--input",
         metavar="SHAPE",
-        help="One example of a model that comes without data: 3x224x224, or tokens:1024.",
+        help="Shape of one example, for a model without data: 3x224x224, or tokens:1024.",
         show_default=False,
     ),
 ]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the result here.", show_default=False)]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of the model, the order of the data and the rounding.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of initial weights, data order and stochastic rounding.")]
 StoreOption = Annotated[
     str | None, typer.Option("--store", envvar="PAREDOWN_STORE", help="A file for SQLite, or a PostgreSQL URL.", show_default=False)
 ]
-TasksOption = Annotated[Path | None, typer.Option("--tasks", help="The folder that task files may come from.", show_default=False)]
-SlotsOption = Annotated[int | None, typer.Option(min=1, help="Trials at a time. (default: one a GPU, or one)", show_default=False)]
-ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated ones side by side on a GPU), inline, or ray."
+TasksOption = Annotated[
+    Path | None, typer.Option("--tasks", help="The folder that task files are loaded from.", show_default=False)
+]
+SlotsOption = Annotated[
+    int | None, typer.Option(min=1, help="Trials that run in parallel. (default: one per GPU, or one)", show_default=False)
+]
+ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated trials in CUDA graphs), inline, or ray."
 EngineOption = Annotated[str, typer.Option(help=ENGINES_HELP)]
 PatienceOption = Annotated[
     float, typer.Option("--patience", min=1.0, help="Seconds without a heartbeat after which a worker's trials run elsewhere.")
 ]
 SweepOption = Annotated[str | None, typer.Option("--sweep", help="Only this sweep.", show_default=False)]
-ModeOption = Annotated[str, typer.Option("--mode", help="store: bytes really shrink. simulate: arithmetic sees rounded values.")]
+ModeOption = Annotated[
+    str,
+    typer.Option("--mode", help="store: stored tensors are packed. simulate: arithmetic uses rounded values; no memory is saved."),
+]
 
 
 def command_text(model: str, **options: object) -> str:
-    """A model and the options that were given, as another verb is told of them.
+    """The arguments that name `model` and the options that are not None, for a command in a hint.
 
     >>> command_text("net.py:make", input="3x32x32", batch=4, device=None)
     'net.py:make --input 3x32x32 --batch 4'

@@ -1,9 +1,9 @@
-"""`paredown demo`: the main job from end to end on handwritten digits, a few minutes on two cores of a CPU.
+"""`paredown demo`: the whole pipeline on handwritten digits, a few minutes on two cores of a CPU.
 
-    trace -> footprint -> what earlier tasks say -> a handful of trials -> frontier -> pick -> training with it and as written -> a page
+    trace -> footprint -> prior -> a few short trials -> frontier -> pick -> training under the plan and the baseline -> report
 
-Every number that is called measured is: errors on unseen digits, peaks by torch's profiler. Nothing is read but the digits and the prior
-that the package carries.
+Numbers labelled "measured" are measured: errors on test digits, peak memory by torch's profiler. Digits and prior are those of the
+package; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.application import SHOW, Exit, JsonOption, NeededBudget, app, verb
-from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
-from paredown.cli.train_verb import AS_WRITTEN, TrainingRun, runs_table
+from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
+from paredown.cli.train_verb import TrainingRun, runs_table
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from paredown.trace.trace import Trace
 
 TASK = "digits#batch=128,side=16,lr=0.1,model=resnet18,width=8"
-WIDEST = 100  # letters of a line
+WIDEST = 100  # characters of a line
 SHOWN_ROLES = ("activation", "weight", "gradient", "moment1", "temporary", "input")
 
 
 @verb(app, "demo", "paredown demo", "paredown demo --budget 50% --evaluations 3", panel=SHOW)
 def demo(
     budget: NeededBudget = "40%",
-    evaluations: Annotated[int, typer.Option(min=0, help="Short trainings, to choose by.")] = 4,
-    steps: Annotated[int, typer.Option(min=4, help="Of a short training; the last two take twice as many.")] = 40,
-    prior: Annotated[str | None, typer.Option(help="Earlier tasks, by name or file.", show_default=False)] = None,
+    evaluations: Annotated[int, typer.Option(min=0, help="Number of short trials to choose the plan by.")] = 4,
+    steps: Annotated[int, typer.Option(min=4, help="Steps of a short trial; the last two trainings have twice as many.")] = 40,
+    prior: Annotated[str | None, typer.Option(help="The prior, by name or file.", show_default=False)] = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where plan.json, picked.json and report.html go.")
+        Path, typer.Option("--out", "-o", metavar="FOLDER", help="The folder for plan.json, picked.json and report.html.")
     ] = Path("demo"),
     is_json: JsonOption = False,
 ) -> None:
-    """A small ResNet on handwritten digits in 40 % of its memory: plan, trials, pick, training, page. A few minutes on two cores."""
+    """Train a small ResNet on digits in 40 % of its memory: plan, trials, pick, training, report. A few minutes on two cores."""
     begun, shown = time.perf_counter(), DemoOutput(is_quiet=is_json)
     with spinner("starting torch"):
         import torch
 
         from paredown.cli.subject import find_any_task, of_task
 
-        torch.set_num_threads(1)  # small tensors gain nothing from a second thread, and a busy machine makes it wait
+        torch.set_num_threads(1)  # small tensors gain nothing from a second thread, and busy cores slow it down
         task = find_any_task(f"{TASK},steps={steps}")
         subject = of_task(task, "cpu")
     out.mkdir(parents=True, exist_ok=True)
@@ -72,18 +72,18 @@ def demo(
 
 @dataclass(frozen=True)
 class DemoOutput:
-    """What is told on the way; nothing where only JSON is wanted."""
+    """Prints the parts of the demo; with `is_quiet`, for --json, it prints nothing."""
 
     is_quiet: bool
 
     def tell(self, title: str, lines: Sequence[str]) -> None:
-        """A part with its title."""
+        """Print a title and lines."""
         if not self.is_quiet:
             tell(heading(title), *lines, "")
 
 
 def _footprint(shown: DemoOutput, trace: Trace, budget: str) -> None:
-    """What one step keeps, by arithmetic."""
+    """Print the predicted bytes of one step by role."""
     from paredown.plan.footprint import footprint
     from paredown.sizes import parse_bytes, say_bytes
 
@@ -91,18 +91,18 @@ def _footprint(shown: DemoOutput, trace: Trace, budget: str) -> None:
     roles = {role.value: size for role, size in foot.by_role.items()}
     rows = [(role, say_bytes(roles[role]), f"{roles[role] / foot.peak_bytes:.0%}") for role in SHOWN_ROLES if role in roles]
     allowed = parse_bytes(budget, whole=foot.peak_bytes)
-    lines = [f"  {line}" for line in table(("kept", "bytes", "of the peak"), rows)]
+    lines = [f"  {line}" for line in table(("stored", "bytes", "of the peak"), rows)]
     last = f"Predicted peak {say_bytes(foot.peak_bytes)}; the budget is {budget} of it, {say_bytes(allowed)}."
-    shown.tell("1. One training step of a small ResNet on 128 digits, followed without running it", [*lines, last])
+    shown.tell("1. One training step of a small ResNet on 128 digits, traced without running it", [*lines, last])
 
 
 def _picked(shown: DemoOutput, task: Task, budget: str, evaluations: int, prior: str | None) -> Picked:
-    """What earlier tasks and a few trials say."""
+    """Pick a plan from the prior and a few trials, and print trials and frontier."""
     from paredown.cli.pick_verbs import front
     from paredown.pick.pick import pick
     from paredown.report.studies import study_of_pick
 
-    with progress_bar("2. short trainings") as report:
+    with progress_bar("2. short trials") as report:
         picked = pick(task, budget, evaluations, prior=prior, device="cpu", progress=report)
     labels = {_key(point.plan): point.label for point in picked.frontier.points}
     trials = [
@@ -114,12 +114,13 @@ def _picked(shown: DemoOutput, task: Task, budget: str, evaluations: int, prior:
         for trial in picked.trials
     ]
     lines = [f"  {line}" for line in table(("plan", "error", "seconds"), trials)] if trials else ["  none"]
-    learned = f"Learned from {picked.prior}: {len(picked.frontier.points)} plans have a predicted error, and these were tried:"
-    shown.tell("2. Plans that fit, and a few short trainings", [learned, *lines])
+    fitted = f"Fitted to the prior {picked.prior}: {len(picked.frontier.points)} plans have a predicted error. Trials:"
+    shown.tell("2. Plans that fit the budget, and a few short trials", [fitted, *lines])
     study = study_of_pick(picked)
     points = [f"  {line}" for line in front(study, is_all=False)]
     shown.tell(
-        "3. The frontier: what no other plan is expected to beat in both bytes and error", [*points, *_wrapped(picked.reason)]
+        "3. The Pareto front: plans that no other plan is expected to beat in both bytes and error",
+        [*points, *_wrapped(picked.reason)],
     )
     return picked
 
@@ -129,21 +130,21 @@ def _key(plan: Any) -> Any:
 
 
 def _trained(shown: DemoOutput, task: Task, picked: Picked) -> list[TrainingRun]:
-    """The same training as written and with the picked plan."""
+    """Train the baseline and the picked plan from the same seed, and print both."""
     from paredown.plan.plan import Plan
 
     assert picked.plan is not None
     longer = replace(task, steps=2 * task.steps, name=task.name.replace(f"steps={task.steps}", f"steps={2 * task.steps}"))
-    runs = [TrainingRun(AS_WRITTEN, Plan()), TrainingRun(picked.label, picked.plan)]
+    runs = [TrainingRun(BASELINE, Plan()), TrainingRun(picked.label, picked.plan)]
     for run in runs:
         run.train(longer, seed=1, device="cpu", mode="store")
     lines = [f"  {line}" for line in runs_table(longer.name, runs)[1:]]
-    shown.tell(f"4. {longer.steps} steps, as written and with the picked plan, from the same start", lines)
+    shown.tell(f"4. {longer.steps} steps of the baseline and under the picked plan, from the same seed", lines)
     return runs
 
 
 def _written(subject: Subject, picked: Picked, runs: Sequence[TrainingRun], out: Path) -> dict[str, str]:
-    """The plan, the answer and the page."""
+    """Write the plan, the pick and the report; paths of the files by name."""
     from paredown.cli.inputs import answer_json, write_json
     from paredown.cli.report_verbs import with_memory
     from paredown.report.page import write
@@ -163,7 +164,7 @@ def _written(subject: Subject, picked: Picked, runs: Sequence[TrainingRun], out:
 
 @contextmanager
 def _session(task: Task, picked: Picked) -> Generator[Any]:
-    """A session that has seen one step: what was asked for and what was given."""
+    """A session after one training step, so that its changes are known; None for a plan without rules."""
     import torch
 
     from paredown.tasks.training import Loop, TrainingSetup
@@ -173,31 +174,32 @@ def _session(task: Task, picked: Picked) -> Generator[Any]:
     x, answers = next(task.data.batches(task.batch, seed=0, device=setting.device))
     model = setting.model()
     with setting.session(model) as session:
-        loop = Loop(setting, model, session)  # held: a session asks the optimizer that is there
+        loop = Loop(setting, model, session)  # held in a variable: the session asks the live optimizer
         loop.step(x, answers, task.recipe.lr)
         yield session if picked.plan.rules else None
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What came out."""
+    """The pick, both training runs, and the seconds that all of it took."""
 
     picked: Picked
-    written: TrainingRun
+    baseline: TrainingRun
     packed: TrainingRun
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""
         budget = {"budget_bytes": self.picked.budget_bytes, "full_bytes": self.picked.full_bytes, "seconds": self.seconds}
-        runs = {"as_written": self.written.trial.to_json(), "with_plan": self.packed.trial.to_json()}
+        baseline = self.baseline.trial.to_json()
+        runs = {"baseline": baseline, "as_written": baseline, "with_plan": self.packed.trial.to_json()}  # as_written: until 0.3
         return {"task": self.picked.task, "picked": self.picked.label, "reason": self.picked.reason, **budget, **runs}
 
     def in_words(self, files: dict[str, str]) -> list[str]:
-        """What was saved, what it cost, and what to type for one's own model."""
+        """Lines with the memory saved, its cost in error and time, and commands for one's own model."""
         lines = [*_wrapped(self._saved()), *_wrapped(self._cost()), ""]
         lines += [
-            f"The page: {files['page']} (open it in a browser). The plan: {files['plan']}.",
+            f"The report: {files['page']} (open it in a browser). The plan: {files['plan']}.",
             "",
             heading("For your own model"),
         ]
@@ -206,30 +208,30 @@ class DemoResult:
     def _saved(self) -> str:
         from paredown.sizes import say_bytes
 
-        before, after = self.written.trial.measured_peak_bytes, self.packed.trial.measured_peak_bytes
-        expected, written = self.packed.trial.predicted_peak_bytes, self.written.trial.predicted_peak_bytes
-        if not (before and after and expected and written):
+        before, after = self.baseline.trial.measured_peak_bytes, self.packed.trial.measured_peak_bytes
+        expected, unmodified = self.packed.trial.predicted_peak_bytes, self.baseline.trial.predicted_peak_bytes
+        if not (before and after and expected and unmodified):
             return "Saved: unknown, since the peak could not be measured here."
         more = say_bytes(max(after - expected, 0))
         return (
             f"Saved: the peak of a step was {say_bytes(after)} instead of {say_bytes(before)}, measured: {1 - after / before:.0%} less. "
-            f"Predicted were {say_bytes(expected)} instead of {say_bytes(written)}; the {more} more are scratch inside of the CPU's "
+            f"Predicted: {say_bytes(expected)} instead of {say_bytes(unmodified)}; the {more} above the prediction are workspace of CPU "
             "operators, packing included, which predictions leave out."
         )
 
     def _cost(self) -> str:
-        before, after = self.written.trial, self.packed.trial
+        before, after = self.baseline.trial, self.packed.trial
         if before.error is None or after.error is None:
-            return f"Cost: {self.packed.name} ended as {after.status.value}, as written as {before.status.value}."
+            return f"Cost: {self.packed.name} ended as {after.status.value}, the baseline as {before.status.value}."
         slower = (after.seconds or 0.0) / (before.seconds or 1.0)
         return (
-            f"Cost: {after.error:.1%} of the unseen digits were read wrong instead of {before.error:.1%} (one seed: a point or two are "
-            f"chance), and the training took {slower:.1f}x as long on one core of a CPU. All of this took {self.seconds:.0f} s."
+            f"Cost: {after.error:.1%} of the test digits are misclassified instead of {before.error:.1%} (one seed: a point or two "
+            f"are chance), and the training took {slower:.1f}x as long on one core of a CPU. The demo took {self.seconds:.0f} s."
         )
 
 
 ADVICE = (
-    "paredown estimate model.py:make --input 3x224x224 --budget 8GiB   will it fit?",
+    "paredown estimate model.py:make --input 3x224x224 --budget 8GiB   does it fit?",
     "paredown plan model.py:make --input 3x224x224 --budget 8GiB       a plan",
     "paredown pick tasks.py:mine --budget 8GiB --report report.html    after trials",
     "",

@@ -1,4 +1,4 @@
-"""`paredown env` and `paredown formats`: what is here, and which formats there are."""
+"""`paredown env` prints versions, devices and missing packages; `paredown formats` prints number formats and their bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 
 class Package(NamedTuple):
-    """A package by its import name, and what it is for."""
+    """A package by its import name, and what paredown uses it for."""
 
     name: str
     use: str
@@ -29,8 +29,8 @@ class Package(NamedTuple):
 PACKAGES = (
     Package("torch", "everything"),
     Package("numpy", "everything"),
-    Package("triton", "quick kernels on a GPU"),
-    Package("scipy", "pick: learning from earlier tasks"),
+    Package("triton", "fast kernels on a GPU"),
+    Package("scipy", "pick: fitting priors"),
     Package("sqlalchemy", "sweeps and stores"),
     Package("psycopg", "stores on PostgreSQL"),
     Package("ray", "sweeps on a cluster"),
@@ -44,7 +44,7 @@ REQUIRED = ("torch", "numpy")
 
 @verb(app, "env", "paredown env", "paredown env --json", panel=LOOK)
 def env(is_json: JsonOption = False) -> None:
-    """What is here, what is missing, and what to do about it."""
+    """Print versions, devices, missing packages, and the commands that install them."""
     packages = [{"name": p.name, "version": _version(p.name), "use": p.use} for p in PACKAGES]
     machine = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
     device = _device() if packages[0]["version"] else {}
@@ -60,13 +60,13 @@ def env(is_json: JsonOption = False) -> None:
     if is_json:
         emit({**value, "advice": advice})
     else:
-        tell(*_told(value), "", *([heading("To do"), *(f"  {line}" for line in advice)] if advice else ["Nothing is missing."]))
+        tell(*_lines(value), "", *([heading("To do"), *(f"  {line}" for line in advice)] if advice else ["Nothing is missing."]))
     if any(p["version"] is None for p in packages if p["name"] in REQUIRED):
         raise typer.Exit(Exit.ERROR)
 
 
 def _version(name: str) -> str | None:
-    """Of an installed package; None where it is not."""
+    """The version of an installed package; None if it is not installed."""
     if find_spec(name) is None:
         return None
     try:
@@ -76,7 +76,7 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> dict[str, Any]:
-    """GPUs, and what serves the codec here."""
+    """GPUs with their memory, and whether the codec uses Triton kernels or torch."""
     torch = import_module("torch")
     cuda = torch.cuda
     num = cuda.device_count()
@@ -93,13 +93,13 @@ def _memory() -> int | None:
 
 
 def _data() -> dict[str, Any]:
-    """Whether the folder of PAREDOWN_DATA is there; its name is nobody's business."""
+    """Whether PAREDOWN_DATA is set and names a folder; the path itself is not printed, since it can name a user."""
     folder = os.environ.get("PAREDOWN_DATA", "")
     return {"PAREDOWN_DATA": "set" if folder else "not set", "is_there": bool(folder) and os.path.isdir(folder)}
 
 
 def _advice(value: dict[str, Any]) -> list[str]:
-    """What to type, most needed first."""
+    """Commands to run, the most important first."""
     missing = [p["name"] for p in value["packages"] if p["version"] is None]
     torch = next(p["version"] for p in value["packages"] if p["name"] == "torch")
     advice = ["torch is missing: pip install torch"] if torch is None else []
@@ -123,7 +123,8 @@ def _advice(value: dict[str, Any]) -> list[str]:
     return advice
 
 
-def _told(value: dict[str, Any]) -> list[str]:
+def _lines(value: dict[str, Any]) -> list[str]:
+    """The environment as text."""
     memory = f", {value['memory_bytes'] / GIB:.1f} GiB of memory" if value["memory_bytes"] else ""
     lines = [
         heading(f"paredown {value['paredown']}"),
@@ -133,37 +134,38 @@ def _told(value: dict[str, Any]) -> list[str]:
         lines.append(
             f"  {gpu['name']}: {gpu['free_bytes'] / GIB:.1f} of {gpu['total_bytes'] / GIB:.1f} GiB free, CUDA {value['cuda']}"
         )
-    lines += [] if value.get("gpus") else ["  no GPU: plans and footprints for one are made all the same (--device cuda)"]
-    rows = [(p["name"], p["version"] or "not here", p["use"]) for p in value["packages"]]
+    lines += [] if value.get("gpus") else ["  no GPU: plans and footprints for a GPU can be made without one (--device cuda)"]
+    rows = [(p["name"], p["version"] or "missing", p["use"]) for p in value["packages"]]
     return [*lines, "", *(f"  {line}" for line in table(("package", "version", "for"), rows, left=3))]
 
 
 @verb(app, "formats", "paredown formats", "paredown formats int4/64@bf16 --shape 4096x4096", panel=LOOK)
 def formats(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[FORMAT]...", help="Names of the catalog, or texts.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[FORMAT]...", help="Names of the catalog, or texts such as int4/64@bf16.", show_default=False),
     ] = None,
-    shape: Annotated[str, typer.Option(metavar="SHAPE", help="Of a tensor whose bytes are told.")] = "1024x1024",
+    shape: Annotated[str, typer.Option(metavar="SHAPE", help="Shape of a tensor, whose bytes are printed.")] = "1024x1024",
     is_json: JsonOption = False,
 ) -> None:
-    """Number formats: bits a value, the largest and the smallest, and the bytes of a tensor."""
+    """Print number formats: bits per value, largest and smallest value, and the bytes of a tensor."""
     from paredown.formats.catalog import ROWS, find_format
 
     notes = {row.name: (row.text, row.note) for row in ROWS}
     sizes = _shape(shape)
     rows = []
     for name in names or notes:
-        found = find_format(name)
-        element = found.element
+        format = find_format(name)
+        element = format.element
         largest, smallest = float(element.max_value), float(element.smallest)
         value = {
             "name": name,
-            "format": str(found),
-            "bits_per_value": found.bits_per_value,
+            "format": str(format),
+            "bits_per_value": format.bits_per_value,
             "largest": largest,
             "smallest": smallest,
         }
-        rows.append({**value, "nbytes": found.nbytes(sizes), "note": notes.get(name, ("", ""))[1]})
+        rows.append({**value, "nbytes": format.nbytes(sizes), "note": notes.get(name, ("", ""))[1]})
     if is_json:
         emit({"shape": list(sizes), "formats": rows})
         return
@@ -171,15 +173,16 @@ def formats(
         (r["name"], r["format"], f"{r['bits_per_value']:g}", f"{r['largest']:g}", f"{r['smallest']:g}", str(r["nbytes"]), r["note"])
         for r in rows
     ]
-    tell(*table(("name", "format", "bits a value", "largest", "smallest", f"bytes of {shape}", "for"), cells, left=2))
+    tell(*table(("name", "format", "bits per value", "largest", "smallest", f"bytes of {shape}", "for"), cells, left=2))
     tell(
         "",
-        "Largest and smallest are the element's; a block's scale multiplies them. Any format may be spelled: element/block@scale+minimum.",
+        "Largest and smallest are values of the element; the scale of a block multiplies them. Any format can be written as "
+        "element/block@scale+minimum.",
     )
 
 
 def _shape(text: str) -> tuple[int, ...]:
     parts = text.lower().split("x")
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise typer.BadParameter(f"shape {text!r} cannot be read; write 4096x4096.", param_hint="--shape")
+        raise typer.BadParameter(f"shape {text!r} cannot be parsed; write 4096x4096.", param_hint="--shape")
     return tuple(int(part) for part in parts)

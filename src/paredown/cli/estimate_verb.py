@@ -1,6 +1,6 @@
-"""`paredown estimate`: will it fit? Bytes by role, module and plan, and the largest batch within a budget; nothing is trained.
+"""`paredown estimate`: predicted bytes of a training step by role, module and plan, and the largest batch within a budget.
 
-The largest batch within a budget: a search over whole numbers for a peak that grows with the batch.
+Nothing is trained. `largest_batch` searches for the largest batch size whose predicted peak is within a budget, with few predictions:
 
 >>> calls = []
 >>> largest_batch(lambda num: calls.append(num) or 100 + 7 * num, 1000, start=32), len(calls) < 6
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-SHOWN = ("as_written", "activations8", "activations4", "activations2", "lpmm")  # unless plans are named
+SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
 SHOWN_MODULES = 10
 SHOWN_NOTES = 5
 
@@ -54,19 +54,17 @@ def estimate(
     model: ModelArgument,
     budget: BudgetOption = None,
     plan: PlanOption = None,
-    batch: Annotated[
-        str | None, typer.Option(help="Examples of a step, or auto: the most within --budget.", show_default=False)
-    ] = None,
+    batch: Annotated[str | None, typer.Option(help="Batch size, or auto: the largest within --budget.", show_default=False)] = None,
     input: InputOption = None,
     optimizer: OptimizerOption = None,
     device: DeviceOption = None,
     autocast: AutocastOption = None,
-    depth: Annotated[int, typer.Option(min=1, help="Parts of module paths that are told apart.")] = 1,
+    depth: Annotated[int, typer.Option(min=1, help="Modules are grouped by this many parts of their paths.")] = 1,
     is_json: JsonOption = False,
 ) -> None:
-    """Will it fit? Bytes of a training step by role, module and plan, before anything runs."""
+    """Does it fit? Predicted bytes of a training step by role, module and plan, before anything runs."""
     size = _batch(batch, budget)
-    with spinner("following one step"):
+    with spinner("tracing one step"):
         from paredown.cli.subject import SubjectOptions, find_subject, name_of, read_plan
         from paredown.plan.footprint import footprint
 
@@ -85,28 +83,30 @@ def estimate(
     if is_json:
         emit(value)
     else:
-        tell(*_told(value))
-    again = command_text(model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast)
-    _verdict(value, asked=plan, model=again, budget=budget)
+        tell(*_lines(value))
+    arguments = command_text(model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast)
+    _exit_if_too_large(value, requested=plan, model=arguments, budget=budget)
 
 
 def _batch(text: str | None, budget: str | None) -> int | None:
-    """The batch size that was asked for; None: the subject's own, or to be found."""
+    """The requested batch size; None for the model's own, or for auto."""
     if text is None or text == AUTO:
         if text == AUTO and budget is None:
-            raise typer.BadParameter("auto needs --budget: the largest batch within it is looked for.", param_hint="--batch")
+            raise typer.BadParameter(
+                "auto needs --budget: it searches for the largest batch within the budget.", param_hint="--batch"
+            )
         return None
     if not (text.isascii() and text.isdigit() and 0 < int(text[:12]) < 10**9):
-        raise typer.BadParameter(f"{text!r} is none; it is a whole number from 1 up, or auto.", param_hint="--batch")
+        raise typer.BadParameter(f"{text!r} is no batch size; write a whole number from 1 up, or auto.", param_hint="--batch")
     return int(text)
 
 
 def _head(subject: Subject) -> dict[str, Any]:
-    """What is estimated."""
+    """Model, device, dtype, optimizer and batch of the estimate."""
     trace = subject.trace()
     rule = subject.optimizer if isinstance(subject.optimizer, str) else trace.optimizer
-    about = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": rule}
-    return {**about, "batch_size": subject.batch_size, "batch": list(trace.batch)}
+    step = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": rule}
+    return {**step, "batch_size": subject.batch_size, "batch": list(trace.batch)}
 
 
 def _allowed(budget: str, subject: Subject) -> int:
@@ -117,8 +117,7 @@ def _allowed(budget: str, subject: Subject) -> int:
 
 
 def _largest(subject: Subject, plan: Any, allowed: int) -> int:
-    """The most examples whose step is within `allowed`; 0 where not one fits. Peaks grow with the batch, almost in proportion."""
-
+    """The largest batch size whose predicted peak is within `allowed` bytes; 0 if a batch of one does not fit."""
     return largest_batch(lambda num: subject.peak_bytes(plan, num), allowed, start=subject.batch_size)
 
 
@@ -127,27 +126,28 @@ def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None, d
     roles = {role.value: n for role, n in foot.by_role.items() if n}
     at_peak = {role.value: n for role, n in foot.at_peak.items() if n}
     fits = None if allowed is None else foot.peak_bytes <= allowed
-    found = {"by_role": roles, "at_peak": at_peak, "by_module": foot.by_module(depth)}
-    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **found}
+    parts = {"by_role": roles, "at_peak": at_peak, "by_module": foot.by_module(depth)}
+    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts}
 
 
 def _notes(feet: dict[str, Footprint]) -> list[str]:
     return list(dict.fromkeys(note for foot in feet.values() for note in foot.notes))
 
 
-def _told(value: dict[str, Any]) -> list[str]:
+def _lines(value: dict[str, Any]) -> list[str]:
+    """The estimate as text: tables of bytes by role, by module and in total, and notes."""
     rows: list[dict[str, Any]] = value["plans"]
     where = f"{value['device']}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
-    names = [row["plan"].replace("_", " ") for row in rows]
+    names = [row["plan"] for row in rows]
     lines = [heading(f"One training step of {value['model']} on {where}, predicted"), ""]
-    lines += table(("kept, by role", *names), _by(rows, "by_role"))
-    lines += ["", *table(("kept, by module", *names), _by(rows, "by_module")[:SHOWN_MODULES])]
+    lines += table(("stored, by role", *names), _by(rows, "by_role"))
+    lines += ["", *table(("stored, by module", *names), _by(rows, "by_module")[:SHOWN_MODULES])]
     lines += ["", *table(("whole step", *names), _totals(rows, value["budget_bytes"]))]
     return [*lines, *(f"note: {note}" for note in value["notes"][:SHOWN_NOTES])]
 
 
 def _by(rows: Sequence[dict[str, Any]], kind: str) -> list[tuple[str, ...]]:
-    """A line for each role or module, the largest of the first plan first where they are modules."""
+    """A table row for each role or module, in the order of the first plan (modules: the largest first)."""
     from paredown.sizes import say_bytes
 
     keys = list(dict.fromkeys(key for row in rows for key in row[kind]))
@@ -169,28 +169,28 @@ def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[s
     return lines
 
 
-def _verdict(value: dict[str, Any], *, asked: list[str] | None, model: str, budget: str | None) -> None:
-    """Does not fit is an answer of its own: exit 3 where none of the plans that were named fits, or the step as written."""
+def _exit_if_too_large(value: dict[str, Any], *, requested: list[str] | None, model: str, budget: str | None) -> None:
+    """Exit with status 3 if none of the requested plans fits the budget; without requested plans, if the baseline does not fit."""
     rows, allowed = value["plans"], value["budget_bytes"]
-    judged = rows if asked else rows[:1]
+    judged = rows if requested else rows[:1]
     is_searched = judged[0]["largest_batch"] is not None
     if allowed is None or any(row["largest_batch"] if is_searched else row["fits"] for row in judged):
         return
     fitting = [row["plan"] for row in rows if (row["largest_batch"] if is_searched else row["fits"])]
     others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
-    say(f"it does not fit {budget}. {others}To have a plan made: paredown plan {model} --budget {budget}")
+    say(f"it does not fit {budget}. {others}To make a plan that fits: paredown plan {model} --budget {budget}")
     raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-# --- The largest batch within a budget ---
+# --- the largest batch within a budget --------------------------------------------------------------------------------
 
-MOST = 1 << 24  # examples: beyond that the budget is no limit
+MOST = 1 << 24  # examples; a budget that allows more is not searched further
 
 
 def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) -> int:
-    """The largest number of examples whose `peak` is within the budget; 0 if one alone is above it.
+    """The largest batch size whose `peak` is within the budget; 0 if a batch of one is above it.
 
-    A line between the nearest sizes guesses where the budget is met; every third guess is the middle, for peaks that are no line.
+    Interpolation search: peaks grow almost linearly with the batch. Every third guess is the midpoint, for peaks that do not.
     """
     known: dict[int, int] = {}
 
@@ -198,8 +198,8 @@ def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) 
         known[num] = known[num] if num in known else peak(num)
         return known[num] <= budget_bytes
 
-    def met(low: int, high: int) -> int:
-        """The last size below the budget on the line through two known ones."""
+    def interpolated(low: int, high: int) -> int:
+        """The largest size within the budget on the line through two known sizes."""
         slope = max(known[high] - known[low], 1) / (high - low)
         return int(low + (budget_bytes - known[low]) / slope)
 
@@ -209,13 +209,13 @@ def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) 
         if high == 1 or not fits(1):
             return 0
     before = low
-    while fits(high):  # the first guess beyond two sizes is one that should not fit
-        before, low, high = low, high, max(high + 1, met(before, high) + 1) if before == max(start, 1) else 2 * high
+    while fits(high):  # the first extrapolation adds 1, to a size that should not fit
+        before, low, high = low, high, max(high + 1, interpolated(before, high) + 1) if before == max(start, 1) else 2 * high
         if low >= MOST:
             return MOST
     turn = 0
     while high - low > 1:
-        guess, turn = met(low, high) if turn % 3 < 2 else (low + high) // 2, turn + 1
+        guess, turn = interpolated(low, high) if turn % 3 < 2 else (low + high) // 2, turn + 1
         guess = min(max(guess, low + 1), high - 1)
         low, high = (guess, high) if fits(guess) else (low, guess)
     return low

@@ -1,6 +1,6 @@
-"""JSON files that verbs write and read; whatever is in one, reading it gives a value or a sentence.
+"""Files that subcommands read and write: JSON written whole or not at all; records from stores and from JSON of pick, train or report.
 
-What verbs that show things are given: a store, or a JSON file that pick, train or a report wrote. Nothing that a file names is run.
+Reading a damaged file raises a ParedownError; no code that a file names is run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """The value in a file, whole or not at all."""
+    """Write `value` to a file through a temporary file, so that an interrupted write leaves no partial file."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(value, allow_nan=False, indent=1) + "\n", encoding="utf-8", newline="\n")
     part.replace(path)
 
 
 def check_places(files: Mapping[str, Path | None]) -> None:
-    """A sentence before the work rather than after it where a file, here by its option, cannot be written."""
+    """Raise BadParameter before the work starts if an output file, by its option, cannot be written."""
     for option, path in files.items():
         if path is not None and path.is_dir():
             raise typer.BadParameter(f"{path} is a folder; give a file.", param_hint=option)
@@ -37,19 +37,19 @@ def check_places(files: Mapping[str, Path | None]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file says."""
+    """The value of a JSON file; PlanError if there is none."""
     if not path.is_file():
         raise PlanError(f"there is no file {path}.")
     return serial.read_json(path, "JSON file", PlanError)
 
 
 def without_files(value: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what `pick --json` says beside it: which files it wrote."""
+    """The JSON of a pick without the field `files` that `pick --json` adds."""
     return {name: part for name, part in value.items() if name != "files"}
 
 
 def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
-    """A frontier, or that of a pick, and the pick."""
+    """The frontier in a JSON file, and the pick if the file holds one."""
     from paredown.pick.answer import Frontier, Picked
 
     value = read_json(path)
@@ -63,7 +63,7 @@ def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
 
 
 def answer_json(picked: Picked) -> dict[str, Any]:
-    """A pick as a JSON value, its sentences without absolute paths: what failed says where it lay."""
+    """The JSON of a pick, with absolute paths removed from its texts (messages of failed trials can contain them)."""
     from paredown.report.record import scrub
 
     value = picked.to_json()
@@ -71,11 +71,11 @@ def answer_json(picked: Picked) -> dict[str, Any]:
     return value | {"trials": trials, "reason": scrub(picked.reason), "notes": [scrub(note) for note in picked.notes]}
 
 
-# --- What verbs that show things are given ---
+# --- records for frontier, report and serve --------------------------------------------------------------------------
 
 
 def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Record:
-    """The record of a file that ends in .json, or of a store."""
+    """The record of a file whose name ends in .json, or of a store."""
     if not source.lower().endswith(".json"):
         return _of_store(source, sweep, title)
     value = read_json(Path(source))
@@ -94,7 +94,7 @@ def _of_store(address: str, sweep: str | None, title: str) -> Record:
 
 
 def _of_value(value: Any, title: str) -> Record:
-    """A record itself, an answer of pick, or runs of train, told apart by what they have."""
+    """The record in a JSON value: a record, the output of pick, or the output of train, distinguished by their fields."""
     from paredown.pick.answer import Picked
     from paredown.report.record import Record
     from paredown.tasks.trial import Trial
@@ -108,7 +108,7 @@ def _of_value(value: Any, title: str) -> Record:
         return Record.of_trials(title or "Runs of a task", [Trial.from_json(run) for run in runs])
     if isinstance(value, dict) and "rules" in value:
         raise ReportError(
-            "this is a plan, and says nothing of trials. To read it: paredown explain FILE. A page is made of a store, or of what "
-            "pick --record or train --out wrote."
+            "this is a plan, which has no trials. To print it: paredown explain FILE. A report is made from a store, or from the output "
+            "of pick --record or train --out."
         )
     return Record.from_json(value)

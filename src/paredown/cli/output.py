@@ -1,8 +1,7 @@
-"""What a verb says: results to stdout, sentences for people to stderr, JSON when it is asked for.
+"""Output of the commands: results go to stdout as text or, with --json, as one JSON object; messages and progress go to stderr.
 
-Tables are plain text, the same on a terminal and in a pipe; only a terminal gets bold heads.
-
-Progress on a terminal: what is being done, how far, and the time left. Nothing where stderr is no terminal.
+Tables are plain text, the same on a terminal and in a pipe; only a terminal gets bold headings. Progress bars are drawn only if stderr is
+a terminal.
 """
 
 from __future__ import annotations
@@ -15,13 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from paredown.tables import Table
+
+BASELINE = "baseline"  # the name of the step without a plan, in arguments and tables
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
-# control characters other than new line and tab, and halves of characters, but for the two above
+# control characters (other than newline, tab and the two sequences above) and lone surrogates
 CONTROL = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
-    """A text as a terminal may show it: names in files of strangers may hold commands for it.
+    """`text` with control characters replaced by "?", since names read from files may hold escape sequences for the terminal.
 
     >>> clean("digits" + chr(27) + "[2J")
     'digits?[2J'
@@ -30,59 +32,54 @@ def clean(text: str) -> str:
 
 
 def say(sentence: str) -> None:
-    """A sentence for people."""
+    """Print a message to stderr."""
     print(clean(f"paredown: {sentence}"), file=sys.stderr, flush=True)
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """One line of JSON; numbers that JSON does not have are an error, not text that others cannot read."""
+    """One line of JSON; NaN and infinities raise ValueError, since other JSON readers refuse them."""
     return json.dumps(value, allow_nan=False)
 
 
 def emit(value: Mapping[str, Any]) -> None:
-    """The answer of a verb that was asked for JSON."""
+    """Print the result of a command as one line of JSON to stdout."""
     print(to_json(value), flush=True)
 
 
 def tell(*lines: str) -> None:
-    """The answer of a verb in words."""
+    """Print the result of a command as lines of text to stdout."""
     print(*map(clean, lines), sep="\n", flush=True)
 
 
 def heading(text: str) -> str:
-    """A line above others, bold on a terminal."""
+    """`text`, bold if stdout is a terminal."""
     return f"{BOLD}{text}{PLAIN}" if sys.stdout.isatty() else text
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Lines of a table: columns of numbers are flush right, all others and the first `left` flush left.
+    """Lines of a table with a bold heading: columns of numbers are aligned right, all others and the first `left` columns left.
 
-    >>> print(*table(("plan", "peak", "note"), [("as written", "1.25 MiB", ""), ("lpmm", "612 KiB", "of 8 bits")]), sep="\\n")
-    plan            peak  note
-    as written  1.25 MiB
-    lpmm         612 KiB  of 8 bits
+    >>> print(*table(("plan", "peak", "note"), [("baseline", "1.25 MiB", ""), ("lpmm", "612 KiB", "of 8 bits")]), sep="\\n")
+    plan          peak  note
+    baseline  1.25 MiB
+    lpmm       612 KiB  of 8 bits
     """
-    cells = [tuple(names), *(tuple(row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
-    is_left = [i < left or not _are_numbers([row[i] for row in cells[1:]]) for i in range(len(names))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [cell.ljust(w) if on_left else cell.rjust(w) for cell, w, on_left in zip(row, widths, is_left, strict=True)]
-        return "  ".join(padded).rstrip()
-
-    return [heading(line(cells[0])), *(line(row) for row in cells[1:])]
+    rows = list(rows)
+    right = {i for i in range(left, len(names)) if _are_numbers([row[i] for row in rows])}
+    head, *lines = Table(names, rows, right).lines()
+    return [heading(head), *lines]
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    """Most of those that say anything."""
-    told = [cell for cell in cells if cell]
-    return 2 * sum(cell.lstrip("+-")[:1].isdigit() or cell in ("yes", "no") for cell in told) > len(told)
+    """Whether more than half of the cells with text are numbers, or yes and no."""
+    texts = [cell for cell in cells if cell]
+    return 2 * sum(text.lstrip("+-")[:1].isdigit() or text in ("yes", "no") for text in texts) > len(texts)
 
 
 def warn_of_passwords(arguments: Iterable[str]) -> None:
-    """What stands on a command line is seen by everybody on the machine."""
+    """Print a warning if an argument is a URL with a password: other users can read it in the list of processes."""
     if any(_has_password(argument) for argument in arguments):
-        say("everybody on this machine can read a password on a command line; set PAREDOWN_STORE or PGPASSWORD instead.")
+        say("other users of this machine can read a password on a command line; set PAREDOWN_STORE or PGPASSWORD instead.")
 
 
 def _has_password(argument: str) -> bool:
@@ -94,12 +91,12 @@ def _has_password(argument: str) -> bool:
 
 # --- Progress on a terminal ---
 
-Report = Callable[[float, float, str], None]  # done, of how many, a note
+Report = Callable[[float, float, str], None]  # (done, total, note)
 
 
 @contextmanager
 def progress_bar(what: str, *, is_shown: bool = True) -> Generator[Report]:
-    """A bar with the time left; `report(done, total, note)` moves it."""
+    """A function `report(done, total, note)` that moves a progress bar; it does nothing unless stderr is a terminal."""
     if not (is_shown and sys.stderr.isatty()):
         yield lambda done, total, note: None
         return
@@ -115,7 +112,7 @@ def progress_bar(what: str, *, is_shown: bool = True) -> Generator[Report]:
 
 @contextmanager
 def spinner(what: str) -> Generator[None]:
-    """A sign that something of unknown length is going on."""
+    """A spinner on stderr while the block runs, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

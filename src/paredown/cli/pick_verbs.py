@@ -1,4 +1,4 @@
-"""`paredown pick` and `paredown frontier`: the plan to take within a budget, and what else there is."""
+"""`paredown pick` picks a plan within a budget; `paredown frontier` prints the Pareto front of a pick, a record or a store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paredown.report.studies import PlanMark, Study
     from paredown.tasks.task import Task
 
-AllOption = Annotated[bool, typer.Option("--all", help="All plans, not only those that no other beats.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All plans, not only the Pareto front.")]
 
 
 @verb(
@@ -45,32 +45,34 @@ AllOption = Annotated[bool, typer.Option("--all", help="All plans, not only thos
 def pick(
     task: TaskArgument,
     budget: NeededBudget = "40%",
-    evaluations: Annotated[int, typer.Option(min=0, help="Trials at most; 0: earlier tasks alone answer.")] = 8,
+    evaluations: Annotated[int, typer.Option(min=0, help="Trials at most; 0: decide by the prior alone.")] = 8,
     prior: Annotated[
-        str | None, typer.Option(help="Earlier tasks, by name or file.  (default: all that are known)", show_default=False)
+        str | None, typer.Option(help="The prior, by name or file. (default: all installed priors)", show_default=False)
     ] = None,
     store: StoreOption = None,
     mode: ModeOption = "store",
     seed: SeedOption = 0,
     device: HereOption = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")] = Path(
+        "plan.json"
+    ),
     record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all of the answer too, for frontier and report.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Also write the whole result, for frontier and report.", show_default=False)
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page too.", show_default=False)] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a report page.", show_default=False)] = None,
     is_json: JsonOption = False,
 ) -> None:
-    """The plan of least expected error within a budget, from earlier tasks and a few trials; with --store it goes on where it stopped."""
+    """Pick the plan of least expected error within a budget, from a prior and a few trials; with --store it resumes."""
     check_places({"--out": out, "--record": record, "--report": report})
     with spinner("reading the task"):
         from paredown.cli.subject import find_any_task
-        from paredown.pick.pick import pick as picked_for
+        from paredown.pick.pick import pick as pick_plan
 
-        found = find_any_task(task)
-    with kept_in_store(store is not None), progress_bar("picking") as told:
+        named_task = find_any_task(task)
+    with kept_in_store(store is not None), progress_bar("picking") as progress:
         options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
-        picked = picked_for(found, budget, evaluations, progress=told, **options)
-    written = write_outputs(picked, found, device, plan=out, record=record, report=report)
+        picked = pick_plan(named_task, budget, evaluations, progress=progress, **options)
+    written = write_outputs(picked, named_task, device, plan=out, record=record, report=report)
     if is_json:
         from paredown.cli.inputs import answer_json
 
@@ -78,14 +80,14 @@ def pick(
     else:
         tell(*in_words(picked), *(f"The {what} is in {file}." for what, file in written.items()))
     if picked.plan is None:
-        say(f"nothing fits {budget}: {picked.reason}")
+        say(f"no plan fits {budget}: {picked.reason}")
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
 def write_outputs(
     picked: Picked, task: Task, device: str | None, *, plan: Path | None, record: Path | None, report: Path | None
 ) -> dict[str, str]:
-    """Write what was asked for; what is where."""
+    """Write the requested files; their paths by kind."""
     from paredown.cli.inputs import answer_json, write_json
 
     written: dict[str, str] = {}
@@ -104,7 +106,7 @@ def write_outputs(
 
 
 def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
-    """What a page shows of a pick, the memory of its step included where that can be followed."""
+    """The record of a pick, with the memory of its step if the step can be traced."""
     from paredown.cli.report_verbs import with_memory
     from paredown.cli.subject import of_task
     from paredown.errors import TraceError
@@ -119,7 +121,7 @@ def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
 
 
 def in_words(picked: Picked) -> list[str]:
-    """The answer, the frontier as a table, and what else was found."""
+    """The picked plan and its reason, the Pareto front as a table, and notes."""
     from paredown.report.studies import study_of_pick
 
     study = study_of_pick(picked)
@@ -128,17 +130,15 @@ def in_words(picked: Picked) -> list[str]:
 
 
 def front(study: Study, *, is_all: bool) -> list[str]:
-    """Points as a table, the fewest bytes first: predicted, then what was measured; a star before the one that was picked."""
+    """A table of plans by rising bytes, predicted and measured; a star marks the picked plan. `is_all`: beyond the Pareto front."""
     shown = [mark for mark in study.marks if is_all or mark.on_front or mark.label == study.picked]
     names = ("  plan", "peak", "of full", study.metric, _width(study), "measured", "peak")
     return table(names, [_cells(mark, study) for mark in shown])
 
 
 def _width(study: Study) -> str:
-    """What the half of a band is called; a reason's is one deviation."""
-    from paredown.report.studies import NINE_OF_TEN, SEEDS
-
-    return {NINE_OF_TEN: "+- 9 of 10", SEEDS: "+- seeds"}.get(study.band, "+-")
+    """The column name of half the width of an interval: 90 % of the posterior, or the range of seeds."""
+    return "+- seeds" if "seed" in study.band else "+- 90 %" if study.band else "+-"
 
 
 def _cells(mark: PlanMark, study: Study) -> tuple[str, ...]:
@@ -171,13 +171,13 @@ def _number(value: float | None) -> str:
     panel=SHOW,
 )
 def frontier(
-    source: Annotated[str, typer.Argument(help="What pick --record wrote, a record, or a store.", show_default=False)],
+    source: Annotated[str, typer.Argument(help="The output of pick --record, a record, or a store.", show_default=False)],
     budget: BudgetOption = None,
     task: Annotated[str | None, typer.Option(help="Only this task.", show_default=False)] = None,
     is_all: AllOption = False,
     is_json: JsonOption = False,
 ) -> None:
-    """Plans that no other beats in both bytes and error; with --budget the one to take."""
+    """Print the Pareto front of memory and error; with --budget the plan to use."""
     from paredown.cli.inputs import read_source
 
     studies = [study for study in read_source(source).studies if task in (None, study.task)]
@@ -189,31 +189,31 @@ def frontier(
         emit({"tasks": [_json(study, taken.get(study.task), is_all=is_all) for study in studies]})
     else:
         for study in studies:
-            tell(heading(study.task), *front(study, is_all=is_all), *_said(study, budget, taken), "")
+            tell(heading(study.task), *front(study, is_all=is_all), *_verdict(study, budget, taken), "")
     if taken and not all(taken.values()):
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
 def _taken(study: Study, budget: str) -> str:
-    """The label that a budget takes; empty where nothing fits."""
+    """The label of the best plan within a budget; empty if no plan fits."""
     from paredown.errors import BudgetError
     from paredown.sizes import parse_bytes
 
     if "%" in budget and study.full_bytes is None:
         raise BudgetError(
-            f"{study.task}: {budget} is a share of the step as written, which is none of its plans: write bytes, such as 8GiB."
+            f"{study.task}: {budget} is relative to the baseline, which is none of its plans: write bytes, such as 8GiB."
         )
     allowed = parse_bytes(budget, whole=study.full_bytes)
     return next((pick.label for pick in reversed(study.picks) if pick.nbytes <= allowed), "")
 
 
-def _said(study: Study, budget: str | None, taken: dict[str, str]) -> list[str]:
+def _verdict(study: Study, budget: str | None, taken: dict[str, str]) -> list[str]:
     if budget is None:
         return []
     label = taken[study.task]
     if not study.marks:
-        return [f"Nothing is known to fit {budget}: no trial says how many bytes its plan takes."]
-    return [f"Within {budget}: {label}." if label else f"Nothing fits {budget}; the smallest is {study.marks[0].label}."]
+        return [f"No plan is known to fit {budget}: no trial has the peak memory of its plan."]
+    return [f"Within {budget}: {label}." if label else f"No plan fits {budget}; the smallest is {study.marks[0].label}."]
 
 
 def _json(study: Study, taken: str | None, *, is_all: bool) -> dict[str, Any]:

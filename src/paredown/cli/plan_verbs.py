@@ -1,4 +1,4 @@
-"""`paredown plan` and `paredown explain`: a plan under a budget, and any plan in words."""
+"""`paredown plan` makes a plan within a budget; `paredown explain` prints a plan, and with a model each slot of it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from paredown.trace.trace import Trace
 
 SHOWN_SLOTS = 40
-MethodOption = Annotated[str, typer.Option(help="role, sensitivity (one forward pass and 16 backwards), size, operator or random.")]
+MethodOption = Annotated[
+    str, typer.Option(help="role, sensitivity (one forward and 16 backward passes), size, operator or random.")
+]
 RecomputeOption = Annotated[
     bool | None,
     typer.Option(
         "--recompute/--no-recompute",
-        help="Compute layers again in backward: also where errors would be large, or never.",
+        help="Use activation checkpointing: also for layers with large errors, or never.",
         show_default=False,
     ),
 ]
@@ -51,10 +53,12 @@ RecomputeOption = Annotated[
 def make_plan(
     model: ModelArgument,
     budget: NeededBudget,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan is written.")] = Path("plan.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")] = Path(
+        "plan.json"
+    ),
     method: MethodOption = "role",
     recompute: RecomputeOption = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step.", show_default=False)] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size.", show_default=False)] = None,
     input: InputOption = None,
     optimizer: OptimizerOption = None,
     device: DeviceOption = None,
@@ -62,7 +66,7 @@ def make_plan(
     seed: SeedOption = 0,
     is_json: JsonOption = False,
 ) -> None:
-    """A format for every tensor of a step, so that its predicted peak is within a budget; by arithmetic alone."""
+    """A plan whose predicted peak memory is within a budget; by arithmetic on a trace, without training."""
     with spinner("making a plan"):
         from paredown.cli.subject import SubjectOptions, find_subject
         from paredown.plan.footprint import footprint
@@ -70,17 +74,22 @@ def make_plan(
         subject = find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer))
         errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
         made = subject.plan_within(budget, method=method, sensitivities=errors, seed=seed, recompute=recompute)
-        foot, written = footprint(subject.trace(made), made), footprint(subject.trace())
-        allowed = _budget(budget, written.peak_bytes)
+        foot, baseline = footprint(subject.trace(made), made), footprint(subject.trace())
+        allowed = _budget(budget, baseline.peak_bytes)
     made.save(out)
     if is_json:
-        sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "written_bytes": written.peak_bytes}
+        sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, **baseline_bytes(baseline.peak_bytes)}
         emit({"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(out), "plan": made.to_json()})
         return
     fit = repr(foot.fits(allowed))
-    again = command_text(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
-    hint = f"The plan is in {out}. What it does: paredown explain {out} --model {again}"
+    arguments = command_text(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
+    hint = f"The plan is in {out}. Slot by slot: paredown explain {out} --model {arguments}"
     tell(made.reason, fit[0].upper() + fit[1:], "", hint)
+
+
+def baseline_bytes(nbytes: int) -> dict[str, int]:
+    """The JSON field `baseline_bytes`, and the same value as `written_bytes`, its name in version 0.1."""
+    return {"baseline_bytes": nbytes, "written_bytes": nbytes}
 
 
 def _budget(text: str, whole: int) -> int:
@@ -90,13 +99,13 @@ def _budget(text: str, whole: int) -> int:
 
 
 def _probed(subject: Subject, trace: Trace) -> Any:
-    """Measured gradient errors; a model without numbers cannot be measured."""
+    """Measured gradient errors of each slot; PlanError for a model on the meta device, which cannot run."""
     from paredown.errors import PlanError
     from paredown.session.probe import probe
 
     if any(p.is_meta for p in subject.model.parameters()):
         raise PlanError(
-            "method sensitivity runs the model, and this one has shapes alone: take a task, or a function that returns (model, batch)."
+            "method sensitivity runs the model, and this one has shapes only: give a task, or a function that returns (model, batch)."
         )
     return probe(subject.model, subject.batch, trace, loss=subject.loss)
 
@@ -111,29 +120,29 @@ def _probed(subject: Subject, trace: Trace) -> Any:
 )
 def explain(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)],
-    model: Annotated[str | None, typer.Option(help="Slot by slot on this model.", show_default=False)] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Print every slot of this model.", show_default=False)] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size.", show_default=False)] = None,
     input: InputOption = None,
     optimizer: OptimizerOption = None,
     device: DeviceOption = None,
     autocast: AutocastOption = None,
     is_json: JsonOption = False,
 ) -> None:
-    """A plan in words; with --model slot by slot: what is lowered, pinned or left, and why."""
+    """Print the rules of a plan; with --model every slot: quantized, pinned or unmodified, and why."""
     from paredown.cli.subject import read_plan
 
-    found = read_plan(plan)
+    parsed = read_plan(plan)
     if model is None:
-        value: dict[str, Any] = {"words": found.explain().splitlines(), "plan": found.to_json()}
+        value: dict[str, Any] = {"words": parsed.explain().splitlines(), "plan": parsed.to_json()}
     else:
-        with spinner("following one step"):
+        with spinner("tracing one step"):
             from paredown.cli.subject import SubjectOptions, find_subject
 
-            value = _slots(find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer)), found)
+            value = _slots(find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer)), parsed)
     if is_json:
         emit(value)
     else:
-        tell(*value["words"], *_told(value))
+        tell(*value["words"], *_slot_lines(value))
 
 
 def _slots(subject: Subject, plan: Plan) -> dict[str, Any]:
@@ -141,27 +150,27 @@ def _slots(subject: Subject, plan: Plan) -> dict[str, Any]:
     from paredown.plan.footprint import footprint
 
     trace = subject.trace(plan)
-    peaks = {"written_bytes": footprint(subject.trace()).peak_bytes, "peak_bytes": footprint(trace, plan).peak_bytes}
+    peaks = {**baseline_bytes(footprint(subject.trace()).peak_bytes), "peak_bytes": footprint(trace, plan).peak_bytes}
     slots = [
-        {"slot": row.slot, "role": row.role.value, "written_bytes": row.written_bytes, "nbytes": row.nbytes}
+        {"slot": row.slot, "role": row.role.value, **baseline_bytes(row.written_bytes), "nbytes": row.nbytes}
         | {"format": row.format, "what": row.what, "why": row.why}
         for row in explain_slots(trace, plan)
     ]
     return {"words": plan.explain().splitlines(), "plan": plan.to_json(), "model": subject.name, **peaks, "slots": slots}
 
 
-def _told(value: dict[str, Any]) -> list[str]:
-    """The largest slots first."""
+def _slot_lines(value: dict[str, Any]) -> list[str]:
+    """A table of the slots, the largest first."""
     from paredown.sizes import say_bytes
 
     if "slots" not in value:
         return []
-    rows = sorted(value["slots"], key=lambda row: -row["written_bytes"])
+    rows = sorted(value["slots"], key=lambda row: -row["baseline_bytes"])
     cells = [
         (
             row["slot"],
             row["role"],
-            say_bytes(row["written_bytes"]),
+            say_bytes(row["baseline_bytes"]),
             say_bytes(row["nbytes"]),
             row["format"],
             row["what"],
@@ -169,13 +178,13 @@ def _told(value: dict[str, Any]) -> list[str]:
         )
         for row in rows[:SHOWN_SLOTS]
     ]
-    more = [f"... {len(rows) - SHOWN_SLOTS} smaller ones; --json has all"] if len(rows) > SHOWN_SLOTS else []
-    peaks = f"Peak {say_bytes(value['peak_bytes'])} instead of {say_bytes(value['written_bytes'])}, predicted."
+    more = [f"... {len(rows) - SHOWN_SLOTS} smaller slots; --json prints all"] if len(rows) > SHOWN_SLOTS else []
+    peaks = f"Peak {say_bytes(value['peak_bytes'])} instead of {say_bytes(value['baseline_bytes'])}, predicted."
     return [
         "",
         heading(f"On {value['model']}"),
         peaks,
         "",
-        *table(("slot", "role", "as written", "waits as", "format", "what", "why"), cells, left=2),
+        *table(("slot", "role", "baseline", "stored", "format", "what", "why"), cells, left=2),
         *more,
     ]

@@ -1,4 +1,4 @@
-"""`paredown report` and `paredown serve`: one page of what was tried and picked, as a file or live."""
+"""`paredown report` writes trials and picks as one HTML page; `paredown serve` shows the same page live."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.application import SHOW, JsonOption, SweepOption, app, verb
-from paredown.cli.output import emit, say, spinner, tell
+from paredown.cli.output import BASELINE, emit, say, spinner, tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paredown.report.record import Record
 
 SourceArgument = Annotated[
-    str, typer.Argument(help="A store, what pick --record or train --out wrote, or a record.", show_default=False)
+    str, typer.Argument(help="A store, the output of pick --record or train --out, or a record.", show_default=False)
 ]
 
 
@@ -26,12 +26,12 @@ SourceArgument = Annotated[
 def report(
     source: SourceArgument,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
-    model: Annotated[str | None, typer.Option(help="Show where the memory of this one goes, too.", show_default=False)] = None,
-    title: Annotated[str, typer.Option(help="Of the page.")] = "",
+    model: Annotated[str | None, typer.Option(help="Also show the memory of a step of this model.", show_default=False)] = None,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "",
     sweep: SweepOption = None,
     is_json: JsonOption = False,
 ) -> None:
-    """One HTML file that needs no network: frontier, budget slider, where the memory goes, trials, curves."""
+    """Write one self-contained HTML file: Pareto front with a budget slider, memory by role and module, trials, curves."""
     from paredown.cli.inputs import read_source
     from paredown.report.page import write
 
@@ -50,13 +50,12 @@ def report(
 def _with_memory(record: Record, model: str) -> Record:
     from paredown.cli.subject import SubjectOptions, find_subject, read_plan
 
-    presets = ("as_written", "activations8", "activations4", "lpmm")
-    plans = {name.replace("_", " "): read_plan(name) for name in presets}
+    plans = {name: read_plan(name) for name in (BASELINE, "activations8", "activations4", "lpmm")}
     return with_memory(record, find_subject(model, SubjectOptions()), plans)
 
 
 def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> Record:
-    """Where the memory of a step goes under these plans: with the task of that name, or beside the tasks that are there."""
+    """`record` with the memory of a step under these plans, in the study of that task or in a new study."""
     from dataclasses import replace
 
     from paredown.report.studies import Study
@@ -64,7 +63,7 @@ def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> 
 
     if subject.name not in (study.task for study in record.studies):
         record = replace(record, studies=(*record.studies, Study(subject.name)))
-    for is_formatted in (False, True):  # traces of their own
+    for is_formatted in (False, True):  # plans that format optimizer state have their own trace
         some = {label: plan for label, plan in plans.items() if formats_state(plan) == is_formatted}
         if some:
             record = record.with_footprints(subject.trace(next(iter(some.values()))), some, task=subject.name)
@@ -74,39 +73,39 @@ def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> 
 @verb(app, "serve", "paredown serve trials.db", "paredown serve picked.json --port 8000", panel=SHOW)
 def serve(
     source: SourceArgument,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for a free one.")] = 0,
     sweep: SweepOption = None,
     is_json: JsonOption = False,
 ) -> None:
-    """The same page, live over a running sweep; on this machine alone, for reading alone, until Ctrl-C."""
+    """Serve the report page of a store live, on loopback and read-only, until Ctrl-C."""
     from paredown.report.server import serve as run
 
-    def told(sentence: str) -> None:
+    def announce(message: str) -> None:
         if is_json:
-            emit({"event": "serving", "url": sentence.split(" ")[0]} if sentence.startswith("http") else {"event": sentence})
+            emit({"event": "serving", "url": message.split(" ")[0]} if message.startswith("http") else {"event": message})
         else:
-            say(sentence)
+            say(message)
 
-    run(_source(source, sweep), port=port, say=told)
+    run(_source(source, sweep), port=port, say=announce)
 
 
 def _source(source: str, sweep: str | None) -> Any:
-    """A store and a record's file are read again as they change; other files are shown as they are."""
+    """The source of records: a store or a record file is reread when it changes, other files are read once."""
     from paredown.cli.inputs import read_json, read_source
     from paredown.report.server import RecordSource, open_source
 
     value = read_json(Path(source)) if source.lower().endswith(".json") else None
     if value is None or (isinstance(value, dict) and "title" in value and "frontier" not in value):
         return open_source(source, sweep=sweep)
-    found = read_source(source)
+    loaded = read_source(source)
 
     class Once(RecordSource):
-        """One record, that does not change."""
+        """One record that does not change."""
 
-        record: Record | None = found
+        record: Record | None = loaded
 
         def read(self) -> Record | None:
-            """It, the first time."""
+            """The record at the first call, then None."""
             record, self.record = self.record, None
             return record
 

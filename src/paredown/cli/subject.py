@@ -1,15 +1,13 @@
-"""What a verb is asked about: a model, a batch, a loss and an optimizer, from one text.
+"""`find_subject(text)`: the training step (model, batch, loss, optimizer) that an argument names; `read_plan(text)`: the plan it names.
 
     digits#model=vit,steps=200        a task: its own model, data, loss and optimizer (docs/tasks.md)
     resnet50#width=64,picture=224     a model of paredown.models on random pictures or tokens
     file.py:function, module:function a Task, (model, batch), (model, batch, loss), or a model alone, which then needs --input
-    folder or config.json             a Hugging Face model as its config describes it; its weights are not needed (subject.py)
+    folder or config.json             a Hugging Face model with the shapes of its config; nothing is downloaded, no code of it runs
 
-A trace needs shapes alone, so another batch size is the same batch with another first dimension.
+A trace needs shapes only, so another batch size is the same batch with another first dimension.
 
-A Hugging Face model from its config.json alone: shapes without weights, nothing is fetched, and no code that a config names is run.
-
-A plan from a text of the command line: a preset, several of different roles, a file, or formats by role.
+A plan is a preset, several presets for different roles, a file, formats by role, or `baseline` (no rules):
 
 >>> len(read_plan("lpmm+activations4").rules)
 5
@@ -36,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paredown.assign.assign import assign
+from paredown.cli.output import BASELINE, say
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.models import LENGTH, MODELS, PICTURE, random_batch
 from paredown.models.transformer import token_loss
@@ -53,19 +52,19 @@ from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step
 
 NAME = "config.json"
-CONFIG_BATCH = 8  # as Trainer has it
-LONGEST = 1024  # tokens, unless told otherwise
+CONFIG_BATCH = 8  # the default batch size of transformers.Trainer
+LONGEST = 1024  # default limit of tokens in one example
 CONFIG_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LARGEST = 1 << 22  # bytes of a config
-# what makes a library fetch code or weights; none of it changes shapes
+LARGEST = 1 << 22  # bytes of a config file
+# fields that make transformers download code or weights; none of them changes shapes
 FETCHED = frozenset(
     {"auto_map", "use_pretrained_backbone"} | {f"{sign}{what}_implementation" for what in ("attn", "experts") for sign in ("", "_")}
 )
-ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")
+ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")  # one label for each example, not for each token
 
 
 def find_config(text: str) -> Path | None:
-    """The config.json that `text` names: itself, or that of a folder."""
+    """The config.json at the path `text`, or in the folder `text`; None if there is none."""
     path = Path(text)
     if path.name == NAME and path.is_file():
         return path
@@ -73,7 +72,7 @@ def find_config(text: str) -> Path | None:
 
 
 def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model that a config describes, on the meta device, and a batch for it. `length` and `dtype` are options."""
+    """The model that a config describes, on the meta device, and a batch for it; `options` can have length and dtype."""
     unknown = sorted(options.keys() - {"length", "dtype"})
     if unknown:
         raise TaskError(
@@ -85,11 +84,11 @@ def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tu
     try:
         with _offline():
             config = transformers.AutoConfig.for_model(str(value.pop("model_type", "")), **value)
-            config.use_cache = False  # a cache keeps keys and values as they are
+            config.use_cache = False  # a cache would hold keys and values, which training does not
             model = _model(transformers, config, options.get("dtype"))
     except TaskError:
         raise
-    except Exception as error:  # whatever a config makes another library raise
+    except Exception as error:  # transformers raises exceptions of any type for an invalid config
         raise TaskError(f"{path.parent.name}/{NAME} describes no model that transformers can make: {_first_line(error)}.") from None
     return model, _batch(model, config, _length(config, options, input))
 
@@ -97,12 +96,12 @@ def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tu
 def _object(path: Path) -> dict[str, Any]:
     value = read_json(path, "config", TaskError, most_bytes=LARGEST)
     if not isinstance(value, dict) or not isinstance(value.get("model_type"), str):
-        raise TaskError(f"{path} is no config of a Hugging Face model: it has no model_type.")
+        raise TaskError(f"{path} is no config of a Hugging Face model: it has no field model_type.")
     return _without_fetched(value)
 
 
 def _without_fetched(value: Any) -> Any:
-    """A JSON value without the fields of FETCHED, parts of parts included."""
+    """A JSON value without the fields of FETCHED, at any depth."""
     if isinstance(value, dict):
         return {name: _without_fetched(part) for name, part in value.items() if name not in FETCHED}
     return [_without_fetched(part) for part in value] if isinstance(value, list) else value
@@ -110,7 +109,7 @@ def _without_fetched(value: Any) -> Any:
 
 @contextmanager
 def _offline() -> Generator[None]:
-    """Whatever else a config names, such as a backbone of the hub, is not asked for."""
+    """A context in which huggingface_hub downloads nothing, such as a backbone that a config names."""
     constants: Any = import_module("huggingface_hub.constants")
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
@@ -121,7 +120,7 @@ def _offline() -> Generator[None]:
 
 
 def _model(transformers: Any, config: Any, dtype: Any) -> nn.Module:
-    """The class that the config names among those of transformers; a language model where it names none."""
+    """The model of the first architecture that the config names in transformers, else a causal language model."""
     if dtype is not None and dtype not in CONFIG_DTYPES:
         raise TaskError(f"dtype {dtype!r} is unknown. Allowed: {', '.join(CONFIG_DTYPES)}.")
     named = [name for name in config.architectures or () if isinstance(name, str) and name.isidentifier()]
@@ -140,13 +139,13 @@ def _model(transformers: Any, config: Any, dtype: Any) -> nn.Module:
 def _length(config: Any, options: Mapping[str, Any], input: str | None) -> int:
     kind, _, number = (input or "").partition(":")
     if input is not None and (kind != "tokens" or not number.isdigit()):
-        raise TaskError(f"input {input!r} does not go with a Hugging Face config; say tokens:512, or nothing.")
+        raise TaskError(f"input {input!r} cannot be used with a Hugging Face config; write tokens:512, or leave it out.")
     most = getattr(config, "max_position_embeddings", None)
     return int(number[:9]) if number else int(options.get("length", min(most if isinstance(most, int) else LONGEST, LONGEST)))
 
 
 def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
-    """Keywords of the model by the name of its main input."""
+    """Keyword arguments for the model, by the name of its main input."""
     name = str(getattr(model, "main_input_name", ""))
     has_one = type(model).__name__.endswith(ONE_LABEL)
     if name == "input_ids":
@@ -156,7 +155,7 @@ def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
         shape = (CONFIG_BATCH, int(getattr(config, "num_channels", 3)), *_sides(getattr(config, "image_size", 224)))
         return {name: torch.empty(shape, device="meta"), "labels": torch.zeros(CONFIG_BATCH, dtype=torch.int64)}
     raise TaskError(
-        f"{type(model).__name__} takes {name!r}, for which no batch is made up: write a function that returns (model, batch)."
+        f"{type(model).__name__} takes {name!r}, for which no random batch can be made: write a function that returns (model, batch)."
     )
 
 
@@ -169,7 +168,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-# --- What a verb is asked about ---
+# --- the training step that an argument names ------------------------------------------------------------------------
 
 BATCH = 32
 OPTIMIZER = "adamw"
@@ -177,7 +176,7 @@ OPTIMIZER = "adamw"
 
 @dataclass(frozen=True)
 class SubjectOptions:
-    """What the command line says beside the text; None: as the subject has it."""
+    """Options of the command line that change a subject; None leaves its own value."""
 
     batch: int | None = None
     input: str | None = None
@@ -188,7 +187,7 @@ class SubjectOptions:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A step that can be traced. `batch` is as `trace_step` takes it; `task`: what it was made from, where that is a task."""
+    """A training step that can be traced: the arguments of `trace_step`, and the task it belongs to, if any."""
 
     name: str
     model: nn.Module
@@ -202,21 +201,21 @@ class Subject:
 
     @property
     def batch_size(self) -> int:
-        """Examples of the batch: the first dimension of its first tensor."""
+        """Number of examples in the batch: the first dimension of its first tensor."""
         return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
-        """The step that `plan` is arithmetic on, as trials of a task predict it; with another batch size where one is given."""
+        """The trace that predictions under `plan` use (the same as in trials of a task), optionally with another batch size."""
         key = self.batch_size if batch_size is None else batch_size, formats_state(plan or Plan())
         if key not in self._traces:
-            keeps: dict[str, Any] = {"loss": self.loss, "optimizer": self._optimizer(is_formatted=key[1])}
-            where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
-            with _said(f"{self.name}: one step cannot be followed"):
-                self._traces[key] = trace_step(self.model, resized(self.batch, self.batch_size, key[0]), **keeps, **where)
+            options: dict[str, Any] = {"loss": self.loss, "optimizer": self._optimizer(is_formatted=key[1])}
+            options |= {"device": self.device, "autocast": self.autocast}
+            with _trace_errors(f"{self.name}: one step cannot be traced"):
+                self._traces[key] = trace_step(self.model, resized(self.batch, self.batch_size, key[0]), **options)
         return self._traces[key]
 
     def _optimizer(self, *, is_formatted: bool) -> Any:
-        """The task's own where a plan leaves its state as it is: that takes scratch."""
+        """The task's own optimizer if the plan does not format its state, since its temporaries count; else the name of its rule."""
         if self.task is None or is_formatted or self.optimizer != self.task.recipe.optimizer:
             return self.optimizer
         return make_optimizer(self.task.recipe, self.model)
@@ -226,7 +225,7 @@ class Subject:
         return peak_of(self.trace(plan, batch_size), plan)
 
     def plan_within(self, budget: str, **options: Any) -> Plan:
-        """A plan whose predicted peak is within a budget, of which percentages are of the step as it is written; `options` of assign."""
+        """A plan whose predicted peak is within a budget; percentages are of the baseline's peak, `options` are those of assign."""
         budget_bytes = parse_bytes(budget, whole=self.peak_bytes(Plan()))
         if self.peak_bytes(Plan()) > budget_bytes:
             made = assign(self.trace(Plan.preset("lpmm")), budget_bytes, **options)
@@ -236,8 +235,8 @@ class Subject:
 
 
 @contextmanager
-def _said(what: str) -> Generator[None]:
-    """What the user's model raises becomes a sentence."""
+def _trace_errors(what: str) -> Generator[None]:
+    """A context that turns exceptions of the user's model into TraceError, with `what` in front."""
     try:
         yield
     except TaskError:
@@ -248,37 +247,37 @@ def _said(what: str) -> Generator[None]:
         raise TraceError(f"{what}: {type(error).__name__}: {error}.") from error
 
 
-def resized(batch: Any, now: int, size: int) -> Any:
-    """The batch with `size` examples instead of `now`: shapes without numbers, on the meta device."""
+def resized(batch: Any, current_size: int, size: int) -> Any:
+    """The batch with `size` examples instead of `current_size`: tensors on the meta device, which have shapes only."""
 
     def change(tensor: Tensor) -> Tensor:
-        if not tensor.ndim or len(tensor) != now:
+        if not tensor.ndim or len(tensor) != current_size:
             return tensor
         made = torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
         is_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
         return made.to(memory_format=torch.channels_last) if is_last else made
 
-    return batch if size == now else tree_map_only(Tensor, change, batch)
+    return batch if size == current_size else tree_map_only(Tensor, change, batch)
 
 
-def find_subject(text: str, asked: SubjectOptions) -> Subject:
-    """What `text` names, changed as was asked."""
+def find_subject(text: str, changes: SubjectOptions) -> Subject:
+    """The training step that `text` names, with `changes`."""
     head, _, tail = text.strip().partition("#")
     head = head.strip()
     if (config := find_config(head)) is not None:
-        model, batch = read_config(config, parse_options(tail), asked.input)
-        found = Subject(config.parent.name or config.name, model, batch)
+        model, batch = read_config(config, parse_options(tail), changes.input)
+        subject = Subject(config.parent.name or config.name, model, batch)
     elif ":" in head and head.partition(":")[0] not in WITH_FILE:
-        found = _of_own_code(text, head, parse_options(tail), asked)
+        subject = _of_user_code(head, parse_options(tail), changes)
     elif head in MODELS:
-        found = _of_model(head, parse_options(tail), asked)
+        subject = _of_model(head, parse_options(tail))
     else:
-        found = of_task(_task(text, head))
-    return _changed(found, asked)
+        subject = of_task(_task(text, head))
+    return _changed(subject, changes)
 
 
 def find_any_task(text: str) -> Task:
-    """The task that `text` names, by a function of a module too."""
+    """The task that `text` names, which can be a function of an importable module."""
     head, _, tail = text.strip().partition("#")
     kind, _, function = head.strip().rpartition(":")
     if not kind or ".py:" in head or head.partition(":")[0] in WITH_FILE:
@@ -286,13 +285,13 @@ def find_any_task(text: str) -> Task:
     task = call_user_function(kind, function, parse_options(tail))
     if not isinstance(task, Task):
         raise TaskError(
-            f"{text}: {function} returned {type(task).__name__}; to train, it is to return a paredown.Task (docs/tasks.md)."
+            f"{text}: {function} returned {type(task).__name__}; to train, it must return a paredown.Task (docs/tasks.md)."
         )
     return task
 
 
 def of_task(task: Task, device: str | None = None) -> Subject:
-    """The step of a task, on a device of that kind."""
+    """The training step of a task, for the type of `device`."""
     torch.manual_seed(0)
     batch = next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
     kind = None if device is None else device.partition(":")[0]
@@ -310,13 +309,13 @@ def _task(text: str, head: str) -> Task:
     return find_task(text)
 
 
-def _changed(found: Subject, asked: SubjectOptions) -> Subject:
-    autocast = found.autocast if asked.autocast is None else _dtype(asked.autocast)
-    optimizer = asked.optimizer or found.optimizer
+def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
+    autocast = subject.autocast if changes.autocast is None else _dtype(changes.autocast)
+    optimizer = changes.optimizer or subject.optimizer
     if isinstance(optimizer, str) and optimizer not in (*RULES, "adam"):
         raise TaskError(f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(RULES)}.")
-    batch = found.batch if asked.batch is None else resized(found.batch, found.batch_size, asked.batch)
-    return replace(found, batch=batch, autocast=autocast, optimizer=optimizer, device=asked.device, _traces={})
+    batch = subject.batch if changes.batch is None else resized(subject.batch, subject.batch_size, changes.batch)
+    return replace(subject, batch=batch, autocast=autocast, optimizer=optimizer, device=changes.device, _traces={})
 
 
 def _dtype(name: str) -> torch.dtype | None:
@@ -325,8 +324,8 @@ def _dtype(name: str) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def _of_model(name: str, options: Mapping[str, Any], asked: SubjectOptions) -> Subject:
-    """A network of MODELS with keywords of its own; `picture` and `length` are of its input."""
+def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
+    """A network of MODELS; `options` are its keywords, and `picture`, `length` and `batch` for its input."""
     sizes = {"picture": options.get("picture", PICTURE), "length": options.get("length", LENGTH)}
     keywords = {key: value for key, value in options.items() if key not in ("picture", "length", "batch")}
     keywords |= {"picture": sizes["picture"]} if name == "vit" else {"context": sizes["length"]} if name == "gpt" else {}
@@ -334,7 +333,7 @@ def _of_model(name: str, options: Mapping[str, Any], asked: SubjectOptions) -> S
         with torch.device("meta"):
             model = MODELS[name](**keywords)
     except Exception as error:
-        raise TaskError(f"model {name!r} cannot be made of {dict(options)}: {error}.") from None
+        raise TaskError(f"model {name!r} cannot be built with {dict(options)}: {error}.") from None
     return Subject(
         name, model, random_batch(name, options.get("batch", BATCH), **sizes), token_loss if name != "unet" else _pixel_loss
     )
@@ -345,8 +344,8 @@ def _pixel_loss(output: Tensor, answers: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, answers)
 
 
-def _of_own_code(text: str, head: str, options: Mapping[str, Any], asked: SubjectOptions) -> Subject:
-    """What a function of the user's returns, told apart by its type."""
+def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions) -> Subject:
+    """The step of what a user's function returns: a Task, a model, or a tuple with a model and a batch."""
     file, _, function = head.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
         raise TaskError(f"{file}: there is no such file.")
@@ -354,41 +353,38 @@ def _of_own_code(text: str, head: str, options: Mapping[str, Any], asked: Subjec
     if isinstance(made, Task):
         return of_task(made)
     if isinstance(made, nn.Module):
-        return Subject(head, made, *_made_up(made, asked))
+        return Subject(head, made, *_random_batch_and_loss(made, changes))
     if isinstance(made, tuple) and 2 <= len(made) <= 4 and isinstance(made[0], nn.Module):
         return Subject(head, *made)
     raise TaskError(
-        f"{function} returned {type(made).__name__}; it is to return a paredown.Task, a model, (model, batch), (model, batch, loss) "
+        f"{function} returned {type(made).__name__}; it must return a paredown.Task, a model, (model, batch), (model, batch, loss) "
         "or (model, batch, loss, optimizer)."
     )
 
 
-# --- a model alone ----------------------------------------------------------------------------------------------------
-
-
-def _made_up(model: nn.Module, asked: SubjectOptions) -> tuple[Any, Callable[..., Tensor]]:
-    """A batch of the shape that was asked for, with answers for logits (..., num_answers), and cross entropy."""
-    if asked.input is None:
+def _random_batch_and_loss(model: nn.Module, changes: SubjectOptions) -> tuple[Any, Callable[..., Tensor]]:
+    """A batch of the shape of --input with labels for logits (..., num_classes), and cross entropy."""
+    if changes.input is None:
         raise TaskError(
-            "the function returned a model and no batch: say what one example is, such as --input 3x224x224 or tokens:1024."
+            "the function returned a model and no batch: give the shape of one example, such as --input 3x224x224 or tokens:1024."
         )
-    x, shapes = example(asked.input, asked.batch or BATCH), list[tuple[int, ...]]()
+    x, shapes = example(changes.input, changes.batch or BATCH), list[tuple[int, ...]]()
 
-    def noted(output: Any, _: Tensor) -> Tensor:
+    def note_shape(output: Any, _: Tensor) -> Tensor:
         if not isinstance(output, Tensor):
             raise TaskError(
-                f"the model gives {type(output).__name__}, not a tensor: return (model, batch, loss) from the function."
+                f"the model returns {type(output).__name__}, not a tensor: return (model, batch, loss) from the function."
             )
         shapes.append(tuple(output.shape))
         return output.float().sum()
 
-    with _said(f"the model does not take examples of {asked.input}"):
-        trace_step(model, (x, torch.empty(1)), loss=noted, device="cpu")
+    with _trace_errors(f"the model does not take examples of {changes.input}"):
+        trace_step(model, (x, torch.empty(1)), loss=note_shape, device="cpu")
     return (x, torch.zeros(shapes[0][:-1], dtype=torch.int64)), token_loss
 
 
 def example(text: str, num: int) -> Tensor:
-    """`num` made-up examples of a shape: `3x224x224` floats, or `tokens:1024`.
+    """A batch of `num` examples of a shape: `3x224x224` floats (on the meta device), or `tokens:1024`.
 
     >>> example("3x8x8", 2).shape, example("tokens:16", 2).dtype
     (torch.Size([2, 3, 8, 8]), torch.int64)
@@ -396,26 +392,28 @@ def example(text: str, num: int) -> Tensor:
     kind, sign, rest = text.partition(":")
     sizes = (rest if sign else kind).lower().split("x")
     if (sign and kind != "tokens") or not all(size.isascii() and size.isdigit() and int(size[:9]) > 0 for size in sizes):
-        raise TaskError(f"input {text!r} cannot be read; it is one example, such as 3x224x224, or tokens:1024.")
+        raise TaskError(f"input {text!r} cannot be parsed; write the shape of one example, such as 3x224x224, or tokens:1024.")
     shape = (num, *(int(size[:9]) for size in sizes))
     return torch.zeros(shape, dtype=torch.int64) if sign else torch.empty(shape, device="meta")
 
 
-# --- A plan from a text of the command line ---
+# --- the plan that an argument names ---------------------------------------------------------------------------------
 
-AS_WRITTEN = "as_written"
+OLD_BASELINE = "as_written"  # its name in version 0.1
 
 
 def read_plan(text: str) -> Plan:
     """The plan that `text` names."""
-    if text == AS_WRITTEN:
+    if text == OLD_BASELINE:
+        say(f"plan {OLD_BASELINE!r} is called {BASELINE!r} now; the next release will not accept the old name.")
+    if text in (BASELINE, OLD_BASELINE):
         return Plan()
     if text and all(name in PRESETS for name in text.split("+")):
         return combine_presets(text.split("+")) if "+" in text else Plan.preset(text)
     if "=" in text and not Path(text).exists():
         return _by_role(text)
     if not Path(text).is_file():
-        names = (*PRESETS, AS_WRITTEN)
+        names = (*PRESETS, BASELINE)
         raise PlanError(
             f"there is no plan {text!r}: give a file, a preset ({', '.join(names)}), or role=format,... Closest: {closest(text, names)}."
         )
@@ -428,12 +426,12 @@ def _by_role(text: str) -> Plan:
         role, sign, format = (piece.strip() for piece in part.partition("="))
         if not sign or not format or role in formats:
             raise PlanError(
-                f"{part!r} in plan {text!r} cannot be read: it is role=format, once a role, such as activation=int4/64@bf16."
+                f"{part!r} in plan {text!r} cannot be parsed: write role=format, each role once, such as activation=int4/64@bf16."
             )
         formats[role] = format
     return Plan.uniform(**formats)  # type: ignore[arg-type]
 
 
 def name_of(text: str) -> str:
-    """A plan's name in a table: a preset's, a file's without its folder."""
+    """The name of a plan in a table: the argument, or the name of a file without its folder."""
     return text if "=" in text or text in PRESETS else Path(text).name

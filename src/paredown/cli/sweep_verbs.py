@@ -1,9 +1,7 @@
 """`paredown sweep run|status|export|merge` and `paredown worker`: many trials, resumable. docs/sweeps.md is the guide.
 
-How work on a store is shown: a picture on a terminal, JSON lines in a pipe.
-
-On a terminal: a bar, trials a minute, the time left and the best so far. Into a pipe: one JSON object a line, `finished` for each result
-once it is in the store, and `progress` now and then.
+`work_on` shows progress: on a terminal a bar, trials per minute, the time left and the best trials; in a pipe one JSON object per line,
+`finished` for each result after it is in the store, and `progress` every ten seconds.
 """
 
 from __future__ import annotations
@@ -50,25 +48,26 @@ BAR_WIDTH = 60
 
 
 def work_on(opened: Store, engine: Engine, duty: WorkerOptions, *, is_json: bool) -> None:
-    """Work on a store, and show how it gets on."""
+    """Run trials of a store with an engine, and show progress."""
     from paredown.sweeps.status import SweepWatcher
     from paredown.sweeps.worker import work
 
     is_terminal = sys.stdout.isatty() and not is_json
     watcher = SweepWatcher(opened, duty.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
-    with _terminal(watcher) if is_terminal else _pipe(watcher) as (told, idle, say):
-        work(opened, engine, replace(duty, told=told, idle=idle, say=say))
+    with _terminal(watcher) if is_terminal else _pipe(watcher) as (on_result, idle, say):
+        work(opened, engine, replace(duty, told=on_result, idle=idle, say=say))
 
 
-Voices = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "Callable[[str], object]"]
+# callbacks of WorkerOptions: after each result, between results, for messages
+Callbacks = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "Callable[[str], object]"]
 
 
 @contextmanager
-def _pipe(watcher: SweepWatcher) -> Generator[Voices]:
-    """JSON lines: results as they come, progress at times and at the end. What else is printed goes to stderr."""
+def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
+    """Callbacks that print JSON lines: each result, and progress at intervals and at the end. Other output goes to stderr."""
     lines = partial(print, file=sys.stdout, flush=True)
 
-    def told(claim: Claim, trial: Trial) -> None:
+    def on_result(claim: Claim, trial: Trial) -> None:
         figures = {"task": trial.task, "seed": trial.seed, "status": trial.status.value, "error": trial.error}
         lines(to_json({"event": "finished", "key": claim.key, "sweep": claim.sweep, **figures, "reason": trial.reason}))
 
@@ -78,47 +77,48 @@ def _pipe(watcher: SweepWatcher) -> Generator[Voices]:
 
     with redirect_stdout(sys.stderr):
         try:
-            yield told, idle, say
+            yield on_result, idle, say
         finally:
             idle(is_due=True)
 
 
 @contextmanager
-def _terminal(watcher: SweepWatcher) -> Generator[Voices]:
-    """A picture that is drawn over itself."""
+def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
+    """Callbacks that redraw a progress display on the terminal."""
     from rich.live import Live
 
     with Live(refresh_per_second=4) as live:
 
         def idle(*, is_due: bool = False) -> None:
-            if found := watcher.look(is_due=is_due):
-                live.update(_picture(found))
+            if progress := watcher.look(is_due=is_due):
+                live.update(_display(progress))
 
-        def told(claim: Claim, trial: Trial) -> None:
+        def on_result(claim: Claim, trial: Trial) -> None:
             if trial.reason:
                 live.console.print(clean(f"{trial.task}, seed {trial.seed}: {trial.status.value}: {trial.reason}"), markup=False)
 
         try:
-            yield told, idle, lambda sentence: live.console.print(clean(sentence), markup=False)
+            yield on_result, idle, lambda message: live.console.print(clean(message), markup=False)
         finally:
             idle(is_due=True)
 
 
-def _picture(found: list[SweepProgress]) -> Any:
+def _display(sweeps: list[SweepProgress]) -> Any:
+    """A rich table with a bar, counts and the best trials of each sweep."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid()
-    for progress in found:
+    for progress in sweeps:
         table.add_row(ProgressBar(total=max(progress.counts.total, 1), completed=progress.counts.finished, width=BAR_WIDTH))
-        table.add_row(Text(clean(str(progress))))  # as it is: a name may look like markup
+        table.add_row(Text(clean(str(progress))))  # Text, since a name can contain markup
         for one in progress.best[:SHOWN_BEST]:
             table.add_row(Text(clean(f"  best of {one}")))
     return table
 
 
-# --- `paredown sweep run|status|export|merge` and `paredown worker` ---
+# --- the subcommands -------------------------------------------------------------------------------------------------
 
 sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Many trials: tasks x plans x seeds, resumable.")
 app.add_typer(sweep_app, name="sweep", rich_help_panel=MANY)
@@ -130,27 +130,27 @@ def sweep_run(
     store: StoreOption = None,
     tasks: TasksOption = None,
     slots: SlotsOption = None,
-    engine: Annotated[str | None, typer.Option(help=f"{ENGINES_HELP} (default: what suits the sweep)", show_default=False)] = None,
+    engine: Annotated[str | None, typer.Option(help=f"{ENGINES_HELP} (default: chosen for the sweep)", show_default=False)] = None,
     patience: PatienceOption = 20.0,
-    again: Annotated[str, typer.Option(help="Statuses to run once more, such as failed,killed.")] = "",
+    again: Annotated[str, typer.Option(help="Run trials with these statuses again, such as failed,killed.")] = "",
     is_json: JsonOption = False,
 ) -> None:
-    """Run a sweep to its end. Killed and started again, it goes on with what is left."""
+    """Run a sweep to its end. After an interruption the same command runs the trials that are left."""
     from paredown.sweeps.runner import TaskFolder, add_sweep, engine_for, make_engine
     from paredown.sweeps.sweep import load_sweep
     from paredown.sweeps.worker import WorkerOptions, beat_every
     from paredown.tasks.evaluate import predicted_bytes
     from paredown.tasks.trial import Status
 
-    found = load_sweep(file)
-    folder = TaskFolder((tasks or found.folder).resolve())
-    with kept_in_store(), open_store(store or found.store or str(file.with_suffix(".db"))) as opened:
-        added = add_sweep(found.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
-        reopened = opened.reopen(found.sweep.name, _statuses(again, Status)) if again else 0
-        chosen = engine or engine_for(found.sweep)
+    loaded = load_sweep(file)
+    folder = TaskFolder((tasks or loaded.folder).resolve())
+    with kept_in_store(), open_store(store or loaded.store or str(file.with_suffix(".db"))) as opened:
+        added = add_sweep(loaded.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
+        reopened = opened.reopen(loaded.sweep.name, _statuses(again, Status)) if again else 0
+        chosen = engine or engine_for(loaded.sweep)
         counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
         say(f"{counts}; store {opened.database.name}, engine {chosen}")
-        duty = WorkerOptions(found.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
+        duty = WorkerOptions(loaded.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
         work_on(opened, make_engine(chosen, folder, slots=slots), duty, is_json=is_json)
 
 
@@ -162,7 +162,7 @@ def worker(
     slots: SlotsOption = None,
     engine: EngineOption = "local",
     patience: PatienceOption = 20.0,
-    stays: Annotated[bool, typer.Option("--stay", help="Wait for new trials when all are finished.")] = False,
+    stays: Annotated[bool, typer.Option("--stay", help="Keep running and wait for new trials when all are finished.")] = False,
     is_json: JsonOption = False,
 ) -> None:
     """Join the sweeps of a store, from any machine. Without --tasks only built-in tasks are run."""
@@ -180,7 +180,7 @@ def worker(
 
 @verb(sweep_app, "status", "paredown sweep status --store trials.db")
 def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None:
-    """How far the sweeps of a store are; in a pipe a JSON object a sweep."""
+    """Print the counts of trials of each sweep in a store; in a pipe one JSON object per sweep."""
     from paredown.sweeps.status import count, find_best
 
     with open_store(needed(store), may_create=False) as opened:
@@ -212,11 +212,11 @@ def sweep_export(
 
 @verb(sweep_app, "merge", "paredown sweep merge other.db --store trials.db")
 def sweep_merge(
-    source: Annotated[str, typer.Argument(help="The store to take trials from; it stays as it is.")],
+    source: Annotated[str, typer.Argument(help="The store to copy trials from; it is not changed.")],
     store: StoreOption = None,
     is_json: JsonOption = False,
 ) -> None:
-    """Bring the trials of another store into --store."""
+    """Copy the trials of another store into --store."""
     from paredown.sweeps.export import merge
 
     with open_store(source, may_create=False) as other, open_store(needed(store)) as into:
@@ -228,14 +228,14 @@ def sweep_merge(
 
 
 def needed(store: str | None) -> str:
-    """The store that was named."""
+    """`store`; ParedownError if none was named."""
     if not store:
         raise ParedownError("which store? Give --store FILE or URL, or set PAREDOWN_STORE.")
     return store
 
 
 def open_store(address: str, *, may_create: bool = True) -> Store:
-    """The store there; what has to be waited for is said."""
+    """Open a store; waiting for a busy database is reported on stderr."""
     from paredown.sweeps.store import Store
 
     return Store(address, may_create=may_create, say=say)

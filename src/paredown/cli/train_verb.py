@@ -1,4 +1,4 @@
-"""`paredown train`: train a task under a plan, tell error and memory, keep the weights."""
+"""`paredown train`: train a task under a plan, print error and memory, and save the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paredown.cli.application import (
     verb,
 )
 from paredown.cli.inputs import check_places, write_json
-from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
+from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
 from paredown.errors import ParedownError
 
 if TYPE_CHECKING:
@@ -36,15 +36,23 @@ if TYPE_CHECKING:
     from paredown.tasks.task import Task
     from paredown.tasks.trial import Trial
 
-AS_WRITTEN = "as written"
-MUCH_MORE = 1.15  # measured over predicted
+MUCH_MORE = 1.15  # measured over predicted peak, above which a note is printed
 OnePlanOption = Annotated[
     str | None, typer.Option("--plan", metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)
 ]
-SaveOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the weights: .safetensors or .pt.", show_default=False)]
-VerifyOption = Annotated[bool, typer.Option("--verify", help="First compare gradients under the plan with the unmodified model's.")]
+SaveOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Save the weights here: .safetensors or .pt.", show_default=False)
+]
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="First compare gradients under the plan with those of the unmodified model.")
+]
 FrontierOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="What pick wrote: where to look for the next plan down.", show_default=False)
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The output of pick --record; if memory runs out, a smaller plan is suggested from it.",
+        show_default=False,
+    ),
 ]
 
 
@@ -59,7 +67,7 @@ def train(
     task: TaskArgument,
     plan: OnePlanOption = None,
     budget: BudgetOption = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Train as written too, from the same seed.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also train the baseline (no plan) from the same seed.")] = False,
     verify: VerifyOption = False,
     seed: SeedOption = 0,
     device: HereOption = None,
@@ -69,39 +77,41 @@ def train(
     frontier: FrontierOption = None,
     is_json: JsonOption = False,
 ) -> None:
-    """Train a task under a plan, or under one made for a budget; the step as it is written without either."""
+    """Train a task under a plan, or under a plan made for a budget; without either, train the baseline."""
     if plan is not None and budget is not None:
-        raise typer.BadParameter("a plan or a budget, not both: with a budget the plan is made.", param_hint="--budget")
+        raise typer.BadParameter("give a plan or a budget, not both: a budget makes its own plan.", param_hint="--budget")
     if verify and mode != "store":
-        raise typer.BadParameter("simulate mode rounds the forward pass too: its gradients are others.", param_hint="--verify")
+        raise typer.BadParameter(
+            "simulate mode also rounds the forward pass, so its gradients differ by design; use --mode store.",
+            param_hint="--verify",
+        )
     check_places({"--save": save, "--out": out})
     check_weights_file(save)
     with spinner("reading the task"):
-        from paredown.cli.subject import AS_WRITTEN as NONE
         from paredown.cli.subject import find_any_task, name_of, read_plan
 
-        found = find_any_task(task)
-        known = None if frontier is None else _frontier(frontier)
-        chosen = read_plan(plan or NONE) if budget is None else plan_for_budget(found, budget, device)
-    name = name_of(plan) if plan else f"within {budget}" if budget else AS_WRITTEN
-    runs = [*_beside(chosen, compares=compare), TrainingRun(name, chosen)]
-    told_first = {} if not verify else _verified(runs[-1], found, seed=seed, device=device, out=out, is_json=is_json)
+        named_task = find_any_task(task)
+        plans = None if frontier is None else _frontier(frontier)
+        chosen = read_plan(plan or BASELINE) if budget is None else plan_for_budget(named_task, budget, device)
+    name = name_of(plan) if plan else f"within {budget}" if budget else BASELINE
+    runs = [*_baseline_run(chosen, compares=compare), TrainingRun(name, chosen)]
+    verified = {} if not verify else _verified(runs[-1], named_task, seed=seed, device=device, out=out, is_json=is_json)
     for run in runs:
-        run.train(found, seed=seed, device=device, mode=mode)
+        run.train(named_task, seed=seed, device=device, mode=mode)
     last = runs[-1]
     if save is not None and last.is_done:
         write_weights(last.model, save)
-    advice = last.advice(found, known)
-    value = {"task": found.name, "runs": [run.to_json() for run in runs], "advice": advice, **told_first}
+    advice = last.advice(named_task, plans)
+    value = {"task": named_task.name, "runs": [run.to_json() for run in runs], "advice": advice, **verified}
     if out is not None:
         write_json(out, value)
     saved = [f"The weights are in {save}."] if save and last.is_done else []
-    emit(value) if is_json else tell(*runs_table(found.name, runs), *saved)
-    _end_badly(last, advice)
+    emit(value) if is_json else tell(*runs_table(named_task.name, runs), *saved)
+    _exit_if_failed(last, advice)
 
 
 def verification(task: Task, plan: Plan, *, seed: int, device: str | None) -> Verification:
-    """Gradients of the first batch under a plan against those of the unmodified model."""
+    """A comparison of the gradients of the first batch under a plan with those of the unmodified model."""
     from paredown.session.verify import verify
     from paredown.tasks.evaluate import deterministic, make_setting, seeded
 
@@ -113,14 +123,14 @@ def verification(task: Task, plan: Plan, *, seed: int, device: str | None) -> Ve
 
 
 def _verified(run: TrainingRun, task: Task, *, seed: int, device: str | None, out: Path | None, is_json: bool) -> dict[str, Any]:
-    """The verification before a training, for its JSON value; the end where gradients are off."""
-    found = verification(task, run.plan, seed=seed, device=device)
-    told = {"verification": found.to_json()}
+    """The JSON field of the verification; exits before training if gradients differ by more than the tolerance."""
+    result = verification(task, run.plan, seed=seed, device=device)
+    field = {"verification": result.to_json()}
     if not is_json:
-        tell(repr(found))
-    if found.ok:
-        return told
-    value = {"task": task.name, "runs": [], "advice": None, **told}
+        tell(repr(result))
+    if result.ok:
+        return field
+    value = {"task": task.name, "runs": [], "advice": None, **field}
     if out is not None:
         write_json(out, value)
     if is_json:
@@ -129,15 +139,15 @@ def _verified(run: TrainingRun, task: Task, *, seed: int, device: str | None, ou
     raise typer.Exit(Exit.ENDED_BADLY)
 
 
-def _beside(plan: Plan, *, compares: bool) -> list[TrainingRun]:
-    """The step as it is written, where a plan is compared with it and is another."""
+def _baseline_run(plan: Plan, *, compares: bool) -> list[TrainingRun]:
+    """The run without a plan that --compare adds; none if `plan` is the baseline itself."""
     return (
-        [TrainingRun(AS_WRITTEN, replace(plan, rules=(), recompute=(), reason=""))] if compares and not plan.changes_nothing else []
+        [TrainingRun(BASELINE, replace(plan, rules=(), recompute=(), reason=""))] if compares and not plan.changes_nothing else []
     )
 
 
-def _end_badly(last: TrainingRun, advice: str | None) -> None:
-    """The exit status of a run that did not come to its end, and why."""
+def _exit_if_failed(last: TrainingRun, advice: str | None) -> None:
+    """Exit with status 4 and the reason if the run did not finish."""
     if not last.is_done:
         say(f"{last.name}: {last.trial.status.value}: {last.trial.reason}." + (f" {advice}" if advice else ""))
         raise typer.Exit(Exit.ENDED_BADLY)
@@ -145,7 +155,7 @@ def _end_badly(last: TrainingRun, advice: str | None) -> None:
 
 @dataclass
 class TrainingRun:
-    """One training: its plan, and what came of it."""
+    """One training run: its plan, and after `train` its trial and model."""
 
     name: str
     plan: Plan
@@ -154,35 +164,35 @@ class TrainingRun:
 
     @property
     def trial(self) -> Trial:
-        """What was measured."""
+        """The measured trial."""
         assert self._trial is not None
         return self._trial
 
     @property
     def model(self) -> nn.Module:
-        """The model that was trained, plain again."""
+        """The trained model, with plain weights."""
         return self._made[-1]
 
     @property
     def is_done(self) -> bool:
-        """Whether it came to its end."""
+        """Whether all steps ran."""
         return self.trial.status.value == "done"
 
     def train(self, task: Task, *, seed: int, device: str | None, mode: str) -> None:
-        """Train, with a bar on a terminal."""
+        """Train, with a progress bar on a terminal."""
         from paredown.tasks.evaluate import evaluate
 
         def make(number: int) -> nn.Module:
-            self._made[:] = [task.make_model(number)]  # only the last one is trained: others are traced
+            self._made[:] = [task.make_model(number)]  # the last model made is the trained one; earlier ones are traced
             return self._made[-1]
 
         with progress_bar(f"training {self.name}") as report:
-            told = lambda step, steps, loss: report(step, steps, f"loss {loss:.4f}")  # noqa: E731
-            kept = replace(task, make_model=make)
-            self._trial = evaluate(kept, self.plan, seed=seed, device=device, mode=mode, progress=told)
+            progress = lambda step, steps, loss: report(step, steps, f"loss {loss:.4f}")  # noqa: E731
+            with_model = replace(task, make_model=make)
+            self._trial = evaluate(with_model, self.plan, seed=seed, device=device, mode=mode, progress=progress)
 
     def advice(self, task: Task, frontier: Frontier | None) -> str | None:
-        """Which role grew, and the next plan down, where there was no memory."""
+        """Which role grew most and which smaller plan to try, if the run ran out of memory; else None."""
         if self.trial.status.value != "out_of_memory":
             return None
         from paredown.cli.subject import of_task
@@ -196,7 +206,7 @@ class TrainingRun:
 
 
 def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
-    """A table of runs, and what the last one saved and cost against the first."""
+    """A heading, a table of the runs, and a note for each run whose peak is far above its prediction."""
     from paredown.sizes import say_bytes
 
     def cells(trial: Trial) -> tuple[str, ...]:
@@ -212,33 +222,33 @@ def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
 
 
 def _excess(run: TrainingRun) -> str:
-    """A sentence where much more was measured on a GPU than predicted, else nothing; a CPU's operators always have scratch."""
+    """A note if the measured peak on a GPU is far above the prediction, else ""; operators on a CPU always use workspace."""
     from paredown.sizes import say_bytes
 
     measured, predicted = run.trial.measured_peak_bytes, run.trial.predicted_peak_bytes
     if measured is None or predicted is None or measured <= MUCH_MORE * predicted or run.trial.device.endswith("CPU"):
         return ""
-    more = f"{run.name} took {say_bytes(measured - predicted)} more than predicted: room that operators take for themselves."
-    return f"{more} Where these are convolutions, Task(..., channels_last=True) spares most of it (docs/limits.md)."
+    more = f"{run.name} took {say_bytes(measured - predicted)} more than predicted: workspace of operators."
+    return f"{more} Where these are convolutions, Task(..., channels_last=True) avoids most of it (docs/limits.md)."
 
 
 def plan_for_budget(task: Task, budget: str, device: str | None) -> Plan:
-    """The plan for a budget."""
+    """The plan that `assign` makes for a budget."""
     from paredown.cli.subject import of_task
 
     return of_task(task, device).plan_within(budget)
 
 
 def check_weights_file(path: Path | None) -> None:
-    """A sentence before the training rather than after it."""
+    """Raise before the training starts if weights cannot be saved to `path`."""
     if path is not None and path.suffix not in (".safetensors", ".pt"):
-        raise typer.BadParameter(f"{path} ends in {path.suffix!r}; it ends in .safetensors or .pt.", param_hint="--save")
+        raise typer.BadParameter(f"{path} ends in {path.suffix!r}; the name must end in .safetensors or .pt.", param_hint="--save")
     if path is not None and path.suffix == ".safetensors" and find_spec("safetensors") is None:
         raise ParedownError(say_missing("safetensors"))
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
-    """The state of a model as tensors alone, loadable with weights_only."""
+    """Save the state_dict of a model as plain tensors, loadable with weights_only=True."""
     import torch
 
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
@@ -257,7 +267,7 @@ def _frontier(path: Path) -> Frontier:
 
 
 def _available() -> int | None:
-    """What the GPU has in all; None without one."""
+    """Total memory of the GPU in bytes; None without a GPU."""
     import torch
 
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None

@@ -1,12 +1,12 @@
 """Hugging Face's Trainer under a plan.
 
     trainer = Trainer(model=model, args=args, train_dataset=data)       # or a subclass of it
-    pared = attach(trainer, plan)                                       # applies the plan, and gives the trainer paredown's optimizer
-    trainer.train()                                                     # closes the session at its end: trainer.model is plain
+    callback = attach(trainer, plan)                                    # applies the plan, and sets paredown's optimizer
+    trainer.train()                                                     # closes the session at its end: trainer.model is unmodified
 
 Clipping, gradient accumulation, schedulers, evaluation and checkpoints are the trainer's own. Checkpoints hold plain weights, which
-`from_pretrained` reads, and the codes of weights and moments in the optimizer's file: `trainer.train(resume_from_checkpoint=...)` goes on
-with the same bits. The numbers that matter (`monitor.py`) are in `trainer.state.log_history` and reach every logger of `report_to`.
+`from_pretrained` reads, and the codes of weights and moments in the optimizer's file: `trainer.train(resume_from_checkpoint=...)` resumes
+with the same bits. Memory and update statistics (`monitor.py`) are in `trainer.state.log_history` and reach every logger of `report_to`.
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportPrivateUsage=false
@@ -28,7 +28,7 @@ from paredown.simulate.rounded_values import Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 
 BETAS = "betas"
-# name: the class, and the arguments of a trainer that it takes; lr is always one of them
+# name: (class, its arguments by fields of TrainingArguments); lr is always set
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (lambda: optim.AdamW, {BETAS: ("adam_beta1", "adam_beta2"), "eps": "adam_epsilon"}),
     "lion": (lambda: optim.Lion, {BETAS: ("adam_beta1", "adam_beta2")}),
@@ -38,67 +38,66 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @final
 class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
-    """Applies a plan when the trainer is made, keeps the session's state in checkpoints, logs, and closes the session at the end.
+    """Applies a plan when the trainer is made, saves the session's state in checkpoints, logs, and closes the session at the end.
 
-    `attach` is the usual way to it. In `Trainer(callbacks=[TrainerPlanCallback(plan)],
-    optimizer_cls_and_kwargs=optimizer_of(args))` it works as
-    well, except that loggers come before it and do not get its numbers. `seed`, `mode` and `guard` are those of `apply`.
+    `attach` makes one. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but loggers
+    then run before it and miss its numbers. `seed`, `mode` and `guard` are those of `apply`.
     """
 
     def __init__(self, plan: Plan, *, seed: int = 0, mode: str | Simulate = "store", guard: Guard | None = None) -> None:
         super().__init__(plan, seed=seed, mode=mode, guard=guard)
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        """The plan goes onto the model before an optimizer is made for it."""
+        """Apply the plan to the model, before the trainer makes an optimizer for it."""
         if getattr(args, "restore_callback_states_from_checkpoint", False):
             raise ApplyError(
-                "restore_callback_states_from_checkpoint=True would make a second PareCallback in place of this one, which goes on by "
-                "itself: leave it False."
+                "restore_callback_states_from_checkpoint=True would replace this callback with a second one; it restores its state "
+                "itself. Leave the option False."
             )
         self.put_on(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        """A run that goes on finds the session's state in the trainer's."""
+        """Restore the session's state from the trainer's, if the run resumes from a checkpoint."""
         session = self._open()
         if unwrapped(model) is not session._model():
             raise ApplyError(
-                "the trainer trains another model than the one that the plan was applied to: model_init made a new one, or something "
-                "wrapped it. Give Trainer a model, and attach the plan last."
+                "the trainer trains another model than the one that the plan was applied to: model_init made a new one, or it was "
+                "wrapped. Give Trainer a model, and attach the plan last."
             )
-        kept = (state.stateful_callbacks or {}).get(type(self).__name__)
-        if isinstance(kept, dict) and kept.get("attributes", {}).get("session"):
-            session.load_state_dict(kept["attributes"]["session"])
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__)
+        if isinstance(saved, dict) and saved.get("attributes", {}).get("session"):
+            session.load_state_dict(saved["attributes"]["session"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **rest: Any) -> None:
-        """Adds the numbers to the logs of training steps."""
+        """Add the monitor's numbers to the logs of training steps."""
         if logs is None or "loss" not in logs or self._monitor is None:
             return
-        found = self._monitor.numbers(optimizer)
-        logs.update(found)
+        values = self._monitor.numbers(optimizer)
+        logs.update(values)
         if state.log_history:
-            state.log_history[-1].update(found)  # the trainer's own copy, made before callbacks are called
+            state.log_history[-1].update(values)  # the trainer's copy of `logs`, made before callbacks run
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """The plain model again."""
+        """Close the session, which restores the unmodified model."""
         self.close()
 
     def state(self) -> dict[str, Any]:
-        """What the trainer keeps of it in trainer_state.json."""
+        """The session's state, which the trainer saves in trainer_state.json."""
         return {"args": {}, "attributes": {"session": self.session.state_dict() if self.session is not None else None}}
 
     def _open(self) -> Session | SimulatedSession:
         if self.session is None:
             raise ApplyError(
-                "there is no session: a training closes it at its end, and trainer.add_callback comes too late to apply a plan. Call "
+                "there is no open session: training closes it at its end, and trainer.add_callback runs too late to apply a plan. Call "
                 "paredown.integrations.hugging_face.attach(trainer, plan) before trainer.train()."
             )
         return self.session
 
 
 def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, dict[str, Any]]:
-    """`optimizer_cls_and_kwargs` of a Trainer: paredown's optimizer with the learning rate, betas and eps of its arguments.
+    """`optimizer_cls_and_kwargs` of a Trainer: paredown's optimizer with learning rate, betas and eps of TrainingArguments.
 
-    Weight decay is the trainer's, group by group. `options` are more arguments of the optimizer, such as tier="half".
+    The trainer sets weight decay for each group. `options` are more arguments of the optimizer, such as tier="half".
     """
     if name not in OPTIMIZERS:
         raise OptimError(f"optimizer {name!r} is unknown. Allowed: {', '.join(OPTIMIZERS)}.")
@@ -108,22 +107,24 @@ def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, d
     ):
         if options.get(refused) not in (None, False, 1):
             raise OptimError(f"{refused}={options[refused]!r} cannot run in a Trainer: {instead}. Leave it out.")
-    found, taken = OPTIMIZERS[name]
-    read = {key: getattr(args, of) if isinstance(of, str) else tuple(getattr(args, one) for one in of) for key, of in taken.items()}
-    return found(), {"lr": args.learning_rate, **read, **options}
+    optimizer_class, sources = OPTIMIZERS[name]
+    read = {
+        key: getattr(args, of) if isinstance(of, str) else tuple(getattr(args, part) for part in of) for key, of in sources.items()
+    }
+    return optimizer_class(), {"lr": args.learning_rate, **read, **options}
 
 
 def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool = False, **options: Any) -> TrainerPlanCallback:
-    """Apply `plan` to a trainer's model, and give it paredown's optimizer unless it has one already. `options` as for PareCallback.
+    """Apply `plan` to a trainer's model, and set paredown's optimizer unless the trainer has one. `options`: of TrainerPlanCallback.
 
-    `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError where
-    they are off.
+    `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
+    they differ by more than the tolerance.
     """
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     callback = TrainerPlanCallback(plan, **options)
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    trainer.callback_handler.callbacks.insert(0, callback)  # before the loggers, which see its numbers then
+    trainer.callback_handler.callbacks.insert(0, callback)  # before the loggers, so that they log its numbers
     if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
         trainer.optimizer_cls_and_kwargs = optimizer_of(trainer.args, optimizer)
     if verify:
@@ -132,7 +133,7 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool =
 
 
 def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Put a verification in front of the first training step of a trainer."""
+    """Replace the first training step of a trainer by a verification and that step."""
     before, inner = vars(trainer).get("training_step"), trainer.training_step
 
     def first(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:

@@ -1,23 +1,22 @@
-"""Lightning's Trainer under a plan.
+"""Lightning's Trainer (`PareCallback`) and Fabric (`PlanPrecision`) under a plan.
 
     trainer = Trainer(callbacks=[PareCallback(plan)], gradient_clip_val=1.0)
     trainer.fit(module, data)        # configure_optimizers returns paredown.optim.AdamW(self.parameters(), lr=...)
 
 The plan is applied before `configure_optimizers`, and the session closed when fitting ends. Checkpoints hold plain weights, the optimizer's
-codes and the session's state, so that `ckpt_path=` goes on with the same bits. Numbers that matter go through `log_dict` to every logger.
-Fabric has a plugin (`lightning.py`).
+codes and the session's state, so that `ckpt_path=` resumes with the same bits. Memory and update statistics (`monitor.py`) go through
+`log_dict` to every logger.
 
-Fabric under a plan, as a precision plugin: whatever Fabric sets up has the plan on it.
+Fabric applies a plan through a precision plugin, to every module that it sets up:
 
     fabric = Fabric(plugins=PlanPrecision(plan, "bf16-mixed"))
-    model = fabric.setup_module(model)                                          # the plan is at work
+    model = fabric.setup_module(model)                                          # applies the plan
     opt = fabric.setup_optimizers(paredown.optim.AdamW(model.parameters(), lr=1e-3))
 
-The plugin stands before another one, by its name in Fabric or a plugin of Fabric's own, which does all the rest. `fabric.setup(model, opt)`
-does where the plan is for activations alone; other plans have to be on the model when the optimizer is made. `fabric.save` takes
-`plugin.session` among the state.
+The plugin wraps another precision plugin, given as an object or by its name in Fabric, which handles precision. `fabric.setup(model, opt)`
+works for plans of activations only; other plans have to be applied before the optimizer is made. To save the session, pass
+`plugin.session` in the state of `fabric.save`.
 """
-
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
@@ -45,12 +44,12 @@ from paredown.trace.trace import Trace
 
 @final
 class PareCallback(AppliedPlan, Callback):
-    """A plan at work while `trainer.fit` runs. `seed`, `mode` and `guard` are those of `apply`.
+    """Applies a plan while `trainer.fit` runs. `seed`, `mode` and `guard` are those of `apply`.
 
-    `module` names the part of the LightningModule that `training_step` calls ("net" for `self.net(x)`); unless given it is the only part
-    with parameters, or all of it. With a `trace` of the step, an error for lack of memory says which role grew and which plan is next.
-    `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError where
-    they are off; `training_step` runs a few times for that, and what it logs then is dropped.
+    `module` names the part of the LightningModule that `training_step` calls ("net" for `self.net(x)`); by default it is the only child
+    with parameters, else the whole module. With a `trace` of the step, out-of-memory errors get an explanation (`out_of_memory.py`).
+    `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
+    they differ by more than the tolerance; `training_step` runs a few times for that, and its logs are dropped.
     """
 
     def __init__(
@@ -66,13 +65,13 @@ class PareCallback(AppliedPlan, Callback):
         self.trace = trace or (guard.trace if guard is not None else None)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Before optimizers are configured and checkpoints are read."""
+        """Apply the plan, before optimizers are configured and checkpoints are loaded."""
         if stage != "fit" or self.session is not None:
             return
         self.put_on(called_part(pl_module, self.module))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Verifies once, where that was asked for."""
+        """Verify gradients before the first step, if requested."""
         if not self._verifies:
             return
         self._verifies = False
@@ -92,7 +91,7 @@ class PareCallback(AppliedPlan, Callback):
             self.verify(called_part(pl_module, self.module), batch, step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs as often as the trainer does."""
+        """Log the monitor's numbers as often as the trainer logs."""
         if self.session is not None and not self.session.forwards:
             raise ApplyError(
                 "training_step did not call the part of the module that the plan was applied to, so that nothing was packed. Name the "
@@ -102,27 +101,27 @@ class PareCallback(AppliedPlan, Callback):
             pl_module.log_dict(self._monitor.numbers(trainer.optimizers[0] if trainer.optimizers else None))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """What ran out of memory is told why."""
+        """Add an explanation to an out-of-memory error, and close the session."""
         add_explanation(exception, self.trace, self.plan)
         self.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The plain model again."""
+        """Close the session after fitting, which restores the unmodified model."""
         if stage == "fit":
             self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints keep of it."""
+        """The session's state, for checkpoints."""
         return self.session.state_dict() if self.session is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Comes after `setup`, when a run goes on."""
+        """Restore the session's state; Lightning calls this after `setup` when a run resumes."""
         if self.session is not None and state_dict:
             self.session.load_state_dict(state_dict)
 
 
 def _loss_of_step(output: Any) -> Tensor:
-    """The loss of what a training_step returned."""
+    """The loss in the output of a training_step."""
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
         raise ApplyError(f"training_step returned no loss for the first batch, but {type(output).__name__}: verify=True needs one.")
@@ -130,7 +129,7 @@ def _loss_of_step(output: Any) -> Tensor:
 
 
 def called_part(module: nn.Module, name: str | None) -> nn.Module:
-    """The part of a LightningModule whose calls are followed."""
+    """The submodule of a LightningModule that the plan is applied to."""
     if name is not None:
         try:
             return module.get_submodule(name)
@@ -138,17 +137,17 @@ def called_part(module: nn.Module, name: str | None) -> nn.Module:
             parts = ", ".join(repr(part) for part, _ in module.named_children()) or "none"
             raise ApplyError(f"{type(module).__name__} has no part {name!r}. It has {parts}.") from None
     parts = [part for part in module.children() if any(True for _ in part.parameters())]
-    own = any(True for _ in module.parameters(recurse=False))
-    return parts[0] if len(parts) == 1 and not own else module
+    has_parameters = any(True for _ in module.parameters(recurse=False))
+    return parts[0] if len(parts) == 1 and not has_parameters else module
 
 
-# --- Fabric under a plan, as a precision plugin ---
+# --- Fabric ----------------------------------------------------------------------------------------------------------
 
 ORDER = "With Fabric: model = fabric.setup_module(model), then fabric.setup_optimizers(paredown.optim.AdamW(model.parameters()))."
 
 
 def _mixed() -> Precision:
-    return MixedPrecision("bf16-mixed", "cpu")  # the device is that of the module, once it is there
+    return MixedPrecision("bf16-mixed", "cpu")  # forward_context sets the device of the module
 
 
 BY_NAME: Mapping[str, Callable[[], Precision]] = {"32-true": Precision, "bf16-mixed": _mixed}
@@ -156,7 +155,7 @@ BY_NAME: Mapping[str, Callable[[], Precision]] = {"32-true": Precision, "bf16-mi
 
 @final
 class PlanPrecision(AppliedPlan, Precision):
-    """A plan, and the precision plugin that it stands before. `options` are those of `paredown.apply`."""
+    """A precision plugin that applies a plan and delegates precision to another plugin. `options` are those of `paredown.apply`."""
 
     def __init__(self, plan: Plan, precision: str | Precision = "32-true", **options: Any) -> None:
         super().__init__(plan, **options)
@@ -171,9 +170,9 @@ class PlanPrecision(AppliedPlan, Precision):
         self._module: Callable[[], nn.Module | None] = lambda: None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Where Fabric sets a module up, the plan goes onto it."""
+        """Apply the plan to a module that Fabric sets up."""
         if self.session is not None:
-            raise ApplyError("this PlanPrecision is on a model already: make a Fabric with a plugin of its own for each.")
+            raise ApplyError("this PlanPrecision is applied to a model already: make a Fabric with its own plugin for each model.")
         module = self.inner.convert_module(module)
         try:
             self.put_on(module)
@@ -183,15 +182,15 @@ class PlanPrecision(AppliedPlan, Precision):
         return module
 
     def numbers(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-        """What matters, for `fabric.log_dict`: bytes by role, and more of what the session knows."""
+        """Memory and update statistics for `fabric.log_dict` (`monitor.py`)."""
         return self._monitor.numbers(optimizer) if self._monitor is not None else {}
 
     def teardown(self) -> None:
-        """The plain model again."""
+        """Close the session, which restores the unmodified model."""
         self.inner.teardown()
         self.close()
 
-    # --- as the other plugin does it ------------------------------------------------------------------------------------
+    # --- delegated to the wrapped plugin ----------------------------------------------------------------------------------
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return self.inner.tensor_init_context()

@@ -1,10 +1,10 @@
-"""The few numbers of a run that matter, by the names that loggers show: bytes by role, whether updates arrive, what a guard did.
+"""Numbers of a run for loggers (`numbers`, `Monitor`), and the base class of all integrations (`AppliedPlan`).
 
-    memory/weight_gib, memory/gradient_gib, memory/optimizer_gib    kept from step to step, packed and plain
-    memory/activation_gib                                           packed between forward and backward; a Monitor keeps the largest
-    memory/peak_gib                                                 on CUDA alone: the most that torch's allocator held
-    updates/underflow, updates/flips                                of packed weights: changes that were lost, values that moved
-    guard/actions                                                   how often the guard did something
+    memory/weight_gib, memory/gradient_gib, memory/optimizer_gib    stored from step to step, packed and plain
+    memory/activation_gib                                           packed between forward and backward; a Monitor reports the maximum
+    memory/peak_gib                                                 CUDA only: torch.cuda.max_memory_allocated
+    updates/underflow, updates/flips                                of packed weights: shares of updates that were lost, of values changed
+    guard/actions                                                   number of actions of the guard
 
 >>> import torch
 >>> from paredown import Plan, apply, optim
@@ -12,13 +12,10 @@
 >>> with apply(Plan.preset("lpmm"), model) as session:
 ...     opt = optim.AdamW(model.parameters())
 ...     loss = model(torch.randn(8, 256)).square().sum(); loss.backward(); opt.step()
-...     found = numbers(session, opt)
->>> {name: round(value * 2**30) for name, value in found.items() if name in ("memory/weight_gib", "memory/optimizer_gib")}
+...     values = numbers(session, opt)
+>>> {name: round(value * 2**30) for name, value in values.items() if name in ("memory/weight_gib", "memory/optimizer_gib")}
 {'memory/weight_gib': 67584, 'memory/optimizer_gib': 137216}
-
-What the callbacks of all libraries share: a plan, its session while it is at work, and the numbers of that.
 """
-
 
 # pyright: reportPrivateUsage=false
 
@@ -38,83 +35,83 @@ from paredown.session.verify import verify_step
 from paredown.simulate.simulated_session import SimulatedSession
 
 GIB = 2**30
-WEIGHT = "weight."  # what a state_dict() has put beside the state: counted as weight
+WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which are counted as weight
 
 
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
-    """What is known now; `optimizer` may be wrapped, or torch's own."""
+    """The current numbers by name; `optimizer` can be wrapped by a library, or one of torch.optim."""
     optimizer = unwrap_optimizer(optimizer)
     model = session._model() if session is not None else None
     parameters = _parameters(model, optimizer)
     packed = session.weight_bytes if isinstance(session, Session) else 0
-    found = {"memory/weight_gib": packed + sum(_plain_bytes(p) for p in parameters)}
+    values = {"memory/weight_gib": packed + sum(_plain_bytes(p) for p in parameters)}
     if isinstance(session, Session):
-        found["memory/activation_gib"] = session.stored_bytes
+        values["memory/activation_gib"] = session.stored_bytes
     if optimizer is not None:
-        found["memory/gradient_gib"] = sum(_gradient_bytes(p, optimizer) for p in parameters if p.requires_grad)
-        found["memory/optimizer_gib"] = sum(map(_state_bytes, optimizer.state.values()))
+        values["memory/gradient_gib"] = sum(_gradient_bytes(p, optimizer) for p in parameters if p.requires_grad)
+        values["memory/optimizer_gib"] = sum(map(_state_bytes, optimizer.state.values()))
     devices = {p.device for p in parameters if p.device.type == "cuda"}
     if devices:
-        found["memory/peak_gib"] = max(torch.cuda.max_memory_allocated(device) for device in devices)
-    found = {name: value / GIB for name, value in found.items()}
-    found |= _arrivals(optimizer)
+        values["memory/peak_gib"] = max(torch.cuda.max_memory_allocated(device) for device in devices)
+    values = {name: value / GIB for name, value in values.items()}
+    values |= _arrivals(optimizer)
     if isinstance(session, Session) and session.budget_bytes is not None:
-        found["guard/actions"] = float(len(session.actions))
-    return found
+        values["guard/actions"] = float(len(session.actions))
+    return values
 
 
 class Monitor:
-    """`numbers` of a run, with the most that waited between a forward and its backward pass since it was asked last."""
+    """`numbers` of a run, with the maximum of packed activations since the last call."""
 
     def __init__(self, session: Session | SimulatedSession, model: nn.Module) -> None:
         self.session, self._most = session, 0
-        self._handle = model.register_forward_hook(self._look)  # after those of the session, which pack
+        self._handle = model.register_forward_hook(self._record)  # registered after the session's hooks, which pack
 
     def numbers(self, optimizer: Any = None) -> dict[str, float]:
-        """What is known now."""
-        found = numbers(self.session, optimizer)
-        if "memory/activation_gib" in found:
-            found["memory/activation_gib"] = max(found["memory/activation_gib"], self._most / GIB)
+        """The current numbers; starts a new maximum."""
+        values = numbers(self.session, optimizer)
+        if "memory/activation_gib" in values:
+            values["memory/activation_gib"] = max(values["memory/activation_gib"], self._most / GIB)
         self._most = 0
-        return found
+        return values
 
     def forget(self) -> None:
-        """Peaks count from now on: what was before is no part of the run."""
+        """Reset the maximum and torch's peak statistics, after work that is not part of the run."""
         self._most = 0
         model = self.session._model()
         for device in {p.device for p in model.parameters() if p.device.type == "cuda"} if model is not None else ():
             torch.cuda.reset_peak_memory_stats(device)
 
     def close(self) -> None:
-        """Look no more."""
+        """Remove the hook."""
         self._handle.remove()
 
-    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _record(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(self.session, Session) and torch.is_grad_enabled():
             self._most = max(self._most, self.session.stored_bytes)
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside those of Accelerate and Lightning."""
+    """The optimizer inside the wrappers of Accelerate and Lightning."""
     while not isinstance(optimizer, Optimizer) and isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _parameters(model: nn.Module | None, optimizer: Any) -> list[Tensor]:
-    """Each once: the model's, or those that the optimizer has."""
+    """The parameters of the model, or without a model those of the optimizer."""
     if model is not None:
         return list(model.parameters())
     return [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
 
 
 def _plain_bytes(parameter: Tensor) -> int:
-    """Bytes of a parameter that waits as it is; a packed one has no memory of its own."""
+    """Bytes of the storage of a parameter; 0 for a packed one, whose storage is empty."""
     return parameter.untyped_storage().nbytes()
 
 
 def _gradient_bytes(parameter: Tensor, optimizer: Any) -> int:
-    """Bytes that the sum of its gradient takes from the first backward pass on."""
+    """Bytes of the accumulated gradient of a parameter from the first backward pass on."""
     entry = optimizer.entry_of(parameter) if isinstance(optimizer, Optimizer) else None
     if entry is not None and entry.gradient is not None:
         return entry.gradient.nbytes
@@ -127,14 +124,14 @@ def _state_bytes(state: dict[str, Any]) -> int:
 
 
 def _arrivals(optimizer: Any) -> dict[str, float]:
-    """Underflow and flips over all packed weights, each value counting the same; since the start, as `diagnostics()` has them."""
+    """Mean underflow and flips over all values of packed weights since the start, from `optimizer.diagnostics()`."""
     rows = optimizer.diagnostics() if isinstance(optimizer, Optimizer) else ()
-    looked = [(row, row.num_values) for row in rows if row.num_values]
-    if not looked:
+    counted = [(row, row.num_values) for row in rows if row.num_values]
+    if not counted:
         return {}
     return {
-        "updates/underflow": _mean((row.underflow, count) for row, count in looked),
-        "updates/flips": _mean((row.flips, count) for row, count in looked),
+        "updates/underflow": _mean((row.underflow, count) for row, count in counted),
+        "updates/flips": _mean((row.flips, count) for row, count in counted),
     }
 
 
@@ -143,27 +140,27 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
     return sum(value * count for value, count in pairs) / sum(count for _, count in pairs)
 
 
-# --- What the callbacks of all libraries share ---
+# --- the base class of the integrations ------------------------------------------------------------------------------
 
 
 class AppliedPlan:
-    """A plan that is put onto a model and taken off again. `options` are those of `apply`."""
+    """A plan, its session while it is applied to a model, and a monitor. `options` are those of `apply`."""
 
     def __init__(self, plan: Plan, **options: Any) -> None:
         if not isinstance(plan, Plan):
-            own = type(self).__name__
-            raise ApplyError(f"{own} takes a Plan, not {type(plan).__name__}: {own}(Plan.preset('half')).")
+            name = type(self).__name__
+            raise ApplyError(f"{name} takes a Plan, not {type(plan).__name__}: {name}(Plan.preset('half')).")
         self.plan, self._options = plan, options
         self.session: Session | SimulatedSession | None = None
         self._monitor: Monitor | None = None
 
     def put_on(self, model: nn.Module) -> None:
-        """From now on the plan is at work."""
+        """Apply the plan to `model`."""
         self.session = session = apply(self.plan, model, **self._options)
         self._monitor = Monitor(session, unwrapped(model))
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:
-        """VerificationError, and the plain model, unless gradients of `step(batch)` are those of the unmodified model."""
+        """Compare gradients of `step(batch)` with those of the unmodified model; on failure close the session and raise."""
         try:
             verify_step(model, batch, step).check()
         except BaseException:
@@ -173,7 +170,7 @@ class AppliedPlan:
             self._monitor.forget()
 
     def close(self) -> None:
-        """Give the plain model back; also after a training that was broken off."""
+        """Close the session, which restores the unmodified model; can be called more than once."""
         if self._monitor is not None:
             self._monitor.close()
         if self.session is not None:

@@ -1,6 +1,6 @@
 """Small reference networks in plain torch.nn, for tests, tasks and benchmarks.
 
-MODELS has a row for each: a constructor whose defaults make a small one, and that takes the keywords of the full one.
+MODELS maps names to constructors: their defaults build a small network, their keywords the published sizes.
 
 >>> sum(p.numel() for p in MODELS["resnet18"]().parameters())
 176402
@@ -22,8 +22,8 @@ from paredown.models.resnet import SumLastResNet, resnet18, resnet50
 from paredown.models.small_networks import MLP, ConvNeXt, MobileNet, ShuffleNet, SqueezeNet, UNet
 from paredown.models.transformer import GPT, GPTConfig, LSTMModel, ViT, ViTConfig
 
-PICTURE = 32  # height and width that the small ones of MODELS take
-LENGTH = 64  # tokens of a text, likewise
+PICTURE = 32  # height and width of inputs of the small image models in MODELS
+LENGTH = 64  # tokens of inputs of the small text models
 VOCABULARY = 256
 NUM_CLASSES = 10
 
@@ -55,12 +55,12 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "gpt": small_gpt,
     "lstm": partial(LSTMModel, vocabulary=VOCABULARY, dim=64),
 }
-OF_TEXT = frozenset({"gpt", "lstm"})
-OF_PIXELS = frozenset({"unet"})  # a class for each pixel instead of one for the picture
+OF_TEXT = frozenset({"gpt", "lstm"})  # models whose inputs are tokens
+OF_PIXELS = frozenset({"unet"})  # models with a class for each pixel
 
 
 def random_batch(name: str, num: int, *, picture: int = PICTURE, length: int = LENGTH, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """An input and a target of `num` examples that MODELS[name]() takes; larger models take larger pictures and longer texts."""
+    """A random input and target of `num` examples for MODELS[name]; `picture` and `length` are the sizes of larger models."""
     source = torch.Generator().manual_seed(seed)
     if name in OF_TEXT:
         tokens = torch.randint(VOCABULARY, (num, length + 1), generator=source)

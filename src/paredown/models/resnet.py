@@ -1,15 +1,13 @@
-"""ResNet: convolutions in residual layers, with torchvision's names and arithmetic, so that its weights load here.
+"""ResNet-18 and ResNet-50 with torchvision's names and arithmetic, so that its weights can be loaded, and PEPPP's ResNet-18.
 
-    x -> conv1 -> bn1 -> relu -> maxpool -> layer1 -> layer2 -> layer3 -> layer4 -> avgpool -> fc
+    ResNet          x -> conv1 -> bn1 -> relu -> maxpool -> layer1 -> layer2 -> layer3 -> layer4 -> avgpool -> fc
+    SumLastResNet   x -> conv1 -> bn1 -> relu -> layers -> mean -> fc        a layer: relu2(bn2(conv2(relu1(bn1(conv1(x)))))) + x
 
-`width` scales every channel count (64 is the published one). `small_input` is the form for pictures of 32 x 32: a first convolution of
-3 x 3 without stride, and no pooling after it.
+`width` is the number of channels of the first layer, which scales all others (64 as published). `small_input` is for images of 32 x 32:
+a first convolution of 3 x 3 without stride, and no pooling after it.
 
-PEPPP's ResNet-18 for pictures of 32 x 32 and 64 x 64: each ReLU stands before the sum, and none after it.
-
-    x -> conv1 -> bn1 -> relu -> layers -> mean -> fc        a layer: relu2(bn2(conv2(relu1(bn1(conv1(x)))))) + x
-
-11,168,832 + 513 for each class are its parameters at width 64. Convolutions begin normal with variance 2 / (places * channels out).
+SumLastResNet is PEPPP's network for images of 32 x 32 and 64 x 64: ReLUs are before the residual sum. At width 64 it
+has 11,168,832 parameters and 513 per class. Initial weights of convolutions are normal with variance 2 / (kernel size * output channels).
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ def conv3x3(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
 
 
 def conv1x1(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
-    """A linear map of the channels at each place."""
+    """A linear map of the channels at each pixel."""
     return nn.Conv2d(num_in, num_out, 1, stride, bias=False)
 
 
 def shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
-    """The way around a residual layer: none is needed where shapes agree."""
+    """The projection on the shortcut of a residual layer; None if input and output have the same shape."""
     if stride == 1 and num_in == num_out:
         return None
     return nn.Sequential(conv1x1(num_in, num_out, stride), nn.BatchNorm2d(num_out))
@@ -106,7 +104,7 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits (num_pictures, num_classes) of pictures (num_pictures, 3, height, width)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer1(x)  # one at a time: an argument is alive as long as its call runs
+        x = self.layer1(x)  # one statement each: in a nested call, an argument stays alive until the call returns
         x = self.layer2(x)
         x = self.layer3(x)
         x = self.layer4(x)
@@ -129,12 +127,12 @@ def resnet50(*, num_classes: int = 1000, width: int = 64, small_input: bool = Fa
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes=num_classes, width=width, small_input=small_input)
 
 
-# --- PEPPP's ResNet-18 for pictures of 32 x 32 and 64 x 64 ---
+# --- PEPPP's ResNet-18 -----------------------------------------------------------------------------------------------
 
 
 @final
 class SumLast(nn.Module):
-    """Two convolutions of 3 x 3, the second ReLU before the sum."""
+    """A residual layer of two 3 x 3 convolutions, with the second ReLU before the sum."""
 
     def __init__(self, num_in: int, planes: int, stride: int) -> None:
         super().__init__()
@@ -151,7 +149,7 @@ class SumLast(nn.Module):
 
 @final
 class SumLastResNet(nn.Module):
-    """Four groups of two layers."""
+    """Four groups of two SumLast layers; the last three groups halve height and width and double the channels."""
 
     def __init__(self, *, num_classes: int = 10, width: int = 64) -> None:
         super().__init__()

@@ -1,34 +1,31 @@
-"""A network of linear layers with ReLU between them.
+"""Six small networks: MLP, ConvNeXt, U-Net, and SqueezeNet, ShuffleNet-v2 and MobileNet-v2 for images of 32 x 32.
 
-ConvNeXt: a depthwise convolution of 7 x 7 and a two-layer network on the channels of each place, around a sum.
+MLP: linear layers with ReLU between them.
+
+ConvNeXt: residual layers of a 7 x 7 depthwise convolution and a two-layer network on the channels of each pixel,
 
     x <- x + scale * shrink(gelu(expand(norm(depthwise(x)))))
 
-A patch embedding of 4 x 4 comes first; between the groups of layers a norm and a convolution of 2 x 2 halve height and width. Defaults
-are ConvNeXt-T's, with its arithmetic; random depth, which its training adds, is left out.
+after a patch embedding of 4 x 4; between the groups of layers a norm and a 2 x 2 convolution halve height and width. Defaults are those of
+ConvNeXt-T; stochastic depth, which its training adds, is left out.
 
-U-Net: down through halved pictures and doubled channels, up again with what the way down left on each level.
+U-Net: an encoder that halves height and width and doubles the channels, and a decoder that concatenates the encoder's output of each level.
 
-x -> down.0 -> down.1 -> ... -> bottom -> up.0 -> up.1 -> ... -> head
-       |         +-----------------------------cat
-       +------------------------------------------------cat
+    x -> down.0 -> down.1 -> ... -> bottom -> up.0 -> up.1 -> ... -> head
+           |         +-----------------------------cat
+           +------------------------------------------------cat
 
-SqueezeNet for pictures of 32 x 32, with batch norm: layers that squeeze the channels and expand them again.
+SqueezeNet with batch norm: fire layers reduce the channels and expand them. 734,986 parameters at width 1.0 with 10 classes.
 
     x -> stem -> pool -> fire2, 3, 4 -> pool -> fire5, 6, 7, 8 -> pool -> fire9 -> conv10 -> mean
 
-`width` scales every channel count; 1.0 has 734,986 parameters with 10 classes.
+ShuffleNet-v2: a layer f (1 x 1, 3 x 3 depthwise, 1 x 1 convolution) changes half of the channels, then both halves are interleaved. The
+first layer of each group has two branches of stride 2. 1,263,854 parameters at width 1.0 with 10 classes.
 
-ShuffleNet-v2 for pictures of 32 x 32: half of the channels pass a layer by, then both halves are interleaved.
+    x = (a, b) by channels -> (a, f(b)) -> channels of both, alternating
 
-    x = (a, b) by channels -> (a, f(b)) -> channels of both in turn         f: 1 x 1, 3 x 3 each channel for itself, 1 x 1
-
-A first layer of each group has two ways with stride 2 and no half that passes by. `width` scales the channels; 1.0 has 1,263,854
-parameters with 10 classes.
-
-MobileNet-v2 for pictures of 32 x 32: 1 x 1 up, 3 x 3 each channel for itself, 1 x 1 down, around a sum where nothing strides.
-
-`width` scales the channels between the layers; 1.0 has 2,296,922 parameters with 10 classes.
+MobileNet-v2: inverted residual layers (1 x 1 expand, 3 x 3 depthwise, 1 x 1 project), with a residual sum where the stride is 1.
+2,296,922 parameters at width 1.0 with 10 classes.
 """
 
 from __future__ import annotations
@@ -61,10 +58,10 @@ class MLP(nn.Module):
         return self.layers(x.flatten(1))
 
 
-# --- ConvNeXt ---
+# --- ConvNeXt --------------------------------------------------------------------------------------------------------
 
 EPSILON = 1e-6
-START_SCALE = 1e-6  # of the layer scale: each layer starts as nearly the identity
+START_SCALE = 1e-6  # initial layer scale, so that each layer starts close to the identity
 
 
 @final
@@ -76,7 +73,7 @@ class ChannelNorm(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=EPSILON)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape, each place normalised by itself."""
+        """The same shape, with the channels of each pixel normalized."""
         return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -100,7 +97,7 @@ class ConvNeXtLayer(nn.Module):
 
 @final
 class ConvNeXt(nn.Module):
-    """Groups of layers with a halving before each but the first, then the mean over places, a norm and a linear head."""
+    """Groups of layers with a downsampling before each, then the mean over pixels, a norm and a linear head."""
 
     def __init__(
         self, *, depths: Sequence[int] = (3, 3, 9, 3), dims: Sequence[int] = (96, 192, 384, 768), num_classes: int = 1000
@@ -122,11 +119,11 @@ class ConvNeXt(nn.Module):
         return self.head(self.norm(x.mean((2, 3))))
 
 
-# --- U-Net ---
+# --- U-Net -----------------------------------------------------------------------------------------------------------
 
 
 def double_conv(num_in: int, num_out: int) -> nn.Sequential:
-    """Twice: a convolution of 3 x 3, batch norm, ReLU."""
+    """Two times a 3 x 3 convolution, batch norm and ReLU."""
     return nn.Sequential(
         *(nn.Conv2d(num_in, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
         *(nn.Conv2d(num_out, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
@@ -135,21 +132,21 @@ def double_conv(num_in: int, num_out: int) -> nn.Sequential:
 
 @final
 class Up(nn.Module):
-    """Doubles height and width, joins what the way down left there, and convolves both."""
+    """Doubles height and width, concatenates the encoder's output of that level, and convolves both."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
         self.grow = nn.ConvTranspose2d(num_in, num_out, 2, stride=2)
         self.convs = double_conv(2 * num_out, num_out)
 
-    def forward(self, x: Tensor, left: Tensor) -> Tensor:
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         """(num, num_in, h, w) and (num, num_out, 2h, 2w) to the latter's shape."""
-        return self.convs(torch.cat([left, self.grow(x)], dim=1))
+        return self.convs(torch.cat([skip, self.grow(x)], dim=1))
 
 
 @final
 class UNet(nn.Module):
-    """A picture in, logits of a class for each of its pixels out; `depth` halvings, which height and width must allow."""
+    """Images to logits for each pixel; height and width must be divisible by 2**depth."""
 
     def __init__(self, *, num_channels: int = 3, num_classes: int = 2, width: int = 64, depth: int = 4) -> None:
         super().__init__()
@@ -172,11 +169,11 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-# --- SqueezeNet for pictures of 32 x 32, with batch norm ---
+# --- SqueezeNet ------------------------------------------------------------------------------------------------------
 
 
 def scaled(channels: int, width: float, unit: int = 2) -> int:
-    """`channels` times `width`, a multiple of `unit` and at least one.
+    """`channels` times `width`, rounded up to a multiple of `unit`.
 
     >>> scaled(96, 1.0), scaled(16, 0.1), scaled(116, 0.25)
     (96, 2, 30)
@@ -185,13 +182,13 @@ def scaled(channels: int, width: float, unit: int = 2) -> int:
 
 
 def conv_norm(num_in: int, num_out: int, size: int, *rest: nn.Module) -> nn.Sequential:
-    """A convolution that keeps height and width, its norm, and what comes after."""
+    """A convolution that keeps height and width, a batch norm, and the modules of `rest`."""
     return nn.Sequential(nn.Conv2d(num_in, num_out, size, padding=size // 2), nn.BatchNorm2d(num_out), *rest)
 
 
 @final
 class Fire(nn.Module):
-    """1 x 1 down, then half of the outputs by 1 x 1 and half by 3 x 3."""
+    """A 1 x 1 convolution to `squeezed` channels, then half of the outputs by 1 x 1 and half by 3 x 3 convolutions."""
 
     def __init__(self, num_in: int, num_out: int, squeezed: int) -> None:
         super().__init__()
@@ -229,13 +226,13 @@ class SqueezeNet(nn.Module):
         return self.avgpool(self.conv10(x)).flatten(1)
 
 
-# --- ShuffleNet-v2 for pictures of 32 x 32 ---
+# --- ShuffleNet-v2 ---------------------------------------------------------------------------------------------------
 
 DEPTHS = (4, 8, 4)
 
 
 def depthwise(channels: int, stride: int) -> nn.Conv2d:
-    """3 x 3, each channel for itself."""
+    """A 3 x 3 depthwise convolution."""
     return nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
 
 
@@ -249,8 +246,8 @@ def interleaved(x: Tensor) -> Tensor:
     return x.view(num, 2, channels // 2, height, width).permute(0, 2, 1, 3, 4).reshape(num, channels, height, width)
 
 
-def way(num_in: int, num_out: int, stride: int) -> nn.Sequential:
-    """1 x 1, depthwise, 1 x 1."""
+def conv_branch(num_in: int, num_out: int, stride: int) -> nn.Sequential:
+    """A 1 x 1, a depthwise and a 1 x 1 convolution, with norms and ReLUs."""
     return nn.Sequential(
         *(conv1x1(num_in, num_out), nn.BatchNorm2d(num_out), nn.ReLU()),
         *(depthwise(num_out, stride), nn.BatchNorm2d(num_out)),
@@ -260,12 +257,12 @@ def way(num_in: int, num_out: int, stride: int) -> nn.Sequential:
 
 @final
 class Passing(nn.Module):
-    """A layer that half of the channels pass by."""
+    """A ShuffleNet layer that changes half of the channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.num_passing = channels // 2
-        self.way = way(channels - self.num_passing, channels - self.num_passing, 1)
+        self.way = conv_branch(channels - self.num_passing, channels - self.num_passing, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
@@ -274,7 +271,7 @@ class Passing(nn.Module):
 
 @final
 class Halving(nn.Module):
-    """A layer of two ways that halves height and width."""
+    """A ShuffleNet layer of two branches with stride 2, which halves height and width."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -282,7 +279,7 @@ class Halving(nn.Module):
         self.short = nn.Sequential(
             *(depthwise(num_in, 2), nn.BatchNorm2d(num_in)), *(conv1x1(num_in, half), nn.BatchNorm2d(half), nn.ReLU())
         )
-        self.way = way(num_in, half, 2)
+        self.way = conv_branch(num_in, half, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """(num, num_in, height, width) to (num, num_out, height / 2, width / 2)."""
@@ -310,7 +307,7 @@ class ShuffleNet(nn.Module):
         return self.fc(self.avgpool(self.last(self.layers(self.stem(x)))).flatten(1))
 
 
-# --- MobileNet-v2 for pictures of 32 x 32 ---
+# --- MobileNet-v2 ----------------------------------------------------------------------------------------------------
 
 # (expansion, channels, layers, stride of the first)
 GROUPS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
@@ -318,7 +315,7 @@ GROUPS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3,
 
 @final
 class Inverted(nn.Module):
-    """One layer: wide inside, narrow outside."""
+    """An inverted residual layer: expand the channels, convolve each, project back."""
 
     def __init__(self, num_in: int, num_out: int, expansion: int, stride: int) -> None:
         super().__init__()

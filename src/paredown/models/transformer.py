@@ -1,12 +1,9 @@
-"""One Transformer layer, and the two networks made of it: ViT for pictures and GPT for text.
+"""ViT for images, GPT for text, both of one Transformer layer, and a language model on torch's LSTM.
 
     x <- x + project(attention(norm1(x)));   x <- x + mlp(norm2(x))
 
-Attention is torch's scaled_dot_product_attention. The shapes of GPT-2 and ViT-B/16 are the published ones, the names are not.
-
-What models of text answer: logits, and the loss when they are told what should have come out.
-
-A language model on torch's LSTM: embedding, recurrent layers, linear head.
+Attention is torch's scaled_dot_product_attention. Shapes are those of GPT-2 and ViT-B/16 as published, module names are not. Text models
+return logits, and with targets also the loss.
 """
 
 from __future__ import annotations
@@ -32,11 +29,11 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def scored(logits: Tensor, targets: Tensor | None) -> Tensor | Scored:
-    """The logits alone, or with their loss where there are targets."""
+    """The logits, together with their loss if there are targets."""
     return logits if targets is None else Scored(logits, token_loss(logits, targets))
 
 
-# --- One Transformer layer, and the two networks made of it ---
+# --- the Transformer layer, ViT and GPT ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """ViT-B/16 unless told otherwise: 86,567,656 parameters."""
+    """The shape of a ViT; the defaults are ViT-B/16 with 86,567,656 parameters."""
 
     dim: int = 768
     num_layers: int = 12
@@ -65,7 +62,7 @@ class ViTConfig:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """GPT-2 124M unless told otherwise: 124,439,808 parameters. `tied`: the head is the token embedding."""
+    """The shape of a GPT; the defaults are GPT-2 with 124,439,808 parameters. `tied`: the head shares the token embedding."""
 
     dim: int = 768
     num_layers: int = 12
@@ -78,7 +75,7 @@ class GPTConfig:
 
 @final
 class Attention(nn.Module):
-    """Scaled dot-product attention over several heads, each place seeing all of them or, if `causal`, none that follow."""
+    """Multi-head scaled dot-product attention; with `causal`, positions attend only to earlier positions and themselves."""
 
     def __init__(self, config: LayerConfig, *, causal: bool) -> None:
         super().__init__()
@@ -98,7 +95,7 @@ class Attention(nn.Module):
 
 @final
 class TransformerLayer(nn.Module):
-    """Attention and a two-layer network, each behind a norm and added to what came in."""
+    """Attention and a two-layer network, each after a norm and with a residual sum (pre-norm)."""
 
     def __init__(self, config: LayerConfig, *, causal: bool) -> None:
         super().__init__()
@@ -116,7 +113,7 @@ class TransformerLayer(nn.Module):
 
 @final
 class ViT(nn.Module):
-    """Pictures cut into patches, a class token before them, layers that see all of it, a head on the class token."""
+    """Patch embedding, a class token, Transformer layers, and a linear head on the class token."""
 
     def __init__(self, config: ViTConfig | None = None) -> None:
         super().__init__()
@@ -141,7 +138,7 @@ class ViT(nn.Module):
 
 @final
 class GPT(nn.Module):
-    """Tokens to the logits of the next one, each place seeing itself and what came before."""
+    """Tokens to logits of the next token, with causal attention."""
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()
@@ -159,25 +156,25 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor | Scored:
         """Logits (num_texts, length, vocabulary) of tokens (num_texts, length); with `targets` the loss too, as `.loss`."""
-        places = torch.arange(ids.shape[1], device=ids.device)
-        x = self.layers(self.dropout(self.tokens(ids) + self.positions(places)))
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = self.layers(self.dropout(self.tokens(ids) + self.positions(positions)))
         return scored(self.head(self.norm(x)), targets)
 
 
 def _normal_weights(module: nn.Module) -> None:
-    """GPT-2's start: weights of standard deviation 0.02, biases 0."""
+    """Initialize as GPT-2: weights with standard deviation 0.02, biases 0."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and isinstance(module.bias, nn.Parameter):
         nn.init.zeros_(module.bias)
 
 
-# --- A language model on torch's LSTM ---
+# --- a language model on torch's LSTM --------------------------------------------------------------------------------
 
 
 @final
 class LSTMModel(nn.Module):
-    """Tokens to the logits of the next one."""
+    """Tokens to logits of the next token: embedding, LSTM layers, linear head."""
 
     def __init__(self, *, vocabulary: int = 10_000, dim: int = 512, num_layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ stays       no plan can change it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paredown.formats.catalog import is_small
@@ -22,6 +22,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.replay import SlotStorage, moment_bytes, parameter_of, resolve_parameter_formats, slot_storages
 from paredown.roles import Role
 from paredown.sizes import say_bytes
+from paredown.tables import TableRows
 from paredown.trace.trace import Slot, Trace
 
 HEAD = ("slot", "role", "as written", "waits as", "what", "why")
@@ -47,23 +48,19 @@ class PlannedSlot:
         return self.slot, self.role.value, say_bytes(self.written_bytes), waits, self.what, self.why
 
 
-class PlannedSlots(tuple[PlannedSlot, ...]):
+class PlannedSlots(TableRows[PlannedSlot]):
     """All slots that a plan could speak of, as a tuple that prints as a table."""
 
     __slots__ = ()
-
-    def __new__(cls, rows: Iterable[PlannedSlot] = ()) -> PlannedSlots:
-        """A tuple of `rows`."""
-        return super().__new__(cls, rows)
+    columns = HEAD
 
     def that(self, what: str) -> PlannedSlots:
         """Those of one kind: "lowered", "pinned", "stays" and so on."""
         return PlannedSlots(row for row in self if row.what == what)
 
-    def __repr__(self) -> str:
-        cells = [HEAD, *(row.cells for row in self)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(HEAD))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+    def cells(self, row: PlannedSlot) -> tuple[str, ...]:
+        """The texts of one row."""
+        return row.cells
 
 
 def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:

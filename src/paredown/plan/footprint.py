@@ -26,6 +26,7 @@ from paredown.plan.presets import PRESETS
 from paredown.plan.replay import AS_WRITTEN, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes
+from paredown.tables import Table
 from paredown.trace.trace import Slot, Trace
 
 MIB = 1 << 20
@@ -138,13 +139,9 @@ class Footprint:
         return self if self.plan.changes_nothing else footprint(self.trace)
 
     def __repr__(self) -> str:
-        head, rows = self._table()
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))
-            for r in rows
-        ]
-        return "\n".join([*head, *(f"  {line}".rstrip() for line in lines), *(f"  note: {note}" for note in self.notes)])
+        head, (columns, *rows) = self._table()
+        lines = Table(columns, rows, right=range(1, len(columns))).lines()
+        return "\n".join([*head, *(f"  {line}" for line in lines), *(f"  note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
         head, rows = self._table()

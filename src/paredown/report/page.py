@@ -1,8 +1,7 @@
-"""`render(record)`: one HTML file that needs nothing else, neither files nor the network.
+"""`render(record)`: one self-contained HTML page of a record; it loads no other files and uses no network.
 
-The record stands in it as JSON, escaped so that no text of it can end the script element, and one script draws it with text nodes alone:
-names of tasks, plans and slots are never read as markup. The policy in its head allows this script and this style, by their hashes, and
-nothing else.
+The page embeds the record as JSON, escaped so that no text can close the script element. One script draws it with text nodes only, so
+names of tasks, plans and slots are never parsed as markup. The Content-Security-Policy allows this script and style by hash, nothing else.
 
 >>> page = render(Record("</script><script>alert(1)</script>"))
 >>> page.count("<script"), "alert(1)</script>" in page
@@ -25,15 +24,16 @@ from typing import Any
 from paredown.errors import ReportError
 from paredown.report.record import Record
 from paredown.sizes import say_bytes
+from paredown.tables import Table
 
 SCRIPTS = ("words.js", "frontier.js", "memory.js", "tables.js", "curves.js", "page.js")
 MARKER = re.compile(r"\{\{(\w+)\}\}")
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-PLAIN_ROWS = 40
+PLAIN_ROWS = 40  # plans in the table for browsers without JavaScript
 
 
 def render(record: Record, *, live: str = "") -> str:
-    """The page of a record; `live`: where a served page hears of new records."""
+    """The HTML page of a record; `live` is the path of the event stream of a served page."""
     value = record.to_json()
     parts = {
         "policy": escape(policy(is_live=bool(live))),
@@ -44,11 +44,11 @@ def render(record: Record, *, live: str = "") -> str:
         "data": embedded(value),
         "script": script(),
     }
-    return MARKER.sub(lambda found: parts[found[1]], asset("page.html"))
+    return MARKER.sub(lambda match: parts[match[1]], asset("page.html"))
 
 
 def write(record: Record, path: str | os.PathLike[str]) -> None:
-    """Write the page to a file, whole or not at all."""
+    """Write the page to a file through a temporary file, so that an interrupted write leaves no partial page."""
     to = Path(path)
     part = to.with_name(f".{to.name}.{os.getpid()}.part")
     try:
@@ -61,12 +61,12 @@ def write(record: Record, path: str | os.PathLike[str]) -> None:
 
 
 def embedded(value: dict[str, Any]) -> str:
-    """A record's JSON as it may stand inside of a script element."""
+    """The JSON of a record, escaped for a script element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
 
 
 def policy(*, is_live: bool) -> str:
-    """What the page may do: run its script, use its style, and, where it is served, listen to its server."""
+    """The Content-Security-Policy: the script and style of the page, and for a live page connections to its server."""
     allowed = [
         f"script-src '{_hash(script())}'",
         f"style-src '{_hash(style())}'",
@@ -83,31 +83,28 @@ def _hash(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def script() -> str:
-    """The scripts as one, with names of their own."""
+    """All scripts in one function, so that their names are not global."""
     return '"use strict";\n(() => {\n' + "\n".join(asset(name) for name in SCRIPTS) + "\n})();\n"
 
 
 @lru_cache(maxsize=1)
 def style() -> str:
-    """The style."""
+    """The style sheet."""
     return asset("page.css")
 
 
 def asset(name: str) -> str:
-    """A file that the package carries."""
+    """The text of a file in static/."""
     return (files("paredown.report") / "static" / name).read_text(encoding="utf-8")
 
 
 def in_plain(value: dict[str, Any]) -> str:
-    """The plans as a table without drawings, for readers without scripts; `value` is the record's JSON."""
-    parts = ["<p>The drawings of this page need JavaScript. In short:</p>"]
+    """Tables of the plans for browsers without JavaScript; `value` is the JSON of the record."""
+    parts = ["<p>The charts of this page need JavaScript. The plans as tables:</p>"]
     for study in value["studies"]:
         parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(study['reason'])}</p>")
-        rows = [
-            f"<tr><td>{escape(mark['label'])}<td>{say_bytes(mark['nbytes'])}<td>{_number(mark['error'])}"
-            for mark in study["marks"][:PLAIN_ROWS]
-        ]
-        parts.append(f"<table><tr><th>plan<th>peak<th>{escape(study['metric'])}{''.join(rows)}</table>" if rows else "")
+        rows = [(mark["label"], say_bytes(mark["nbytes"]), _number(mark["error"])) for mark in study["marks"][:PLAIN_ROWS]]
+        parts.append(Table(("plan", "peak", study["metric"]), rows).to_html() if rows else "")
     return "".join(parts)
 
 

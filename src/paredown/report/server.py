@@ -1,16 +1,14 @@
-"""`serve(source)`: the same page, live, over a running sweep's store or over a record that is written again.
+"""`serve(source)`: the report page live, over the store of a running sweep or over a record file that changes.
 
-On this machine alone (a loopback address), for reading alone: GET and HEAD of three paths, and nothing of a request reaches a file or a
-database. A request whose Host header is not this server's is refused, so that a page elsewhere cannot read it by giving its own name
-this machine's address (DNS rebinding). New records are sent as server-sent events.
+The server listens on a loopback address only and is read-only: GET and HEAD of three paths; no part of a request reaches a file or a
+database. Requests with another Host header are refused, so that a web page cannot read the record by pointing its own name at this
+machine (DNS rebinding). New records are sent as server-sent events.
 
     /             the page
-    /events       the records as they come
-    /record.json  the record as it is now
+    /events       new records as a stream of events
+    /record.json  the current record
 
-What a live page shows, read again and again: a record's file, or a store while its sweep runs.
-
-Reading runs nothing and unpickles nothing: a record is JSON, a store holds numbers and texts.
+A `RecordSource` is polled for records. Reading one runs no code and unpickles nothing: a record is JSON, a store holds numbers and text.
 """
 
 from __future__ import annotations
@@ -32,35 +30,35 @@ from paredown.errors import ParedownError, ReportError
 from paredown.report.page import policy, render
 from paredown.report.record import Record, scrub
 
-PATIENCE_SECONDS = 2.0  # that a store may be busy before the page says so
+PATIENCE_SECONDS = 2.0  # a store that is busy for longer is reported on the page
 
 
 class RecordSource(ABC):
-    """Where records come from."""
+    """A source of records that can be read repeatedly."""
 
     @abstractmethod
     def read(self) -> Record | None:
-        """The record as it is now; None where nothing is new since the last time. ParedownError says why there is none."""
+        """The current record, or None if it has not changed since the last call; ParedownError if it cannot be read."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release resources; by default there are none."""
         return
 
 
 class FileSource(RecordSource):
-    """The record in a file."""
+    """The record in a JSON file."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
         self._seen: object = None
 
     def read(self) -> Record | None:
-        """Anew when the file has changed."""
+        """The record, if the file has changed since the last call."""
         try:
-            found = self._path.stat()
-            seen = (found.st_mtime_ns, found.st_size)
+            status = self._path.stat()
+            seen = (status.st_mtime_ns, status.st_size)
         except OSError:
-            seen = None  # the reader says what is wrong
+            seen = None  # Record.load below raises the error
         if seen is not None and seen == self._seen:
             return None
         record = Record.load(self._path)
@@ -79,7 +77,7 @@ class StoreSource(RecordSource):
         self._seen: object = None
 
     def read(self) -> Record | None:
-        """Anew when a trial was added, claimed or finished."""
+        """The record, if a trial was added, claimed or finished since the last call."""
         from paredown.report.store_record import counts_of
 
         seen = counts_of(self._store)
@@ -95,12 +93,12 @@ class StoreSource(RecordSource):
 
 
 def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> RecordSource:
-    """The source that a text names: a file that ends in .json is a record, anything else a store."""
+    """The source that a text names: a record for a name ending in .json, else a store."""
     return FileSource(source) if str(source).lower().endswith(".json") else StoreSource(source, sweep=sweep)
 
 
 class WatchedSource:
-    """The latest record of a source, with a number that rises with each; who waits for the next one is woken."""
+    """Polls a source in a thread; `number` increases with each new record, and `wait` blocks until it does."""
 
     def __init__(self, source: RecordSource, *, seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._source, self._seconds, self._clock = source, seconds, clock
@@ -109,15 +107,15 @@ class WatchedSource:
         self.record = source.read() or Record("Nothing yet")
         self.number = 1
         self.trouble = ""
-        self._told: tuple[int, tuple[str, str]] | None = None
+        self._event: tuple[int, tuple[str, str]] | None = None  # cached: (number, event)
         self._thread = threading.Thread(target=self._run, name="paredown-watch", daemon=True)
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start polling."""
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more, and wake everybody."""
+        """Stop polling, wake all waiting threads, and close the source."""
         self._ended.set()
         with self._changed:
             self._changed.notify_all()
@@ -127,53 +125,53 @@ class WatchedSource:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it looks no more."""
+        """Whether polling has stopped."""
         return self._ended.is_set()
 
     def wait(self, number: int, timeout: float) -> int:
-        """The number of what is there now, after a wait for one that is not `number`."""
+        """The current number, after waiting until it differs from `number`, polling ends, or the timeout passes."""
         with self._changed:
             self._changed.wait_for(lambda: self.number != number or self.has_ended, timeout)
             return self.number
 
-    def said(self) -> tuple[str, str]:
-        """(kind, JSON) of what a page is told now: the record, or the trouble there is in reading it."""
+    def event(self) -> tuple[str, str]:
+        """(kind, JSON) of the current event: the record, or the error of reading it."""
         with self._changed:
-            if self._told is None or self._told[0] != self.number:  # made once, however many pages are open
+            if self._event is None or self._event[0] != self.number:  # serialized once for all open pages
                 value = ("trouble", scrub(self.trouble)) if self.trouble else ("record", self.record.to_json())
-                self._told = self.number, (value[0], json.dumps(value[1], allow_nan=False))
-            return self._told[1]
+                self._event = self.number, (value[0], json.dumps(value[1], allow_nan=False))
+            return self._event[1]
 
     def _run(self) -> None:
         pause = self._seconds
         while not self._ended.wait(pause):
             begun = self._clock()
-            self._look()
-            pause = max(self._seconds, 4 * (self._clock() - begun))  # a large store does not keep a core busy
+            self._poll()
+            pause = max(self._seconds, 4 * (self._clock() - begun))  # polling a large store uses at most a fifth of a core
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         try:
-            found, trouble = self._source.read(), ""
+            record, trouble = self._source.read(), ""
         except ParedownError as error:
-            found, trouble = None, str(error)
-        if found is None and trouble == self.trouble:
+            record, trouble = None, str(error)
+        if record is None and trouble == self.trouble:
             return
         with self._changed:
-            self.record, self.trouble = found or self.record, trouble
+            self.record, self.trouble = record or self.record, trouble
             self.number += 1
             self._changed.notify_all()
 
 
-# --- `serve(source)` ---
+# --- the HTTP server -------------------------------------------------------------------------------------------------
 
-MOST_STREAMS = 32
-ALIVE_SECONDS = 10.0  # between signs of life on a quiet stream
+MOST_STREAMS = 32  # open event streams
+ALIVE_SECONDS = 10.0  # between comments that keep an idle stream open
 REFUSED_METHODS = ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT", "TRACE")
 TEXT, PAGE, JSON, EVENTS = "text/plain", "text/html", "application/json", "text/event-stream"
 
 
 class Server:
-    """A page on loopback, from `start` to `close`; a context manager does both. `url` is where it is."""
+    """Serves a page at `url` on loopback, from `start` to `close`; usable as a context manager."""
 
     def __init__(self, source: RecordSource, *, host: str = "127.0.0.1", port: int = 0, seconds: float = 1.0) -> None:
         _check(host, port)
@@ -198,20 +196,20 @@ class Server:
         self.close()
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Start polling and answering requests."""
         self.watched.start()
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more; streams end."""
+        """Stop the server and end all streams."""
         self.watched.close()
-        if self._thread.is_alive():  # else nobody would answer `shutdown`
+        if self._thread.is_alive():  # shutdown blocks unless serve_forever runs
             self._http.shutdown()
             self._thread.join(timeout=5)
         self._http.server_close()
 
     def wait(self) -> None:
-        """Until the server is closed, or the caller is interrupted."""
+        """Block until the server is closed, or KeyboardInterrupt."""
         while self._thread.is_alive():
             self._thread.join(timeout=0.5)
 
@@ -225,10 +223,10 @@ def serve(
     sweep: str | None = None,
     say: Callable[[str], object] = print,
 ) -> None:
-    """Show a store, or a record's file, until interrupted; `say` hears the address."""
+    """Serve a store or a record file until Ctrl-C; `say` is called with the address."""
     _check(host, port)
-    found = source if isinstance(source, RecordSource) else open_source(source, sweep=sweep)
-    with Server(found, host=host, port=port, seconds=seconds) as server:
+    opened = source if isinstance(source, RecordSource) else open_source(source, sweep=sweep)
+    with Server(opened, host=host, port=port, seconds=seconds) as server:
         say(f"{server.url} shows it until Ctrl-C")
         try:
             server.wait()
@@ -238,20 +236,20 @@ def serve(
 
 def _check(host: str, port: int) -> None:
     try:
-        is_near = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        is_near = False
-    if not is_near:
+        is_loopback = False
+    if not is_loopback:
         raise ReportError(
-            f"host {host!r} is not this machine's loopback, and the page is shown to nobody else. From another machine: "
+            f"host {host!r} is not a loopback address, and the page is served on no other. From another machine: "
             "ssh -L 8000:127.0.0.1:PORT this-machine, then open http://127.0.0.1:8000/."
         )
     if type(port) is not int or not 0 <= port < 65536:
-        raise ReportError(f"port {port!r} is none; it is a whole number from 0 (any that is free) to 65535.")
+        raise ReportError(f"port {port!r} is invalid; it is a whole number from 0 (any free port) to 65535.")
 
 
 class _Http(ThreadingHTTPServer):
-    """Threads that end with the process; knows what it shows and by which names it may be called."""
+    """An HTTP server with daemon threads; `names` are the Host headers that it accepts."""
 
     daemon_threads = True
     block_on_close = False
@@ -265,21 +263,21 @@ class _Http(ThreadingHTTPServer):
         self.names = {f"{name}:{self.server_port}" for name in names} | (names if self.server_port == 80 else set())
 
     def server_bind(self) -> None:
-        """Without looking the host's name up, which may take seconds."""
+        """Bind without a DNS lookup of the host name, which can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that went away is no news."""
+        """Ignore errors of connections that the client closed."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Answers one request."""
 
     protocol_version = "HTTP/1.1"
-    timeout = 10  # seconds for a request to arrive, and for a line to be taken
+    timeout = 10  # seconds for a request to arrive, and for a write to finish
     server: _Http  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
@@ -295,9 +293,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def refuse(self) -> None:
-        """Of any other method."""
+        """Answer any other method with 405."""
         self.close_connection = True
-        self._send(HTTPStatus.METHOD_NOT_ALLOWED, TEXT, "this page is for reading: GET and HEAD\n", Allow="GET, HEAD")
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, TEXT, "this server is read-only: GET and HEAD\n", Allow="GET, HEAD")
 
     def _answers(self) -> dict[str, Callable[[], None]]:
         return {"/": self._page, "/record.json": self._record, "/events": self._events}
@@ -316,7 +314,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._stream()
         except OSError:
-            return  # the reader went away
+            return  # the client closed the connection
         finally:
             self.server.streams.release()
 
@@ -324,12 +322,12 @@ class _Handler(BaseHTTPRequestHandler):
         watched, number = self.server.watched, 0
         self._head(HTTPStatus.OK, EVENTS)
         while not watched.has_ended:
-            now = watched.wait(number, ALIVE_SECONDS)
-            kind, text = watched.said()
-            line = f"event: {kind}\ndata: {text}\n\n" if now != number else ": nothing new\n\n"
+            current = watched.wait(number, ALIVE_SECONDS)
+            kind, text = watched.event()
+            line = f"event: {kind}\ndata: {text}\n\n" if current != number else ": nothing new\n\n"
             self.wfile.write(line.encode())
             self.wfile.flush()
-            number = now
+            number = current
 
     def _send(self, status: HTTPStatus, kind: str, text: str, **headers: str) -> None:
         body = text.encode()
@@ -339,7 +337,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _head(self, status: HTTPStatus, kind: str, **headers: str) -> None:
         self.send_response(status)
-        own = {
+        fixed = {
             "Content-Type": f"{kind}; charset=utf-8",
             "Content-Security-Policy": f"{policy(is_live=True)}; frame-ancestors 'none'",
             "X-Content-Type-Options": "nosniff",
@@ -348,22 +346,22 @@ class _Handler(BaseHTTPRequestHandler):
             "Cache-Control": "no-store",
             "Connection": "close",
         }
-        for name, value in (own | headers).items():
+        for name, value in (fixed | headers).items():
             self.send_header(name, value)
         self.end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """A request that is none: the status and a few words, nothing of what was sent."""
+        """Answer an invalid request with its status alone; nothing of the request is echoed."""
         self.close_connection = True
         self.command = getattr(self, "command", None) or "GET"
         self._send(HTTPStatus(code), TEXT, f"{HTTPStatus(code).phrase}\n")
 
     def version_string(self) -> str:
-        """Without versions of anything."""
+        """The Server header, without versions."""
         return "paredown"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 for _method in REFUSED_METHODS:

@@ -1,4 +1,4 @@
-"""The record of a store: trials of its sweeps as they are now. Reads, and writes nothing."""
+"""`record_of_store`: the record of the finished trials of a store and the progress of its sweeps. Read-only."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from paredown.tasks.trial import Trial
 
 
 def open_to_read(address: str, *, patience_seconds: float = 120.0) -> Store:
-    """A store that is there; what is no store of paredown's is a sentence."""
-    with _sentences():
+    """Open an existing store; ReportError or StoreError if it is none of paredown's."""
+    with _report_errors():
         return Store(address, may_create=False, patience_seconds=patience_seconds)
 
 
 def counts_of(store: Store) -> tuple[SweepCounts, ...]:
-    """How far its sweeps are: what changes when anything does."""
-    with _sentences():
+    """Counts of trials of every sweep, which change whenever the store does."""
+    with _report_errors():
         return tuple(count(store))
 
 
 def record_of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
-    """Finished trials with their tasks and plans, and counts of the others."""
-    there = counts_of(store)
-    counts = [one for one in there if sweep is None or one.sweep == sweep]
-    if sweep is not None and not counts:
-        raise ReportError(f"the store has no sweep {sweep!r}. There are: {', '.join(one.sweep for one in there) or 'none'}.")
-    names = ", ".join(one.sweep for one in counts)
-    with _sentences():
+    """The record of finished trials by task and plan, with counts of the others."""
+    sweeps = counts_of(store)
+    shown = [counts for counts in sweeps if sweep is None or counts.sweep == sweep]
+    if sweep is not None and not shown:
+        raise ReportError(f"the store has no sweep {sweep!r}. It has: {', '.join(counts.sweep for counts in sweeps) or 'none'}.")
+    names = ", ".join(counts.sweep for counts in shown)
+    with _report_errors():
         trials = [Trial.from_json(row["trial"]) for row in rows(store, sweep) if row["trial"] is not None]
     record = Record.of_trials(title or (f"Sweep {names}" if names else "An empty store"), trials)
-    progress = tuple(ReportedProgress(one.sweep, one.waiting, one.running, dict(one.by_status)) for one in counts)
+    progress = tuple(ReportedProgress(counts.sweep, counts.waiting, counts.running, dict(counts.by_status)) for counts in shown)
     return replace(record, progress=progress)
 
 
 @contextmanager
-def _sentences() -> Generator[None]:
-    """What somebody else has written into a store, or made of it, is a sentence."""
+def _report_errors() -> Generator[None]:
+    """A context that turns errors of reading foreign or damaged stores into ReportError."""
     try:
         yield
     except StoreError:

@@ -1,18 +1,16 @@
-"""Studies of tasks: from what `pick` answered, from trials, and from footprints.
+"""The parts of a report's record, and how they are made from picks, trials and footprints.
 
-The parts of a record: plain values, each optional, that a page shows.
+    Study             one task: its plans on a chart (PlanMark), the best plan for each budget (BudgetPick), memory by plan (MemoryUse)
+    ReportedTrial     a trial, with the label of its plan instead of the plan
+    ReportedProgress  numbers of waiting, running and finished trials of a sweep
 
-    Study     a task: its plans on a chart (Mark), what is taken within which budget (Pick), where the memory goes (Kept)
-    Run       a trial, with the label of its plan instead of the plan
-    Progress  how far a sweep is
+ModuleBytes, SlotRow and BudgetPick are NamedTuples, which are lists in JSON, since a record has many of them.
 
-Rows of which there are many (Slot, Place, Pick) are tuples, and lists in JSON.
-
-Short names of plans, one for each plan that says something else.
+`Labels` gives each plan a short name; plans with the same rules share one:
 
 >>> labels = Labels({"mine": Plan.uniform(activation="int4/64@bf16", weight="int8/64@e8m0")})
 >>> [labels.of(plan) for plan in (Plan(), Plan.preset("lpmm"), Plan.uniform(activation="e4m3fn/64@bf16", weight="int8/64@e8m0"))]
-['as written', 'lpmm', 'weight int8/64@e8m0, activation e4m3fn/64@bf16']
+['baseline', 'lpmm', 'weight int8/64@e8m0, activation e4m3fn/64@bf16']
 >>> labels.of(Plan.uniform(weight="int8/64@e8m0", activation="int4/64@bf16"))
 'mine'
 """
@@ -37,37 +35,37 @@ from paredown.sizes import say_bytes
 from paredown.tasks.trial import Status, Trial
 from paredown.trace.trace import Trace
 
-NINE_OF_TEN = "Bands: nine times of ten the mean error lies within."
-SEEDS = "Bands: from the best seed to the worst."
+NINE_OF_TEN = "Intervals: the mean error is inside with a probability of 90 %."
+SEEDS = "Intervals: from the best seed to the worst."
 
 
 @dataclass(frozen=True)
 class PlanMark:
-    """A plan on the chart: bytes that count against a budget, and the mean error over runs; None: no run of it ended well."""
+    """A plan on the chart: the bytes compared with a budget, and the mean error over runs; error None: no run of it finished."""
 
     label: str
     nbytes: int
     error: float | None = None
-    low: float | None = None  # the band of `error`
+    low: float | None = None  # the interval of `error`
     high: float | None = None
-    measured: float | None = None  # mean of the finished trials
+    measured: float | None = None  # mean error of the finished trials
     measured_bytes: int | None = None
-    num_trials: int = 0  # behind `measured`
+    num_trials: int = 0  # finished trials, whose mean is `measured`
     on_front: bool = False
     note: str = ""
-    words: tuple[str, ...] = ()  # the plan, a line for each rule
-    predicted_bytes: int | None = None  # where that is not what counts: trials took more
+    words: tuple[str, ...] = ()  # the plan as text, a line for each rule
+    predicted_bytes: int | None = None  # set if it differs from `nbytes` because trials took more than predicted
 
 
 class BudgetPick(NamedTuple):
-    """From so many bytes on this plan is taken, until the next row."""
+    """The best plan for budgets from `nbytes` up to the next row."""
 
     nbytes: int
     label: str
 
 
 class ModuleBytes(NamedTuple):
-    """Bytes that a module keeps in a role."""
+    """Bytes that a module stores in a role at the peak."""
 
     module: str
     role: str
@@ -75,7 +73,7 @@ class ModuleBytes(NamedTuple):
 
 
 class SlotRow(NamedTuple):
-    """What becomes of a slot under a plan, and why: see plan/explanation.py."""
+    """How a slot is stored under a plan, and why (plan/explanation.py); `written_bytes` are those of the baseline."""
 
     slot: str
     role: str
@@ -88,7 +86,7 @@ class SlotRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Where the memory goes under a plan: at the peak, what waits by role and by module, slot by slot."""
+    """Memory of a step under a plan: bytes at the peak by role and by module, and every slot."""
 
     label: str
     peak_bytes: int
@@ -102,41 +100,41 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Study:
-    """What is known of one task. `written`: the label of the step as it is written; `full_bytes`: its peak."""
+    """The results of one task. `written`: the label of the baseline; `full_bytes`: its peak memory."""
 
     task: str
     metric: str = "error"
     written: str = ""
     full_bytes: int | None = None
     budget_bytes: int | None = None
-    picked: str = ""  # a label; empty: nothing fits, or nothing was asked
+    picked: str = ""  # a label; empty if no plan fits, or no budget was given
     reason: str = ""
     ties: tuple[str, ...] = ()
-    band: str = ""  # what bands mean
+    band: str = ""  # what intervals mean, as a sentence
     marks: tuple[PlanMark, ...] = ()
-    picks: tuple[BudgetPick, ...] = ()  # by bytes
+    picks: tuple[BudgetPick, ...] = ()  # by rising bytes
     kept: tuple[MemoryUse, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         labels = [mark.label for mark in self.marks]
         if len(set(labels)) < len(labels):
-            raise ReportError(f"task {self.task!r}: two plans have the same label; labels tell plans apart.")
+            raise ReportError(f"task {self.task!r}: two plans have the same label; give each plan its own.")
         for label in (pick.label for pick in self.picks):
             if label not in labels:
-                raise ReportError(f"task {self.task!r}: {label!r} is picked and is none of the {len(labels)} plans on the chart.")
+                raise ReportError(f"task {self.task!r}: {label!r} is picked, but it is none of the {len(labels)} plans of `marks`.")
         if list(self.picks) != sorted(self.picks, key=lambda pick: pick.nbytes):
-            raise ReportError(f"task {self.task!r}: picks are ordered by bytes, the fewest first; these are not.")
+            raise ReportError(f"task {self.task!r}: `picks` must be sorted by rising bytes; these are not.")
 
-    def keeping(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
-        """With these footprints too, and the step as it is written where that was not known."""
+    def with_memory(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
+        """This study with further footprints, and with label and peak of the baseline if it had none."""
         known = {"written": self.written or written, "full_bytes": self.full_bytes or full_bytes}
         return replace(self, kept=(*self.kept, *kept), **known)
 
 
 @dataclass(frozen=True)
 class ReportedTrial:
-    """A trial."""
+    """A trial as a row of the report."""
 
     task: str
     plan: str  # its label
@@ -155,7 +153,7 @@ class ReportedTrial:
 
 @dataclass(frozen=True)
 class ReportedProgress:
-    """The trials of a sweep, by state; finished ones by status."""
+    """Numbers of trials of a sweep: waiting, running, and finished by status."""
 
     sweep: str
     waiting: int = 0
@@ -164,35 +162,35 @@ class ReportedProgress:
 
 
 def choose(marks: Iterable[PlanMark]) -> tuple[BudgetPick, ...]:
-    """What is taken within each budget: the least error, of equals the fewest bytes.
+    """The best plan for each budget: the least error, among equals the fewest bytes.
 
     >>> choose([PlanMark("a", 10, 0.5), PlanMark("b", 20, 0.6), PlanMark("c", 30, 0.4), PlanMark("d", 5)])
     (BudgetPick(nbytes=10, label='a'), BudgetPick(nbytes=30, label='c'))
     """
-    found: list[BudgetPick] = []
+    picks: list[BudgetPick] = []
     least = float("inf")
     known = [(mark.nbytes, mark.error, mark.label) for mark in marks if mark.error is not None]
     for nbytes, error, label in sorted(known):
         if error < least:
-            found.append(BudgetPick(nbytes, label))
+            picks.append(BudgetPick(nbytes, label))
             least = error
-    return tuple(found)
+    return tuple(picks)
 
 
-# --- Short names of plans, one for each plan that says something else ---
+# --- labels of plans -------------------------------------------------------------------------------------------------
 
-WRITTEN = "as written"
-MOST_WORDS = 40  # lines of a plan that a page has
+BASELINE = "baseline"
+MOST_LINES = 40  # lines of a plan on a page
 
 
 class Labels:
-    """The label of every plan that was asked for; two plans never share one."""
+    """Labels of plans, made on first use; plans with different rules never share one."""
 
     def __init__(self, known: Mapping[str, Plan] | None = None) -> None:
         self._labels: dict[object, str] = {rules_key(plan): label for label, plan in (known or {}).items()}
 
     def of(self, plan: Plan) -> str:
-        """Its label, the same each time."""
+        """The label of a plan; the same plan has the same label."""
         key = rules_key(plan)
         if key not in self._labels:
             taken, name = set(self._labels.values()), name_of(plan)
@@ -203,28 +201,28 @@ class Labels:
 
 
 def rules_key(plan: Plan) -> object:
-    """What a plan says, without its reason."""
+    """The rules and checkpointed modules of a plan, without its reason: equal for plans that do the same."""
     return plan.rules, plan.recompute
 
 
 def name_of(plan: Plan) -> str:
-    """A plan in a few words."""
+    """A short name of a plan: its preset, or its formats by role."""
     if plan.changes_nothing:
-        return WRITTEN
+        return BASELINE
     if (name := _presets().get(rules_key(plan))) is not None:
         return name
-    roles = [f"{key} {assignment.format or 'as it is'}" for key, assignment in plan.rules if Selector.parse(key).role is not None]
+    roles = [f"{key} {assignment.format or 'unmodified'}" for key, assignment in plan.rules if Selector.parse(key).role is not None]
     slots = len(plan.rules) - len(roles)
-    own = [f"{slots} slots by name"] if slots else []
-    again = [f"{len(plan.recompute)} modules computed again"] if plan.recompute else []
-    return ", ".join([*roles, *own, *again])
+    by_name = [f"{slots} slots by name"] if slots else []
+    checkpointed = [f"{len(plan.recompute)} modules checkpointed"] if plan.recompute else []
+    return ", ".join([*roles, *by_name, *checkpointed])
 
 
 def in_words(plan: Plan) -> tuple[str, ...]:
-    """The plan a line for each rule, cut where there are many."""
+    """The plan as text, a line for each rule, at most MOST_LINES."""
     lines = plan.explain().splitlines()
-    more = [f"and {len(lines) - MOST_WORDS} lines more"] if len(lines) > MOST_WORDS else []
-    return (*lines[:MOST_WORDS], *more)
+    more = [f"and {len(lines) - MOST_LINES} lines more"] if len(lines) > MOST_LINES else []
+    return (*lines[:MOST_LINES], *more)
 
 
 @lru_cache(maxsize=1)
@@ -232,15 +230,15 @@ def _presets() -> dict[object, str]:
     return {rules_key(Plan.preset(name)): name for name in reversed(list(PRESETS))}
 
 
-# --- Studies of tasks ---
+# --- studies from picks, trials and footprints -----------------------------------------------------------------------
 
-BAND = 1.645  # standard deviations: nine times of ten
-MOST_POINTS = 60  # of a curve
-LIBRARIES = "libraries"  # beside the roles: workspaces that libraries keep
+BAND = 1.645  # standard deviations: 90 % of a normal distribution lie within
+MOST_POINTS = 60  # points of a curve
+LIBRARIES = "libraries"  # beside the roles: workspaces of libraries such as cuBLAS
 
 
 def study_of_pick(picked: Picked) -> Study:
-    """What a pick says of its task."""
+    """The study of a pick."""
     frontier = picked.frontier
     counts = Counter(rules_key(trial.plan) for trial in picked.trials)
     marks = tuple(_mark(point, point.num_trials or counts[rules_key(point.plan)]) for point in frontier.points)
@@ -260,17 +258,17 @@ def study_of_pick(picked: Picked) -> Study:
         band=NINE_OF_TEN,
         marks=marks,
         picks=kept,
-        notes=(*picked.notes, *_learned(picked)),
+        notes=(*picked.notes, *_prior_note(picked)),
     )
 
 
 def _mark(point: Point, num_trials: int) -> PlanMark:
     half = BAND * point.deviation
-    notes = {"prior": "predicted from earlier tasks", "features": "predicted from its formats alone: no earlier task had this plan"}
-    lost = "it could not be trained" if num_trials else "there was no memory for it, or for a smaller plan"
-    found = [notes.get(point.source, "")] if point.trains else [lost]
+    notes = {"prior": "predicted from prior tasks", "features": "predicted from its formats alone: no prior task has this plan"}
+    failure = "its trials failed" if num_trials else "it, or a smaller plan, ran out of memory"
+    texts = [notes.get(point.source, "")] if point.trains else [failure]
     if point.measured_bytes is None and point.needs > point.predicted_bytes:
-        found.append(f"trials took more than predicted: {say_bytes(point.needs)} are expected")
+        texts.append(f"trials took more than predicted: {say_bytes(point.needs)} are expected")
     return PlanMark(
         point.label,
         point.needs,
@@ -281,37 +279,40 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
         measured_bytes=point.measured_bytes,
         num_trials=num_trials,
         on_front=point.on_front,
-        note="; ".join(filter(None, found)),
+        note="; ".join(filter(None, texts)),
         words=in_words(point.plan),
         predicted_bytes=point.predicted_bytes if point.needs > point.predicted_bytes else None,
     )
 
 
-def _learned(picked: Picked) -> list[str]:
+def _prior_note(picked: Picked) -> list[str]:
+    """A note on the prior and its most similar tasks; none without a prior."""
     if not picked.prior:
         return []
     most = ", ".join(f"{name} ({weight:.0%})" for name, weight in picked.used[:3])
-    return [f"Learned from the earlier tasks of {picked.prior}{f'; most weight has {most}' if most else ''}."]
+    return [f"Fitted to the tasks of the prior {picked.prior}{f'; the largest weights: {most}' if most else ''}."]
 
 
 def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study:
-    """A task with what was measured of it: a mark for each plan of known size, means over seeds."""
+    """The study of measured trials: a mark for each plan with known bytes, and means over seeds."""
     by_label: dict[str, list[Trial]] = {}
     for trial in trials:
         by_label.setdefault(labels.of(trial.plan), []).append(trial)
-    marks = [mark for label, found in by_label.items() if (mark := _measured(label, found)) is not None]
+    marks = [mark for label, runs in by_label.items() if (mark := _measured(label, runs)) is not None]
     picks = choose(marks)
     front = {pick.label for pick in picks}
     on_front = (replace(mark, on_front=mark.label in front) for mark in marks)
     marks = tuple(sorted(on_front, key=lambda mark: (mark.nbytes, mark.label)))
     written = labels.of(Plan()) if any(trial.plan.changes_nothing for trial in trials) else ""
     full = next((mark.nbytes for mark in marks if mark.label == written), None)
-    metric = "error" if all(trial.error is None or trial.error <= 1 for trial in trials) else "loss"  # trials do not say
+    metric = (
+        "error" if all(trial.error is None or trial.error <= 1 for trial in trials) else "loss"
+    )  # a trial has no field for its metric; error rates are at most 1
     return Study(task, metric=metric, written=written, full_bytes=full, band=SEEDS, marks=marks, picks=picks)
 
 
 def _measured(label: str, trials: Sequence[Trial]) -> PlanMark | None:
-    """Where a plan stands; None where nobody knows what it takes."""
+    """The mark of a plan from its trials; None if no trial has a peak."""
     sizes = [trial.predicted_peak_bytes for trial in trials if trial.predicted_peak_bytes is not None]
     measured = [trial.measured_peak_bytes for trial in trials if trial.measured_peak_bytes is not None]
     if not sizes and not measured:
@@ -333,7 +334,7 @@ def _measured(label: str, trials: Sequence[Trial]) -> PlanMark | None:
 
 
 def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
-    """A trial as a row."""
+    """A trial as a row of the report, with its curve if `has_curve`."""
     return ReportedTrial(
         trial.task,
         label,
@@ -352,7 +353,7 @@ def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial
 
 
 def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[tuple[int, float], ...]:
-    """At most so many points of a curve, each the mean of its neighbours, four digits each.
+    """A curve of at most `most` points, each the mean of consecutive points, rounded to four digits.
 
     >>> thin([(1, 4.0), (2, 2.0), (3, 1.0), (4, 0.123456)], 2)
     ((2, 3.0), (4, 0.5617))
@@ -363,7 +364,7 @@ def thin(curve: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[t
 
 
 def kept_under(trace: Trace, plans: Mapping[str, Plan]) -> tuple[MemoryUse, ...]:
-    """Where the memory of a step goes under each of these plans; labels are theirs."""
+    """The memory of a step under each of these plans, by label."""
     return tuple(_kept(trace, label, plan) for label, plan in plans.items())
 
 
@@ -387,16 +388,16 @@ def _kept(trace: Trace, label: str, plan: Plan) -> MemoryUse:
 
 
 def plans_to_show(picked: Picked, most: int = 8) -> dict[str, Plan]:
-    """The step as it is written, the picked plan, and further ones of the frontier: what a page has footprints of."""
+    """Plans whose memory a report shows: the baseline, the picked plan, and at most `most` of the Pareto front."""
     points = picked.frontier.points
-    found = {point.label: point.plan for point in points if point.plan.changes_nothing} or {WRITTEN: Plan()}
-    found |= {picked.label: picked.plan} if picked.plan is not None else {}
-    found |= {point.label: point.plan for point in _spread(picked.frontier.front(), most) if point.label not in found}
-    return found
+    plans = {point.label: point.plan for point in points if point.plan.changes_nothing} or {BASELINE: Plan()}
+    plans |= {picked.label: picked.plan} if picked.plan is not None else {}
+    plans |= {point.label: point.plan for point in _spread(picked.frontier.front(), most) if point.label not in plans}
+    return plans
 
 
 def _spread(points: Sequence[Point], most: int) -> Iterable[Point]:
-    """At most so many of them, from the first to the last."""
+    """At most `most` of the points, evenly spaced from the first to the last."""
     if len(points) <= most:
         return points
     return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]

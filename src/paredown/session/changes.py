@@ -1,8 +1,8 @@
 """What was asked for and what was given, slot by slot.
 
 >>> Changes([Change("attn:query", "int4/64@bf16", "int8/64@bf16", "pinned")])
-slot          asked           given           why
-attn:query    int4/64@bf16    int8/64@bf16    pinned
+slot        asked         given         why
+attn:query  int4/64@bf16  int8/64@bf16  pinned
 
 What a guard did, in order: every row a step, a slot, what it was, what it became, and why.
 
@@ -22,15 +22,14 @@ attn:query  int4/64@bf16  int8/64@bf16  pinned
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import astuple, dataclass
-from html import escape
 from typing import Any
 
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.activations import Activations
-from paredown.tables import in_columns, in_html
+from paredown.tables import TableRows
 
 
 @dataclass(frozen=True)
@@ -43,26 +42,12 @@ class Change:
     reason: str
 
 
-class Changes(tuple[Change, ...]):
+class Changes(TableRows[Change]):
     """All differences, as a tuple that prints as a table."""
 
     __slots__ = ()
-
-    def __new__(cls, rows: Iterable[Change] = ()) -> Changes:
-        """A tuple of `rows`."""
-        return super().__new__(cls, rows)
-
-    def __repr__(self) -> str:
-        if not self:
-            return "everything is as it was asked for"
-        rows = [("slot", "asked", "given", "why"), *(astuple(row) for row in self)]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join("    ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
-
-    def _repr_html_(self) -> str:
-        head = "<tr><th>slot<th>asked<th>given<th>why</tr>"
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in astuple(row))}</tr>" for row in self)
-        return f"<table>{head}{body}</table>"
+    columns = ("slot", "asked", "given", "why")
+    if_empty = "everything is as it was asked for"
 
 
 def describe_state(state: Any) -> str:
@@ -77,7 +62,6 @@ def describe_state(state: Any) -> str:
 # --- What a guard did, in order ---
 
 THE_STEP, THE_PROBE = "the step", "the probe"  # rows that speak of no slot
-ACTION_COLUMNS = ("step", "slot", "from", "to", "why")
 
 
 @dataclass(frozen=True)
@@ -95,25 +79,16 @@ class Action:
         return list(astuple(self))
 
 
-class Actions(tuple[Action, ...]):
+class Actions(TableRows[Action]):
     """All of them, as a tuple that prints as a table."""
 
     __slots__ = ()
-
-    def __new__(cls, rows: Iterable[Action] = ()) -> Actions:
-        """A tuple of `rows`."""
-        return super().__new__(cls, rows)
-
-    def __repr__(self) -> str:
-        return in_columns([ACTION_COLUMNS, *(tuple(map(str, astuple(row))) for row in self)]) if self else "nothing was done"
-
-    def _repr_html_(self) -> str:
-        return in_html([ACTION_COLUMNS, *(tuple(map(str, astuple(row))) for row in self)])
+    columns = ("step", "slot", "from", "to", "why")
+    if_empty = "nothing was done"
 
 
 # --- Slot by slot, what a plan did and why ---
 
-EXPLANATION_COLUMNS = ("slot", "asked", "now", "why")
 AS_IS = "as it is"
 AGAIN = "computed again"
 LOWERED = "lowered by the plan"
@@ -131,14 +106,12 @@ class SlotExplanation:
     why: str
 
 
-class Explanation(tuple[SlotExplanation, ...]):
+class Explanation(TableRows[SlotExplanation]):
     """All slots, as a tuple that prints as a table."""
 
     __slots__ = ()
-
-    def __new__(cls, rows: Iterable[SlotExplanation] = ()) -> Explanation:
-        """A tuple of `rows`."""
-        return super().__new__(cls, rows)
+    columns = ("slot", "asked", "now", "why")
+    if_empty = NOTHING
 
     def of(self, slot: str) -> SlotExplanation:
         """The row of a slot; KeyError if there is none."""
@@ -146,12 +119,6 @@ class Explanation(tuple[SlotExplanation, ...]):
         if found is None:
             raise KeyError(f"{slot} is no slot of this session; it has {len(self)}")
         return found
-
-    def __repr__(self) -> str:
-        return in_columns([EXPLANATION_COLUMNS, *map(astuple, self)]) if self else NOTHING
-
-    def _repr_html_(self) -> str:
-        return in_html([EXPLANATION_COLUMNS, *map(astuple, self)])
 
 
 def explain_session(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:

@@ -37,7 +37,7 @@ from paredown.errors import PlanError, VerificationError
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.tables import in_columns, in_html
+from paredown.tables import Table
 
 VERSION = 1  # of the JSON
 PEAK = 3.0  # the largest of 64 normally distributed values is at 2.4 standard deviations on average
@@ -119,17 +119,17 @@ class Verification:
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
-        return in_html(self._parameters(self.rows))
+        return self._parameters(self.rows).to_html()
 
     def _columns(self) -> list[str]:
         worst = sorted(self.rows, key=lambda row: (row.verdict != WRONG, row.verdict != OFF, -row.error, -row.exact_error))
-        lines = in_columns(self._parameters(worst[:SHOWN])).split("\n") if self.rows else []
+        lines = self._parameters(worst[:SHOWN]).lines() if self.rows else []
         lines += [f"... {len(worst) - SHOWN} more"] if len(worst) > SHOWN else []
         faults = [(f.slot, f.format, f.under, _say(f.error), _say(f.alone), f.parameter) for f in self.at_fault]
-        return lines + (in_columns([FAULT_HEAD, *faults]).split("\n") if faults else [])
+        return lines + (Table(FAULT_HEAD, faults).lines() if faults else [])
 
-    def _parameters(self, rows: Sequence[Compared]) -> list[tuple[str, ...]]:
-        return [HEAD, *((row.name, _say(row.exact_error), _say(row.error), row.verdict) for row in rows)]
+    def _parameters(self, rows: Sequence[Compared]) -> Table:
+        return Table(HEAD, [(row.name, _say(row.exact_error), _say(row.error), row.verdict) for row in rows])
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: version and the fields."""

@@ -1,4 +1,4 @@
-// Training losses: the picked plan and the step as written stand out, by weight and dashes and by their names at the end.
+// Training losses by step; the picked plan and the baseline have their own line styles and entries in the legend.
 const FRAME = { left: 52, right: 14, top: 14, bottom: 40 };
 
 function drawCurves(study, runs, label, width) {
@@ -25,10 +25,10 @@ function drawCurves(study, runs, label, width) {
 
 function curvesLegend(study, runs, label) {
   const stroke = (kind) => svg("svg", { width: 34, height: 12, "aria-hidden": "true" }, svg("path", { d: "M1,6H33", class: `line ${kind}` }));
-  const there = (name) => name && runs.some((run) => run.plan === name);
+  const isDrawn = (name) => name && runs.some((run) => run.plan === name);
   const rows = [];
-  if (there(label)) rows.push(el("li", {}, stroke("main"), `${label}, picked`));
-  if (there(study.written) && study.written !== label) rows.push(el("li", {}, stroke("written"), calledOf(study, study.written)));
+  if (isDrawn(label)) rows.push(el("li", {}, stroke("main"), `${label}, picked`));
+  if (isDrawn(study.written) && study.written !== label) rows.push(el("li", {}, stroke("written"), calledOf(study, study.written)));
   const others = new Set(runs.map((run) => run.plan).filter((plan) => plan !== label && plan !== study.written));
   if (others.size) rows.push(el("li", {}, stroke(""), others.size === 1 ? [...others][0] : `${others.size} other plans`));
   return el("ul", { class: "legend" }, rows);

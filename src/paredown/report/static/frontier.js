@@ -1,7 +1,7 @@
-// The chart of memory and error, the budget under it, and the plan that the budget takes, in words.
-const WRITTEN = "as written";
+// The chart of memory and error with the budget line, and the picked plan as text.
+const BASELINE = "baseline";
 const MOST_TIES = 5;
-const MOST_BANDS = 30; // with more plans only those on the frontier have one
+const MOST_BANDS = 30; // with more plans only those on the Pareto front have an interval
 const EDGE = { left: 58, right: 14, top: 30, bottom: 44 };
 
 function pickAt(study, budget) {
@@ -11,10 +11,10 @@ function pickAt(study, budget) {
   return found;
 }
 
-// What a plan is called on the page: the step as written is called so, whatever its label.
-function calledOf(study, label) { return label && label === study.written && label !== WRITTEN ? `${WRITTEN} (${label})` : label; }
+// The name of a plan on the page: the baseline is named as such, with its label if that is another.
+function calledOf(study, label) { return label && label === study.written && label !== BASELINE ? `${BASELINE} (${label})` : label; }
 
-// What was predicted; a mark stands where it counts, which is more where trials took more.
+// Predicted bytes; `nbytes`, where the mark is drawn, is larger if trials took more than predicted.
 function predictedOf(mark) { return mark.predicted_bytes ?? mark.nbytes; }
 
 function markOf(study, label) { return study.marks.find((mark) => mark.label === label) || null; }
@@ -114,7 +114,7 @@ function labelled(study, label) {
   return names.map((name) => markOf(study, name)).filter((mark) => mark && mark.error !== null);
 }
 
-// Above its mark, or below it where another label stands; `boxes` are those that are taken.
+// A label above its mark, or below it if another label is there; `boxes` are the places already taken.
 function drawLabel(name, mark, x, y, width, isPicked, boxes) {
   const at = x.at(mark.nbytes), end = at > 0.6 * width;
   const text = cut(`${isPicked ? "picked: " : ""}${name}`, end ? at - EDGE.left - 14 : width - at - 30, isPicked);
@@ -134,21 +134,21 @@ function sayMark(study, mark) {
   return said.join(", ");
 }
 
-// --- in words -------------------------------------------------------------------------------------------------------
+// --- as text -------------------------------------------------------------------------------------------------------
 
-function shareOf(study, nbytes) { return study.full_bytes ? ` (${percent(nbytes / study.full_bytes)} of the step as written)` : ""; }
+function shareOf(study, nbytes) { return study.full_bytes ? ` (${percent(nbytes / study.full_bytes)} of the baseline)` : ""; }
 
 function sayPick(study, budget, label) {
   if (label === null) {
     const least = study.picks.length ? study.picks[0] : null;
     const needs = least ? ` The smallest plan, ${quoted(least[1])}, needs ${bytes(least[0])}.` : "";
-    return [`Nothing fits ${bytes(budget)}.${needs}`, ...(budget === study.budget_bytes && study.reason ? [study.reason] : [])];
+    return [`No plan fits ${bytes(budget)}.${needs}`, ...(budget === study.budget_bytes && study.reason ? [study.reason] : [])];
   }
   const mark = markOf(study, label), lines = [];
-  const beyond = mark.predicted_bytes !== null ? `, predicted, ${bytes(mark.nbytes)} with what trials took beyond` : ", predicted";
+  const beyond = mark.predicted_bytes !== null ? `, predicted, ${bytes(mark.nbytes)} with the excess of trials over predictions` : ", predicted";
   const peak = `${bytes(predictedOf(mark))} at the peak${mark.measured_bytes !== null ? ` (measured ${bytes(mark.measured_bytes)})` : beyond}`;
-  lines.push(`Within ${bytes(budget)}${shareOf(study, budget)} take ${quoted(label)}: ${peak}, ${study.metric} ${sayError(mark.error, study.metric)}${sayBand(study, mark)}.`);
-  if (mark.measured_bytes !== null && mark.measured_bytes > budget) lines.push(`The measured peak is ${bytes(mark.measured_bytes - budget)} above this budget. A budget is held against the prediction, which leaves out what libraries and fragmentation take.`);
+  lines.push(`Within ${bytes(budget)}${shareOf(study, budget)} use ${quoted(label)}: ${peak}, ${study.metric} ${sayError(mark.error, study.metric)}${sayBand(study, mark)}.`);
+  if (mark.measured_bytes !== null && mark.measured_bytes > budget) lines.push(`The measured peak is ${bytes(mark.measured_bytes - budget)} above this budget. Budgets are compared with predictions, which leave out memory of libraries and fragmentation.`);
   if (mark.note) lines.push(`Note: ${mark.note}.`);
   const against = sayAgainst(study, mark);
   if (against) lines.push(against);
@@ -167,16 +167,16 @@ function sayBand(study, mark) {
   return `, between ${sayError(mark.low, study.metric)} and ${sayError(mark.high, study.metric)}${known}`;
 }
 
-// Whether the bands of two plans have values in common; false where one has none.
+// Whether the intervals of two plans overlap; false if one has none.
 function doOverlap(a, b) { return [a, b].every((mark) => mark.low !== null && mark.high > mark.low) && a.low <= b.high && b.low <= a.high; }
 
 function sayAgainst(study, mark) {
-  if (!study.full_bytes || mark.label === study.written) return mark.label === study.written ? "This is the step as written: nothing is packed." : "";
+  if (!study.full_bytes || mark.label === study.written) return mark.label === study.written ? "This is the baseline: nothing is packed." : "";
   const written = markOf(study, study.written);
-  const less = `The step as written takes ${bytes(study.full_bytes)}, ${(study.full_bytes / predictedOf(mark)).toFixed(1)} times as much`;
+  const less = `The baseline takes ${bytes(study.full_bytes)}, ${(study.full_bytes / predictedOf(mark)).toFixed(1)} times as much`;
   if (!written || written.error === null || mark.error === null) return `${less}.`;
   const d = mark.error - written.error, known = written.measured === null ? ", predicted," : "";
-  const doubt = d !== 0 && doOverlap(mark, written) ? ", which the bands do not tell from nothing" : "";
+  const doubt = d !== 0 && doOverlap(mark, written) ? " (the intervals overlap)" : "";
   return `${less}; its ${study.metric}${known} is ${d === 0 ? "the same" : `${sayDifference(d, study.metric)} ${d > 0 ? "lower" : "higher"}`}${doubt}.`;
 }
 

@@ -1,4 +1,4 @@
-// Where the memory goes at the peak: a bar for each plan by role, and maps by module whose areas are bytes.
+// Memory at the peak: a bar for each plan by role, and tree maps by module whose areas are bytes.
 const ROLES = ["weight", "master", "residue", "gradient", "moment1", "moment2", "activation", "error", "buffer", "input", "temporary", "libraries"];
 const TEXTURES = {
   weight: null, master: "M0,3h6", residue: "dots", gradient: "M-1,5l6,-6M2,8l6,-6", moment1: "M0,1.5h6M0,4.5h6", moment2: "M3,0v6",
@@ -25,8 +25,8 @@ function tile(role, x, y, width, height, title) {
 }
 
 function legendOf(kept) {
-  const there = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
-  return el("ul", { class: "legend" }, there.map((role) => el("li", {}, svg("svg", { width: 22, height: 14, "aria-hidden": "true" }, tile(role, 0, 0, 22, 14, role)), role)));
+  const present = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
+  return el("ul", { class: "legend" }, present.map((role) => el("li", {}, svg("svg", { width: 22, height: 14, "aria-hidden": "true" }, tile(role, 0, 0, 22, 14, role)), role)));
 }
 
 function rolesOf(row) { return ROLES.filter((role) => row.by_role[role] > 0).map((role) => [role, row.by_role[role]]); }
@@ -60,9 +60,9 @@ function drawBars(study, kept, budget, label, shown, width) {
 }
 
 function rolesTable(study, kept) {
-  const there = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
+  const present = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
   const head = el("tr", {}, el("th", { scope: "col" }, "role"), kept.map((row) => el("th", { scope: "col", class: "num" }, calledOf(study, row.label))));
-  const rows = there.map((role) => el("tr", {}, el("th", { scope: "row" }, role), kept.map((row) => el("td", { class: "num" }, row.by_role[role] ? bytes(row.by_role[role]) : "–"))));
+  const rows = present.map((role) => el("tr", {}, el("th", { scope: "row" }, role), kept.map((row) => el("td", { class: "num" }, row.by_role[role] ? bytes(row.by_role[role]) : "–"))));
   const peak = el("tr", {}, el("th", { scope: "row" }, "peak"), kept.map((row) => el("td", { class: "num" }, bytes(row.peak_bytes))));
   const range = el("tr", {}, el("th", { scope: "row" }, "at least to at most"), kept.map((row) => el("td", { class: "num" }, `${bytes(row.low_bytes)} – ${bytes(row.high_bytes)}`)));
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Bytes by role" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows, peak, range)));
@@ -70,7 +70,7 @@ function rolesTable(study, kept) {
 
 // --- by module --------------------------------------------------------------------------------------------------------
 
-// Groups of modules by the first parts of their paths: as many parts as leave at most MOST_GROUPS.
+// Groups of modules by the first `depth` parts of their paths.
 function grouped(places, depth) {
   const groups = new Map();
   for (const [module, role, nbytes] of places) {
@@ -89,7 +89,7 @@ function depthFor(places) {
   return depth;
 }
 
-// Squarified: rows are laid along the shorter side as long as that makes tiles less oblong. Items have nbytes, largest first.
+// A squarified tree map: a row along the shorter side grows while that makes its tiles more square. Items have nbytes, largest first.
 function squarify(items, x, y, width, height) {
   const placed = [];
   let rest = items.filter((item) => item.nbytes > 0), total = rest.reduce((sum, item) => sum + item.nbytes, 0);
@@ -115,7 +115,7 @@ function squarify(items, x, y, width, height) {
   return placed;
 }
 
-// The name of a module where there is room for it, or its last part if that says something.
+// The name of a module if it fits into `width`, or else its last part if that has more than two letters.
 function nameIn(name, width) {
   const last = name.split(".").pop();
   return [name, `…${last}`].find((text, i) => (i === 0 || last.length > 2) && widthOf(text, true) <= width) || "";

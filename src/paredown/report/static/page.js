@@ -1,4 +1,4 @@
-// The page: its state (record, task, budget), its sections, and new records as they come where the page is served.
+// The page: its state (record, task, budget), its sections, and updates from the event stream of a served page.
 const state = { record: JSON.parse(document.getElementById("record").textContent), task: null, budget: null, asked: false, shown: null, slots: "", role: "" };
 
 function studyNow() {
@@ -21,16 +21,16 @@ function wide(id) { const node = document.getElementById(id); return Math.max(24
 const SECTIONS = [
   { id: "progress", name: "Progress", has: (record) => record.progress.length > 0, build: buildProgress, draw: drawProgress },
   { id: "frontier", name: "Memory and error", has: (record, study) => study && study.marks.length > 0, build: buildFrontier, draw: drawFrontierSection },
-  { id: "memory", name: "Where the memory goes", has: (record, study) => study && study.kept.length > 0, build: buildMemory, draw: drawMemory },
-  { id: "slots", name: "What each slot gets", has: (record, study) => study && study.kept.some((row) => row.slots.length), build: buildSlots, draw: drawSlots },
+  { id: "memory", name: "Memory at the peak", has: (record, study) => study && study.kept.length > 0, build: buildMemory, draw: drawMemory },
+  { id: "slots", name: "Slots", has: (record, study) => study && study.kept.some((row) => row.slots.length), build: buildSlots, draw: drawSlots },
   { id: "trials", name: "Trials", has: (record, study) => runsOf(record, study).length > 0, build: () => [el("div", { id: "trials-table" })], draw: drawTrials },
   { id: "curves", name: "Training curves", has: (record, study) => runsOf(record, study).some((run) => run.curve.length > 1), build: () => [el("div", { id: "curves-charts" })], draw: drawCurvesSection },
-  { id: "guards", name: "What the guard did", has: (record) => record.actions.length > 0, build: () => [el("div", { id: "guards-table" })], draw: drawActions },
+  { id: "guards", name: "Guard actions", has: (record) => record.actions.length > 0, build: () => [el("div", { id: "guards-table" })], draw: drawActions },
   { id: "given", name: "Asked and given", has: (record) => record.changes.length + record.given.length > 0, build: buildGiven, draw: drawGiven },
-  { id: "made", name: "How it was made", has: (record, study) => madeRows(record).length + record.notes.length + (study ? study.notes.length : 0) > 0, build: () => [el("div", { id: "made-list" })], draw: drawMade },
+  { id: "made", name: "Provenance", has: (record, study) => madeRows(record).length + record.notes.length + (study ? study.notes.length : 0) > 0, build: () => [el("div", { id: "made-list" })], draw: drawMade },
 ];
 
-// The runs of a task, and those of tasks that have no study: longer trainings with what was picked.
+// The runs of a task, and runs of tasks without a study, such as longer trainings under the picked plan.
 function runsOf(record, study) { return record.runs.filter((run) => !study || run.task === study.task || !record.studies.some((other) => other.task === run.task)); }
 
 function buildProgress() { return [el("div", { id: "progress-rows" })]; }
@@ -49,8 +49,8 @@ function buildFrontier() {
   const slider = el("input", { type: "range", id: "budget", min: 0, max: 400, step: 1, "aria-describedby": "budget-hint" });
   slider.addEventListener("input", () => moveTo(budgetAt(studyNow(), Number(slider.value) / 400)));
   slider.addEventListener("keydown", (event) => {
-    const way = { PageUp: 1, PageDown: -1 }[event.key];
-    if (way) { event.preventDefault(); stepPlan(way); }
+    const direction = { PageUp: 1, PageDown: -1 }[event.key];
+    if (direction) { event.preventDefault(); stepPlan(direction); }
   });
   return [
     el("p", { class: "caption", id: "frontier-caption" }),
@@ -59,7 +59,7 @@ function buildFrontier() {
     el("div", { id: "frontier-chart" }),
     el("div", { class: "slider" }, el("label", { for: "budget" }, "Budget: ", el("output", { id: "budget-said", for: "budget" })), slider,
       el("div", { class: "steps" }, el("button", { type: "button", id: "less", onclick: () => stepPlan(-1) }, "← less memory"), el("button", { type: "button", id: "more", onclick: () => stepPlan(1) }, "less error →"),
-        el("button", { type: "button", id: "asked", onclick: () => moveTo(firstBudget(studyNow())) }, "as asked"), el("span", { class: "hint", id: "budget-hint" }, "Arrow keys move the budget, Page Up and Page Down go plan by plan."))),
+        el("button", { type: "button", id: "asked", onclick: () => moveTo(firstBudget(studyNow())) }, "requested budget"), el("span", { class: "hint", id: "budget-hint" }, "Arrow keys move the budget, Page Up and Page Down go to the next plan."))),
     el("div", { class: "words", id: "words", role: "status", "aria-live": "polite" }),
     el("details", { id: "rules" }, el("summary", {}, "The plan, rule by rule"), el("ul", { id: "rules-list" })),
     el("details", { id: "plans" }, el("summary", {}, "All plans as a table"), el("div", { id: "plans-table" })),
@@ -70,22 +70,22 @@ function budgetAt(study, share) { const [low, high, isLog] = bytesRange(study); 
 
 function moveTo(budget) { state.budget = budget; state.asked = true; state.shown = null; drawAll(); }
 
-function stepPlan(way) {
+function stepPlan(direction) {
   const study = studyNow(), sizes = study.picks.map(([nbytes]) => nbytes);
-  const next = way > 0 ? sizes.find((nbytes) => nbytes > state.budget) : [...sizes].reverse().find((nbytes) => nbytes < (sizes.filter((n) => n <= state.budget).pop() ?? -1));
+  const next = direction > 0 ? sizes.find((nbytes) => nbytes > state.budget) : [...sizes].reverse().find((nbytes) => nbytes < (sizes.filter((n) => n <= state.budget).pop() ?? -1));
   if (next !== undefined) moveTo(next);
 }
 
 function drawFrontierSection(record, study, label) {
   const [low, high, isLog] = bytesRange(study), slider = document.getElementById("budget");
-  const said = `${bytes(state.budget)}${study.full_bytes ? `, ${percent(state.budget / study.full_bytes)} of the step as written` : ""}`;
+  const said = `${bytes(state.budget)}${study.full_bytes ? `, ${percent(state.budget / study.full_bytes)} of the baseline` : ""}`;
   if (document.activeElement !== slider || Math.abs(budgetAt(study, Number(slider.value) / 400) - state.budget) > 1) slider.value = String(Math.round(400 * scale(low, high, 0, 1, isLog).share(state.budget)));
-  slider.setAttribute("aria-valuetext", `${said}; ${label === null ? "nothing fits" : label}`);
+  slider.setAttribute("aria-valuetext", `${said}; ${label === null ? "no plan fits" : label}`);
   document.getElementById("budget-said").textContent = said;
   document.getElementById("asked").hidden = study.budget_bytes === null || state.budget === study.budget_bytes;
   document.getElementById("less").disabled = !study.picks.length || label === null || label === study.picks[0][1];
   document.getElementById("more").disabled = !study.picks.some(([nbytes]) => nbytes > state.budget);
-  fill("frontier-caption", `${study.task}. Each mark is a plan: to the left it takes less memory, lower down it errs less. ${study.band}`);
+  fill("frontier-caption", `${study.task}. Each mark is a plan; further left is less memory, further down is less error. ${study.band}`);
   fill("figures", figures(study, label));
   fill("frontier-legend", frontierLegend(study));
   fill("frontier-chart", drawFrontier(study, state.budget, label, wide("frontier-chart"), moveTo));
@@ -99,7 +99,7 @@ function drawFrontierSection(record, study, label) {
 
 function figures(study, label) {
   const mark = markOf(study, label), figure = (name, value, small) => el("div", {}, el("dt", {}, name), el("dd", {}, value, small ? el("small", {}, small) : null));
-  if (!mark) return [figure("plan", "nothing fits", `${bytes(state.budget)} is below what any plan needs`)];
+  if (!mark) return [figure("plan", "no plan fits", `${bytes(state.budget)} is below what any plan needs`)];
   const written = markOf(study, study.written), rows = [figure("peak memory, predicted", bytes(predictedOf(mark)), study.full_bytes ? `${percent(predictedOf(mark) / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
   if (mark.measured_bytes !== null) rows.push(figure("peak memory, measured", bytes(mark.measured_bytes), mark.measured_bytes > state.budget ? "above the budget" : "within the budget"));
   const known = mark.measured !== null ? "measured" : "predicted";
@@ -107,7 +107,7 @@ function figures(study, label) {
   if (written && written !== mark && written.error !== null && mark.error !== null) {
     const d = mark.error - written.error;
     const known = mark.measured !== null && written.measured !== null ? "" : ", predicted";
-    rows.push(figure(`against the step as written${known}`, `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, doOverlap(mark, written) ? "the bands overlap" : ""));
+    rows.push(figure(`against the baseline${known}`, `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, doOverlap(mark, written) ? "the intervals overlap" : ""));
   }
   return rows;
 }
@@ -115,9 +115,9 @@ function figures(study, label) {
 function frontierLegend(study) {
   const draw = (...inner) => svg("svg", { width: 26, height: 16, "aria-hidden": "true" }, inner);
   const rows = [["measured", svg("circle", { cx: 13, cy: 8, r: 5, class: "dot filled" })], ["predicted", svg("circle", { cx: 13, cy: 8, r: 5, class: "dot" })], ["best within each budget", svg("path", { d: "M0,4H13V12H26", class: "front" })]];
-  if (study.marks.some((mark) => mark.low !== null && mark.high > mark.low)) rows.push(["band of the error", svg("path", { d: "M9,2h8m-4,0V14m-4,0h8", class: "band", fill: "none" })]);
+  if (study.marks.some((mark) => mark.low !== null && mark.high > mark.low)) rows.push(["interval of the error", svg("path", { d: "M9,2h8m-4,0V14m-4,0h8", class: "band", fill: "none" })]);
   if (study.marks.some((mark) => mark.measured_bytes !== null)) rows.push(["from the predicted to the measured peak, of the picked plan", svg("path", { d: "M2,8H22m0,-4v8", class: "band", fill: "none" })]);
-  if (study.marks.some((mark) => mark.error === null)) rows.push(["no run ended well", svg("path", { d: "M8,3l10,10m0,-10l-10,10", class: "cross" })]);
+  if (study.marks.some((mark) => mark.error === null)) rows.push(["no run finished", svg("path", { d: "M8,3l10,10m0,-10l-10,10", class: "cross" })]);
   return rows.map(([name, inner]) => el("li", {}, draw(inner), name));
 }
 
@@ -128,9 +128,9 @@ function plansTable(study, label) {
     { name: "predicted peak", value: predictedOf, show: (mark) => bytes(predictedOf(mark)), kind: "num" },
     { name: "measured peak", value: (mark) => mark.measured_bytes, show: (mark) => bytes(mark.measured_bytes), kind: "num" },
     { name: study.metric, value: (mark) => mark.error, show: (mark) => error(mark.error), kind: "num" },
-    { name: "band", value: (mark) => mark.high, show: (mark) => (mark.low !== null ? `${error(mark.low)} – ${error(mark.high)}` : "–"), kind: "num" },
+    { name: "interval", value: (mark) => mark.high, show: (mark) => (mark.low !== null ? `${error(mark.low)} – ${error(mark.high)}` : "–"), kind: "num" },
     { name: "trials", value: (mark) => mark.num_trials, kind: "num" },
-    { name: "frontier", value: (mark) => (mark.on_front ? "yes" : "no") },
+    { name: "Pareto front", value: (mark) => (mark.on_front ? "yes" : "no") },
     { name: "note", value: (mark) => mark.note, kind: "why" },
   ], study.marks, { name: `Plans of ${study.task}`, chosen: (mark) => mark.label === label });
 }
@@ -138,8 +138,8 @@ function plansTable(study, label) {
 function buildMemory() {
   const plan = el("select", { id: "memory-plan" });
   plan.addEventListener("change", () => { state.shown = plan.value; drawAll(); });
-  return [el("p", { class: "caption" }, "What is held at the moment when most is held, by arithmetic on the traced step."), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
-    el("div", { class: "tools" }, el("label", { for: "memory-plan" }, "Compare the step as written with"), plan),
+  return [el("p", { class: "caption" }, "Bytes of live tensors at the moment of peak memory, predicted from the trace of the step."), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
+    el("div", { class: "tools" }, el("label", { for: "memory-plan" }, "Compare the baseline with"), plan),
     el("details", {}, el("summary", {}, "The same as a table"), el("div", { id: "memory-table" })), el("h3", {}, "By module"), el("p", { class: "caption" }, "Areas are bytes, on one scale; the dashed frame is the larger of the two."), el("div", { class: "maps", id: "memory-maps" }), el("div", { id: "memory-notes" })];
 }
 
@@ -155,7 +155,7 @@ function drawMemory(record, study, label) {
   fill("memory-notes", [...new Set(order.flatMap((row) => row.notes))].slice(0, 10).map((note) => el("p", { class: "hint" }, `Note: ${note}`)));
 }
 
-// The plan whose memory and slots are shown: what the reader chose, what the budget takes, else the smallest.
+// The plan whose memory and slots are shown: the selected one, the one picked for the budget, else the smallest.
 function keptLabel(study, label) {
   for (const name of [state.shown, label]) if (study.kept.some((row) => row.label === name)) return name;
   return [...study.kept].sort((a, b) => a.peak_bytes - b.peak_bytes)[0].label;
@@ -181,8 +181,8 @@ function drawSlots(record, study, label) {
   fill("slots-table", sortable("slots-rows", [
     { name: "slot", value: (slot) => slot[0], kind: "format" },
     { name: "role", value: (slot) => slot[1] },
-    { name: "as written", value: (slot) => slot[2], show: (slot) => bytes(slot[2]), kind: "num" },
-    { name: "waits as", value: (slot) => slot[3], show: (slot) => bytes(slot[3]), kind: "num" },
+    { name: "baseline", value: (slot) => slot[2], show: (slot) => bytes(slot[2]), kind: "num" },
+    { name: "stored", value: (slot) => slot[3], show: (slot) => bytes(slot[3]), kind: "num" },
     { name: "format", value: (slot) => slot[4], kind: "format nowrap" },
     { name: "what", value: (slot) => slot[5] },
     { name: "why", value: (slot) => slot[6], kind: "why" },
@@ -216,7 +216,7 @@ function drawCurvesSection(record, study, label) {
 function drawActions(record) {
   fill("guards-table", sortable("guards-rows", [
     { name: "step", value: (row) => row.step, kind: "num" }, { name: "slot", value: (row) => row.slot, kind: "format" }, { name: "from", value: (row) => row.before, kind: "format nowrap" },
-    { name: "to", value: (row) => row.after, kind: "format nowrap" }, { name: "why", value: (row) => row.why, kind: "why" }], record.actions, { name: "What the guard did" }));
+    { name: "to", value: (row) => row.after, kind: "format nowrap" }, { name: "why", value: (row) => row.why, kind: "why" }], record.actions, { name: "Guard actions" }));
 }
 
 function buildGiven() {
@@ -225,7 +225,7 @@ function buildGiven() {
 
 function drawGiven(record) {
   const columns = [{ name: "slot", value: (row) => row.slot, kind: "format" }, { name: "asked", value: (row) => row.asked, kind: "format nowrap" }, { name: "given", value: (row) => row.given, kind: "format nowrap" }, { name: "why", value: (row) => row.reason, kind: "why" }];
-  fill("given-said", record.changes.length ? `${plural(record.changes.length, "difference")} between what the plan asked for and what the run got.` : "Everything is as it was asked for.");
+  fill("given-said", record.changes.length ? `${plural(record.changes.length, "difference")} between the formats that the plan asks for and those that were used.` : "Every slot is stored as the plan asks.");
   fill("changes-table", record.changes.length ? sortable("changes-rows", columns, record.changes, { name: "Asked and given", most: 12 }) : []);
   document.getElementById("given-all").hidden = !record.given.length;
   fill("given-all-table", sortable("given-rows", columns, record.given, { name: "Every slot, asked and given" }));
@@ -268,7 +268,7 @@ function showSection(section, isShown) {
 }
 
 function sayLead(record, study) {
-  if (!study) return "There is nothing to show yet.";
+  if (!study) return "No results yet.";
   const finished = record.progress.flatMap((row) => Object.values(row.by_status)).reduce((a, b) => a + b, 0);
   const trials = plural(Math.max(finished, record.runs.length), "trial"), plans = plural(study.marks.length || study.kept.length, "plan");
   return `${plans}${record.runs.length ? `, ${trials}` : ""}${record.studies.length > 1 ? `, ${record.studies.length} tasks` : ""}.`;
@@ -284,7 +284,7 @@ function drawChooser(record, study) {
 function setUpTheme() {
   const button = document.getElementById("theme"), system = window.matchMedia("(prefers-color-scheme: dark)");
   let chosen = null;
-  try { chosen = window.localStorage.getItem("paredown-theme"); } catch { chosen = null; } // a file has no storage in some browsers
+  try { chosen = window.localStorage.getItem("paredown-theme"); } catch { chosen = null; } // some browsers have no storage for files
   const show = () => {
     const theme = chosen || (system.matches ? "dark" : "light");
     document.documentElement.dataset.theme = theme;
@@ -293,7 +293,7 @@ function setUpTheme() {
   };
   button.addEventListener("click", () => {
     chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    try { window.localStorage.setItem("paredown-theme", chosen); } catch { /* it holds for this visit */ }
+    try { window.localStorage.setItem("paredown-theme", chosen); } catch { /* used until the page is closed */ }
     show();
   });
   system.addEventListener("change", show);
@@ -317,7 +317,7 @@ function setUpLive(address) {
 document.body.prepend(textures());
 setUpTheme();
 document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; state.shown = null; drawAll(); });
-document.getElementById("foot").append(document.body.dataset.live ? "Shown by paredown from this machine, for reading only." : "Made by paredown. This page is one file: it loads nothing and sends nothing.");
+document.getElementById("foot").append(document.body.dataset.live ? "Served by paredown on this machine, read-only." : "Made by paredown. This page is one file: it loads nothing and sends nothing.");
 drawAll();
 let lastWidth = document.body.clientWidth;
 new ResizeObserver(() => { if (document.body.clientWidth !== lastWidth) { lastWidth = document.body.clientWidth; drawAll(); } }).observe(document.body);

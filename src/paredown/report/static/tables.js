@@ -1,5 +1,5 @@
-// Tables that can be put in order and cut short. A table is made once and its rows are put in again: order, focus and scrolling stay
-// what the reader made them.
+// Tables that can be sorted and shortened. A table is built once and only its rows are replaced, so that sort order, focus and scroll
+// position stay.
 const tables = {};
 
 function compare(a, b) {
@@ -42,7 +42,7 @@ function inOrder(table) {
   const { value } = table.columns[table.column], isKnown = (x) => x !== null && x !== undefined;
   return [...table.rows].sort((a, b) => {
     const [x, y] = [value(a), value(b)];
-    return table.down && isKnown(x) && isKnown(y) ? -compare(x, y) : compare(x, y); // unknown comes last, either way
+    return table.down && isKnown(x) && isKnown(y) ? -compare(x, y) : compare(x, y); // unknown values come last in both directions
   });
 }
 

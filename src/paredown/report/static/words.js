@@ -1,5 +1,5 @@
-// Numbers and texts as people read them, and elements made of them. Data becomes text nodes and attributes, never markup.
-const NARROW = "\u00a0"; // between a number and its unit: they stay on one line
+// Formatting of numbers, and helpers that build elements. Data becomes text nodes and attributes, never markup.
+const NARROW = "\u00a0"; // a no-break space between a number and its unit
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 function bytes(count, digits = 2) {
@@ -11,7 +11,7 @@ function bytes(count, digits = 2) {
 
 function percent(share, digits = 0) { return `${(100 * share).toFixed(digits)}${NARROW}%`; }
 
-// An error in the units of its metric: a share of wrong answers in percent, a loss as it is.
+// An error in the units of its metric: error rates in percent, losses as plain numbers.
 function sayError(value, metric) {
   if (value === null || value === undefined) return "–";
   return metric === "error" ? percent(value, 2) : short(value);
@@ -42,7 +42,7 @@ function put(node, attributes, children) {
     else node.setAttribute(name, value === true ? "" : String(value));
   }
   for (const child of children.flat()) {
-    if (child !== null && child !== undefined && child !== false) node.append(child); // a text stays a text
+    if (child !== null && child !== undefined && child !== false) node.append(child); // strings become text nodes
   }
   return node;
 }
@@ -50,7 +50,7 @@ function put(node, attributes, children) {
 function el(tag, attributes, ...children) { return put(document.createElement(tag), attributes, children); }
 function svg(tag, attributes, ...children) { return put(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children); }
 
-// Puts these into an element; where they are there already nothing is touched, so that focus and scrolling stay.
+// Replaces the children of an element, unless they are the same nodes already, so that focus and scroll position stay.
 function fill(id, ...children) {
   const node = document.getElementById(id), wanted = children.flat().filter((x) => x !== null && x !== false);
   const isThere = node.childNodes.length === wanted.length && wanted.every((child, i) => child === node.childNodes[i]);
