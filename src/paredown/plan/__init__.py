@@ -1,1 +1,1 @@
-"""Plans: which format each slot of a step is stored in, and the bytes that the step takes under a plan."""
+"""A plan: which format each slot of a step is stored in, and the bytes that come of it."""

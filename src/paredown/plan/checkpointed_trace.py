@@ -62,7 +62,7 @@ def is_of(name: str, module: str) -> bool:
 def modules_of(trace: Trace) -> list[str]:
     """The paths of the modules in which operations ran, and of their parents."""
     paths: dict[str, None] = {}
-    for path in {CALL.sub("", made.module): None for made in trace.outputs if made.phase == "forward"}:
+    for path in {CALL.sub("", output.module): None for output in trace.outputs if output.phase == "forward"}:
         parts = path.split(".")
         paths |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
     return [path for path in paths if path]
@@ -95,8 +95,8 @@ def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
     """The span of a module; a note with the reason where it has none."""
-    made = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
-    start, end = min(o.birth for o in made), max(o.birth for o in made)
+    outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
+    start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
     calls = max((sum(first < trace.backward_at for first, _ in slot.running) for slot in weights), default=1)
     if calls > 1:
@@ -129,8 +129,9 @@ def _is_inner(slot: Slot, span: CheckpointSpan) -> bool:
 
 
 def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
+    """The trace with activation checkpointing of the module of `span`."""
     slots: list[Slot] = []
-    outputs = [_extended(made, span) for made in trace.outputs]
+    outputs = [_extended(output, span) for output in trace.outputs]
     for slot in trace.slots:
         if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
             slots.append(_weight_used_twice(trace, slot, span))
@@ -154,12 +155,8 @@ def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
     """The two lifetimes of a tensor saved inside: in forward while operations use it, and again in backward."""
     end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
-    return [
-        forward,
-        replace(
-            forward, op="recomputed", phase="backward", birth=span.backward_start, death=max(_last_read(slot), span.backward_start)
-        ),
-    ]
+    death = max(_last_read(slot), span.backward_start)
+    return [forward, replace(forward, op="recomputed", phase="backward", birth=span.backward_start, death=death)]
 
 
 def _last_read(slot: Slot) -> int:
@@ -172,27 +169,20 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
-    recomputed = Output(
-        "recomputed",
-        slot.module,
-        "backward",
-        slot.shape,
-        slot.dtype,
-        slot.nbytes,
-        span.backward_start,
-        max(end, span.backward_start),
-    )
+    death = max(end, span.backward_start)
+    of_slot = slot.module, "backward", slot.shape, slot.dtype, slot.nbytes
+    recomputed = Output("recomputed", *of_slot, span.backward_start, death)
     parts = tuple(part for part in slot.parts if part not in own_parts)
     end = max((part.released for part in parts), default=slot.death)
     stored = replace(slot, savers=savers, parts=parts, recomputed_from="", death=min(slot.death, max(end, slot.dropped, span.end)))
     return stored, recomputed
 
 
-def _extended(made: Output, span: CheckpointSpan) -> Output:
-    """`made`, stored until the module's backward is done if it is an input: allocated before the module runs, read and freed in it."""
-    is_input = made.phase == "forward" and not made.slot and made.birth < span.start <= made.death <= span.end + 1
-    is_input = is_input and (made.used < 0 or made.used >= span.start)
-    return replace(made, death=max(made.death, span.backward_end)) if is_input else made
+def _extended(output: Output, span: CheckpointSpan) -> Output:
+    """`output`, stored until the module's backward is done if it is an input: allocated before the module runs, read and freed in it."""
+    is_input = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death <= span.end + 1
+    is_input = is_input and (output.used < 0 or output.used >= span.start)
+    return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
 def _weight_used_twice(trace: Trace, weight: Slot, span: CheckpointSpan) -> Slot:
@@ -215,10 +205,10 @@ def _second_forward(trace: Trace, span: CheckpointSpan) -> Output:
     end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
     for slot in inner:
         change[slot.birth] = change.get(slot.birth, 0) + slot.nbytes
-    for made in trace.outputs:
-        if made.phase == "forward" and not made.slot and span.start <= made.birth <= end:
-            change[made.birth] = change.get(made.birth, 0) + made.nbytes
-            change[made.death + 1] = change.get(made.death + 1, 0) - made.nbytes
+    for output in trace.outputs:
+        if output.phase == "forward" and not output.slot and span.start <= output.birth <= end:
+            change[output.birth] = change.get(output.birth, 0) + output.nbytes
+            change[output.death + 1] = change.get(output.death + 1, 0) - output.nbytes
     held = peak = 0
     for tick in sorted(change):
         held += change[tick]

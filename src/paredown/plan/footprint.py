@@ -204,7 +204,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)
     exact = peak_tick(held, trace.length)[1]
-    ops = {made.op for made in trace.outputs}
+    ops = {output.op for output in trace.outputs}
     has_conv = bool(ops & CONVOLUTIONS)
     workspace = allocator.matmul_workspace * bool(ops & MATMULS) + allocator.conv_kept * has_conv
     at_peak = [i for i in rounded if i.birth <= tick <= i.death]

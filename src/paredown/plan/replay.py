@@ -189,8 +189,8 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
     if fixed is None:
         kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
         fixed = [Interval(s.role, s.module, s.birth, s.death, s.nbytes) for s in kept]
-        rest = (made for made in trace.outputs if not made.slot and made.phase != "step")
-        fixed += [Interval(Role.TEMPORARY, made.module, made.birth, made.death, made.nbytes) for made in rest]
+        temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
+        fixed += [Interval(Role.TEMPORARY, output.module, output.birth, output.death, output.nbytes) for output in temporaries]
         vars(trace)["_fixed"] = fixed
     return fixed
 

@@ -1,11 +1,12 @@
 """How a slot is stored: `Assignment`, what a plan requests for it, and `resolve_format`, the format in which it is stored.
 
-This module alone decides the format of a saved tensor. Prediction (plan/replay.py, and through it footprints, `explain_slots` and
-`assign`), execution (session/activations.py) and probes (session/probe_passes.py) all call `resolve_format`, and `keeps_enough` where
-several operations saved one tensor: predicted and stored bytes agree because of that. Two decisions are made elsewhere, each in one
-place that both sides share: which tensors can be packed at all, and whether with their whole storage (MIN_PACKED_NUMEL and
-`is_packed_whole` of trace/autograd_graph.py; `Use` in trace/operations.py). A session may store a query, key or value of attention
-unmodified where its logits are too large for the format: that depends on values, which a prediction does not have.
+This module alone decides the format of a saved tensor's values. Prediction (plan/replay.py, and through it footprints, `explain_slots`
+and `assign`), execution (session/activations.py) and probes (session/probe_passes.py) all call `resolve_format`, and `keeps_enough` where
+several operations saved one tensor, so that predicted and stored bytes agree. They also share what determines storage otherwise: the use
+of each operand (trace/operations.py), MIN_PACKED_NUMEL and `is_packed_whole` (trace/autograd_graph.py), and `rematerialization_of`
+(trace/saved_tensors.py). The widths of packed indices are `index_bytes` (trace/trace.py) in predictions, and the equal table WIDTHS in
+session/activations.py. One decision depends on values and is made by the session alone: it stores a query, key or value of attention
+unmodified where the logits are too large for the format.
 
 Three limits apply beyond what the plan requests:
 

@@ -1,1 +1,1 @@
-"""What one training step stores: `trace_step` runs it on fake tensors and records slots, lifetimes and optimizer state."""
+"""What one training step keeps: `trace_step` follows it on fake tensors; slots, lifetimes and optimizer state."""

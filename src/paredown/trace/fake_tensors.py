@@ -72,8 +72,8 @@ PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_pu
 BANNED = _names("binary_cross_entropy")  # autocast on CUDA raises an error for it
 HALVES = (torch.float16, torch.bfloat16)
 CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-IN_PYTHON = ("torch.nn.functional", "torch.functional")
-ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
+IN_PYTHON = ("torch.nn.functional", "torch.functional")  # modules whose functions are written in Python
+ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})  # access to attributes of tensors, which is no operation
 DEVICE_METHODS = frozenset({"cuda", "pin_memory", "record_stream"})  # tensor methods that only move a tensor: they return it
 
 
@@ -83,9 +83,8 @@ class FakeTensors:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # a context entered while a fake is made
-        self._made: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # id of the original -> (original, fake); the original is held so that its id is not reused
+        # id of the original -> (original, fake); the original is held so that its id is not reused
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
         """The fake CPU tensor for `tensor`; `tensor` itself if it is a fake of this mode."""

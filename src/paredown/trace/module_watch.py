@@ -96,10 +96,8 @@ class Watch:
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
         self.collects_small = True
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
-        self._called: dict[bool, set[nn.Module]] = {
-            True: set(),
-            False: set(),
-        }  # first pass: called inside of those (True), or not
+        # modules called in the first pass: inside of those (True), and outside (False)
+        self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
 
     @property
     def was_compiled(self) -> bool:
