@@ -1,12 +1,14 @@
-"""`explain_slots(trace, plan)`: how a plan stores each slot, and why; prints as a table. Values of the column `what`:
+"""`explain_slots(trace, plan)`: how a plan stores each slot, and why; prints as a table.
 
-quantized       stored in the format
-pinned          stored in the format, which may not have fewer significant bits than the pin
-exact           bits of a mask, or integers of the smallest width, without loss
-recomputed      recomputed from another stored slot; takes no bytes
-checkpointed    inside of a module under activation checkpointing; takes no bytes
-unmodified      the plan does not change it
-fixed           no plan can change it
+The column `what` has these values:
+
+    quantized       stored in the format
+    pinned          stored in the format, which may not have fewer significant bits than the pin
+    exact           bits of a mask, or integers of the smallest width, without loss
+    recomputed      recomputed from another stored slot; takes no bytes
+    checkpointed    inside of a module under activation checkpointing; takes no bytes
+    unmodified      the plan does not change it
+    fixed           no plan can change it
 """
 
 from __future__ import annotations
