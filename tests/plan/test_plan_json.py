@@ -73,7 +73,7 @@ WRONG_FILES = {
     '{"version": 1, "rules": [["activation", {"format": "int99"}]]}': "rule 'activation': format 'int99'",
     '{"version": 1, "rules": [["activation", {"format": 4}]]}': "rule 'activation': a format is text",
     '{"version": 1, "rules": [["activation", {"format": "int4", "rounding": "up"}]]}': "rounding 'up' is unknown",
-    '{"version": 1, "rules": [[3, {"format": "int4"}]]}': "key 3 is none",
+    '{"version": 1, "rules": [[3, {"format": "int4"}]]}': "key 3 is not valid",
     '{"version": 1, "rules": [["buffer", {"format": "int4"}]]}': "have no format",
     '{"version": 1, "rules": [["a.b", {"format": null}], ["a.b", {"format": null}]]}': "key 'a.b' has two rules",
     '{"version": 1, "rules": [], "reason": null}': "reason of a plan is text",
