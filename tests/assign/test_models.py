@@ -102,10 +102,10 @@ def test_every_slot_is_told() -> None:
     assert [row.slot for row in activations] == [slot.name for slot in trace.activations]
     assert sum(row.nbytes for row in activations) == footprint(trace, plan).by_role[Role.ACTIVATION]
     assert {row.slot for row in told.that("pinned")} <= {slot.name for slot in trace.activations if slot.pin is not None}
-    assert told.that("pinned") and told.that("lowered") and told.that("stays") and told.that("follows")
+    assert told.that("pinned") and told.that("quantized") and told.that("fixed") and told.that("recomputed")
     assert "backward exponentiates its errors" in repr(told.that("pinned"))
-    assert {row.what for row in explain_slots(trace, Plan())} == {"kept", "stays"}
-    assert explain_slots(trace, Plan().recomputing("layers.0")).that("again")
+    assert {row.what for row in explain_slots(trace, Plan())} == {"unmodified", "fixed"}
+    assert explain_slots(trace, Plan().recomputing("layers.0")).that("checkpointed")
 
 
 # --- layers that are computed again -----------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def lowered(trace: Trace, plan: Plan) -> set[str]:
     return {
         row.slot
         for row in explain_slots(trace, plan)
-        if row.what in ("lowered", "pinned", "follows") and row.role is Role.ACTIVATION
+        if row.what in ("quantized", "pinned", "recomputed") and row.role is Role.ACTIVATION
     }
 
 
@@ -222,19 +222,19 @@ def test_levels_start_at_the_first_and_lower_activations_alone() -> None:
     low = footprint(trace, Plan.uniform(activation="int2/64@bf16")).peak_bytes
     for name in ("size", "role", "random", "operator"):
         plan = assign(trace, high, method=name, levels=("int8/64@bf16", "int2/64@bf16"))
-        formats = {row.format for row in explain_slots(trace, plan) if row.what in ("lowered", "follows")}
+        formats = {row.format for row in explain_slots(trace, plan) if row.what in ("quantized", "recomputed")}
         assert formats == {"int8/64@bf16", "uint8/64@bf16+bf16"}, name  # the latter before norms
         if name != "operator":
             plan = assign(trace, (high + low) // 2, method=name, levels=("int8/64@bf16", "int2/64@bf16"))
-            formats = {row.format for row in explain_slots(trace, plan) if row.what in ("lowered", "follows")}
+            formats = {row.format for row in explain_slots(trace, plan) if row.what in ("quantized", "recomputed")}
             assert {"int8/64@bf16", "int2/64@bf16"} <= formats, name
             assert formats <= {"int8/64@bf16", "int2/64@bf16", "uint8/64@bf16+bf16", "uint2/64@bf16+bf16"}, name
 
 
 def test_size_takes_the_largest_first_and_operator_inputs_of_products() -> None:
     trace = traced("resnet18", 32)
-    rows = [row for row in explain_slots(trace, assign(trace, "90%", method="size")) if row.what in ("lowered", "follows")]
-    kept = [row for row in explain_slots(trace, assign(trace, "90%", method="size")).that("kept")]
+    rows = [row for row in explain_slots(trace, assign(trace, "90%", method="size")) if row.what in ("quantized", "recomputed")]
+    kept = [row for row in explain_slots(trace, assign(trace, "90%", method="size")).that("unmodified")]
     assert min(row.written_bytes for row in rows) >= max(row.written_bytes for row in kept)
     ops = {saver.op for name in lowered(trace, assign(trace, "90%", method="operator")) for saver in trace.slot(name).savers}
     assert ops <= {"conv", "linear", "matmul", "relu"}

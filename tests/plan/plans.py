@@ -6,21 +6,21 @@ from hypothesis import strategies as st
 
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.plan import Plan
-from paredown.plan.storage import AS_IS, Assignment
+from paredown.plan.storage import UNMODIFIED, Assignment
 from paredown.roles import FORMATTED
 from tests.support.strategies import formats
 
 
 def plan_of(*rules: tuple[str, str | None]) -> Plan:
-    """A plan with these rules, written in this order."""
+    """A plan with these rules, in this order."""
     return Plan(tuple((key, Assignment.parse(text)) for key, text in rules))
 
 
 @st.composite
 def assignments(draw: st.DrawFn) -> Assignment:
-    """Any assignment."""
+    """A strategy for any assignment."""
     if draw(st.integers(0, 4)) == 0:
-        return AS_IS
+        return UNMODIFIED
     rounding, overflow = draw(st.sampled_from([None, *Rounding])), draw(st.sampled_from([None, *Overflow]))
     return Assignment.parse(draw(formats()), rounding, overflow)
 
@@ -33,7 +33,7 @@ def keys() -> st.SearchStrategy[str]:
 
 
 def plans() -> st.SearchStrategy[Plan]:
-    """Any plan."""
+    """A strategy for any plan."""
     values = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists
     )

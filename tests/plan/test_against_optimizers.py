@@ -1,4 +1,4 @@
-"""What a footprint says of weights, gradients and optimizer state, against the storages that a real model and optimizer hold."""
+"""Footprints of weights, gradients and optimizer state against the storages of a real model and optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def held(tensors: Iterable[Tensor]) -> int:
 
 
 def measured(model: torch.nn.Module, optimizer: pare.optim.AdamW) -> dict[Role, int]:
-    """Bytes by role after a step, gradients still there."""
+    """Bytes by role after a step, before gradients are freed."""
     states = [(name, tensor) for state in optimizer.state.values() for name, tensor in state.items() if isinstance(tensor, Tensor)]
     found = {role: held(t for name, t in states if name.partition(".")[0] in names) for role, names in MOMENTS.items()}
     found[Role.RESIDUE] = held(t for name, t in states if name == "residue")
@@ -84,7 +84,7 @@ def test_the_peak_of_a_step_on_packed_weights_is_the_predicted_one(name: str, te
     model, batch, loss = wide if name == "wide" else step_of(name, 4)
     plan = Plan.uniform(weight=text)
     foot = footprint(trace_step(model, batch, loss=loss, device="cpu"), plan)
-    assert name != "wide" or foot.low_bytes < foot.as_written.low_bytes
+    assert name != "wide" or foot.low_bytes < foot.baseline.low_bytes
     with pare.apply(plan, model):
         real = peak_bytes(model, batch, loss)
     assert foot.low_bytes - sum(foot.by_role.get(role, 0) for role in (Role.WEIGHT, Role.BUFFER, Role.INPUT)) == real

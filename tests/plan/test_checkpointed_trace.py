@@ -1,4 +1,4 @@
-"""Modules that are computed again: as a part of plans, and in the trace of the step that they make."""
+"""Activation checkpointing: as a part of plans, and in the predicted trace of the step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of
 from tests.trace.steps import traced
 
 
-def test_plans_say_and_keep_it(tmp_path: Path) -> None:
+def test_plans_print_and_save_checkpointed_modules(tmp_path: Path) -> None:
     plan = Plan.uniform(activation="int8/64@bf16").recomputing("layers.1").recomputing("layers.0", "layers.1")
     assert plan.recompute == ("layers.1", "layers.0")
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert "computed again in backward: layers.1, layers.0" in repr(plan)
-    assert plan.explain().splitlines()[-2] == "computed again in backward: layers.1, layers.0"
+    assert "activation checkpointing: layers.1, layers.0" in repr(plan)
+    assert plan.explain().splitlines()[-2] == "activation checkpointing: layers.1, layers.0"
     assert plan.set("head:input", None).recompute == plan.recompute
     assert plan != Plan.uniform(activation="int8/64@bf16")
     assert (
         str(plan.diff(Plan.uniform(activation="int8/64@bf16").recomputing("layers.0"))[0])
-        == "module layers.1: computed again -> no rule"
+        == "module layers.1: checkpointed -> no rule"
     )
     assert not plan.diff(plan)
-    assert "computed again" in plan._repr_html_()
+    assert "activation checkpointing" in plan._repr_html_()
 
 
 def test_files_of_version_1_are_read(tmp_path: Path) -> None:
@@ -44,13 +44,13 @@ def test_files_of_version_1_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["layers.0", [3], [""], {"layers.0": True}])
-def test_bad_modules_are_a_sentence(wrong: object) -> None:
+def test_wrong_values_of_recompute_raise_plan_error(wrong: object) -> None:
     with pytest.raises(PlanError, match="recompute is a list of modules by path or pattern"):
         Plan.from_json({"version": 2, "rules": [], "recompute": wrong})
 
 
-def test_what_waits_and_what_does_not() -> None:
-    """By hand: of each layer only its input waits, and the rest of it is there again when its backward begins."""
+def test_only_the_inputs_of_checkpointed_layers_are_stored() -> None:
+    """By hand: only the input of each layer is stored, and what it saves is recomputed when its backward begins."""
     trace = traced("gpt")
     again = checkpointed_trace(trace, ("layers.*",))
     inside = {slot.name for slot in trace.activations} - {slot.name for slot in again.activations}
@@ -61,15 +61,15 @@ def test_what_waits_and_what_does_not() -> None:
     }
     assert all(again.slot(f"layers.{i}.norm1:input").stays for i in (0, 1))
     foot = footprint(trace, Plan().recomputing("layers.*"))
-    kept, written = foot.by_role[Role.ACTIVATION], footprint(trace).by_role[Role.ACTIVATION]
-    assert written - kept == sum(trace.slot(name).nbytes for name in inside)
+    stored, baseline = foot.by_role[Role.ACTIVATION], footprint(trace).by_role[Role.ACTIVATION]
+    assert baseline - stored == sum(trace.slot(name).nbytes for name in inside)
     assert foot.peak_bytes < footprint(trace).peak_bytes
-    assert foot.as_written.peak_bytes == footprint(trace).peak_bytes
-    assert "recomputed" in repr(foot) and "computed again in backward: layers.0, layers.1" in repr(foot)
+    assert foot.baseline.peak_bytes == footprint(trace).peak_bytes
+    assert "checkpointed" in repr(foot) and "activation checkpointing: layers.0, layers.1" in repr(foot)
 
 
-def test_casts_of_weights_do_not_wait() -> None:
-    """Autocast's copies of the weights of linear layers, two bytes a value: of layers that are computed again none is left in between."""
+def test_casts_of_weights_are_not_stored() -> None:
+    """Autocast's copies of the weights of linear layers, two bytes a value: checkpointed layers store none of them."""
     model, ids = MODELS["gpt"](vocabulary=64, dim=64, num_layers=3, num_heads=2, context=32), torch.randint(64, (4, 32))
     trace = trace_step(model, {"ids": ids, "targets": ids}, optimizer="adamw", device="cuda", autocast=torch.bfloat16)
     plans = Plan(), Plan().recomputing("layers.*"), Plan.uniform(weight="int8/64@bf16").recomputing("layers.*")
@@ -79,8 +79,8 @@ def test_casts_of_weights_do_not_wait() -> None:
     assert kept[2] <= kept[1]
 
 
-def test_what_a_module_returns_is_asked_for_first() -> None:
-    """The last ReLU of a residual layer asks for its own result: the layer is computed again beside the gradient of that."""
+def test_backward_needs_the_result_of_a_module_first() -> None:
+    """Backward of the last ReLU of a residual layer needs its output: the layer runs again while the gradient of that is live."""
     trace = traced("resnet18")
     again = checkpointed_trace(trace, ("layer1.1",))
     first = next(
@@ -92,8 +92,8 @@ def test_what_a_module_returns_is_asked_for_first() -> None:
     assert result.death < trace.slot("layer2.0.conv1:input").death  # the ReLU has a second one
 
 
-def test_what_the_caller_holds_stays() -> None:
-    """Hidden states that a model returns are there until the step ends, whoever computes them again."""
+def test_outputs_that_the_caller_holds_live_to_the_end() -> None:
+    """Hidden states that a model returns live until the step ends, checkpointed or not."""
 
     class Returns(nn.Module):
         def __init__(self) -> None:
@@ -114,13 +114,13 @@ def test_what_the_caller_holds_stays() -> None:
 
 @pytest.mark.parametrize("plan", [Plan(), Plan.uniform(weight="int8/64@bf16")])
 def test_casts_of_frozen_weights(plan: Plan) -> None:
-    """Autocast's cache has none of them: they wait for backward, packed or not, and in a layer that is computed again they do not."""
+    """Autocast does not cache them: they are stored until backward, packed or not, but not in a checkpointed layer."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3)))
     model.requires_grad_(False)
     x = torch.empty(64, 128, requires_grad=True)
     trace = trace_step(model, (x, torch.empty(1)), loss=lambda out, _: out.mean(), device="cuda", autocast=torch.bfloat16)
     kept = [footprint(trace, one).by_role[Role.TEMPORARY] for one in (plan, plan.recomputing("*"))]
-    casts, inputs = 3 * 2 * 128 * 128, 2 * 2 * 64 * 128  # the inputs of the second and third layer wait instead
+    casts, inputs = 3 * 2 * 128 * 128, 2 * 2 * 64 * 128  # the inputs of the second and third layer are stored instead
     assert kept[0] - kept[1] == casts - inputs
 
 
@@ -140,7 +140,7 @@ class Shared(nn.Module):
         return self.layer(self.layer(x))
 
 
-def test_a_module_that_is_called_twice_is_noted() -> None:
+def test_a_module_that_is_called_twice_is_a_note() -> None:
     batch = torch.empty(128, 64), torch.empty(128, 64)
     trace = trace_step(Shared(), batch, loss=nn.functional.mse_loss, device="cpu")
     assert "layer" in modules_of(trace)

@@ -1,4 +1,4 @@
-"""A footprint is arithmetic on a trace: equal to what a real step takes, and to sums that can be made by hand."""
+"""Footprints against the memory of real steps, and against sums made by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLACK = {"resnet18": 0.04, "resnet50": 0.02, "sumlast18": 0.04, "shufflenet": 0.
 
 
 def beside(foot: Footprint, nbytes: int) -> int:
-    """`nbytes` without what is there before the step."""
+    """`nbytes` without what is allocated before the step."""
     return nbytes - sum(foot.by_role.get(role, 0) for role in BROUGHT)
 
 
@@ -38,7 +38,7 @@ def test_the_peak_is_that_of_a_real_step(name: str, num: int) -> None:
     model, batch, loss = step_of(name, num)
     foot = footprint(traced(name, num))
     real = peak_bytes(model, batch, loss)
-    if name == "convnext":  # 6 MB of scratch for depthwise convolutions, beside 2 MB of tensors
+    if name == "convnext":  # 6 MB of workspace for depthwise convolutions, beside 2 MB of tensors
         assert beside(foot, foot.low_bytes) <= real <= beside(foot, foot.high_bytes)
     elif name in SLACK:
         assert beside(foot, foot.peak_bytes) == pytest.approx(real, rel=SLACK[name])
@@ -57,14 +57,14 @@ def test_a_large_model_by_hand() -> None:
         model, ids = GPT(), torch.zeros(16, 1024, dtype=torch.int64)
     found = trace_step(model, (ids, ids), loss=token_loss, optimizer="adamw", device="cuda", autocast=torch.bfloat16)
     foot = footprint(found, Plan.preset("activations8"))
-    assert foot.peak_bytes < 0.8 * foot.as_written.peak_bytes  # the loss, outside of the model, is most of the rest
+    assert foot.peak_bytes < 0.8 * foot.baseline.peak_bytes  # the loss, outside of the model, is most of the rest
     # By hand, for each layer and token: two norms' inputs in float32, and in 16 bits what the products, the attention and GELU save.
     tokens, dim = 16 * 1024, 768
     layer = tokens * (2 * 4 * dim + 2 * (dim + 3 * dim + dim + dim + 4 * dim + 4 * dim) + 4 * 12 + 4 * 4)
     ends = tokens * (
         4 * dim + 2 * 4 + 2 * dim + (2 + 4) * 50257 + 8
     )  # last norm, head, log-probabilities and their cast, positions aside
-    assert foot.as_written.by_role[Role.ACTIVATION] == pytest.approx(12 * layer + ends, rel=0.001)
+    assert foot.baseline.by_role[Role.ACTIVATION] == pytest.approx(12 * layer + ends, rel=0.001)
 
 
 # --- by hand -------------------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ BATCH = (torch.ones(ROWS, WIDE), torch.ones(ROWS, WIDE))
 MLP = trace_step(mlp(), BATCH, loss=mse_loss, device="cpu", optimizer="adamw")
 
 
-def test_what_is_kept_by_hand() -> None:
+def test_stored_bytes_by_hand() -> None:
     weights = 3 * WIDE * WIDE * 4
     roles = footprint(MLP).by_role
     assert {role: roles[role] for role in (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)} == {
@@ -114,7 +114,7 @@ def test_other_roles_take_their_formats_in_logical_order() -> None:
     assert foot.peak_bytes < footprint(MLP).peak_bytes
 
 
-def test_a_plan_without_rules_is_the_step_as_written() -> None:
+def test_a_plan_without_rules_is_the_baseline() -> None:
     assert footprint(MLP, Plan.uniform()) == footprint(MLP)
 
 
@@ -131,7 +131,7 @@ def test_the_peak_falls_with_the_width() -> None:
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 
 
-def test_what_follows_from_another_slot_waits_nowhere() -> None:
+def test_a_recomputed_slot_takes_no_bytes() -> None:
     found = traced("resnet18", 16)
     chosen = slot_storages(found, Plan.uniform(activation=INT8))
     assert chosen["layer1.0.conv1:input"].recomputed and not chosen["bn1:input"].recomputed
@@ -145,7 +145,9 @@ def test_masks_and_indices_are_packed_without_loss() -> None:
     found = trace(model, (torch.ones(8, 3, 32, 32),), loss=None, device="cuda")
     numel = 8 * 8 * 16 * 16
     held = footprint(found, Plan.uniform(activation=INT8)).by_role[Role.ACTIVATION]
-    assert held == numel * 2 + numel // 8  # indices below 1024 in 2 bytes, a bit of the mask; the pool's input is asked its shape
+    assert (
+        held == numel * 2 + numel // 8
+    )  # indices below 1024 in 2 bytes, a bit of the mask; of the pool's input backward needs the shape only
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def test_on_cuda_sizes_are_rounded_up() -> None:
     assert foot.by_role[Role.WEIGHT] == 12 and foot.at_peak[Role.WEIGHT] == 512
 
 
-def test_fits_says_what_it_leaves_out() -> None:
+def test_fits_lists_what_is_not_counted() -> None:
     foot = footprint(MLP)
     assert foot.fits(foot.peak_bytes) and not foot.fits(foot.peak_bytes - 1)
     assert "does not fit" in repr(foot.fits("1MiB")) and "Not counted: the interpreter" in repr(foot.fits("1MiB"))
@@ -189,11 +191,11 @@ def test_it_prints_as_a_table() -> None:
     foot = footprint(traced("vit"), Plan.uniform(activation=INT4))
     text = repr(foot)
     assert text.startswith("Footprint of ViT on cpu, float32: peak ") and "activations8" in text and "this plan" in text
-    assert " ".join(text.splitlines()[2].split()) == "largest slots as written this plan activations8 activations4 activations2"
+    assert " ".join(text.splitlines()[2].split()) == "largest slots baseline this plan activations8 activations4 activations2"
     assert "<table>" in foot._repr_html_() and "layers.1.mlp.1:input" in foot._repr_html_()
 
 
-def test_tensors_held_beside_autograd_are_not_packed_twice() -> None:
+def test_tensors_held_outside_of_autograd_are_not_packed() -> None:
     def forward(self, x):
         self.seen = self.one(x)
         return self.two(self.seen.relu())
@@ -213,17 +215,17 @@ def test_a_pattern_that_matches_nothing_is_refused_before_anything_runs() -> Non
         footprint(MLP, Plan().set("twoo*", INT8))
 
 
-def test_a_name_that_is_not_there_is_a_note() -> None:
+def test_a_name_of_no_slot_is_a_note() -> None:
     foot = footprint(MLP, Plan().set("two:input", INT8).set("nine:input", INT8))
     assert any("nine:input" in note for note in foot.notes)
 
 
-def test_the_arguments_the_wrong_way_round_get_a_sentence() -> None:
+def test_arguments_in_the_wrong_order_raise_plan_error() -> None:
     with pytest.raises(PlanError, match="in this order"):
         footprint(Plan(), MLP)  # type: ignore[arg-type]
 
 
-def test_integers_without_a_block_stay_as_they_are_and_say_why() -> None:
+def test_integers_without_a_block_are_unmodified_with_a_reason() -> None:
     format, reason = resolve_format(Assignment.parse("int4"), Needs(), dtype="float32", numel=1 << 20)
     assert format is None
-    assert "holds -7 to 7 as they are" in reason and "write int4/64@bf16" in reason
+    assert "can only store values from -7 to 7" in reason and "write int4/64@bf16" in reason

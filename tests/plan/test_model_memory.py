@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state under a plan: bytes that can be made by hand, and when plain copies come and go."""
+"""Weights, gradients and optimizer state under a plan: bytes by hand, and lifetimes of decoded copies."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LPMM = Plan.preset("lpmm")
 
 
 def small_trace(model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32, **options) -> Trace:
-    """Of a layer with 4096 weights and a bias of 64."""
+    """The trace of a layer with 4096 weights and a bias of 64."""
     model = (model or nn.Linear(SIDE, SIDE)).to(dtype)
     x = torch.ones(2, SIDE, dtype=dtype)
     return trace_step(model, (x, x), loss=mse_loss, **{"device": "cpu", "optimizer": "adamw", **options})
 
 
 def kept(foot: Footprint) -> dict[str, int]:
-    """Bytes of the model's own roles."""
+    """Stored bytes of weights, gradients, residues and moments."""
     roles = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.RESIDUE)
     return {role.value: foot.by_role[role] for role in roles if role in foot.by_role}
 
@@ -102,23 +102,23 @@ def test_a_moment_without_a_format_is_float32_beside_packed_ones_and_as_traced_o
     assert bias["moment2"] == 2 * MATRIX + 4 * VECTOR, "asked for, but small"
 
 
-def test_a_residue_goes_with_bf16_weights_alone() -> None:
+def test_only_bf16_weights_have_a_residue() -> None:
     assert Role.RESIDUE not in footprint(small_trace(), Plan.uniform(residue="int8", weight=ONE_BYTE)).by_role
     assert footprint(small_trace(), Plan.uniform(residue="int8", weight="bf16")).by_role[Role.RESIDUE] == MATRIX
 
 
-def test_formats_that_save_nothing_leave_weights_alone() -> None:
+def test_weights_are_unmodified_in_formats_that_save_nothing() -> None:
     plan = Plan.uniform(weight="fp32")
     assert footprint(small_trace(), plan).by_role == footprint(small_trace()).by_role
 
 
-def test_frozen_weights_wait_packed_too_and_have_nothing_else() -> None:
+def test_frozen_weights_are_packed_too_and_have_no_gradient_or_state() -> None:
     foot = footprint(small_trace(nn.Sequential(nn.Linear(SIDE, SIDE).requires_grad_(False), nn.Linear(SIDE, SIDE))), LPMM)
     assert foot.by_role[Role.WEIGHT] == 2 * (MATRIX + SIDE + 4 * VECTOR)
     assert foot.by_role[Role.MOMENT1] == MATRIX + 2 * SIDE + 4 * VECTOR
 
 
-def test_parameters_of_the_loss_stay_as_they_are() -> None:
+def test_parameters_of_the_loss_are_unmodified() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -160,20 +160,20 @@ def test_the_peak_under_lpmm_by_hand() -> None:
     # In backward of the last layer: its weight is decoded for the gradient of its input, beside its plain gradient. Both inputs, relu,
     # sigmoid, output, the output's gradient and the input's are as large as a hidden tensor; the loss and its gradient are numbers.
     assert foot.low_bytes == foot.model_bytes + 2 * 4 * matrix + 7 * hidden + 2 * 4
-    written = footprint(MLP)
-    # As written, in backward of the first: all gradients, both inputs, the output (the caller's) and its own gradient.
-    assert written.low_bytes == 16 * 3 * matrix + 4 * hidden + 2 * 4
+    baseline = footprint(MLP)
+    # Baseline, in backward of the first layer: all gradients, both inputs, the output (which the caller holds) and its gradient.
+    assert baseline.low_bytes == 16 * 3 * matrix + 4 * hidden + 2 * 4
 
 
 def plain_spans(trace: Trace, name: str, plan: Plan = LPMM) -> list[tuple[int, int]]:
-    """When a packed weight is plain."""
+    """Spans in which a packed weight is decoded."""
     nbytes = weight(trace, name).nbytes
     spans = [i for i in model_memory(trace, plan) if i.role is Role.TEMPORARY and i.module == name.rpartition(".")[0]]
     assert all(i.nbytes == nbytes for i in spans)
     return [(i.birth, i.death) for i in spans]
 
 
-def test_weights_are_plain_in_their_modules_and_where_backward_needs_them() -> None:
+def test_weights_are_decoded_in_their_modules_and_where_backward_needs_them() -> None:
     one, two, three = (sorted(plain_spans(MLP, f"{name}.weight")) for name in ("one", "two", "three"))
     assert [len(one), len(two), len(three)] == [1, 2, 2], "no gradient of the batch is asked for"
     in_order = [one[0], two[0], three[0], (MLP.backward_at, MLP.backward_at), three[1], two[1]]
@@ -182,7 +182,7 @@ def test_weights_are_plain_in_their_modules_and_where_backward_needs_them() -> N
     assert gradient.birth <= gradient.dropped < two[1][0], "folded before the next layer's backward"
 
 
-def test_gradients_are_plain_until_they_are_folded() -> None:
+def test_gradients_are_unpacked_until_they_are_accumulated() -> None:
     foot = footprint(MLP, Plan.uniform(gradient=INT8))
     gradients = [i for i in model_memory(MLP, Plan.uniform(gradient=INT8)) if i.role is Role.GRADIENT]
     accumulators = [i for i in gradients if i.birth == 0]
@@ -192,12 +192,12 @@ def test_gradients_are_plain_until_they_are_folded() -> None:
     assert foot.by_role[Role.GRADIENT] == 3 * (WIDE * WIDE + WIDE * WIDE // 32)
 
 
-def test_casts_of_packed_weights_are_not_kept() -> None:
+def test_casts_of_packed_weights_are_not_stored() -> None:
     model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE))
     found = small_trace(model, device="cuda", autocast=torch.bfloat16)
-    written, packed = footprint(found), footprint(found, LPMM)
-    # The second weight's cast waits for the gradient of its input; the first, whose input needs none, is autograd's alone.
-    assert written.by_role[Role.TEMPORARY] - packed.by_role[Role.TEMPORARY] == 2 * MATRIX
+    baseline, packed = footprint(found), footprint(found, LPMM)
+    # The cast of the second weight is stored for the gradient of its input; the input of the first weight needs no gradient.
+    assert baseline.by_role[Role.TEMPORARY] - packed.by_role[Role.TEMPORARY] == 2 * MATRIX
     cast = found.slot("1:weight", Role.TEMPORARY)
     assert cast.recomputed_from == "1.weight" and cast.birth < found.backward_at < cast.death
     spans = [(i.birth, i.death) for i in model_memory(found, LPMM) if i.nbytes == 2 * MATRIX and i.role is Role.TEMPORARY]
@@ -205,10 +205,10 @@ def test_casts_of_packed_weights_are_not_kept() -> None:
     ((enter, leave),) = weight(found, "1.weight").running
     assert enter <= start <= end == leave < found.backward_at < again <= done <= cast.death
     alone = footprint(found, Plan.uniform(moment1=INT8))
-    assert alone.by_role[Role.TEMPORARY] == written.by_role[Role.TEMPORARY]
+    assert alone.by_role[Role.TEMPORARY] == baseline.by_role[Role.TEMPORARY]
 
 
-def test_a_module_called_twice_and_tied_weights_are_plain_each_time() -> None:
+def test_tied_weights_and_those_of_a_module_called_twice_are_decoded_each_time() -> None:
     twice = small_trace(Parts(lambda self, x: self.fc(self.fc(x).relu()), fc=nn.Linear(SIDE, SIDE)))
     assert len(weight(twice, "fc.weight").running) == 2
     tied = Parts(lambda self, x: self.b(self.a(x).relu()), a=nn.Linear(SIDE, SIDE), b=nn.Linear(SIDE, SIDE))
@@ -218,7 +218,7 @@ def test_a_module_called_twice_and_tied_weights_are_plain_each_time() -> None:
     assert len(weight(found, "a.weight").running) == 2 and len(weight(found, "b.bias").running) == 1
 
 
-def test_weights_of_a_parent_are_plain_while_it_runs_and_those_used_elsewhere_where_they_are() -> None:
+def test_weights_of_a_parent_are_decoded_while_it_runs_and_others_where_they_are_used() -> None:
     def forward(self: Parts, x: Tensor) -> Tensor:
         return linear(self.fc(x) + self.table.sum(0), self.other.weight)
 
@@ -231,7 +231,7 @@ def test_weights_of_a_parent_are_plain_while_it_runs_and_those_used_elsewhere_wh
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_needs_weights_again_until_their_gradient_is_there(reentrant: bool) -> None:
+def test_a_checkpoint_needs_weights_until_their_gradient_is_complete(reentrant: bool) -> None:
     def forward(self: Parts, x: Tensor) -> Tensor:
         return self.b(checkpoint(self.inner, self.a(x), use_reentrant=reentrant))
 
@@ -242,7 +242,7 @@ def test_a_checkpoint_needs_weights_again_until_their_gradient_is_there(reentran
     assert again[1] >= found.slot("inner.0.weight", Role.GRADIENT).birth
 
 
-def test_rules_for_weights_alone_leave_masks_and_indices_as_they_are() -> None:
+def test_rules_for_weights_only_do_not_pack_masks_and_indices() -> None:
     trace = traced("resnet18", 4)
     there = [slot for slot in trace.activations if Use.VALUE not in slot.uses]
     assert there, "masks or indices, which a plan for activations packs"
@@ -252,5 +252,5 @@ def test_rules_for_weights_alone_leave_masks_and_indices_as_they_are() -> None:
 
 def test_it_prints_the_tiers() -> None:
     text = repr(footprint(small_trace(), LPMM))
-    assert "model memory: as written 65.00 KiB, this plan 17.44 KiB, safe" in text
+    assert "model memory: baseline 65.00 KiB, this plan 17.44 KiB, safe" in text
     assert "this plan" not in repr(footprint(small_trace())) and "model memory" not in repr(footprint(small_trace(optimizer=None)))

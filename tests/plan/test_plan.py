@@ -1,4 +1,4 @@
-"""Plans: who a rule speaks of, which rule wins, edits, differences and printing."""
+"""Plans: which slots a rule matches, which rule wins, edits, differences and printing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import SelectorIndex
-from paredown.plan.storage import AS_IS, Assignment
+from paredown.plan.storage import UNMODIFIED, Assignment
 from paredown.roles import FORMATTED, Role
 from tests.plan.plans import plan_of
 from tests.support.strategies import examples
@@ -35,7 +35,7 @@ def format_of(plan: Plan, names: tuple[str, ...], role: Role) -> str | None:
     return str(format) if format else None
 
 
-# --- which rule wins: the rules in the order in which they are written, a slot, and its format by the definition
+# --- which rule wins: rules in order, a slot, and its format by the definition
 PRECEDENCE: list[tuple[list[tuple[str, str | None]], tuple[str, ...], Role, str | None]] = [
     ([], ("a.b:input",), A, None),
     ([("activation", "int8")], ("a.b:input",), A, "int8"),
@@ -50,22 +50,22 @@ PRECEDENCE: list[tuple[list[tuple[str, str | None]], tuple[str, ...], Role, str 
     ([("a.*", "int8"), ("activation=a.*", "int4")], ("a.b:input",), A, "int4"),
     ([("weight=a.*", "int4"), ("activation", "int8")], ("a.b:input",), A, "int8"),
     ([("b:input", "int4"), ("activation", "int8")], ("a:input", "b:input"), A, "int4"),  # any saver's name
-    ([("a:input", "int4"), ("b:input", "int8")], ("b:input", "a:input"), A, "int8"),  # two names: the one written last
+    ([("a:input", "int4"), ("b:input", "int8")], ("b:input", "a:input"), A, "int8"),  # two names: the last rule wins
     ([("b:in*", "int4"), ("a:input", "int8")], ("a:input", "b:input"), A, "int8"),
     ([("fc.weight", "int8")], ("fc.weight",), W, "int8"),
-    ([("fc.weight", "int8")], ("fc.weight",), G, None),  # a name alone is the weight's
+    ([("fc.weight", "int8")], ("fc.weight",), G, None),  # a name without a role matches the weight
     ([("gradient=fc.weight", "int8")], ("fc.weight",), G, "int8"),
     ([("gradient=fc.weight", "int8")], ("gradient=fc.weight",), G, "int8"),
     ([("gradient=fc.weight", "int8")], ("fc.weight",), W, None),
-    ([("fc.*", "int8")], ("fc.weight",), G, "int8"),  # a pattern alone is everybody's
+    ([("fc.*", "int8")], ("fc.weight",), G, "int8"),  # a pattern without a role matches every role
     ([("weight", "int8"), ("weight=weight", "int4")], ("weight",), W, "int4"),  # a parameter that is called like a role
     ([("weight", "int8"), ("weight=weight", "int4")], ("bias",), W, "int8"),
     ([("a[0]:input", "int4"), ("*", "int8")], ("a[0]:input",), A, "int4"),  # a name with a bracket is a name
     ([("a[0]:input", "int4"), ("activation", "int8")], ("a0:input",), A, "int4"),  # and a pattern
     ([("layer?.x:input", "int4")], ("layer3.x:input",), A, "int4"),
     ([("layer?.x:input", "int4")], ("layer33.x:input",), A, None),
-    ([("LAYER3*", "int4")], ("layer3.x:input",), A, None),  # letters are taken as they are
-    ([("layer3.*", "int4")], ("layer3x.y:input",), A, None),  # a dot is a dot
+    ([("LAYER3*", "int4")], ("layer3.x:input",), A, None),  # patterns are case-sensitive
+    ([("layer3.*", "int4")], ("layer3x.y:input",), A, None),  # a dot matches a dot only
     ([("*", "int4")], ("running_mean",), Role.BUFFER, None),
     ([("*", "int4")], ("x",), Role.INPUT, None),
     ([("*", "int4")], ("t",), Role.TEMPORARY, None),
@@ -108,7 +108,7 @@ def test_names_may_come_as_a_list_or_alone() -> None:
 
 
 # --- memory of look-ups
-def test_a_look_up_is_remembered_by_its_own_plan_alone() -> None:
+def test_each_plan_caches_its_own_lookups() -> None:
     plan = plan_of(("activation", "int8"))
     assert format_of(plan, ("a:input",), A) == "int8"
     assert format_of(plan, ("a:input",), Role.ERROR) is None, "the role is part of the question"
@@ -139,7 +139,7 @@ def test_copies_and_pickles_are_equal_and_work() -> None:
 
 
 # --- equality
-def test_plans_are_equal_when_they_say_the_same() -> None:
+def test_plans_with_the_same_effect_are_equal() -> None:
     one = Plan.uniform(activation="int4/64@bf16", weight="mxfp4")
     other = Plan.uniform(weight=Format.parse("e2m1fn/32@e8m0")).set("activation", CATALOG["int4_block"])
     assert one == other and len({one, other}) == 1
@@ -184,7 +184,7 @@ def test_uniform_gives_each_role_its_format() -> None:
         expected = Assignment(Format.parse(texts[role.value]), Rounding.TOWARD_ZERO, Overflow.SATURATE)
         assert plan.find(("any:input",), role) == expected
     assert Plan.uniform(activation="nvfp4").find(("x",), A) == Assignment(CATALOG["nvfp4"])
-    assert plan.find(("running_mean",), Role.BUFFER) == AS_IS
+    assert plan.find(("running_mean",), Role.BUFFER) == UNMODIFIED
 
 
 def test_edits_make_the_next_plan() -> None:
@@ -209,7 +209,7 @@ def test_presets() -> None:
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_tiers_take_the_bytes_that_they_say(name: str) -> None:
+def test_tiers_take_the_bytes_of_their_formats(name: str) -> None:
     plan = Plan.preset(name)
     formats = [a.format for _, a in plan.rules if a.format is not None]
     assert sum(format.bits_per_value for format in formats) / 8 == pytest.approx(BYTES[name], abs=0.006)
@@ -223,14 +223,14 @@ def test_diff_names_each_rule_that_differs() -> None:
     other = Plan.uniform(activation="int4/64@bf16", weight="int4").set("b.*", "int2", rounding="stochastic")
     assert one.diff(other) == (
         ("weight", Assignment.parse("int8"), Assignment.parse("int4")),
-        ("a.*", AS_IS, None),
+        ("a.*", UNMODIFIED, None),
         ("b.*", None, Assignment.parse("int2", "stochastic")),
     )
-    assert str(one.diff(other)) == "weight: int8 -> int4\na.*: as it is -> no rule\nb.*: no rule -> int2, stochastic"
+    assert str(one.diff(other)) == "weight: int8 -> int4\na.*: unmodified -> no rule\nb.*: no rule -> int2, stochastic"
     assert str(one.diff(one)) == "no difference"
 
 
-def test_diff_tells_that_patterns_changed_places() -> None:
+def test_diff_reports_patterns_in_another_order() -> None:
     one, other = plan_of(("a.*", "int4"), ("*.b", "int8")), plan_of(("*.b", "int8"), ("a.*", "int4"))
     assert str(one.diff(other)) == "a.*: int4, in another order\n*.b: int8, in another order"
 
@@ -260,16 +260,16 @@ def test_explain_is_a_line_for_each_rule() -> None:
         "weight: uint1, 1 bit a value, stochastic rounding",
         "activation: int4/64@bf16, 4.25 bits a value, stochastic rounding",
         "gradient slots like 'fc.*': e4m3fn, 8 bits a value, stochastic rounding, larger values become the largest",
-        "slot 'a.b:input': as it is",
-        "Everything else stays as it is.",
+        "slot 'a.b:input': unmodified",
+        "Everything else is unmodified.",
     ]
-    assert Plan().explain() == "Everything stays as it is."
+    assert Plan().explain() == "Everything is unmodified."
 
 
 def test_repr_is_short() -> None:
-    assert repr(Plan()) == "Plan(): everything as it is"
+    assert repr(Plan()) == "Plan(): everything unmodified"
     assert repr(Plan.uniform(activation="int8")) == "Plan(1 rule)\n  activation  int8"
-    assert repr(Plan.uniform(activation="int8").set("a.*", None)) == "Plan(2 rules)\n  activation  int8\n  a.*         as it is"
+    assert repr(Plan.uniform(activation="int8").set("a.*", None)) == "Plan(2 rules)\n  activation  int8\n  a.*         unmodified"
     long = repr(plan_of(*((f"layer{k}.x:input", "int8") for k in range(100)))).splitlines()
     assert len(long) == 22 and long[-1] == "  ... 80 more"
 

@@ -1,4 +1,4 @@
-"""What a plan refuses, alone and before the slots of a model: each error says what, where, what is allowed and what to do."""
+"""Errors of plans, by themselves and against the slots of a model: each states what, where, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paredown.errors import PlanError
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import Selector, slot_key
-from paredown.plan.storage import AS_IS, Assignment
+from paredown.plan.storage import UNMODIFIED, Assignment
 from paredown.roles import FORMATTED, Role
 from tests.plan.plans import keys, plan_of
 from tests.support.strategies import examples
@@ -30,18 +30,18 @@ REFUSED: list[tuple[Any, list[str]]] = [
     (lambda: PLAN.set("wieght=a.*", None), ["'wieght' is no role", "Did you mean 'weight'?", "moment1, moment2"]),
     (lambda: PLAN.set("x=y:input", None), ["'x' is no role", "'activation=x=y:input'"]),
     (lambda: PLAN.set("weight=", None), ["no name after '='", "'weight=*'"]),
-    (lambda: PLAN.set("buffer", None), ["never given a format", "weight, gradient"]),
-    (lambda: PLAN.set("temporary=a.*", None), ["never given a format"]),
-    (lambda: PLAN.set("a.*", "int4/64"), ["rule 'a.*'", "write int4/64@bf16", "None leaves the tensor as it is"]),
+    (lambda: PLAN.set("buffer", None), ["have no format", "weight, gradient"]),
+    (lambda: PLAN.set("temporary=a.*", None), ["have no format"]),
+    (lambda: PLAN.set("a.*", "int4/64"), ["rule 'a.*'", "write int4/64@bf16", "None stores the tensor unmodified"]),
     (lambda: PLAN.set("a.*", "mxfp5"), ["rule 'a.*'", "'mxfp5'", "catalog like it: mxfp4"]),
     (lambda: PLAN.set("a.*", 4), ["rule 'a.*'", "not int"]),  # type: ignore[arg-type]
     (lambda: PLAN.set("a.*", "int4", rounding="up"), ["rule 'a.*'", "rounding 'up'", "toward_zero, nearest_away, stochastic"]),
     (lambda: PLAN.set("a.*", "int4", overflow="wrap"), ["rule 'a.*'", "overflow 'wrap'", "saturate, nonfinite"]),
-    (lambda: PLAN.set("a.*", None, rounding="stochastic"), ["rule 'a.*'", "as it is", "leave rounding and overflow out"]),
+    (lambda: PLAN.set("a.*", None, rounding="stochastic"), ["rule 'a.*'", "unmodified", "leave rounding and overflow out"]),
     (lambda: PLAN.without("layer4.*"), ["no rule 'layer4.*'", "Closest of 2: 'layer3.*'"]),
     (lambda: Plan().without("layer4.*"), ["no rule 'layer4.*'", "has none"]),
     (lambda: Plan.uniform(activations="int8"), ["'activations' is no role", "'activation'"]),  # type: ignore[call-arg]
-    (lambda: Plan.uniform(input="int8"), ["never given a format"]),  # type: ignore[call-arg]
+    (lambda: Plan.uniform(input="int8"), ["have no format"]),  # type: ignore[call-arg]
     (lambda: Plan.uniform(weight="int99"), ["rule 'weight'", "int99"]),
     (lambda: Plan.preset("int8"), ["'int8'", *PRESETS]),
     (lambda: Plan((("activation", "int8"),)), ["(key, Assignment)", "set(key, format)"]),  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
 
 
 @pytest.mark.parametrize(("ask", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_refused_gets_a_sentence(ask: Any, said: list[str]) -> None:
+def test_errors_name_rule_and_remedy(ask: Any, said: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
         ask()
     assert [part for part in said if part not in str(caught.value)] == []
@@ -81,7 +81,7 @@ SLOTS = [
         (["layer1.*", "layer9.0.conv1:input"], ["layer9.0.conv1:input"]),
     ],
 )
-def test_check_lists_the_names_that_are_not_there(keys: list[str], missing: list[str]) -> None:
+def test_check_lists_names_of_no_slot(keys: list[str], missing: list[str]) -> None:
     assert plan_of(*((key, "int8") for key in keys)).check(iter(SLOTS)) == missing
 
 
@@ -93,7 +93,7 @@ def test_check_lists_the_names_that_are_not_there(keys: list[str], missing: list
             ["pattern 'layr3.*:input' matches no slot", "'layer3.0.conv1:input'", "plan.without('layr3.*:input')"],
         ),
         (["weight=layer3.*"], ["pattern 'weight=layer3.*'", "Closest of 1 weight slot name: 'fc.weight'"]),
-        (["moment1=fc.*"], ["There is no moment1 slot at all"]),
+        (["moment1=fc.*"], ["The model has no moment1 slots"]),
         (["bn.*"], ["pattern 'bn.*' matches no slot"]),  # a buffer gets no format
         (
             ["activation", "layer3.0.conv:input"],
@@ -120,14 +120,14 @@ def test_a_plan_of_another_model_says_what_it_was_made_for() -> None:
     "name", ["fc.weight", "fc:input", "weight", "activations", "a=b:input", "a[0]:input", ":linear.input", "pos"]
 )
 @pytest.mark.parametrize("role", FORMATTED)
-def test_the_key_of_a_slot_speaks_of_it_alone(name: str, role: Role) -> None:
+def test_the_key_of_a_slot_matches_it_alone(name: str, role: Role) -> None:
     plan = plan_of((slot_key(name, role), "int8"))
     assert plan.check([((name,), role)]) == []
     others = [other for other in FORMATTED if other is not role and {other, role} != {A, W}]
-    assert [other for other in (role, *others) if plan.find((name,), other) != AS_IS] == [role]
+    assert [other for other in (role, *others) if plan.find((name,), other) != UNMODIFIED] == [role]
 
 
 @given(text=keys())
 @examples(200)
-def test_text_of_a_key_there_and_back(text: str) -> None:
+def test_text_of_a_key_round_trips(text: str) -> None:
     assert str(Selector.parse(text)) == text

@@ -1,4 +1,4 @@
-"""Plans as JSON: there and back, how the file reads, and what a wrong file gets to hear."""
+"""Plans as JSON: round trip, layout of the file, and errors of wrong files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_plan_equals_its_file_and_equal_plans_are_equal_files(plan: Plan, tmp_pa
     assert json.loads((folder / "one.json").read_text(encoding="utf-8")) == plan.to_json()
 
 
-def test_the_file_reads_well(tmp_path: Path) -> None:
+def test_layout_of_the_file(tmp_path: Path) -> None:
     plan = Plan.uniform(activation="int4/64@bf16").set("a.*", None)
     replace(plan, reason="why", made_for={"model": "net", "batch": 8}).save(tmp_path / "plan.json")
     assert (tmp_path / "plan.json").read_text() == (
@@ -73,17 +73,17 @@ WRONG_FILES = {
     '{"version": 1, "rules": [["activation", {"format": "int99"}]]}': "rule 'activation': format 'int99'",
     '{"version": 1, "rules": [["activation", {"format": 4}]]}': "rule 'activation': a format is text",
     '{"version": 1, "rules": [["activation", {"format": "int4", "rounding": "up"}]]}': "rounding 'up' is unknown",
-    '{"version": 1, "rules": [[3, {"format": "int4"}]]}': "key 3 is none",
-    '{"version": 1, "rules": [["buffer", {"format": "int4"}]]}': "never given a format",
+    '{"version": 1, "rules": [[3, {"format": "int4"}]]}': "key 3 is not valid",
+    '{"version": 1, "rules": [["buffer", {"format": "int4"}]]}': "have no format",
     '{"version": 1, "rules": [["a.b", {"format": null}], ["a.b", {"format": null}]]}': "key 'a.b' has two rules",
     '{"version": 1, "rules": [], "reason": null}': "reason of a plan is text",
     '{"version": 1, "rules": [], "made_for": 3}': "made_for is a dict",
-    '{"version": 1, "rules": [], "made_for": {"a": NaN}}': "made_for is kept as JSON",
+    '{"version": 1, "rules": [], "made_for": {"a": NaN}}': "made_for must be JSON",
 }
 
 
 @pytest.mark.parametrize(("text", "said"), WRONG_FILES.items(), ids=range(len(WRONG_FILES)))
-def test_wrong_files_get_a_sentence_with_their_path(text: str, said: str, tmp_path: Path) -> None:
+def test_wrong_files_raise_an_error_with_their_path(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(PlanError) as caught:

@@ -131,7 +131,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "one name twice": (lambda value: value["slots"].append(dict(slot(value))), "another slot has this role and name"),
     "a weight twice": (lambda value: value["slots"].append(dict(slot(value, "weight"))), "another slot has this role and name"),
     "bytes of another shape": (lambda value: slot(value, "weight").update(nbytes=12345), "shape .* 12345 bytes"),
-    "more bytes than are counted": (lambda value: value["outputs"][0].update(nbytes=2**59), "fewer than 2\\^58 are counted"),
+    "more bytes than are counted": (lambda value: value["outputs"][0].update(nbytes=2**59), "fewer than 2\\^58 are supported"),
     "backward after the end": (lambda value: value.update(backward_at=value["length"] + 1), "after the step's end"),
     "a phase that is none": (lambda value: value["outputs"][0].update(phase="sideways"), "phase of an output is one of"),
     "a pin of text": (

@@ -100,7 +100,7 @@ def test_wrong_plans_that_are_read_can_be_said_and_written(tmp_path: Path) -> No
 def test_a_trace_whose_gradients_are_of_no_weight_is_refused() -> None:
     value = trace()
     value = {**value, "slots": [slot for slot in value["slots"] if slot["role"] != "weight"]}
-    with pytest.raises(pare.TraceError, match="there is no such weight in the trace"):
+    with pytest.raises(pare.TraceError, match="which the trace does not have"):
         pare.Trace.from_json(value)
 
 

@@ -1,4 +1,4 @@
-"""Steps that tests trace: models, batches and losses, and what a real step on the CPU keeps and allocates."""
+"""Steps that tests trace: models, batches and losses, and what a real step on the CPU stores and allocates."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def step_of(name: str, num: int = 4) -> Step:
 
 
 def traced(name: str, num: int = 4, **options: Any) -> Trace:
-    """The trace of that step on the CPU, unless told otherwise."""
+    """The trace of that step, by default on the CPU."""
     model, batch, loss = step_of(name, num)
     return trace_step(model, batch, loss=loss, **{"device": "cpu", **options})
 
 
 def saved_bytes(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Callable[..., Tensor]) -> int:
     """Bytes of the storages that autograd holds after a real forward pass, without parameters, buffers and the batch."""
-    own = [*model.parameters(), *model.buffers(), *batch]
-    brought = {t.untyped_storage().data_ptr() for t in own}
+    initial = [*model.parameters(), *model.buffers(), *batch]
+    initial_storages = {t.untyped_storage().data_ptr() for t in initial}
     held: dict[int, Tensor] = {}  # kept alive, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in brought:
+        if tensor.untyped_storage().data_ptr() not in initial_storages:
             held[tensor.untyped_storage().data_ptr()] = tensor.detach()
         return tensor
 

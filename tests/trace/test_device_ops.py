@@ -1,4 +1,4 @@
-"""What CUDA's operations take for themselves: as its allocator showed on one H200, in traces, and on a GPU that is there."""
+"""Workspaces of CUDA operations: against allocator snapshots of one H200, in traces, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paredown import Trace, footprint, trace_step
 from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.trace.device_ops import PROCESSORS, THREADS, sum_workspace
 
-SEEN = (  # rows, columns, bytes: blocks of gpu_reduce_kernel in memory snapshots on one H200, torch 2.11
+MEASURED = (  # rows, columns, bytes: blocks of gpu_reduce_kernel in memory snapshots on one H200, torch 2.11
     (16384, 1024, 134217728),
     (25216, 3072, 138412032),
     (49920, 256, 102236160),
@@ -40,74 +40,80 @@ def traced(model: nn.Module, x: Tensor, device: str = "cuda", **more: Any) -> Tr
     return trace_step(model, (x, x), loss=mean, device=device, **more)
 
 
-@pytest.mark.parametrize(("rows", "columns", "nbytes"), SEEN)
+@pytest.mark.parametrize(("rows", "columns", "nbytes"), MEASURED)
 def test_partial_sums_are_those_of_a_gpu(rows: int, columns: int, nbytes: int) -> None:
     assert sum_workspace(rows, columns) == nbytes
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1024), (512, 1024), (1000, 3), (4, 100_000), (2048, 1 << 20)])
 def test_few_rows_or_many_columns_need_none(rows: int, columns: int) -> None:
-    """Of fewer than 256 numbers a thread, or where columns alone fill the GPU."""
+    """Fewer than 256 values a thread, or columns that alone fill the GPU."""
     assert sum_workspace(rows, columns) == 0
 
 
-def test_large_tensors_are_summed_half_by_half_and_wide_numbers_take_twice_as_much() -> None:
-    """Above 2 GiB the first half alone, as the second one comes after it."""
+def test_large_tensors_are_summed_in_halves_and_float64_takes_twice_as_much() -> None:
+    """Above 2 GiB the workspace is that of one half: the halves are summed one after the other."""
     assert sum_workspace(131072, 16384, torch.bfloat16) == sum_workspace(32768, 16384, torch.bfloat16)
-    assert sum_workspace(16384, 1024, torch.float64) == sum_workspace(16384, 1024, torch.int32) == 2 * SEEN[0][2]
+    assert sum_workspace(16384, 1024, torch.float64) == sum_workspace(16384, 1024, torch.int32) == 2 * MEASURED[0][2]
 
 
 @pytest.mark.parametrize("dims", [(), (0,), (-1,), (0, 1), (1,)])
-def test_other_sums_take_none(dims: tuple[int, ...]) -> None:
-    """All of it, along rows, and a number alone: traced, and without scratch."""
+def test_other_sums_need_no_workspace(dims: tuple[int, ...]) -> None:
+    """Sums over all dimensions, along rows, and of a scalar: traced, without workspace."""
 
     class Sum(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.mean().sum(0) if dims == (0,) else x.sum(dims)
 
     x = torch.empty(16384, 1024, requires_grad=True)
-    assert not [made for made in traced(Sum(), x).outputs if made.dtype == "uint8"]
+    assert not [output for output in traced(Sum(), x).outputs if output.dtype == "uint8"]
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_the_gradient_of_a_bias_counts_on_cuda_alone(has_bias: bool) -> None:
+def test_the_gradient_of_a_bias_needs_workspace_on_cuda_only(has_bias: bool) -> None:
     x = torch.empty(4, 4096, 64)
     for device in ("cuda", "cpu"):
-        sums = [made.nbytes for made in traced(Wide(has_bias), x, device).outputs if made.op == "sum" and made.dtype == "uint8"]
-        assert sums == ([SEEN[0][2]] if has_bias and device == "cuda" else [])
+        sums = [
+            output.nbytes for output in traced(Wide(has_bias), x, device).outputs if output.op == "sum" and output.dtype == "uint8"
+        ]
+        assert sums == ([MEASURED[0][2]] if has_bias and device == "cuda" else [])
 
 
-def test_it_is_there_while_the_sum_runs_and_no_longer() -> None:
+def test_the_workspace_lives_while_the_sum_runs() -> None:
     trace = traced(Wide(), torch.empty(4, 4096, 64))
-    scratch = next(made for made in trace.outputs if made.dtype == "uint8")
-    assert scratch.birth == scratch.death > trace.backward_at
-    assert footprint(trace).peak_bytes > footprint(traced(Wide(False), torch.empty(4, 4096, 64))).peak_bytes + scratch.nbytes // 2
+    workspace = next(output for output in trace.outputs if output.dtype == "uint8")
+    assert workspace.birth == workspace.death > trace.backward_at
+    assert footprint(trace).peak_bytes > footprint(traced(Wide(False), torch.empty(4, 4096, 64))).peak_bytes + workspace.nbytes // 2
 
 
-def test_float32_attention_adds_gradients_of_queries_up_in_blocks() -> None:
-    """100761600 bytes for 768 x 4 heads of 65 places and 16 numbers, seen on one H200: two blocks of 64 x 64 and a lock each."""
+def test_float32_attention_sums_gradients_of_queries_in_blocks() -> None:
+    """100761600 bytes for 768 x 4 heads of 65 positions and 16 values, measured on one H200: two blocks of 64 x 64 and a lock each."""
 
     class Attention(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return scaled_dot_product_attention(x, x, x)
 
     x = torch.empty(768, 4, 65, 16, requires_grad=True)
-    assert 100761600 in [made.nbytes for made in traced(Attention(), x).outputs if made.phase == "backward"]
+    assert 100761600 in [output.nbytes for output in traced(Attention(), x).outputs if output.phase == "backward"]
 
 
-def test_recomputed_tensors_are_gone_while_gradients_are_summed() -> None:
-    """The input of the second layer, which its node takes, is freed before the gradient of the bias is summed; as written it is not."""
+def test_recomputed_tensors_are_freed_before_gradients_are_summed() -> None:
+    """The input of the second layer is freed before the gradient of the bias is summed; in the baseline it is not."""
     model = nn.Sequential(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 1024)))
     trace = traced(model, torch.empty(4, 4096, 64))
-    scratch = next(made for made in trace.outputs if made.op == "sum" and made.dtype == "uint8" and made.module == "0.2")
+    workspace = next(
+        output for output in trace.outputs if output.op == "sum" and output.dtype == "uint8" and output.module == "0.2"
+    )
     slot = next(slot for slot in trace.activations if slot.name == "0.2:input")
-    assert slot.death >= scratch.birth
-    again = [made for made in checkpointed_trace(trace, ("0",)).outputs if made.op == "recomputed" and made.module == slot.module]
-    assert max(made.death for made in again if made.shape == slot.shape) < scratch.birth
+    assert slot.death >= workspace.birth
+    again = [
+        output for output in checkpointed_trace(trace, ("0",)).outputs if output.op == "recomputed" and output.module == slot.module
+    ]
+    assert max(output.death for output in again if output.shape == slot.shape) < workspace.birth
 
 
 class Residual(nn.Module):
-    """The name `x` holds the first sum until the last layer is done, and no layer takes it."""
+    """The variable `x` holds the first sum until the last layer is done, and no layer reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,22 +126,22 @@ class Residual(nn.Module):
         return x
 
 
-def test_what_a_name_holds_is_no_input_of_a_layer() -> None:
+def test_a_tensor_that_only_a_variable_holds_is_no_input_of_a_layer() -> None:
     trace = traced(Residual(), torch.empty(8, 128, 64), "cpu")
-    held = next(made for made in trace.outputs if made.op == "addmm" and made.module == "start")
+    held = next(output for output in trace.outputs if output.op == "addmm" and output.module == "start")
     assert held.death > held.used, "the program holds it"
     again = checkpointed_trace(trace, ("layers.*",))
-    there = [made for made in again.outputs if made.op == "addmm" and made.module == "start"]
-    assert [made.death for made in there] == [held.death]
+    same_outputs = [output for output in again.outputs if output.op == "addmm" and output.module == "start"]
+    assert [output.death for output in same_outputs] == [held.death]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "columns"), [(1500, 64), (5000, 96), (16384, 1024), (25216, 3072), (9000, 10), (300_000, 7)])
-def test_a_gpu_takes_as_much(rows: int, columns: int, dtype: torch.dtype) -> None:
-    found = torch.cuda.get_device_properties(0)
-    if (found.multi_processor_count, found.max_threads_per_multi_processor) != (PROCESSORS, THREADS):
-        pytest.skip(f"the arithmetic is for {PROCESSORS} processors, here are {found.multi_processor_count}")
+def test_workspace_is_that_of_a_gpu(rows: int, columns: int, dtype: torch.dtype) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    if (properties.multi_processor_count, properties.max_threads_per_multi_processor) != (PROCESSORS, THREADS):
+        pytest.skip(f"the arithmetic is for {PROCESSORS} processors, here are {properties.multi_processor_count}")
     gc.collect()  # what earlier tests hold is freed before, not while it is measured
     x = torch.ones(rows, columns, dtype=dtype, device="cuda")
     x.sum(0)

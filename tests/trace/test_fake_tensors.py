@@ -1,4 +1,4 @@
-"""On fake CPU tensors a trace describes CUDA: what kernels save there, what autocast casts, and where devices are named."""
+"""Traces of CUDA on fake CPU tensors: what kernels save there, what autocast casts, and devices that models name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def saved(trace: Trace, op: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 # --- the tables ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_operation_that_autocast_knows_on_cuda_is_in_one_table() -> None:
+def test_every_operation_that_autocast_handles_on_cuda_is_in_one_table() -> None:
     tables = (LOWER, CAST, SET_DTYPE, PROMOTE, BANNED)
     registered = {
         name.removeprefix("aten::").partition(".")[0]
@@ -69,28 +69,28 @@ X = torch.ones(NUM, LENGTH, 3 * HEADS * WIDTH)
 SHAPE = (NUM, HEADS, LENGTH, WIDTH)
 
 
-def test_flash_attention_saves_no_square() -> None:
+def test_flash_attention_saves_no_tensor_of_length_x_length() -> None:
     trace = on_cuda(lambda self, x: attend(self, x, is_causal=True), X.to(BF16))
-    found = saved(trace, "scaled_dot_product_attention")
-    assert found["output"] == ("bfloat16", SHAPE) and found["logsumexp"] == ("float32", SHAPE[:3])
+    operands = saved(trace, "scaled_dot_product_attention")
+    assert operands["output"] == ("bfloat16", SHAPE) and operands["logsumexp"] == ("float32", SHAPE[:3])
     slot = trace.slot(":scaled_dot_product_attention.key")  # query, key and value are views of one storage
     assert set(slot.names) >= {f":scaled_dot_product_attention.{operand}" for operand in ("query", "key", "value")}
     assert slot.pin is not None and slot.numel == X.numel()
     assert all(LENGTH * LENGTH not in (made.nbytes, made.nbytes // 2, made.nbytes // 4) for made in trace.outputs)
 
 
-def test_float32_takes_the_memory_efficient_kernel_and_masks_are_numbers_there() -> None:
+def test_float32_uses_the_memory_efficient_kernel_with_float_masks() -> None:
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     trace = on_cuda(lambda self, x, mask: attend(self, x, attn_mask=mask), X, mask)
-    found = saved(trace, "scaled_dot_product_attention")
-    assert found["logsumexp"] == ("float32", SHAPE[:3])  # 96 is a multiple of 32
-    assert found["bias"] == ("float32", (NUM, HEADS, LENGTH, LENGTH))
+    operands = saved(trace, "scaled_dot_product_attention")
+    assert operands["logsumexp"] == ("float32", SHAPE[:3])  # 96 is a multiple of 32
+    assert operands["bias"] == ("float32", (NUM, HEADS, LENGTH, LENGTH))
     slot = trace.slot(":scaled_dot_product_attention.bias")
     assert slot.nbytes == LENGTH * LENGTH * 4 and slot.stays
 
 
-def test_attention_that_no_kernel_takes_writes_every_product() -> None:
-    odd = torch.ones(NUM, LENGTH, 3 * HEADS * 5)  # heads of 5 numbers
+def test_attention_without_a_fused_kernel_writes_its_logits() -> None:
+    odd = torch.ones(NUM, LENGTH, 3 * HEADS * 5)  # heads of 5 values
     trace = on_cuda(attend, odd)
     assert not saved(trace, "scaled_dot_product_attention")
     assert any(slot.shape[-2:] == (LENGTH, LENGTH) for slot in trace.activations)
@@ -107,7 +107,7 @@ def test_attention_inside_of_a_function_of_torch_has_its_form_too() -> None:
 # --- other kernels -------------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_keeps_a_byte_for_each_value() -> None:
+def test_dropout_saves_a_byte_for_each_value() -> None:
     trace = on_cuda(lambda self, x: self.drop(x), X, drop=nn.Dropout(0.1))
     slot = trace.slot("drop:mask")
     assert (slot.dtype, slot.nbytes, slot.uses) == ("bool", X.numel(), {Use.MASK})
@@ -127,15 +127,15 @@ def test_batch_norm_and_pooling_save_what_they_save_on_the_cpu() -> None:
 def test_recurrent_layers_are_one_operation(kind: type[nn.RNNBase], gates: int) -> None:
     layer = kind(64, 128, 2, batch_first=True, bidirectional=True)
     trace = on_cuda(lambda self, x: self.rnn(x)[0], torch.ones(8, 32, 64), rnn=layer)
-    found = saved(trace, "rnn")
-    assert found["output"] == ("float32", (32, 8, 256)) and found["input"] == ("float32", (32, 8, 64))
-    assert found["reserve"][0] == "uint8"
-    assert found["reserve"][1][0] >= 32 * 8 * 2 * 2 * 128 * 4 * gates  # at least the gates of each place, layer and direction
+    operands = saved(trace, "rnn")
+    assert operands["output"] == ("float32", (32, 8, 256)) and operands["input"] == ("float32", (32, 8, 64))
+    assert operands["reserve"][0] == "uint8"
+    assert operands["reserve"][1][0] >= 32 * 8 * 2 * 2 * 128 * 4 * gates  # at least the gates of each position, layer and direction
     gradients = {slot.name: slot.shape for slot in trace.of(Role.GRADIENT)}
     assert gradients["rnn.weight_ih_l0"] == (gates * 128, 64) and len(gradients) == 17
 
 
-def test_rms_norm_saves_its_input_and_a_number_for_each_row() -> None:
+def test_rms_norm_saves_its_input_and_one_rstd_for_each_row() -> None:
     trace = on_cuda(lambda self, x: self.norm(x), torch.ones(64, 128), norm=nn.RMSNorm(128))
     assert saved(trace, "rms_norm") == {"input": ("float32", (64, 128)), "inverse_deviation": ("float32", (64, 1))}
 
@@ -179,7 +179,7 @@ def test_autocast_is_that_of_cuda(forward, dtype: str) -> None:
     assert dtypes(forward, torch.ones(64, 64)) == dtype
 
 
-def test_autocast_that_the_model_writes_itself_counts() -> None:
+def test_autocast_inside_of_the_model_counts() -> None:
     def off(self, x: Tensor) -> Tensor:
         with torch.autocast("cuda", enabled=False):
             return x @ x
@@ -204,11 +204,11 @@ def test_a_weight_is_cast_once_a_step_and_its_cast_is_no_activation() -> None:
     casts = trace.of(Role.TEMPORARY)
     assert [(slot.name, slot.dtype, slot.nbytes) for slot in casts] == [("fc:weight", "bfloat16", 64 * 64 * 2)]
     bias = next(made for made in trace.outputs if made.op == "_to_copy" and made.shape == (64,))
-    assert bias.death < trace.backward_at <= casts[0].death  # the cast of the bias goes with autocast
+    assert bias.death < trace.backward_at <= casts[0].death  # the cast of the bias is freed at the end of autocast
 
 
 def test_cross_entropy_of_16_bits_casts_between_its_two_operations() -> None:
-    """As measured on a GPU: log-probabilities in 16 bits, and their cast, of which nll_loss asks the shape."""
+    """As measured on a GPU: log-probabilities in 16 bits, and their cast, of which nll_loss needs the shape."""
     model = nn.Linear(64, 1000)
     batch = (torch.ones(32, 64), torch.zeros(32, dtype=torch.int64))
     trace = trace_step(model, batch, loss=F.cross_entropy, device="cuda", autocast=BF16)
@@ -229,8 +229,8 @@ def test_devices_that_the_model_names_are_the_cpu() -> None:
     assert on_cuda(forward, torch.ones(64, 64)).device == "cuda"
 
 
-def test_what_autocast_refuses_on_cuda_is_refused() -> None:
+def test_operations_that_autocast_forbids_on_cuda_raise() -> None:
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()), (torch.ones(32, 64), torch.ones(32, 64))
-    with pytest.raises(TraceError, match="take binary_cross_entropy_with_logits"):
+    with pytest.raises(TraceError, match="use binary_cross_entropy_with_logits"):
         trace_step(model, batch, loss=F.binary_cross_entropy, device="cuda", autocast=BF16)
     assert trace_step(model, batch, loss=F.binary_cross_entropy, device="cuda").activations

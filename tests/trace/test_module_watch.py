@@ -1,4 +1,4 @@
-"""What Watch reports: every tensor that autograd saves in the model, against torch's own hooks, with names that stay."""
+"""What Watch reports: every tensor that autograd saves in the model, against torch's own hooks, with names that do not change."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from paredown.trace.operations import ROWS, Use, row_of
 
 
 def watched(model: nn.Module, *inputs: Any) -> list[Saved]:
-    """All that a forward pass reports."""
-    found: list[Saved] = []
-    watch = Watch(model, found.append)
+    """Every report of one forward pass."""
+    reported: list[Saved] = []
+    watch = Watch(model, reported.append)
     watch.attach()
     model(*inputs)
     watch.detach()
-    return found
+    return reported
 
 
 def saved_by_hooks(model: nn.Module, *inputs: Any) -> list[tuple[int, ...]]:
-    """Shapes of all that autograd hands to hooks."""
+    """Shapes of all tensors that autograd passes to saved-tensor hooks."""
     shapes: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ def test_all_that_autograd_saves_is_reported(name: str) -> None:
     torch.manual_seed(0)
     model, (x, _) = MODELS[name](), random_batch(name, 2)
     expected = saved_by_hooks(model, x)
-    found = sorted(tuple(saved.tensor.shape) for saved in watched(model, x) if saved.tensor is not None)
-    assert found == expected
+    reported = sorted(tuple(saved.tensor.shape) for saved in watched(model, x) if saved.tensor is not None)
+    assert reported == expected
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_names_are_unique_and_stay(name: str) -> None:
+def test_names_are_unique_and_do_not_change(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     one, two, larger = ([saved.name for saved in watched(model, random_batch(name, num)[0])] for num in (2, 2, 3))
@@ -57,7 +57,7 @@ def test_names_are_unique_and_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_and_inputs_are_told_apart(name: str) -> None:
+def test_parameters_and_inputs_have_their_kind(name: str) -> None:
     torch.manual_seed(0)
     model, (x, _) = MODELS[name](), random_batch(name, 2)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -70,7 +70,7 @@ def test_parameters_and_inputs_are_told_apart(name: str) -> None:
 
 
 class Named(nn.Module):
-    """One of each place that a name can come from."""
+    """A model with one case of each kind of slot name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,10 @@ class Named(nn.Module):
 
 
 def test_names() -> None:
-    found = watched(Named(), torch.randn(2, 3, 8, 8))
-    names = [s.name for s in found if s.kind == "activation" and s.use is not Use.EXACT and s.tensor is not None and s.tensor.dim()]
+    reported = watched(Named(), torch.randn(2, 3, 8, 8))
+    names = [
+        s.name for s in reported if s.kind == "activation" and s.use is not Use.EXACT and s.tensor is not None and s.tensor.dim()
+    ]
     assert names == [
         *("relu:output", ":exp.output", ":mul.other", ":mul.input", "norm:input", "relu@2:output"),
         *(
@@ -103,30 +105,30 @@ def test_names() -> None:
 
 
 def test_nothing_is_reported_without_gradients_or_outside() -> None:
-    model, found = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), []
-    watch = Watch(model, found.append)
+    model, reported = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), []
+    watch = Watch(model, reported.append)
     watch.attach()
     with torch.no_grad():
         model(torch.randn(2, 4))
     model[0](torch.randn(2, 4))
-    assert not found
+    assert not reported
     before = torch.randn(2, 4, requires_grad=True).exp().sin()
     model(before)
-    assert [saved.name for saved in found if saved.kind != "weight"] == ["0:input", "1:output"]  # not what came before
+    assert [saved.name for saved in reported if saved.kind != "weight"] == ["0:input", "1:output"]  # not what came before
     assert watch.where() == ""
     watch.detach()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_second_forward_pass_does_not_report_the_first() -> None:
-    model, found = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), []
-    watch = Watch(model, found.append)
+    model, reported = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), []
+    watch = Watch(model, reported.append)
     watch.attach()
     model(model(torch.randn(2, 4)))
-    assert [saved.name for saved in found if saved.kind != "weight"] == ["0:input", "1:output", "0:input", "1:output"]
+    assert [saved.name for saved in reported if saved.kind != "weight"] == ["0:input", "1:output", "0:input", "1:output"]
 
 
-def test_grad_mode_is_what_it_was() -> None:
+def test_grad_mode_is_restored() -> None:
     class Teacher(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""A trace tells what a real step keeps, by the names that a session sees, and leaves everything as it was."""
+"""Traces against real steps: the same saved bytes and slot names; the model is left unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def names(trace: Trace) -> set[str]:
 
 
 class Parts(nn.Module):
-    """A module whose forward is given."""
+    """A module with the given forward."""
 
     def __init__(self, forward, **parts: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Parts(nn.Module):
 
 
 def trace(model: nn.Module, batch=None, *, loss=mse_loss, device: str = "cpu", **options) -> Trace:
-    """The trace of a step on (2, WIDE) values, unless told otherwise."""
+    """The trace of a step, by default on (2, WIDE) values."""
     return trace_step(model, (X, X) if batch is None else batch, loss=loss, device=device, **options)
 
 
@@ -80,27 +80,27 @@ def test_names_are_those_of_a_real_step_on_every_device_and_batch_size(name: str
 
 
 def test_weights_gradients_and_moments_are_counted_once() -> None:
-    found = traced("gpt", optimizer="adamw")  # the head is the embedding
+    result = traced("gpt", optimizer="adamw")  # the head is the embedding
     model = step_of("gpt")[0]
     nbytes = sum(p.numel() * 4 for p in model.parameters())
     for role in (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
-        assert kept(found, role) == nbytes
-    assert kept(found, Role.INPUT) == 2 * 4 * 64 * 8
+        assert kept(result, role) == nbytes
+    assert kept(result, Role.INPUT) == 2 * 4 * 64 * 8
 
 
 def test_times_are_in_order() -> None:
-    found = traced("resnet18")
-    for slot in found.activations:
-        assert slot.birth <= slot.dropped <= slot.death <= found.length
+    result = traced("resnet18")
+    for slot in result.activations:
+        assert slot.birth <= slot.dropped <= slot.death <= result.length
         for part in slot.parts:
             assert slot.birth <= part.packed <= part.released <= slot.death
-            assert all(found.backward_at <= start <= end <= slot.death for start, end in part.decoded)
-    grads = found.of(Role.GRADIENT)
-    assert all(slot.birth > found.backward_at for slot in grads)
-    assert {made.phase for made in found.outputs} == {"forward", "loss", "backward"}
+            assert all(result.backward_at <= start <= end <= slot.death for start, end in part.decoded)
+    grads = result.of(Role.GRADIENT)
+    assert all(slot.birth > result.backward_at for slot in grads)
+    assert {made.phase for made in result.outputs} == {"forward", "loss", "backward"}
 
 
-def test_one_storage_is_one_slot_named_after_who_needs_values() -> None:
+def test_one_storage_is_one_slot_named_after_the_saver_that_needs_values() -> None:
     slot = traced("resnet18").slot("relu:output")
     assert slot.name == "layer1.0.conv1:input"
     assert slot.names == ("relu:output", "layer1.0.conv1:input")
@@ -122,7 +122,7 @@ def fingerprint(model: nn.Module) -> list[object]:
 
 @pytest.mark.parametrize("name", ["resnet18", "lstm", "gpt"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_model_is_afterwards_what_it_was(name: str, device: str) -> None:
+def test_the_model_is_unchanged_afterwards(name: str, device: str) -> None:
     model, batch, loss = step_of(name, 2)
     before, held = fingerprint(model), [t.clone() for t in batch]
     trace_step(model, batch, loss=loss, device=device, autocast=torch.bfloat16 if device == "cuda" else None)
@@ -131,15 +131,15 @@ def test_the_model_is_afterwards_what_it_was(name: str, device: str) -> None:
     loss(model(batch[0]), batch[1]).backward()
 
 
-def test_a_trace_keeps_neither_model_nor_weights() -> None:
+def test_a_trace_holds_neither_model_nor_weights() -> None:
     model = nn.Linear(WIDE, 8)
-    found, there = trace(model, (X, torch.ones(2, 8))), weakref.ref(model)
+    result, model_ref = trace(model, (X, torch.ones(2, 8))), weakref.ref(model)
     del model
     gc.collect()
-    assert there() is None and found.activations
+    assert model_ref() is None and result.activations
 
 
-def test_the_model_is_what_it_was_after_an_error_too() -> None:
+def test_the_model_is_unchanged_after_an_error_too() -> None:
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(self.fc(x))
         self.last = x
@@ -182,18 +182,18 @@ def test_meta_models_and_meta_batches() -> None:
             (torch.ones(128, WIDE), torch.ones(128, WIDE)),
         )
     real = nn.Sequential(nn.Linear(WIDE, 64), nn.ReLU(), nn.Linear(64, WIDE))
-    found = trace(model, batch)
-    assert found == trace(real, tuple(torch.ones(128, WIDE) for _ in range(2)))
+    result = trace(model, batch)
+    assert result == trace(real, tuple(torch.ones(128, WIDE) for _ in range(2)))
     assert all(p.is_meta for p in model.parameters())
 
 
 def test_frozen_parts_have_neither_gradient_nor_state() -> None:
     model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 8), nn.Linear(8, WIDE))
     model[0].requires_grad_(False)
-    found = trace(model, optimizer="sgdm")
-    assert {slot.name for slot in found.of(Role.GRADIENT)} == {"1.weight", "1.bias", "2.weight", "2.bias"}
-    assert {slot.name for slot in found.of(Role.MOMENT1)} == {"1.weight", "1.bias", "2.weight", "2.bias"}
-    assert "0:input" not in names(found)
+    result = trace(model, optimizer="sgdm")
+    assert {slot.name for slot in result.of(Role.GRADIENT)} == {"1.weight", "1.bias", "2.weight", "2.bias"}
+    assert {slot.name for slot in result.of(Role.MOMENT1)} == {"1.weight", "1.bias", "2.weight", "2.bias"}
+    assert "0:input" not in names(result)
 
 
 def test_a_mapping_is_keywords_and_its_output_has_the_loss() -> None:
@@ -205,16 +205,16 @@ def test_a_mapping_is_keywords_and_its_output_has_the_loss() -> None:
         def forward(self, *, x: Tensor) -> dict[str, Tensor]:
             return forward(self, x)
 
-    found = trace(Model(forward, fc=nn.Linear(WIDE, WIDE)), {"x": X}, loss=None)
-    assert found.slot(":pow.input").stays  # the caller gets it
-    assert found.returned_bytes == 2 * WIDE * 4 and "let go" in found.notes[0]
+    result = trace(Model(forward, fc=nn.Linear(WIDE, WIDE)), {"x": X}, loss=None)
+    assert result.slot(":pow.input").stays  # the caller gets it
+    assert result.returned_bytes == 2 * WIDE * 4 and "assumed freed" in result.notes[0]
     assert kept(trace(Parts(lambda self, x: self.fc(x).sum(), fc=nn.Linear(WIDE, 2)), (X,), loss=None)) == 0
 
 
-def test_what_the_caller_gets_stays_plain() -> None:
-    found = trace(Parts(lambda self, x: self.fc(x).relu(), fc=nn.Linear(WIDE, WIDE)))
-    slot = found.slot(":relu.output")
-    assert "loss:MseLoss.self" in slot.names and "holds" in slot.stays
+def test_outputs_of_the_model_are_not_packed() -> None:
+    result = trace(Parts(lambda self, x: self.fc(x).relu(), fc=nn.Linear(WIDE, WIDE)))
+    slot = result.slot(":relu.output")
+    assert "loss:MseLoss.self" in slot.names and "held outside of autograd" in slot.stays
 
 
 def test_in_place_operations_share_one_slot() -> None:
@@ -239,7 +239,7 @@ def test_custom_functions_are_named_after_themselves() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_parts_keep_their_input_alone(reentrant: bool) -> None:
+def test_checkpointed_parts_store_their_input_only(reentrant: bool) -> None:
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.inner, self.first(x), use_reentrant=reentrant))
 
@@ -248,28 +248,28 @@ def test_checkpointed_parts_keep_their_input_alone(reentrant: bool) -> None:
         return Parts(forward, first=nn.Linear(WIDE, 8), inner=inner, last=nn.Linear(8, WIDE))
 
     batch = (torch.ones(512, WIDE), torch.ones(512, WIDE))
-    found = trace(model(), batch)
-    assert kept(found) == saved_bytes(model(), batch, mse_loss)
-    assert not any(slot.module.startswith("inner") for slot in found.activations)
-    recomputed = [made for made in found.outputs if made.op == "tanh" and made.phase == "backward"]
+    result = trace(model(), batch)
+    assert kept(result) == saved_bytes(model(), batch, mse_loss)
+    assert not any(slot.module.startswith("inner") for slot in result.activations)
+    recomputed = [made for made in result.outputs if made.op == "tanh" and made.phase == "backward"]
     assert len(recomputed) == 1
-    assert any("hooks" in note for note in found.notes) != reentrant
+    assert any("hooks" in note for note in result.notes) != reentrant
 
 
 def test_a_module_called_twice_has_two_slots() -> None:
-    found = trace(Parts(lambda self, x: self.fc(self.fc(x)), fc=nn.Linear(WIDE, WIDE)))
-    assert names(found) == {"fc@2:input"}  # the first call saves the batch, which the caller holds
+    result = trace(Parts(lambda self, x: self.fc(self.fc(x)), fc=nn.Linear(WIDE, WIDE)))
+    assert names(result) == {"fc@2:input"}  # the first call saves the batch, which the caller holds
 
 
-def test_tensors_outside_of_parameters_are_taken_as_they_come() -> None:
+def test_tensors_that_no_module_registers_are_buffers() -> None:
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x * self.scale) + self.more[0]
 
     model = Parts(forward, fc=nn.Linear(WIDE, WIDE))
     model.scale, model.more = torch.ones(WIDE), [torch.ones(WIDE)]
-    found = trace(model)
-    assert names(found) == {"fc:input"}
-    assert [(slot.name, slot.nbytes) for slot in found.of(Role.BUFFER)] == [("constant1", 4 * WIDE), ("constant2", 4 * WIDE)]
+    result = trace(model)
+    assert names(result) == {"fc:input"}
+    assert [(slot.name, slot.nbytes) for slot in result.of(Role.BUFFER)] == [("constant1", 4 * WIDE), ("constant2", 4 * WIDE)]
     assert type(model.scale) is Tensor
 
 
@@ -278,15 +278,15 @@ def test_small_views_of_a_large_storage_are_slots_that_share_it() -> None:
         a, b, c, d = self.fc(x).chunk(4, dim=-1)
         return a.sigmoid() * b.tanh() + c * d
 
-    found = trace(Parts(forward, fc=nn.Linear(WIDE, 4 * WIDE)), (X, X))
-    products = [slot for slot in found.activations if slot.module == "" and slot.savers[0].op == "mul"]
+    result = trace(Parts(forward, fc=nn.Linear(WIDE, 4 * WIDE)), (X, X))
+    products = [slot for slot in result.activations if slot.module == "" and slot.savers[0].op == "mul"]
     whole = [slot for slot in products if slot.nbytes == 4 * 2 * WIDE * 4]
     assert len(whole) == 2 and len({slot.storage for slot in whole}) == 1
     assert [slot.numel for slot in whole] == [2 * WIDE, 2 * WIDE]
-    assert kept(found) == (4 + 1 + 1 + 1) * 2 * WIDE * 4  # what c and d lie in, sigmoid, tanh, the output that the loss saves
+    assert kept(result) == (4 + 1 + 1 + 1) * 2 * WIDE * 4  # the storage of c and d, sigmoid, tanh, the output that the loss saves
 
 
-def test_a_compiled_module_is_traced_as_it_was_written() -> None:
+def test_a_compiled_module_is_traced_uncompiled() -> None:
     model = nn.Sequential(nn.Linear(WIDE, 8), nn.Linear(8, WIDE))
     plain = trace(model)
     assert trace(torch.compile(model, backend="eager")) == plain
@@ -298,11 +298,11 @@ def test_a_compiled_module_is_traced_as_it_was_written() -> None:
 
 
 def moments(optimizer, model: nn.Module, **options) -> dict[tuple[str, str], tuple[int, ...]]:
-    found = trace(model, optimizer=optimizer, **options)
-    return {(slot.role.value, slot.name): slot.shape for slot in found.slots if slot.role in (Role.MOMENT1, Role.MOMENT2)}
+    result = trace(model, optimizer=optimizer, **options)
+    return {(slot.role.value, slot.name): slot.shape for slot in result.slots if slot.role in (Role.MOMENT1, Role.MOMENT2)}
 
 
-def test_instances_of_optimizers_are_tried_on_a_tiny_parameter() -> None:
+def test_state_of_optimizer_instances_comes_from_a_step_on_a_tiny_parameter() -> None:
     model = nn.Linear(WIDE, 16, bias=False)
     batch = (X, torch.ones(2, 16))
     both = {("moment1", "weight"): (16, WIDE), ("moment2", "weight"): (16, WIDE)}
@@ -316,21 +316,21 @@ def test_instances_of_optimizers_are_tried_on_a_tiny_parameter() -> None:
     assert model.weight.grad is None
 
 
-def test_a_step_over_lists_takes_the_parameters_once_more() -> None:
+def test_a_foreach_step_needs_a_copy_of_the_parameters() -> None:
     model, batch = nn.Linear(WIDE, 16, bias=False), (X, torch.ones(2, 16))
     for options, nbytes in (({}, 4 * 16 * WIDE), ({"fused": True}, 0), ({"foreach": False}, 4 * 16 * WIDE)):
-        found = trace(model, batch, optimizer=torch.optim.AdamW(model.parameters(), **options), device="cuda")
-        assert sum(made.nbytes for made in found.outputs if made.phase == "step") == nbytes
+        result = trace(model, batch, optimizer=torch.optim.AdamW(model.parameters(), **options), device="cuda")
+        assert sum(made.nbytes for made in result.outputs if made.phase == "step") == nbytes
 
 
-def test_an_optimizer_that_cannot_be_tried_is_a_note() -> None:
+def test_an_optimizer_whose_step_fails_on_a_tiny_parameter_is_a_note() -> None:
     class Broken(torch.optim.AdamW):
         def step(self, closure=None):
             raise RuntimeError("needs a GPU")
 
     model = nn.Linear(WIDE, 16)
-    found = trace(model, (X, torch.ones(2, 16)), optimizer=Broken(model.parameters()))
-    assert any("Broken" in note and "needs a GPU" in note for note in found.notes)
+    result = trace(model, (X, torch.ones(2, 16)), optimizer=Broken(model.parameters()))
+    assert any("Broken" in note and "needs a GPU" in note for note in result.notes)
 
 
 # --- errors --------------------------------------------------------------------------------------------------------------------
@@ -342,28 +342,28 @@ def test_an_optimizer_that_cannot_be_tried_is_a_note() -> None:
         (lambda self, x: x if x.sum() > 0 else -x, r"forward of module 'inner' reads a number out of a tensor \(.item"),
         (lambda self, x: x * x.max().item(), "module 'inner' reads a number"),
         (lambda self, x: x[x > 0], "module 'inner' calls nonzero, whose result has a shape"),
-        (lambda self, x: torch.from_numpy(x.detach().numpy()), "module 'inner' takes a tensor out of torch"),
+        (lambda self, x: torch.from_numpy(x.detach().numpy()), "module 'inner' converts a tensor to NumPy"),
     ],
 )
-def test_what_depends_on_numbers_is_an_error_that_names_the_module(forward, text: str) -> None:
+def test_decisions_on_values_raise_an_error_that_names_the_module(forward, text: str) -> None:
     inner = Parts(forward)
     model = Parts(lambda self, x: self.inner(self.fc(x)), fc=nn.Linear(WIDE, WIDE), inner=inner)
     with pytest.raises(TraceError, match=text) as error:
         trace(model)
-    assert "shapes and no numbers" in str(error.value)
+    assert "shapes and no values" in str(error.value)
 
 
-def test_errors_of_the_model_are_its_own_with_a_note() -> None:
+def test_errors_of_the_model_get_a_note() -> None:
     with pytest.raises(RuntimeError) as error:
         trace(nn.Sequential(nn.Linear(8, 8)), (X, X))
     assert "paredown: in the traced forward of module '0'" in error.value.__notes__[0]
 
 
-def test_wrong_arguments_are_sentences() -> None:
+def test_wrong_arguments_raise_trace_error() -> None:
     model = nn.Linear(WIDE, WIDE)
     with pytest.raises(TraceError, match="Add the target"):
         trace(model, (X,))
-    with pytest.raises(TraceError, match=r"a tensor of shape \(2, 4096\). Give a loss"):
+    with pytest.raises(TraceError, match=r"a tensor of shape \(2, 4096\). Pass a loss"):
         trace(model, (X,), loss=None)
     with pytest.raises(TraceError, match="Allowed: sgd, sgdm, adam, adamw, lion"):
         trace(model, optimizer="adagrad")
@@ -384,10 +384,10 @@ def test_wrong_arguments_are_sentences() -> None:
 # --- the value -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_trace_goes_through_json(tmp_path: Path) -> None:
-    found = traced("unet", 2, device="cuda", autocast=torch.bfloat16, optimizer="adamw")
-    found.save(tmp_path / "trace.json")
-    assert Trace.load(tmp_path / "trace.json") == found
+def test_a_trace_round_trips_through_json(tmp_path: Path) -> None:
+    result = traced("unet", 2, device="cuda", autocast=torch.bfloat16, optimizer="adamw")
+    result.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json") == result
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(TraceError, match=r"trace.save"):
         Trace.load(tmp_path / "other.json")
@@ -402,7 +402,7 @@ def test_a_trace_prints_its_largest_slots() -> None:
 
 
 class Translator(nn.Module):
-    """nn.Transformer, which looks into its mask."""
+    """nn.Transformer, which reads the values of its mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,12 +413,12 @@ class Translator(nn.Module):
         return self.inner(source, target, tgt_mask=mask)
 
 
-def test_a_transformer_that_looks_into_its_mask() -> None:
-    found = trace_step(
+def test_a_transformer_that_reads_its_mask() -> None:
+    result = trace_step(
         Translator(), (torch.ones(2, 8, 32), torch.ones(2, 8, 32), torch.ones(2, 8, 32)), loss=nn.functional.mse_loss, device="cuda"
     )
-    assert any("taken for the causal one" in note for note in found.notes)
-    assert any("self_attn" in slot.name for slot in found.activations)
+    assert any("assumed to be causal" in note for note in result.notes)
+    assert any("self_attn" in slot.name for slot in result.activations)
     from torch.nn.modules import transformer
 
     assert transformer._detect_is_causal_mask.__module__ == transformer.__name__, "torch's own is back"

@@ -45,7 +45,7 @@ from paredown.plan.replay import (
     slot_storage,
     with_recomputed,
 )
-from paredown.plan.storage import AS_IS, Assignment, is_same_level
+from paredown.plan.storage import UNMODIFIED, Assignment, is_same_level
 from paredown.roles import Role
 from paredown.trace.trace import Slot, Trace
 
@@ -173,7 +173,7 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 def parameter_items(trace: Trace, *, is_free: bool = True) -> Iterator[Item]:
     """An item for each parameter, with its gradient, moments and the casts of it; `is_free`: it may be lowered."""
     rows = TIER_ROWS if is_free else {"full": TIER_ROWS["full"]}
-    plans = {name: Plan.uniform(**row) if row else Plan((("activation", AS_IS),)) for name, row in rows.items()}
+    plans = {name: Plan.uniform(**row) if row else Plan((("activation", UNMODIFIED),)) for name, row in rows.items()}
     for weight, slots in _by_parameter(trace).items():
         part = replace(trace, slots=slots, outputs=())
         options: dict[tuple[Interval, ...], StorageOption] = {}

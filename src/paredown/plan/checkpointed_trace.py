@@ -1,14 +1,15 @@
-"""A step in which some modules are computed again in backward instead of being saved, told as a trace: torch.utils.checkpoint, foreseen.
+"""`checkpointed_trace`: the trace of a step with activation checkpointing of some modules, predicted from the trace without it.
 
-What only the inside of such a module saves is there while its forward pass needs it, and again from the tick at which its backward begins.
-Its inputs wait as they are, until its backward is done. Casts that autocast made of its weights are gone when its context ends, and are
-made again. The second pass ends as soon as the last tensor is there that backward needs: what the module returns is not made again.
+A tensor that only operations inside of a checkpointed module saved lives in forward as long as forward needs it, and again from the tick
+at which backward of the module begins. The module's inputs are stored unmodified until its backward is done. Casts that autocast made of
+its weights are freed at the end of the autocast context and are recomputed. The second forward pass ends once the last tensor exists that
+backward needs: the module's result is not recomputed.
 
-    as written      inside  |##############################|
-    computed again  inside  |####|                   |#####|     at the first tick of the second, the module's whole forward pass runs
+    baseline        inside  |##############################|
+    checkpointed    inside  |####|                   |#####|     the whole forward pass runs at the first tick of the second span
                     input  |################################|
 
-A module that a step calls more than once is left as it is, and a note says so: which call a tensor belongs to is not told.
+A module that a step calls more than once is left unmodified, with a note: a trace does not record which call a tensor belongs to.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ from paredown.plan.selectors import closest
 from paredown.roles import Role
 from paredown.trace.trace import Output, Part, Slot, Trace
 
-CALL = re.compile(r"@\d+")  # what a path has after the first call of a module
-INPUT = "a module that is computed again starts from it"
+CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module on
+INPUT = "it is the input of a checkpointed module"
 
 
 def outermost(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The paths that match a pattern, without those inside of another one that does.
+    """The paths that match a pattern, without those inside of another match.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
     ['layers.0', 'layers.1']
     """
     known = dict.fromkeys(path for path in paths if path)
-    found: list[str] = []
+    matches: list[str] = []
     for pattern in patterns:
         matched = [path for path in known if fnmatchcase(path, pattern)]
         if not matched:
             near = f"Closest of {len(known)}: {closest(pattern, known)}." if known else "There is none."
             raise PlanError(f"recompute {pattern!r} is no module. {near}")
-        found += matched
-    return [path for path in dict.fromkeys(found) if not any(is_inside(path, other) for other in found if other != path)]
+        matches += matched
+    return [path for path in dict.fromkeys(matches) if not any(is_inside(path, other) for other in matches if other != path)]
 
 
 def is_inside(path: str, module: str) -> bool:
-    """Whether a path is that of the module or of a part of it."""
+    """Whether a path is that of `module` or of a module inside of it."""
     return path == module or path.startswith(f"{module}.")
 
 
 def is_of(name: str, module: str) -> bool:
-    """Whether the name of a slot, or the path of a call, is of the module or of a part of it.
+    """Whether the name of a slot, or the path of a call, belongs to `module` or to a module inside of it.
 
     >>> is_of("layers.1.relu@2:output", "layers.1"), is_of("layers.10:input", "layers.1")
     (True, False)
@@ -59,9 +60,9 @@ def is_of(name: str, module: str) -> bool:
 
 
 def modules_of(trace: Trace) -> list[str]:
-    """The paths of the modules in which anything happens, and of those around them."""
+    """The paths of the modules in which operations ran, and of their parents."""
     paths: dict[str, None] = {}
-    for path in {CALL.sub("", made.module): None for made in trace.outputs if made.phase == "forward"}:
+    for path in {CALL.sub("", output.module): None for output in trace.outputs if output.phase == "forward"}:
         parts = path.split(".")
         paths |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
     return [path for path in paths if path]
@@ -69,53 +70,53 @@ def modules_of(trace: Trace) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointSpan:
-    """When the forward pass of a module runs, when its backward begins to ask for what it saved, and when it is done with it."""
+    """The ticks at which forward of a module starts and ends, and at which backward first and last needs what it saved."""
 
     module: str
     start: int
     end: int
-    asks: int
-    done: int
+    backward_start: int
+    backward_end: int
 
     def has(self, path: str) -> bool:
-        """Whether a path, or the name of a slot, lies inside."""
+        """Whether a path, or the name of a slot, belongs to the module."""
         return is_of(path, self.module)
 
 
 def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
-    """The trace of the same step with the modules that match `patterns` computed again."""
+    """The trace of the same step with activation checkpointing of the modules that match `patterns`."""
     if not patterns:
         return trace
     for module in outermost(modules_of(trace), patterns):
         span = _span(trace, module)
-        trace = _without(trace, span) if isinstance(span, CheckpointSpan) else replace(trace, notes=(*trace.notes, span))
+        trace = _with_checkpoint(trace, span) if isinstance(span, CheckpointSpan) else replace(trace, notes=(*trace.notes, span))
     return trace
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """When a module runs; or why that cannot be told."""
-    made = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
-    start, end = min(o.birth for o in made), max(o.birth for o in made)
-    own = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
-    calls = max((sum(first < trace.backward_at for first, _ in slot.running) for slot in own), default=1)
+    """The span of a module; a note with the reason where it has none."""
+    outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
+    start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
+    weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
+    calls = max((sum(first < trace.backward_at for first, _ in slot.running) for slot in weights), default=1)
     if calls > 1:
-        return f"module {module!r} is called {calls} times in a step: that it is computed again is not counted"
+        return f"module {module!r} is called {calls} times in a step: its checkpointing is not counted"
     span = CheckpointSpan(module, start, end, trace.length, end)
     inner = [slot for slot in trace.activations if _is_inner(slot, span)]
-    if not _asked(inner, span, trace.backward_at):
-        return f"module {module!r} saves nothing of its own that backward asks for: computing it again saves nothing"
-    asks = min(_asked(trace.activations, span, trace.backward_at))
-    return replace(span, asks=asks, done=max(slot.death for slot in inner))
+    if not _needed_at(inner, span, trace.backward_at):
+        return f"module {module!r} saves no tensor that only it needs in backward: checkpointing it frees nothing"
+    backward_start = min(_needed_at(trace.activations, span, trace.backward_at))
+    return replace(span, backward_start=backward_start, backward_end=max(slot.death for slot in inner))
 
 
-def _asked(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """When backward asks for what the module saved."""
-    own = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
-    return [first for part in own for first, _ in part.decoded if first > backward_at]
+def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
+    """Ticks at which backward reads a tensor that only the module saved."""
+    parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
+    return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
 
 def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
-    """What the module alone needs of a slot."""
+    """The parts of a slot that only the module needs."""
     if not any(span.has(saver.name) for saver in slot.savers):
         return []
     others = {saver.use for saver in slot.savers if not span.has(saver.name)}
@@ -123,89 +124,94 @@ def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
 
 
 def _is_inner(slot: Slot, span: CheckpointSpan) -> bool:
+    """Whether a slot is allocated in the module, and only operations inside of it saved it."""
     return slot.birth >= span.start and all(span.has(saver.name) for saver in slot.savers)
 
 
-def _without(trace: Trace, span: CheckpointSpan) -> Trace:
+def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
+    """The trace with activation checkpointing of the module of `span`."""
     slots: list[Slot] = []
-    outputs = [_extended(made, span) for made in trace.outputs]
+    outputs = [_extended(output, span) for output in trace.outputs]
     for slot in trace.slots:
         if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
-            slots.append(_run_again(trace, slot, span))
+            slots.append(_weight_used_twice(trace, slot, span))
         elif slot.role is Role.TEMPORARY and slot.recomputed_from and is_inside(slot.module, span.module):
-            slots.append(_cast_again(trace, slot, span))
+            slots.append(_cast_used_twice(trace, slot, span))
         elif slot.role is not Role.ACTIVATION or not any(span.has(saver.name) for saver in slot.savers):
             slots.append(slot)
         elif _is_inner(slot, span):
-            outputs += _twice(slot, span)
+            outputs += _allocated_twice(slot, span)
         elif slot.birth < span.start:
-            slots.append(replace(slot, stays=INPUT, death=max(slot.death, span.done)))
+            slots.append(replace(slot, stays=INPUT, death=max(slot.death, span.backward_end)))
         else:
-            kept, again = _returned(slot, span)
-            slots.append(kept)
-            outputs += again
-    outputs.append(_rerun(trace, span))
+            stored, recomputed = _returned(slot, span)
+            slots.append(stored)
+            outputs.append(recomputed)
+    outputs.append(_second_forward(trace, span))
     return replace(trace, slots=tuple(slots), outputs=tuple(outputs))
 
 
-def _twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
-    """What is saved inside: there in forward as long as somebody uses it, and again in backward."""
-    ends = min(slot.dropped, span.end) if not slot.parts else slot.dropped
-    forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(ends, slot.birth))
-    return [forward, replace(forward, op="recomputed", phase="backward", birth=span.asks, death=max(_given_back(slot), span.asks))]
+def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
+    """The two lifetimes of a tensor saved inside: in forward while operations use it, and again in backward."""
+    end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
+    forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
+    death = max(_last_read(slot), span.backward_start)
+    return [forward, replace(forward, op="recomputed", phase="backward", birth=span.backward_start, death=death)]
 
 
-def _given_back(slot: Slot) -> int:
-    """When the last operation of backward that took it is over: nobody holds it beyond, while gradients are summed."""
+def _last_read(slot: Slot) -> int:
+    """Tick of the last operation of backward that reads the slot; it is freed then, before gradients are summed."""
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
-def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, list[Output]]:
-    """What the module returns and others save too: theirs stays, and a second one is made when the module is computed again."""
+def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
+    """A result of the module that operations outside save too: the slot that those store, and its copy from the second forward pass."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
-    own = _own_parts(slot, span)
-    ends = max((part.released for part in own), default=span.asks)
-    again = Output("recomputed", slot.module, "backward", slot.shape, slot.dtype, slot.nbytes, span.asks, max(ends, span.asks))
-    parts = tuple(part for part in slot.parts if part not in own)
-    ends = max((part.released for part in parts), default=slot.death)
-    kept = replace(slot, savers=savers, parts=parts, recomputed_from="", death=min(slot.death, max(ends, slot.dropped, span.end)))
-    return kept, [again]
+    own_parts = _own_parts(slot, span)
+    end = max((part.released for part in own_parts), default=span.backward_start)
+    death = max(end, span.backward_start)
+    of_slot = slot.module, "backward", slot.shape, slot.dtype, slot.nbytes
+    recomputed = Output("recomputed", *of_slot, span.backward_start, death)
+    parts = tuple(part for part in slot.parts if part not in own_parts)
+    end = max((part.released for part in parts), default=slot.death)
+    stored = replace(slot, savers=savers, parts=parts, recomputed_from="", death=min(slot.death, max(end, slot.dropped, span.end)))
+    return stored, recomputed
 
 
-def _extended(made: Output, span: CheckpointSpan) -> Output:
-    """What was there before the module's forward pass, is taken inside of it and dies there is an input, and waits."""
-    is_input = made.phase == "forward" and not made.slot and made.birth < span.start <= made.death <= span.end + 1
-    is_input = is_input and (made.used < 0 or made.used >= span.start)
-    return replace(made, death=max(made.death, span.done)) if is_input else made
+def _extended(output: Output, span: CheckpointSpan) -> Output:
+    """`output`, stored until the module's backward is done if it is an input: allocated before the module runs, read and freed in it."""
+    is_input = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death <= span.end + 1
+    is_input = is_input and (output.used < 0 or output.used >= span.start)
+    return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
-def _run_again(trace: Trace, weight: Slot, span: CheckpointSpan) -> Slot:
-    """A weight of the module is plain from when it is computed again until its gradient is there."""
-    complete = max((s.dropped for s in trace.of(Role.GRADIENT) if s.name == weight.name), default=span.done)
-    return replace(weight, running=(*weight.running, (span.asks, max(span.asks, complete))))
+def _weight_used_twice(trace: Trace, weight: Slot, span: CheckpointSpan) -> Slot:
+    """A weight of the module, decoded again from the second forward pass until its gradient is complete."""
+    complete = max((s.dropped for s in trace.of(Role.GRADIENT) if s.name == weight.name), default=span.backward_end)
+    return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
-def _cast_again(trace: Trace, cast: Slot, span: CheckpointSpan) -> Slot:
-    """The cast of a weight is made twice. Autocast keeps those of weights that are trained until its context ends, and no others."""
+def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan) -> Slot:
+    """The cast of a weight, which exists twice. Autocast caches casts of trained weights until its context ends, and no others."""
     is_trained = any(slot.name == cast.recomputed_from for slot in trace.of(Role.GRADIENT))
-    ends = trace.backward_at - 1 if is_trained else cast.parts[0].packed
-    return replace(cast, running=((cast.birth, max(ends, cast.birth)), (span.asks, max(cast.death, span.asks))))
+    end = trace.backward_at - 1 if is_trained else cast.parts[0].packed
+    return replace(cast, running=((cast.birth, max(end, cast.birth)), (span.backward_start, max(cast.death, span.backward_start))))
 
 
-def _rerun(trace: Trace, span: CheckpointSpan) -> Output:
-    """What the second forward pass takes for a moment, beyond what it saves."""
+def _second_forward(trace: Trace, span: CheckpointSpan) -> Output:
+    """The memory of the second forward pass at its peak, beyond the tensors that it saves."""
     change: dict[int, int] = {}
     inner = [slot for slot in trace.activations if _is_inner(slot, span)]
-    ends = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
+    end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
     for slot in inner:
         change[slot.birth] = change.get(slot.birth, 0) + slot.nbytes
-    for made in trace.outputs:
-        if made.phase == "forward" and not made.slot and span.start <= made.birth <= ends:
-            change[made.birth] = change.get(made.birth, 0) + made.nbytes
-            change[made.death + 1] = change.get(made.death + 1, 0) - made.nbytes
+    for output in trace.outputs:
+        if output.phase == "forward" and not output.slot and span.start <= output.birth <= end:
+            change[output.birth] = change.get(output.birth, 0) + output.nbytes
+            change[output.death + 1] = change.get(output.death + 1, 0) - output.nbytes
     held = peak = 0
     for tick in sorted(change):
         held += change[tick]
         peak = max(peak, held)
     extra = max(0, peak - sum(slot.nbytes for slot in inner))
-    return Output("recompute", span.module, "backward", (extra,), "uint8", extra, span.asks, span.asks)
+    return Output("recompute", span.module, "backward", (extra,), "uint8", extra, span.backward_start, span.backward_start)

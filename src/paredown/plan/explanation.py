@@ -1,12 +1,14 @@
-"""Slot by slot: what a plan lowers, what is pinned, what stays, and why. `explain_slots(trace, plan)` prints as a table.
+"""`explain_slots(trace, plan)`: how a plan stores each slot, and why; prints as a table.
 
-lowered     it waits in the format
-pinned      likewise, and may not go below 8 bits
-exact       bits of a mask or integers of the smallest width, without loss
-follows     it is computed from another slot that waits, and takes nothing
-again       its module is computed again in backward
-kept        the plan leaves it as it is
-stays       no plan can change it
+The column `what` has these values:
+
+    quantized       stored in the format
+    pinned          stored in the format, which may not have fewer significant bits than the pin
+    exact           bits of a mask, or integers of the smallest width, without loss
+    recomputed      recomputed from another stored slot; takes no bytes
+    checkpointed    inside of a module under activation checkpointing; takes no bytes
+    unmodified      the plan does not change it
+    fixed           no plan can change it
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from paredown.sizes import say_bytes
 from paredown.tables import TableRows
 from paredown.trace.trace import Slot, Trace
 
-HEAD = ("slot", "role", "as written", "waits as", "what", "why")
-SMALL = "it is small: biases, norms and small layers stay as they are"
+HEAD = ("slot", "role", "baseline", "stored as", "what", "why")
+SMALL = "it is small: biases, norms and small layers are stored unmodified"
+NO_RULE = "the plan assigns it no format"
 
 
 @dataclass(frozen=True)
 class PlannedSlot:
-    """What becomes of one slot. `nbytes`: what waits of it; `written_bytes`: what the step as it is written keeps."""
+    """How a plan stores one slot. `nbytes`: its stored bytes under the plan; `written_bytes`: those in the baseline."""
 
     slot: str
     role: Role
@@ -43,19 +46,19 @@ class PlannedSlot:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of a table."""
-        waits = f"{say_bytes(self.nbytes)} {self.format}".strip()
-        return self.slot, self.role.value, say_bytes(self.written_bytes), waits, self.what, self.why
+        """The cells of its row in the table."""
+        stored = f"{say_bytes(self.nbytes)} {self.format}".strip()
+        return self.slot, self.role.value, say_bytes(self.written_bytes), stored, self.what, self.why
 
 
 class PlannedSlots(TableRows[PlannedSlot]):
-    """All slots that a plan could speak of, as a tuple that prints as a table."""
+    """All slots that a plan can match, as a tuple that prints as a table."""
 
     __slots__ = ()
     columns = HEAD
 
     def that(self, what: str) -> PlannedSlots:
-        """Those of one kind: "lowered", "pinned", "stays" and so on."""
+        """The rows with this value of `what`: "quantized", "pinned", "fixed" and so on."""
         return PlannedSlots(row for row in self if row.what == what)
 
     def cells(self, row: PlannedSlot) -> tuple[str, ...]:
@@ -64,55 +67,57 @@ class PlannedSlots(TableRows[PlannedSlot]):
 
 
 def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:
-    """What `plan` makes of every activation, weight, gradient and moment of the step, and why."""
+    """How `plan` stores every activation, weight, gradient and moment of the step, and why."""
     return PlannedSlots([*_activations(trace, plan), *_parameters(trace, plan)])
 
 
 def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
-    then = checkpointed_trace(trace, plan.recompute)
-    chosen, slots = slot_storages(then, plan), {slot.name: slot for slot in then.activations}
+    checkpointed = checkpointed_trace(trace, plan.recompute)
+    storages, planned = slot_storages(checkpointed, plan), {slot.name: slot for slot in checkpointed.activations}
     for slot in trace.activations:
-        now = slots.get(slot.name)
-        if now is None:
-            yield PlannedSlot(slot.name, slot.role, slot.nbytes, 0, "", "again", "its module is computed again in backward")
+        after = planned.get(slot.name)
+        if after is None:
+            yield PlannedSlot(slot.name, slot.role, slot.nbytes, 0, "", "checkpointed", "its module runs again in backward")
         else:
-            choice = chosen[slot.name]
-            what, why = _what(now, choice, plan)
-            yield PlannedSlot(slot.name, slot.role, slot.nbytes, slot_bytes(now, choice), str(choice.format or ""), what, why)
+            storage = storages[slot.name]
+            what, why = _what(after, storage, plan)
+            yield PlannedSlot(slot.name, slot.role, slot.nbytes, slot_bytes(after, storage), str(storage.format or ""), what, why)
 
 
-def _what(slot: Slot, choice: SlotStorage, plan: Plan) -> tuple[str, str]:
+def _what(slot: Slot, storage: SlotStorage, plan: Plan) -> tuple[str, str]:
+    """`what` and `why` of an activation."""
     if slot.stays:
-        return "stays", slot.stays
-    if choice.recomputed:
-        return "follows", f"from {slot.recomputed_from}"
-    if choice.packs and choice.format is None:
+        return "fixed", slot.stays
+    if storage.recomputed:
+        return "recomputed", f"from {slot.recomputed_from}"
+    if storage.packs and storage.format is None:
         return "exact", "backward needs a bit, an index or a shape of it"
-    if choice.packs and slot.pin is not None:
+    if storage.packs and slot.pin is not None:
         return "pinned", f"{slot.pin.significant_bits} significant bits or more: {slot.pin.reason}"
-    if choice.packs:
-        return "lowered", f"saved by {slot.savers[0].op}"
-    return "kept", choice.reason or ("the plan changes nothing" if plan.changes_nothing else "the plan leaves it as it is")
+    if storage.packs:
+        return "quantized", f"saved by {slot.savers[0].op}"
+    return "unmodified", storage.reason or ("the plan changes nothing" if plan.changes_nothing else NO_RULE)
 
 
 def _parameters(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     for slot in trace.slots:
-        of = weights.get(slot.name) if slot.role is not Role.ACTIVATION else None
-        of = parameter_of(slot, weights) if slot.role in (Role.MOMENT1, Role.MOMENT2) else of
-        if of is None or slot.role not in (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
+        weight = weights.get(slot.name) if slot.role is not Role.ACTIVATION else None
+        weight = parameter_of(slot, weights) if slot.role in (Role.MOMENT1, Role.MOMENT2) else weight
+        if weight is None or slot.role not in (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
             continue
-        gets = resolve_parameter_formats(of, plan)
-        format: Format | None = {Role.WEIGHT: gets.weight, Role.GRADIENT: gets.gradient}.get(slot.role)
+        formats = resolve_parameter_formats(weight, plan)
+        format: Format | None = {Role.WEIGHT: formats.weight, Role.GRADIENT: formats.gradient}.get(slot.role)
         nbytes = slot.nbytes if format is None else format.nbytes(slot.shape)
         if slot.role in (Role.MOMENT1, Role.MOMENT2):
-            nbytes = moment_bytes(slot, of, gets, plan)
-            format = None if is_small(of.shape) or gets.is_full else plan.find((slot.name,), slot.role).format
-        what, why = ("lowered", "paredown.optim serves it") if format is not None else _left(of)
+            nbytes = moment_bytes(slot, weight, formats, plan)
+            format = None if is_small(weight.shape) or formats.is_full else plan.find((slot.name,), slot.role).format
+        what, why = ("quantized", "an optimizer of paredown.optim stores it") if format is not None else _not_quantized(weight)
         yield PlannedSlot(slot.name, slot.role, slot.nbytes, nbytes, str(format or ""), what, why)
 
 
-def _left(weight: Slot) -> tuple[str, str]:
+def _not_quantized(weight: Slot) -> tuple[str, str]:
+    """`what` and `why` of a parameter, gradient or moment without a format."""
     if weight.stays:
-        return "stays", weight.stays
-    return ("stays", SMALL) if is_small(weight.shape) else ("kept", "the plan leaves it as it is")
+        return "fixed", weight.stays
+    return ("fixed", SMALL) if is_small(weight.shape) else ("unmodified", NO_RULE)

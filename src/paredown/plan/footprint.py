@@ -1,13 +1,13 @@
-"""Bytes of a training step under a plan, by arithmetic on its trace: `footprint(trace, plan)`.
+"""`footprint(trace, plan)`: predicted bytes of a training step under a plan, by arithmetic on its trace.
 
-The step is replayed tick by tick; the peak is the tick at which most is held. On CUDA the allocator rounds every size up, and
-libraries keep memory of their own, whose size is known only roughly: DEVICES has these numbers, and makes the difference between low,
-expected and high.
+The lifetimes of all tensors (plan/replay.py) are summed tick by tick; the peak is the tick with the most bytes. On CUDA the allocator
+rounds every size up, and libraries hold workspaces whose size is known only roughly. DEVICES has these numbers, from which the bounds
+follow:
 
     low         the tensors of the step, to the byte, and nothing else
-    expected    each rounded up as the allocator does, and the matrix library's workspace
-    high        with workspaces of convolutions, and free memory that the allocator cannot split off (its share for each large tensor),
-                and the model's output, should the caller hold it while backward runs
+    expected    low with each size rounded up as the allocator does, and the workspace of matrix products
+    high        expected with workspaces of convolutions, free memory that the allocator cannot split (a share for each large tensor), and
+                the model's output, which the caller may hold while backward runs
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paredown.errors import PlanError
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
-from paredown.plan.replay import AS_WRITTEN, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
+from paredown.plan.replay import BASELINE, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes
 from paredown.tables import Table
@@ -43,26 +43,26 @@ LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Allocator:
-    """How a device hands out memory, in bytes."""
+    """How a device allocates memory, in bytes."""
 
     rounding: int  # every size is rounded up to a multiple of this
-    matmul_workspace: int  # kept by the libraries of matrix products once they have run
-    conv_kept: int  # kept by the library of convolutions
-    conv_workspace: int  # what convolutions may take beside that, at most
-    unsplit: int  # a free piece that leaves less than this is given whole: at most this for each large tensor
+    matmul_workspace: int  # held by cuBLAS after the first matrix product
+    conv_kept: int  # held by cuDNN after the first convolution
+    conv_workspace: int  # the most that convolutions may allocate in addition
+    unsplit: int  # a free block is not split if less than this would remain: at most this for each large tensor
 
 
 DEVICES = {
-    # twice the 32 MiB that cuBLAS takes on Hopper: what seven networks took beyond their tensors (benchmarks/results/footprint.json)
+    # matmul: twice the 32 MiB of cuBLAS on Hopper, as measured for seven networks beyond their tensors (benchmarks/results/footprint.json)
     "cuda": Allocator(rounding=512, matmul_workspace=64 * MIB, conv_kept=5 * MIB, conv_workspace=256 * MIB, unsplit=MIB),
-    # oneDNN took 6 MB for depthwise 7 x 7
+    # conv_workspace: oneDNN allocated 6 MB for a depthwise 7 x 7 convolution
     "cpu": Allocator(rounding=1, matmul_workspace=0, conv_kept=0, conv_workspace=8 * MIB, unsplit=0),
 }
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a footprint fits a budget: true or false, and a sentence when printed."""
+    """Whether a footprint fits a budget: usable as a bool, prints as a sentence."""
 
     fits: bool
     needs: tuple[int, int, int]
@@ -82,10 +82,10 @@ class Fit:
 
 @dataclass(frozen=True, repr=False)
 class Footprint:
-    """The bytes of a step: expected `peak_bytes`, and bounds; `by_role`: what it keeps; `at_peak`: what it holds when it holds most.
+    """Predicted bytes of a step: expected `peak_bytes` with bounds, stored bytes `by_role`, and bytes by role `at_peak`.
 
-    Kept are weights, gradients and optimizer state as they wait from step to step (`model_bytes`, all of it), activations and
-    temporaries as they wait between forward and backward.
+    Stored are weights, gradients and optimizer state from step to step (`model_bytes` in total), and activations and temporaries from
+    forward to backward.
     """
 
     trace: Trace
@@ -103,40 +103,45 @@ class Footprint:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes kept for weights, gradients and optimizer state: what a step takes whatever its batch."""
+        """Stored bytes of weights, gradients and optimizer state, which do not depend on the batch."""
         return sum(self.by_role.get(role, 0) for role in MODEL_ROLES)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """The modules whose forward pass runs twice in a step."""
+        """The modules under activation checkpointing, whose forward pass runs twice in a step."""
         return tuple(outermost(modules_of(self.trace), self.plan.recompute)) if self.plan.recompute else ()
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
-        """Bytes kept, by module, the largest first; `depth` cuts paths to so many parts."""
+        """Stored bytes by module, the largest first; `depth` cuts paths to that many parts."""
         sums: Counter[str] = Counter()
-        for held in self._kept:
-            parts = held.module.split(".")
-            sums[".".join(parts[:depth]) if depth is not None else held.module] += held.nbytes
+        for interval in self._kept:
+            parts = interval.module.split(".")
+            sums[".".join(parts[:depth]) if depth is not None else interval.module] += interval.nbytes
         return dict(sums.most_common())
 
     def places_at_peak(self) -> dict[tuple[str, Role], int]:
-        """Bytes held at the peak, by module and role, the largest first; sums over modules are `at_peak`."""
+        """Bytes at the peak by (module, role), the largest first; summed over modules they are `at_peak`."""
         sums: Counter[tuple[str, Role]] = Counter()
-        for held in self._at_peak:
-            sums[held.module, held.role] += held.nbytes
+        for interval in self._at_peak:
+            sums[interval.module, interval.role] += interval.nbytes
         return dict(sums.most_common())
 
     def fits(self, budget: int | str) -> Fit:
-        """Whether the expected peak is within `budget`: bytes, "8GiB", or "60%" of the step as it is written."""
-        whole = self.as_written.peak_bytes if isinstance(budget, str) and "%" in budget else None
+        """Whether the expected peak is within `budget`: bytes, "8GiB", or "60%" of the baseline's peak."""
+        whole = self.baseline.peak_bytes if isinstance(budget, str) and "%" in budget else None
         needs = (self.low_bytes, self.peak_bytes, self.high_bytes)
         allowed = parse_bytes(budget, whole=whole)
         return Fit(self.peak_bytes <= allowed, needs, allowed, LEFT_OUT[self.trace.device])
 
     @cached_property
-    def as_written(self) -> Footprint:
+    def baseline(self) -> Footprint:
         """The footprint of the step without a plan."""
         return self if self.plan.changes_nothing else footprint(self.trace)
+
+    @property
+    def as_written(self) -> Footprint:
+        """`baseline`, under its name in version 0.1."""
+        return self.baseline
 
     def __repr__(self) -> str:
         head, (columns, *rows) = self._table()
@@ -160,43 +165,43 @@ class Footprint:
         )
         peak = f"peak {say_bytes(self.peak_bytes)} ({say_bytes(self.low_bytes)} to {say_bytes(self.high_bytes)}), in {phase}"
         roles = [f"{role.value} {say_bytes(n)}" for role, n in self.by_role.items() if n]
-        head = [f"Footprint of {trace.model} on {trace.device}, {trace.dtype}: {peak}", f"  kept: {', '.join(roles)}"]
-        head += [f"  computed again in backward: {', '.join(self.recomputed)}"] if self.recomputed else []
+        head = [f"Footprint of {trace.model} on {trace.device}, {trace.dtype}: {peak}", f"  stored: {', '.join(roles)}"]
+        head += [f"  activation checkpointing: {', '.join(self.recomputed)}"] if self.recomputed else []
         head += [f"  model memory: {', '.join(self._tiers())}"] if trace.optimizer else []
-        plans = {"as written": AS_WRITTEN, **({} if self.plan.changes_nothing else {"this plan": self.plan})}
+        plans = {"baseline": BASELINE, **({} if self.plan.changes_nothing else {"this plan": self.plan})}
         plans |= {name: Plan.preset(name) for name in SHOWN_PRESETS if name in PRESETS}
         rows = [["largest slots", *plans]]
-        chosen = [slot_storages(checkpointed_trace(trace, plan.recompute), plan) for plan in plans.values()]
-        rows += [[slot.name, *(_cell(slot, of.get(slot.name)) for of in chosen)] for slot in trace.largest]
+        storages = [slot_storages(checkpointed_trace(trace, plan.recompute), plan) for plan in plans.values()]
+        rows += [[slot.name, *(_cell(slot, by_name.get(slot.name)) for by_name in storages)] for slot in trace.largest]
         peaks = (self.peak_bytes if plan == self.plan else peak_of(trace, plan) for plan in plans.values())
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
 
     def _tiers(self) -> list[str]:
-        """Bytes of weights, gradients and optimizer state as written, under this plan, and under presets of them."""
-        plans = {"as written": AS_WRITTEN, "this plan": self.plan, **{name: Plan.preset(name) for name in SHOWN_TIERS}}
+        """Model memory of the baseline, under this plan, and under each tier, as text."""
+        plans = {"baseline": BASELINE, "this plan": self.plan, **{name: Plan.preset(name) for name in SHOWN_TIERS}}
         sizes = {name: model_bytes(self.trace, plan) for name, plan in plans.items()}
-        if sizes["this plan"] == sizes["as written"]:
+        if sizes["this plan"] == sizes["baseline"]:
             del sizes["this plan"]
         return [f"{name} {say_bytes(size)}" for name, size in sizes.items()]
 
 
 def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
-    """The bytes of the traced step under `plan`; without one, or with a plan without rules, as the user wrote it."""
+    """Predicted bytes of the traced step under `plan`; of the baseline without a plan, or with one that has no rules."""
     if not isinstance(trace, Trace) or not isinstance(plan, Plan | None):
-        given = f"{type(trace).__name__}, {type(plan).__name__}"
+        types = f"{type(trace).__name__}, {type(plan).__name__}"
         raise PlanError(
-            f"footprint takes a Trace and a Plan, in this order, not {given}: footprint(trace_step(model, batch), plan)."
+            f"footprint takes a Trace and a Plan, in this order, not {types}: footprint(trace_step(model, batch), plan)."
         )
-    plan = plan or AS_WRITTEN
-    residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # which a plan may make
+    plan = plan or BASELINE
+    residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
     missing = plan.check([*((slot.names, slot.role) for slot in trace.slots), *residues])
     allocator = DEVICES[trace.device]
-    seen = checkpointed_trace(trace, plan.recompute)
-    held = intervals(seen, plan)
+    checkpointed = checkpointed_trace(trace, plan.recompute)
+    held = intervals(checkpointed, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)
     exact = peak_tick(held, trace.length)[1]
-    ops = {made.op for made in trace.outputs}
+    ops = {output.op for output in trace.outputs}
     has_conv = bool(ops & CONVOLUTIONS)
     workspace = allocator.matmul_workspace * bool(ops & MATMULS) + allocator.conv_kept * has_conv
     at_peak = [i for i in rounded if i.birth <= tick <= i.death]
@@ -213,24 +218,24 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
         peak_tick=tick,
         by_role=_sums(kept),
         at_peak=_sums(at_peak),
-        notes=(*seen.notes, *(f"the plan names {key}, which is no slot of this step" for key in missing)),
+        notes=(*checkpointed.notes, *(f"the plan names {key}, which is no slot of this step" for key in missing)),
         _kept=kept,
         _at_peak=tuple(at_peak),
     )
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:
-    """The expected peak alone."""
+    """The expected peak of `trace` under `plan`."""
     return footprint(trace, plan).peak_bytes
 
 
 def model_bytes(trace: Trace, plan: Plan) -> int:
-    """Bytes kept for weights, gradients and optimizer state alone."""
+    """Stored bytes of weights, gradients and optimizer state under `plan`."""
     return sum(i.nbytes for i in model_memory(trace, plan) if i.role in MODEL_ROLES and _is_kept(i, trace))
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """The tick at which most bytes are held, and how many.
+    """(tick, bytes) of the peak of `held`.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)
@@ -244,16 +249,17 @@ def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
     return totals.index(peak), peak
 
 
-def _cell(slot: Slot, chosen: SlotStorage | None) -> str:
-    return "recomputed" if chosen is None else say_bytes(slot_bytes(slot, chosen))
+def _cell(slot: Slot, storage: SlotStorage | None) -> str:
+    return "checkpointed" if storage is None else say_bytes(slot_bytes(slot, storage))
 
 
-def slot_bytes(slot: Slot, chosen: SlotStorage) -> int:
-    """Bytes of a slot that waits as was chosen."""
-    return sum(part_bytes(slot, part, chosen) for part in slot.parts) if chosen.packs else slot.nbytes
+def slot_bytes(slot: Slot, storage: SlotStorage) -> int:
+    """Stored bytes of a slot."""
+    return sum(part_bytes(slot, part, storage) for part in slot.parts) if storage.packs else slot.nbytes
 
 
 def _is_kept(interval: Interval, trace: Trace) -> bool:
+    """Whether bytes are stored across phases: activations and temporaries from forward to backward, gradients to the end of the step."""
     if interval.role in (Role.ACTIVATION, Role.TEMPORARY):
         return interval.birth <= trace.backward_at <= interval.death
     return interval.role is not Role.GRADIENT or interval.death >= trace.length

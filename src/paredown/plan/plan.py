@@ -1,8 +1,8 @@
-"""A plan says how each tensor of a training step waits: rules, each a key and an `Assignment`, with a reason.
+"""`Plan`: which format each tensor of a training step is stored in, as rules; a rule is a key and an `Assignment`.
 
-A key is a role, a pattern or the name of a slot (see selectors.py). A name beats a pattern, a pattern beats a role, among
-equals the one written last wins, and what no rule speaks of stays as it is. Rules are kept in that order, weakest first, so that
-plans are equal when they say the same. A plan never changes: `set` and `without` make the next one.
+A key is a role, a pattern or the name of a slot (plan/selectors.py). A name beats a pattern, a pattern beats a role, among equals the
+last one wins, and slots without a rule are stored unmodified. Rules are sorted in that order, weakest first, so that plans with the same
+effect are equal. Plans are immutable: `set` and `without` return new ones.
 
 >>> plan = Plan.uniform(activation="int4/64@bf16", weight="int8/64@e8m0").set("layer3.*:input", "e4m3fn/64@bf16")
 >>> plan = plan.set("layer3.0.conv1:input", None)
@@ -10,13 +10,13 @@ plans are equal when they say the same. A plan never changes: `set` and `without
 ...     print(name, "->", plan.find((name,), Role.ACTIVATION))
 layer1.0.conv1:input -> int4/64@bf16
 layer3.0.conv2:input -> e4m3fn/64@bf16
-layer3.0.conv1:input -> as it is
+layer3.0.conv1:input -> unmodified
 >>> print(plan.explain())
 weight: int8/64@e8m0, 8.125 bits a value, stochastic rounding
 activation: int4/64@bf16, 4.25 bits a value, stochastic rounding
 slots like 'layer3.*:input': e4m3fn/64@bf16, 8.25 bits a value, rounding to nearest
-slot 'layer3.0.conv1:input': as it is
-Everything else stays as it is.
+slot 'layer3.0.conv1:input': unmodified
+Everything else is unmodified.
 >>> plan.check([(("layer1.0.conv1:input",), Role.ACTIVATION), (("layer2.0.conv1:input",), Role.ACTIVATION)])
 Traceback (most recent call last):
     ...
@@ -50,17 +50,17 @@ from paredown.plan.selectors import (
     index_of,
     say_closest,
 )
-from paredown.plan.storage import AS_IS, Assignment, FormatLike
+from paredown.plan.storage import UNMODIFIED, Assignment, FormatLike
 from paredown.roles import FORMATTED, Role
 from paredown.serial import brief, object_parts, read_json
 
-VERSION = 2  # of the JSON: 2 has modules that are computed again, 1 is read too
+VERSION = 2  # of the JSON: version 2 added `recompute`; version 1 can be read too
 FIELDS = ("version", "reason", "made_for", "recompute", "rules")
 SHOWN = 20  # rules that repr prints
 
 
 class Difference(NamedTuple):
-    """A rule that two plans do not share; None: this one has no such rule. Equal sides: it is written in another place."""
+    """A rule in which two plans differ; None: that plan has no such rule. Equal sides: the rule has another place in the order."""
 
     key: str
     mine: Assignment | str | None
@@ -74,7 +74,7 @@ class Difference(NamedTuple):
 
 
 class Differences(tuple[Difference, ...]):
-    """The rows of `Plan.diff`, one a line when printed."""
+    """The rows of `Plan.diff`, which print one to a line."""
 
     def __repr__(self) -> str:
         return "\n".join(str(row) for row in self) or "no difference"
@@ -82,9 +82,10 @@ class Differences(tuple[Difference, ...]):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Which format, rounding and overflow each slot gets, and why. `made_for` says for what: model, batch, device, as JSON values.
+    """Rules that assign format, rounding and overflow to slots, and their `reason`.
 
-    `recompute`: paths of modules, or patterns, that are computed again in backward instead of being saved (torch.utils.checkpoint).
+    `made_for`: the model, batch, device and so on that the plan was made for, as JSON values. `recompute`: paths or patterns of modules
+    under activation checkpointing (torch.utils.checkpoint).
     """
 
     rules: tuple[tuple[str, Assignment], ...] = ()
@@ -92,29 +93,31 @@ class Plan:
     made_for: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     recompute: tuple[str, ...] = ()
     _index: SelectorIndex = field(default=SelectorIndex(()), init=False, compare=False)
-    _found: dict[tuple[tuple[str, ...], Role], Assignment] = field(default_factory=dict, init=False, compare=False)  # by `find`
+    _assignments: dict[tuple[tuple[str, ...], Role], Assignment] = field(
+        default_factory=dict, init=False, compare=False
+    )  # results of `find`
 
     def __post_init__(self) -> None:
         pairs = [(Selector.parse(key), assignment) for key, assignment in _checked(self.rules)]
-        pairs.sort(key=lambda pair: pair[0].place)  # stable: what was written later stays later
+        pairs.sort(key=lambda pair: pair[0].place)  # stable: among equals the later rule stays later
         object.__setattr__(self, "rules", tuple((str(key), assignment) for key, assignment in pairs))
         object.__setattr__(self, "made_for", _json_values(self.made_for))
         object.__setattr__(self, "recompute", _modules(self.recompute))
         object.__setattr__(self, "_index", index_of(tuple(key for key, _ in pairs)))
         if not isinstance(self.reason, str):
             raise PlanError(f"the reason of a plan is text, not {type(self.reason).__name__}.")
-        for key, again in pairwise(sorted(key for key, _ in self.rules)):
-            if key == again:
+        for key, next_key in pairwise(sorted(key for key, _ in self.rules)):
+            if key == next_key:
                 raise PlanError(f"key {key!r} has two rules; a key has one. Leave one of them out.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (self.rules, self.reason, dict(self.made_for), self.recompute)  # a copy looks things up itself
+        return Plan, (self.rules, self.reason, dict(self.made_for), self.recompute)  # a copy starts with an empty cache
 
     @staticmethod
     def uniform(
         *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None, **formats: Unpack[ByRole]
     ) -> Plan:
-        """One format for each role that is named, alike in every slot; without any, the step as the user wrote it."""
+        """A plan with one format for each named role; without any, the baseline."""
         rules: list[tuple[str, Assignment]] = []
         for role, format in cast("dict[str, FormatLike]", formats).items():
             if role not in tuple(Role):
@@ -127,7 +130,7 @@ class Plan:
 
     @staticmethod
     def preset(name: str) -> Plan:
-        """The plan that PRESETS has under this name."""
+        """The preset with this name."""
         if name not in PRESETS:
             rows = "; ".join(f"{row.name} ({row.note})" for row in PRESETS.values())
             raise PlanError(f"preset {name!r} is unknown. Allowed: {rows}. Plan.uniform(activation=...) takes any format.")
@@ -137,7 +140,7 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """This plan with a rule more, or with this key's rule replaced; the new rule is the one written last."""
+        """This plan with a rule added, or the rule of this key replaced; the new rule is the last one."""
         key = str(Selector.parse(key))
         kept = tuple(rule for rule in self.rules if rule[0] != key)
         return replace(self, rules=(*kept, (key, _assignment(key, format, rounding, overflow))))
@@ -147,97 +150,97 @@ class Plan:
         key = str(Selector.parse(key))
         keys = [rule[0] for rule in self.rules]
         if key not in keys:
-            has = f"Closest of {len(keys)}: {closest(key, keys)}." if keys else "The plan has none."
-            raise PlanError(f"there is no rule {key!r} to leave out. {has}")
+            hint = f"Closest of {len(keys)}: {closest(key, keys)}." if keys else "The plan has none."
+            raise PlanError(f"there is no rule {key!r} to leave out. {hint}")
         return replace(self, rules=tuple(rule for rule in self.rules if rule[0] != key))
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the step stays as the user wrote it."""
+        """Whether the plan is the baseline: no rules, and no activation checkpointing."""
         return not self.rules and not self.recompute
 
     def recomputing(self, *modules: str) -> Plan:
-        """This plan with these modules, and those that it has, computed again in backward: paths or patterns.
+        """This plan with activation checkpointing of these modules too, given by path or pattern.
 
         >>> Plan().recomputing("layers.0", "layers.1")
         Plan(0 rules)
-          computed again in backward: layers.0, layers.1
+          activation checkpointing: layers.0, layers.1
         """
         return replace(self, recompute=tuple(dict.fromkeys((*self.recompute, *modules))))
 
     @cached_property
     def packs_activations(self) -> bool:
-        """Whether a rule speaks of activations: only then a session looks at what is saved, and packs masks and indices too."""
+        """Whether a rule can match activations: only then a session hooks saved tensors, and packs masks and indices too."""
         return any(key.role in (None, Role.ACTIVATION) for key in self._index.keys)
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
-        """What the slot of this role gets whose savers have these names; a second look-up is one of a dict."""
-        place = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
-        found = self._found.get(place)
-        if found is None:
-            self._found[place] = found = self._search(*place)
-        return found
+        """The assignment of the slot with this role whose savers have these names; cached."""
+        key = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
+        assignment = self._assignments.get(key)
+        if assignment is None:
+            self._assignments[key] = assignment = self._search(*key)
+        return assignment
 
     def _search(self, names: tuple[str, ...], role: Role) -> Assignment:
         role = Role(role)
         best = self._index.best(bare_names(names, role), role) if role in FORMATTED else None
-        return AS_IS if best is None else self.rules[best][1]
+        return UNMODIFIED if best is None else self.rules[best][1]
 
     def check(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """The keys of single slots that are not among `slots`: differences, which a plan made for a like model may have.
+        """The keys of single slots that are not among `slots`, which a plan made for a similar model may have.
 
-        Each slot is the names of its savers and its role. A pattern that matches none is an error, and so is a plan that names
-        slots and has none in common with these. A role without slots is neither.
+        Each slot is (names of its savers, role). PlanError for a pattern that matches no slot, and for a plan that names slots none of
+        which are among these. A role without slots is no error.
         """
-        there = [(bare_names(names, Role(role)), Role(role)) for names, role in slots if role in FORMATTED]
-        missing = self._index.unanswered(there)
+        known = [(bare_names(names, Role(role)), Role(role)) for names, role in slots if role in FORMATTED]
+        missing = self._index.unmatched(known)
         for key in missing:
             if key.is_pattern:
                 advice = f"Correct it, or leave it out with plan.without({str(key)!r})."
-                raise PlanError(f"pattern {str(key)!r} matches no slot. {say_closest(key, there)} {advice}")
+                raise PlanError(f"pattern {str(key)!r} matches no slot. {say_closest(key, known)} {advice}")
         if missing and len(missing) == sum(key.name is not None for key in self._index.keys):
             made_for = f" The plan was made for {json.dumps(self.made_for, sort_keys=True)}." if self.made_for else ""
             which = f"slot {str(missing[0])!r}" if len(missing) == 1 else f"{len(missing)} slots, {str(missing[0])!r} the first,"
             raise PlanError(
-                f"the plan names {which} and the model has no such slot. {say_closest(missing[0], there)}{made_for} "
+                f"the plan names {which} and the model has no such slot. {say_closest(missing[0], known)}{made_for} "
                 "Correct the names, take a plan of this model, or leave those rules out with plan.without(key)."
             )
         return [str(key) for key in missing]
 
     def diff(self, other: Plan) -> Differences:
-        """The rules that differ, this plan's side first; empty when both say the same, whatever their reasons."""
+        """The rules that differ, this plan's side first; empty when both have the same effect. Reasons are not compared."""
         mine, theirs = dict(self.rules), dict(other.rules)
         shared = [key for key in mine if key in theirs]
         moved = {a for a, b in zip(shared, (key for key in theirs if key in mine), strict=True) if a != b}
         keys = [key for key in {**mine, **theirs} if key in moved or mine.get(key) != theirs.get(key)]
-        again = [module for module in dict.fromkeys((*self.recompute, *other.recompute))]
-        told = [(module, *("computed again" if module in of.recompute else None for of in (self, other))) for module in again]
+        modules = dict.fromkeys((*self.recompute, *other.recompute))
+        sides = [(module, *("checkpointed" if module in plan.recompute else None for plan in (self, other))) for module in modules]
         rows = [Difference(key, mine.get(key), theirs.get(key)) for key in keys]
-        return Differences([*rows, *(Difference(f"module {row[0]}", *row[1:]) for row in told if row[1] != row[2])])
+        return Differences([*rows, *(Difference(f"module {row[0]}", *row[1:]) for row in sides if row[1] != row[2])])
 
     def explain(self) -> str:
-        """The plan in words, a line for each rule; a later line beats an earlier one."""
+        """The plan in words, one line for each rule; a later line beats an earlier one."""
         lines = [self.reason] if self.reason else []
-        said = zip(self._index.keys, self.rules, strict=True)
-        lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in said]
-        lines += [f"computed again in backward: {', '.join(self.recompute)}"] if self.recompute else []
-        return "\n".join([*lines, f"Everything{' else' * (not self.changes_nothing)} stays as it is."])
+        rules = zip(self._index.keys, self.rules, strict=True)
+        lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in rules]
+        lines += [f"activation checkpointing: {', '.join(self.recompute)}"] if self.recompute else []
+        return "\n".join([*lines, f"Everything{' else' * (not self.changes_nothing)} is unmodified."])
 
     def __repr__(self) -> str:
         if self.changes_nothing:
-            return "Plan(): everything as it is"
+            return "Plan(): everything unmodified"
         width = max((len(key) for key, _ in self.rules[:SHOWN]), default=0)
         lines = [f"  {key:{width}}  {assignment}" for key, assignment in self.rules[:SHOWN]]
         more = [f"  ... {len(self.rules) - SHOWN} more"] if len(self.rules) > SHOWN else []
-        more += [f"  computed again in backward: {', '.join(self.recompute)}"] if self.recompute else []
+        more += [f"  activation checkpointing: {', '.join(self.recompute)}"] if self.recompute else []
         return "\n".join([f"Plan({len(self.rules)} rule{'s' * (len(self.rules) != 1)})", *lines, *more])
 
     def _repr_html_(self) -> str:
-        said = [(str(key), a.say(key.role or Role.ACTIVATION)) for key, (_, a) in zip(self._index.keys, self.rules, strict=True)]
-        rows = [f"<tr><td>{escape(key)}</td><td>{escape(text)}</td></tr>" for key, text in said[:SHOWN]]
+        cells = [(str(key), a.say(key.role or Role.ACTIVATION)) for key, (_, a) in zip(self._index.keys, self.rules, strict=True)]
+        rows = [f"<tr><td>{escape(key)}</td><td>{escape(text)}</td></tr>" for key, text in cells[:SHOWN]]
         more = [f"<tr><td colspan=2>{len(self.rules) - SHOWN} more</td></tr>"] if len(self.rules) > SHOWN else []
         more += (
-            [f"<tr><td>{escape(', '.join(self.recompute))}</td><td>computed again in backward</td></tr>"] if self.recompute else []
+            [f"<tr><td>{escape(', '.join(self.recompute))}</td><td>activation checkpointing</td></tr>"] if self.recompute else []
         )
         head = f"<caption>{escape(self.reason)}</caption>" if self.reason else ""
         return "".join([f"<table>{head}<tr><th>slots</th><th>format</th></tr>", *rows, *more, "</table>"])
@@ -250,7 +253,7 @@ class Plan:
 
     @staticmethod
     def from_json(value: Any) -> Plan:
-        """The plan whose `to_json` is `value`; PlanError says why it is none."""
+        """The plan whose `to_json()` is `value`; PlanError with the reason where it is none."""
         parts = object_parts(value, "plan", FIELDS, ("version", "rules"), VERSION, PlanError)
         rules = parts["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
@@ -259,7 +262,7 @@ class Plan:
         return Plan(parsed, parts.get("reason", ""), parts.get("made_for", {}), parts.get("recompute", ()))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON, a line for each rule; equal plans are equal files."""
+        """Write the JSON, one line for each rule; equal plans are equal files."""
         value = self.to_json()
         rules = ",\n".join(f"    {json.dumps(rule)}" for rule in value.pop("rules"))
         head = "".join(f"  {json.dumps(name)}: {json.dumps(part, sort_keys=True)},\n" for name, part in value.items())
@@ -277,7 +280,7 @@ class Plan:
 
 
 def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
-    """The rules, after a look at their types."""
+    """The rules as a tuple; PlanError for wrong types."""
     pairs: tuple[Any, ...] = tuple(rules) if isinstance(rules, Iterable) else (rules,)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Assignment)):
@@ -288,7 +291,7 @@ def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
 
 
 def _modules(recompute: Any) -> tuple[str, ...]:
-    """Paths of modules, after a look at their types."""
+    """Paths of modules as a tuple; PlanError for wrong types."""
     paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
     if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
         raise PlanError(
@@ -298,7 +301,7 @@ def _modules(recompute: Any) -> tuple[str, ...]:
 
 
 def _assignment(key: str, *parts: Any) -> Assignment:
-    """The assignment that format, rounding and overflow spell; an error names the rule."""
+    """`Assignment.parse(format, rounding, overflow)`; an error names the rule."""
     try:
         return Assignment.parse(*parts)
     except PlanError as error:
@@ -307,25 +310,23 @@ def _assignment(key: str, *parts: Any) -> Assignment:
 
 def _from_json(key: str, value: Any) -> Assignment:
     if not isinstance(value, dict) or "format" not in value or not value.keys() <= {"format", "rounding", "overflow"}:
-        raise PlanError(f"rule {brief(key)}: expected format, and optionally rounding and overflow; found {brief(value)}.")
+        raise PlanError(f"rule {brief(key)}: expected format, and optionally rounding and overflow, not {brief(value)}.")
     return _assignment(key, value["format"], value.get("rounding"), value.get("overflow"))
 
 
 def _json_values(made_for: Any) -> dict[str, Any]:
-    """`made_for` as it comes back from a file: a copy of plain values."""
+    """A copy of `made_for` with JSON types, equal to what a file would return."""
     try:
         value = json.loads(json.dumps(made_for, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise PlanError(
-            f"made_for is kept as JSON, and this is none: {error}. Use texts, finite numbers, lists and dicts."
-        ) from None
+        raise PlanError(f"made_for must be JSON: {error}. Use text, finite numbers, lists and dicts.") from None
     if not isinstance(value, dict):
         raise PlanError(f"made_for is a dict, such as {{'model': 'resnet50', 'batch': 256}}, not {brief(made_for)}.")
     return value
 
 
 def combine_presets(names: Iterable[str]) -> Plan:
-    """Presets of different roles as one plan.
+    """One plan with the rules of several presets, whose roles must differ.
 
     >>> [key for key, _ in combine_presets(("half", "activations8")).rules]
     ['weight', 'gradient', 'moment1', 'moment2', 'activation']

@@ -1,7 +1,7 @@
-"""Plans with a name: one row each. `Plan.preset("activations4")` is a Plan like any other.
+"""PRESETS: plans with a name, one row each; `Plan.preset("activations4")` returns one.
 
 Bits a value, scales and minimums included: activations8 and activations8f 8.25, activations4 4.25, activations4a 4.5, activations2 2.5.
-The others are the tiers of `formats/catalog.py`: formats of weights, gradients and optimizer state, activations as they are.
+The others are the tiers of `formats/catalog.py`: formats of weights, gradients and optimizer state, with unmodified activations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paredown.plan.storage import FormatLike
 
 
 class ByRole(TypedDict, total=False):
-    """The roles that may have a format."""
+    """Role -> format, for the roles that can have one."""
 
     weight: FormatLike
     gradient: FormatLike
@@ -28,7 +28,7 @@ class ByRole(TypedDict, total=False):
 
 
 class Preset(NamedTuple):
-    """A name, the formats of the roles that it sets, and what it is for."""
+    """The name of a preset, the formats of its roles, and a note on what to use it for."""
 
     name: str
     formats: ByRole

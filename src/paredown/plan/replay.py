@@ -1,14 +1,14 @@
-"""A traced step under a plan, as intervals: who holds how many bytes from which tick to which.
+"""Replays a traced step under a plan: `intervals` lists the bytes that every tensor holds, from tick to tick.
 
-An activation that stays as it is lives from its birth to its death. One that is packed is three things: the original, until nobody
-but autograd would hold it; what waits, from then until backward is done with it; and a decoded copy each time that backward asks:
+An unmodified activation is held from its birth to its death. A packed one is three intervals: the original, until autograd would be its
+only holder; the packed copy, from then until backward releases it; and a decoded copy for each time that backward reads it:
 
     original   |#####|
     packed         |..............................|
     decoded                               |##| |##|
 
-A packed weight waits all the time, and is decoded as long as a module that has it runs, and for each operation of backward that needs it;
-what autograd holds of it, or of its cast under autocast, is nothing. A gradient is plain until it is folded into its accumulator:
+A packed weight is stored all the time, and decoded while a module that owns it runs and for each operation of backward that needs it;
+autograd itself then holds neither the weight nor its cast under autocast. A gradient is unpacked until it is added to its accumulator:
 
     forward                               backward
     weight     |..................................................|
@@ -16,17 +16,17 @@ what autograd holds of it, or of its cast under autocast, is nothing. A gradient
     gradient                                           |##|
     packed     |..................................................|
 
-Everything else that the step allocates is an interval as it is.
+Everything else that the step allocates is one interval from birth to death.
 
-What a parameter, its gradient and its optimizer state are given under a plan: the rules that sessions and `paredown.optim` follow.
+Formats of activations come from plan/storage.py. `resolve_parameter_formats` decides those of a parameter, its gradient and its optimizer
+state, by the rules that sessions and `paredown.optim` follow:
 
-    nothing asked     all stays as it is, and torch.optim serves it
-    small             a plain weight and gradient, float32 moments, and 8 more bits of a bfloat16 weight (`formats/catalog.py`)
-    others            what the plan says; a moment without a format is float32
+    no format requested    all are unmodified, and torch.optim updates the parameter
+    small parameter        unmodified weight and gradient, float32 moments, and 8 more bits of a bfloat16 weight (`formats/catalog.py`)
+    other parameters       the formats of the plan; a moment without a format is float32
 
-A weight that would not become smaller stays as it is: bfloat16 parameters in "bf16" are updated where they are.
+A weight that would not become smaller is unmodified: bfloat16 parameters in "bf16" are updated in place.
 
->>> from paredown.plan.plan import Plan
 >>> weight = Slot("fc.weight", Role.WEIGHT, "fc", (64, 64), "float32", 16384, 0, 9, numel=4096)
 >>> resolve_parameter_formats(weight, Plan.preset("safe"))
 ParameterFormats(is_full=False, weight=Format('bf16'), gradient=Format('int8/64@bf16'), residue_bytes=4096)
@@ -48,68 +48,16 @@ from paredown.sizes import FLOAT_BYTES
 from paredown.trace.operations import Use
 from paredown.trace.trace import Part, Slot, Trace, index_bytes
 
-OF_PARAMETERS = (Role.WEIGHT, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
+PARAMETER_ROLES = (Role.WEIGHT, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 FLOAT32_BYTES = 4
-WITH_RESIDUE = "bf16"  # the weights whose next 8 bits a residue holds
-
-
-@dataclass(frozen=True)
-class ParameterFormats:
-    """What one parameter gets; None: plain."""
-
-    is_full: bool  # nothing is asked for, not even for its moments
-    weight: Format | None = None
-    gradient: Format | None = None
-    residue_bytes: int = 0
-
-
-FULL = ParameterFormats(True)
-
-
-def resolve_parameter_formats(weight: Slot, plan: Plan) -> ParameterFormats:
-    """What `plan` makes of the parameter whose slot is `weight`."""
-    wanted = {role: plan.find((weight.name,), role).format for role in OF_PARAMETERS} if plan.rules else {}
-    if weight.stays or weight.dtype not in FLOAT_BYTES or not any(wanted.values()):
-        return FULL
-    if is_small(weight.shape):
-        return ParameterFormats(False, residue_bytes=weight.numel if weight.dtype == "bfloat16" else 0)
-    format = wanted[Role.WEIGHT]
-    has_residue = wanted[Role.RESIDUE] is not None and str(format) == WITH_RESIDUE
-    if format is not None and format.nbytes(weight.shape) >= weight.nbytes:
-        format = None
-    return ParameterFormats(False, format, wanted[Role.GRADIENT], weight.numel if has_residue else 0)
-
-
-def moment_bytes(moment: Slot, weight: Slot, given: ParameterFormats, plan: Plan) -> int:
-    """Bytes of one moment of the parameter `weight`."""
-    if given.is_full or moment.dtype not in FLOAT_BYTES:  # integers: an optimizer that packs by itself
-        return moment.nbytes
-    format = None if is_small(weight.shape) else plan.find((moment.name,), moment.role).format
-    return moment.numel * FLOAT32_BYTES if format is None else format.nbytes(moment.shape)
-
-
-def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
-    """The parameter that a moment belongs to: a third one has a name after the parameter's."""
-    return weights.get(moment.name) or weights.get(moment.name.rpartition(".")[0])
-
-
-# --- A traced step under a plan, as intervals ---
-
-AS_WRITTEN = Plan()
-DTYPE_BYTES = {
-    "float64": 8,
-    "int64": 8,
-    "complex64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-}  # 1 for others
+WITH_RESIDUE = "bf16"  # format of weights whose next 8 bits a residue stores
+BASELINE = Plan()
+# bytes of a value; other dtypes have 1
+DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 
 
 class Interval(NamedTuple):
-    """`nbytes` of a role, held from `birth` to `death`, both included, for a module."""
+    """`nbytes` of a role and module that are held from tick `birth` to tick `death`, both included."""
 
     role: Role
     module: str
@@ -120,9 +68,9 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotStorage:
-    """What a slot gets under a plan. `packs` False: it stays as it is, and `reason` says why if the plan asked for more.
+    """How an activation is stored under a plan: packed (`packs`) or unmodified; `reason` is why that differs from the request.
 
-    `recomputed`: its values follow from another slot that waits, and are computed again from that.
+    `recomputed`: its values are not stored, and are recomputed from another slot that is.
     """
 
     packs: bool
@@ -131,8 +79,48 @@ class SlotStorage:
     recomputed: bool = False
 
 
+@dataclass(frozen=True)
+class ParameterFormats:
+    """The formats of one parameter and its gradient; None: unmodified."""
+
+    is_full: bool  # no format is requested, not even for its moments
+    weight: Format | None = None
+    gradient: Format | None = None
+    residue_bytes: int = 0
+
+
+FULL = ParameterFormats(True)
+
+
+def resolve_parameter_formats(weight: Slot, plan: Plan) -> ParameterFormats:
+    """The formats under `plan` of the parameter whose slot is `weight`."""
+    requested = {role: plan.find((weight.name,), role).format for role in PARAMETER_ROLES} if plan.rules else {}
+    if weight.stays or weight.dtype not in FLOAT_BYTES or not any(requested.values()):
+        return FULL
+    if is_small(weight.shape):
+        return ParameterFormats(False, residue_bytes=weight.numel if weight.dtype == "bfloat16" else 0)
+    format = requested[Role.WEIGHT]
+    has_residue = requested[Role.RESIDUE] is not None and str(format) == WITH_RESIDUE
+    if format is not None and format.nbytes(weight.shape) >= weight.nbytes:
+        format = None
+    return ParameterFormats(False, format, requested[Role.GRADIENT], weight.numel if has_residue else 0)
+
+
+def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Plan) -> int:
+    """Stored bytes of one moment of the parameter `weight`."""
+    if formats.is_full or moment.dtype not in FLOAT_BYTES:  # integers: the optimizer packs its own state
+        return moment.nbytes
+    format = None if is_small(weight.shape) else plan.find((moment.name,), moment.role).format
+    return moment.numel * FLOAT32_BYTES if format is None else format.nbytes(moment.shape)
+
+
+def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
+    """The parameter that a moment belongs to; names of further moments have a suffix after that of the parameter."""
+    return weights.get(moment.name) or weights.get(moment.name.rpartition(".")[0])
+
+
 def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
-    """What `plan` makes of an activation: the format of the first saver that needs values, or a later saver's if that is pinned."""
+    """How `plan` stores an activation: in the format of the first saver that needs values, or of a later one that needs more precision."""
     if not plan.packs_activations:
         return SlotStorage(False)
     if slot.stays:
@@ -142,17 +130,17 @@ def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
     for saver in slot.savers:
         if saver.use is not Use.VALUE:
             continue
-        asked = plan.find((saver.name,), Role.ACTIVATION)
-        found, why = resolve_format(asked, saver.needs, dtype=slot.dtype, numel=slot.numel)
+        requested = plan.find((saver.name,), Role.ACTIVATION)
+        resolved, why = resolve_format(requested, saver.needs, dtype=slot.dtype, numel=slot.numel)
         if format is None or not keeps_enough(format, saver.needs):
-            if found is None:
+            if resolved is None:
                 return SlotStorage(False, None, why)
-            format, reason = found, why
+            format, reason = resolved, why
     return SlotStorage(True, format, reason)
 
 
 def can_recompute(slot: Slot, source: SlotStorage) -> bool:
-    """Whether what waits of `source` is precise enough for the first saver of `slot` that needs values."""
+    """Whether the stored values of `source` are precise enough for the first saver of `slot` that needs values."""
     if source.format is None or source.recomputed:
         return False
     first = next((saver for saver in slot.savers if saver.use is Use.VALUE), None)
@@ -160,25 +148,25 @@ def can_recompute(slot: Slot, source: SlotStorage) -> bool:
 
 
 def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
-    """What `plan` makes of every activation, by the name of its slot."""
+    """Slot name -> how `plan` stores it, for every activation."""
     return with_recomputed(trace.activations, {slot.name: slot_storage(slot, plan) for slot in trace.activations})
 
 
-def with_recomputed(slots: Iterable[Slot], chosen: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
-    """`chosen`, with those that are computed again from what waits of others told apart."""
-    chosen = dict(chosen)
+def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
+    """`storages`, with `recomputed` set for slots whose values are recomputed from another stored slot."""
+    storages = dict(storages)
     for slot in slots:
-        source = chosen.get(slot.recomputed_from)
-        if source is not None and chosen[slot.name].packs and can_recompute(slot, source):
-            chosen[slot.name] = replace(chosen[slot.name], recomputed=True)
-    return chosen
+        source = storages.get(slot.recomputed_from)
+        if source is not None and storages[slot.name].packs and can_recompute(slot, source):
+            storages[slot.name] = replace(storages[slot.name], recomputed=True)
+    return storages
 
 
-def part_bytes(slot: Slot, part: Part, chosen: SlotStorage) -> int:
-    """Bytes of what waits for one use of a slot."""
+def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
+    """Packed bytes of a slot for one use."""
     if part.use is Use.VALUE:
-        assert chosen.format is not None
-        return 0 if chosen.recomputed else chosen.format.nbytes((slot.numel,))
+        assert storage.format is not None
+        return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))
     if part.use in (Use.SIGN, Use.INSIDE, Use.MASK):
         return -(-slot.numel // 8)
     if part.use is Use.INDEX:
@@ -187,7 +175,7 @@ def part_bytes(slot: Slot, part: Part, chosen: SlotStorage) -> int:
 
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
-    """All that the step holds under `plan`."""
+    """The intervals of everything that the step holds under `plan`."""
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
@@ -196,55 +184,54 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
 
 
 def fixed_intervals(trace: Trace) -> list[Interval]:
-    """What no plan changes: buffers, inputs, and whatever operations make for themselves."""
-    found: list[Interval] | None = vars(trace).get("_fixed")
-    if found is None:
+    """The intervals that no plan changes: buffers, inputs and temporaries of operations; cached on the trace."""
+    fixed: list[Interval] | None = vars(trace).get("_fixed")
+    if fixed is None:
         kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
-        found = [Interval(s.role, s.module, s.birth, s.death, s.nbytes) for s in kept]
-        rest = (made for made in trace.outputs if not made.slot and made.phase != "step")
-        found += [Interval(Role.TEMPORARY, made.module, made.birth, made.death, made.nbytes) for made in rest]
-        vars(trace)["_fixed"] = found
-    return found
+        fixed = [Interval(s.role, s.module, s.birth, s.death, s.nbytes) for s in kept]
+        temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
+        fixed += [Interval(Role.TEMPORARY, output.module, output.birth, output.death, output.nbytes) for output in temporaries]
+        vars(trace)["_fixed"] = fixed
+    return fixed
 
 
 def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
-    """Weights, gradients and optimizer state, and the plain copies of them that come and go."""
+    """The intervals of weights, gradients and optimizer state, and of their decoded copies."""
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     trained = {slot.name for slot in trace.of(Role.GRADIENT)}
-    gets = {name: resolve_parameter_formats(slot, plan) for name, slot in weights.items()}
+    formats = {name: resolve_parameter_formats(slot, plan) for name, slot in weights.items()}
     for slot in trace.slots:
         if slot.role is Role.WEIGHT:
-            yield from _weight(slot, gets[slot.name])
+            yield from _weight(slot, formats[slot.name])
         elif slot.role is Role.GRADIENT:
-            yield from _gradient(slot, weights[slot.name], gets[slot.name], trace.length)
+            yield from _gradient(slot, formats[slot.name], trace.length)
         elif slot.role in (Role.MOMENT1, Role.MOMENT2):
-            of = parameter_of(slot, weights)
-            nbytes = slot.nbytes if of is None else moment_bytes(slot, of, gets[of.name], plan)
+            weight = parameter_of(slot, weights)
+            nbytes = slot.nbytes if weight is None else moment_bytes(slot, weight, formats[weight.name], plan)
             yield Interval(slot.role, slot.module, slot.birth, slot.death, nbytes)
         elif slot.role is Role.TEMPORARY and slot.recomputed_from:
-            of = weights[slot.recomputed_from]
-            is_made_again = gets[of.name].weight is not None and of.name in trained
-            yield from _cast(slot, of, trace.backward_at, is_made_again=is_made_again)
-    full_bytes = sum(slot.nbytes for name, slot in weights.items() if gets[name].is_full)
-    for made in (
-        made for made in trace.outputs if made.phase == "step"
-    ):  # what torch.optim takes for the parameters that it serves
-        yield Interval(Role.TEMPORARY, made.module, made.birth, made.death, min(made.nbytes, full_bytes))
+            weight = weights[slot.recomputed_from]
+            is_recomputed = formats[weight.name].weight is not None and weight.name in trained
+            yield from _cast(slot, weight, trace.backward_at, is_recomputed=is_recomputed)
+    full_bytes = sum(slot.nbytes for name, slot in weights.items() if formats[name].is_full)
+    for output in trace.outputs:
+        if output.phase == "step":  # workspace of torch.optim for the parameters that it updates
+            yield Interval(Role.TEMPORARY, output.module, output.birth, output.death, min(output.nbytes, full_bytes))
 
 
-def _weight(slot: Slot, given: ParameterFormats) -> Iterator[Interval]:
-    """A weight; packed, it is plain beside that while a module that has it runs, and whenever backward needs it."""
-    nbytes = slot.nbytes if given.weight is None else given.weight.nbytes(slot.shape)
+def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
+    """A weight; a packed one has decoded copies while a module that owns it runs, and when backward needs it."""
+    nbytes = slot.nbytes if formats.weight is None else formats.weight.nbytes(slot.shape)
     yield Interval(Role.WEIGHT, slot.module, slot.birth, slot.death, nbytes)
-    if given.weight is not None:
+    if formats.weight is not None:
         for start, end in (*slot.running, *_decoded(slot)):
             yield Interval(Role.TEMPORARY, slot.module, start, end, slot.nbytes)
 
 
-def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_made_again: bool) -> Iterator[Interval]:
-    """The cast of a weight waits for backward; of one that is packed and trained it is made again, in each call and in backward."""
+def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_recomputed: bool) -> Iterator[Interval]:
+    """The cast of a weight, stored until backward; that of a packed, trained weight is recomputed in each call and in backward."""
     spans = list(slot.running) or [(slot.birth, slot.death)]
-    if is_made_again:
+    if is_recomputed:
         calls = [(max(start, slot.birth), end) for start, end in weight.running if start <= backward_at and end >= slot.birth]
         spans = [*(calls or [(slot.birth, slot.parts[0].packed)]), *(spans[1:] or _decoded(slot))]
     for start, end in spans:
@@ -255,39 +242,40 @@ def _decoded(slot: Slot) -> Iterator[tuple[int, int]]:
     return (span for part in slot.parts for span in part.decoded)
 
 
-def _gradient(slot: Slot, weight: Slot, given: ParameterFormats, ends: int) -> Iterator[Interval]:
-    """A gradient, and the bits that the update keeps of the weight (RESIDUE). A packed accumulator is always there: a plain gradient is
-    folded into it when it is complete. One that is used at once, then, has no accumulator.
+def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Interval]:
+    """A gradient, and the residue of its weight. A packed accumulator is stored all the time, and a complete gradient is added to it; a
+    gradient that is released inside backward has no accumulator.
     """
-    if given.residue_bytes:
-        yield Interval(Role.RESIDUE, slot.module, 0, ends, given.residue_bytes)
-    if given.gradient is None or slot.death < ends:
+    if formats.residue_bytes:
+        yield Interval(Role.RESIDUE, slot.module, 0, end, formats.residue_bytes)
+    if formats.gradient is None or slot.death < end:
         yield Interval(Role.GRADIENT, slot.module, slot.birth, slot.death, slot.nbytes)
         return
     yield Interval(Role.GRADIENT, slot.module, slot.birth, slot.dropped, slot.nbytes)
-    yield Interval(Role.GRADIENT, slot.module, 0, ends, given.gradient.nbytes(slot.shape))
+    yield Interval(Role.GRADIENT, slot.module, 0, end, formats.gradient.nbytes(slot.shape))
 
 
-def activation_intervals(held: Iterable[Slot], chosen: Mapping[str, SlotStorage]) -> Iterator[Interval]:
-    """Activations as was chosen for them; slots of one storage are given together."""
-    storages: dict[int, list[Slot]] = defaultdict(list)
-    for slot in held:
-        storages[slot.storage].append(slot)
-    for slots in storages.values():
-        ends = 0
+def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, SlotStorage]) -> Iterator[Interval]:
+    """The intervals of activations, each stored as in `storages`; all slots of a torch storage must be among `activations`."""
+    by_storage: dict[int, list[Slot]] = defaultdict(list)
+    for slot in activations:
+        by_storage[slot.storage].append(slot)
+    for slots in by_storage.values():
+        death = 0
         for slot in slots:
-            choose = chosen[slot.name]
-            ends = max(ends, slot.dropped if choose.packs else slot.death)
-            if choose.packs:
-                yield from _packed(slot, choose)
-        yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, ends, slots[0].nbytes)
+            storage = storages[slot.name]
+            death = max(death, slot.dropped if storage.packs else slot.death)
+            if storage.packs:
+                yield from _packed(slot, storage)
+        yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, death, slots[0].nbytes)
 
 
-def _packed(slot: Slot, chosen: SlotStorage) -> Iterator[Interval]:
+def _packed(slot: Slot, storage: SlotStorage) -> Iterator[Interval]:
+    """The packed parts of an activation, and their decoded copies."""
     decoded_bytes = slot.numel * DTYPE_BYTES.get(slot.dtype, 1)
     for part in slot.parts:
-        waits = part_bytes(slot, part, chosen)
-        if waits:
-            yield Interval(Role.ACTIVATION, slot.module, part.packed, part.released, waits)
+        packed_bytes = part_bytes(slot, part, storage)
+        if packed_bytes:
+            yield Interval(Role.ACTIVATION, slot.module, part.packed, part.released, packed_bytes)
         for start, end in part.decoded:
             yield Interval(Role.TEMPORARY, slot.module, start, end, decoded_bytes)

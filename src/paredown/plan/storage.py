@@ -1,27 +1,30 @@
-"""What one slot is given: a format, how encoding rounds, and what becomes of values past the largest one.
+"""How a slot is stored: `Assignment`, what a plan requests for it, and `resolve_format`, the format in which it is stored.
+
+This module alone decides the format of a saved tensor's values. Prediction (plan/replay.py, and through it footprints, `explain_slots`
+and `assign`), execution (session/activations.py) and probes (session/probe_passes.py) all call `resolve_format`, and `keeps_enough` where
+several operations saved one tensor, so that predicted and stored bytes agree. They also share what determines storage otherwise: the use
+of each operand (trace/operations.py), MIN_PACKED_NUMEL and `is_packed_whole` (trace/autograd_graph.py), and `rematerialization_of`
+(trace/saved_tensors.py). The widths of packed indices are `index_bytes` (trace/trace.py) in predictions, and the equal table WIDTHS in
+session/activations.py. One decision depends on values and is made by the session alone: it stores a query, key or value of attention
+unmodified where the logits are too large for the format.
+
+Three limits apply beyond what the plan requests:
+
+    pin             backward needs more significant bits than the format has (`Pin`)
+    is_centered     backward subtracts a mean from the values, as norms do. A format whose step grows with |x| loses the differences once
+                    the mean is a few standard deviations: symmetric integers and narrow floats become unsigned integers of the same
+                    width with a minimum for each block
+    size            the packed tensor must be smaller than the unmodified one
 
 >>> a = Assignment.parse("int4/64@bf16")
 >>> a.resolved_rounding.value, Assignment.parse("int8_block").resolved_rounding.value
 ('stochastic', 'nearest_even')
 >>> a.say()
 'int4/64@bf16, 4.25 bits a value, stochastic rounding'
-
-The format in which an activation is stored where a plan asks for one: footprints and sessions use the same function.
-
-Three limits hold beyond what the plan asks for:
-
-    pin             backward needs more significant bits than the format has (`Pin`)
-    is_centered     backward subtracts a mean from the values, as norms do. A format whose step grows with |x| loses the differences once
-                    the mean is a few standard deviations: symmetric integers and narrow floats become unsigned integers of the same
-                    width with a minimum for each block
-    size            the packed tensor must be smaller than the tensor
-
->>> from paredown.plan.storage import Assignment
 >>> from paredown.trace.operations import EXPONENT
->>> asked = Assignment.parse("int4/64@bf16")
->>> resolve_format(asked, Needs(pin=EXPONENT), dtype="bfloat16", numel=1 << 20)[0]
+>>> resolve_format(a, Needs(pin=EXPONENT), dtype="bfloat16", numel=1 << 20)[0]
 Format('int8/64@bf16')
->>> resolve_format(asked, Needs(is_centered=True), dtype="bfloat16", numel=1 << 20)[0]
+>>> resolve_format(a, Needs(is_centered=True), dtype="bfloat16", numel=1 << 20)[0]
 Format('uint4/64@bf16+bf16')
 """
 
@@ -42,7 +45,7 @@ from paredown.serial import brief
 from paredown.sizes import FLOAT_BYTES
 from paredown.trace.operations import Needs, Use
 
-FormatLike = Format | str | None  # a name of the catalog is text too; None: as it is
+FormatLike = Format | str | None  # text is a format or a name of the catalog; None: unmodified
 ROUNDING_IN_WORDS = {
     Rounding.NEAREST_EVEN: "rounding to nearest",
     Rounding.TOWARD_ZERO: "rounding toward zero",
@@ -54,15 +57,21 @@ OVERFLOW_IN_WORDS = {
     Overflow.NONFINITE: "larger values become infinity or NaN",
 }
 Choice = TypeVar("Choice", bound=Enum)
+PINNED = Format.parse("int8/64@bf16")  # for pins of up to 7 significant bits, the most of any 8-bit format
+PINNED_WIDE = Format.parse("bf16")  # for pins of more
+CENTERED = "backward subtracts a mean from it: a minimum for each block keeps small differences beside a large mean"
+PRECISE_BITS = 8  # significant bits of bf16, in which the baseline may compute
+# Smallest block of formats with a minimum. Blocks of 128 would have the bytes of int4/64@bf16, but two rows of 64 values would share a
+# minimum: the gradient error of a small ViT was 105 % at 4 bits instead of 16 %.
+BLOCK = 64
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Format, rounding and overflow of a slot. Without a format the tensor stays as it is.
+    """Format, rounding and overflow that a plan requests for a slot. Without a format the tensor is stored unmodified.
 
     `rounding` None is stochastic for elements of fewer than 8 bits and for weights, gradients and second moments, and to nearest for the
-    others (`rounding_in`); `overflow`
-    None is the codec's own: saturate within blocks, infinity or NaN without.
+    others (`rounding_in`). `overflow` None is the codec's default: saturate in formats with blocks, infinity or NaN in others.
     """
 
     format: Format | None = None
@@ -76,15 +85,15 @@ class Assignment:
             if not (value is None or isinstance(value, kind)):
                 raise PlanError(f"{name} {value!r} is no {kind.__name__}; Assignment.parse takes text.")
         if self.format is None and (self.rounding or self.overflow):
-            raise PlanError("a tensor that stays as it is (format None) is not rounded: leave rounding and overflow out.")
+            raise PlanError("a tensor that is stored unmodified (format None) is not rounded: leave rounding and overflow out.")
 
     @staticmethod
     def parse(format: FormatLike, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None) -> Assignment:
-        """The assignment that these texts spell; None leaves the choice to the default."""
+        """The assignment with these values, given as text; None is the default of each."""
         return Assignment(_format(format), _choice(Rounding, rounding), _choice(Overflow, overflow))
 
     def to_json(self) -> dict[str, str | None]:
-        """The JSON value: texts, or null."""
+        """The JSON value: text or null for each field."""
         return {
             "format": str(self.format) if self.format else None,
             "rounding": self.rounding.value if self.rounding else None,
@@ -92,15 +101,15 @@ class Assignment:
         }
 
     def __str__(self) -> str:
-        return ", ".join(text for text in self.to_json().values() if text) or "as it is"
+        return ", ".join(text for text in self.to_json().values() if text) or "unmodified"
 
     @property
     def resolved_rounding(self) -> Rounding:
-        """The rounding that encoding uses, the default filled in."""
+        """The rounding that encoding an activation uses, the default resolved."""
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """The same for a slot of this role: what is a sum of small changes is rounded stochastically in any format."""
+        """The rounding that encoding a slot of this role uses; sums of small changes are rounded stochastically in any format."""
         if self.rounding is not None:
             return self.rounding
         return (
@@ -110,49 +119,19 @@ class Assignment:
         )
 
     def say(self, role: Role = Role.ACTIVATION) -> str:
-        """In words, the default rounding filled in."""
+        """The assignment in words, the default rounding resolved."""
         if self.format is None:
-            return "as it is"
+            return "unmodified"
         bits = f"{self.format.bits_per_value:g}"
         parts = [str(self.format), f"{bits} bit{'s' * (bits != '1')} a value", ROUNDING_IN_WORDS[self.rounding_in(role)]]
         return ", ".join([*parts, OVERFLOW_IN_WORDS[self.overflow]] if self.overflow else parts)
 
 
-AS_IS = Assignment()
-
-
-def _format(format: FormatLike) -> Format | None:
-    try:
-        return None if format is None else find_format(format)
-    except FormatError as error:
-        raise PlanError(f"{error} None leaves the tensor as it is.") from None
-
-
-def _choice(kind: type[Choice], value: Choice | str | None) -> Choice | None:
-    if value is None:
-        return None
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = ", ".join(member.value for member in kind)
-        raise PlanError(
-            f"{kind.__name__.lower()} {brief(value)} is unknown. Allowed: {allowed}, or None for the default."
-        ) from None
-
-
-# --- The format in which an activation is stored where a plan asks for one ---
-
-PINNED = Format.parse("int8/64@bf16")  # 7 significant bits, the most that a format of 8 has
-PINNED_WIDE = Format.parse("bf16")  # for more
-CENTERED = "backward subtracts a mean from it: a minimum for each block keeps small differences beside a large mean"
-PRECISE_BITS = 8  # bf16 has 8 significant bits: what the user's own step may compute in
-# Blocks of 128 would hold a minimum in the bytes of int4/64@bf16, but two rows of 64 values would share one: the gradients of a small ViT
-# were 105 % off at 4 bits instead of 16 %.
-BLOCK = 64
+UNMODIFIED = Assignment()
 
 
 def significant_bits(format: Format) -> int:
-    """How finely a format divides the range below its largest magnitude: int8 in 2^7 steps, e4m3 in 2^4 at the top, bf16 in 2^8.
+    """b, where a format divides the range below its largest magnitude in 2^b steps: int8 7, e4m3 4 (for the largest values), bf16 8.
 
     Unsigned integers with a minimum divide the range from the smallest value to the largest, twice as long as that of magnitudes.
     """
@@ -163,7 +142,7 @@ def significant_bits(format: Format) -> int:
 
 
 def resolves_differences(format: Format) -> bool:
-    """Whether values that differ little beside their mean stay apart: the step follows the range of a block, or is that of bf16."""
+    """Whether values that differ little beside their mean remain distinct: the format has a minimum for each block, or bf16's precision."""
     return format.minimum is not None or significant_bits(format) >= PRECISE_BITS
 
 
@@ -178,34 +157,53 @@ def with_minimum(format: Format) -> Format:
 
 
 def is_same_level(format: Format | None, other: Format | None) -> bool:
-    """Whether two formats are one choice: equal, or one is what the other becomes where backward subtracts a mean."""
+    """Whether `other` is `format`, or what `format` becomes where backward subtracts a mean."""
     return format == other or (format is not None and other is not None and other in (format, with_minimum(format)))
 
 
 def keeps_enough(format: Format, needs: Needs) -> bool:
-    """Whether values stored in `format` are precise enough for an operation that needs them."""
+    """Whether values stored in `format` are precise enough for an operation with these needs."""
     is_fine = needs.pin is None or significant_bits(format) >= needs.pin.significant_bits
     return is_fine and (not needs.is_centered or resolves_differences(format))
 
 
 def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
-    """The format of `numel` values of `dtype` that were saved together, None for plain storage; and why it is not what was asked for."""
-    asked = assignment.format
-    if asked is None or needs.use is not Use.VALUE:
+    """(format, reason): the format that `numel` values of `dtype` are stored in, None for unmodified; why it differs from the request."""
+    requested = assignment.format
+    if requested is None or needs.use is not Use.VALUE:
         return None, ""
     if dtype not in FLOAT_BYTES:
-        return None, f"it is {dtype}, which formats do not hold"
-    if asked.block is None and asked.element.nan_code is None:
-        ends = f"{asked.element.min_value:g} to {asked.element.max_value:g}"
-        return None, f"{asked} without a block holds {ends} as they are, and nothing else: write {asked}/64@bf16"
-    format, reason, pin = asked, "", needs.pin
-    if pin is not None and significant_bits(asked) < pin.significant_bits:
+        return None, f"it is {dtype}, which no format can store"
+    if requested.block is None and requested.element.nan_code is None:
+        limits = f"{requested.element.min_value:g} to {requested.element.max_value:g}"
+        return None, f"{requested} without a block can only store values from {limits}, unscaled: write {requested}/64@bf16"
+    format, reason, pin = requested, "", needs.pin
+    if pin is not None and significant_bits(requested) < pin.significant_bits:
         format = PINNED if pin.significant_bits <= significant_bits(PINNED) else PINNED_WIDE
         reason = f"pinned at {pin.significant_bits} significant bits or more: {pin.reason}"
     if needs.is_centered and not resolves_differences(format):
         format, reason = with_minimum(format), f"{reason}; {CENTERED}" if reason else CENTERED
-    own = numel * FLOAT_BYTES[dtype]
-    packed = format.nbytes((numel,))
-    if packed >= own:
-        return None, f"it would take {packed:,} bytes instead of {own:,}"
+    unmodified_bytes = numel * FLOAT_BYTES[dtype]
+    packed_bytes = format.nbytes((numel,))
+    if packed_bytes >= unmodified_bytes:
+        return None, f"it would take {packed_bytes:,} bytes instead of {unmodified_bytes:,}"
     return format, reason
+
+
+def _format(format: FormatLike) -> Format | None:
+    try:
+        return None if format is None else find_format(format)
+    except FormatError as error:
+        raise PlanError(f"{error} None stores the tensor unmodified.") from None
+
+
+def _choice(kind: type[Choice], value: Choice | str | None) -> Choice | None:
+    if value is None:
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(member.value for member in kind)
+        raise PlanError(
+            f"{kind.__name__.lower()} {brief(value)} is unknown. Allowed: {allowed}, or None for the default."
+        ) from None

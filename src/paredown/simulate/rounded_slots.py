@@ -35,7 +35,7 @@ from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import slot_key
-from paredown.plan.storage import AS_IS, Assignment
+from paredown.plan.storage import UNMODIFIED, Assignment
 from paredown.roles import Role
 
 SPARE = 256  # rows for slots that are met later, such as those of a loss
@@ -135,7 +135,7 @@ class RoundedSlots:
 
     def _add(self, names: tuple[str, ...], role: Role) -> RoundedSlot:
         asked = self.plan.find(names, role)
-        raised = self.raised.find(names, role) if self.raised is not None and role in FORWARD else AS_IS
+        raised = self.raised.find(names, role) if self.raised is not None and role in FORWARD else UNMODIFIED
         return RoundedSlot(len(self._all), names, role, asked, raised, asked.rounding_in(role))
 
     def _write(self, places: Sequence[RoundedSlot]) -> None:

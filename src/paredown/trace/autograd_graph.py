@@ -1,12 +1,12 @@
-"""Reads autograd's graph: the nodes behind tensors, what each saved, and what that is.
+"""Reads autograd's graph: the nodes behind tensors, the tensors that each node saved, and a description of each (`Saved`).
 
-Autograd numbers its nodes as it makes them (`_sequence_nr`), each thread for itself: a number names a node only beside the thread that
-made it. Each node has its saved tensors by name: `_raw_saved_input` is a handle that can be hooked, `_saved_input` the tensor itself, after
-autograd's own check that nobody modified it since.
+Autograd numbers its nodes as it creates them (`_sequence_nr`), separately in each thread: a number identifies a node only together with
+the thread. A node exposes its saved tensors by name: `_raw_saved_input` is a handle that takes hooks, `_saved_input` the tensor itself,
+after autograd's check that it was not modified in place.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
-# What autograd saved is told by attributes whose names begin with an underscore, in torch 2.11 as in 2.13; there are no others.
+# Autograd exposes saved tensors only by attributes that begin with an underscore, in torch 2.11 as in 2.13.
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ from torch.utils._pytree import tree_leaves
 
 from paredown.trace.operations import Needs, Operand, OperationRow, Pin, Use, row_of, unknown_operand
 
-MIN_PACKED_NUMEL = 4096  # smaller tensors stay as they are
-BLOCK = 64  # the usual length of a block
+MIN_PACKED_NUMEL = 4096  # values; smaller tensors are stored unmodified
+BLOCK = 64  # values of a block in most formats
 WHOLE_SHARE = 0.3  # a view of at least this share of its storage is packed with all of it: q, k and v are thirds
-NO_SEQUENCE = 1 << 62  # nodes that accumulate gradients have no place in the sequence
+NO_SEQUENCE = 1 << 62  # AccumulateGrad nodes have numbers from here on
 PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
-IS_WEIGHT = "is_of_weight"  # an attribute of hooks
+IS_WEIGHT = "is_of_weight"  # attribute of hooks that a session registers for packed weights
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 VIEWS = tuple(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Alias"))
 CAST_NODE = "ToCopyBackward0"
 SAVES_NOTHING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "SplitBackward0"))
-PASSING = frozenset(
-    (*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBackward0", "CloneBackward0")
-)  # what a weight stays a weight through
+# operations whose result counts as a weight if their input is one
+WEIGHT_PRESERVING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBackward0", "CloneBackward0"))
 
 
 @dataclass(eq=False, slots=True)
 class Saved:
-    """One tensor that one node saved. Don't keep `tensor`, `node` or `raw`: they hold the graph."""
+    """One tensor that one node saved. Do not store `tensor`, `node` or `raw`: they keep the graph alive."""
 
     name: str
     module: str
@@ -51,15 +50,15 @@ class Saved:
     pin: Pin | None
     bound: int | None
     reason: str
-    is_centered: bool  # backward subtracts a mean from it
-    attribute: str  # autograd's name of the operand
+    is_centered: bool  # backward subtracts a mean from the tensor
+    attribute: str  # autograd's name for the operand
     node: Any
     raw: Any
     tensor: Tensor | None  # None for "hooked"
 
     @property
     def needs(self) -> Needs:
-        """What its backward needs of it."""
+        """What backward needs of the tensor."""
         return Needs(self.use, self.pin, self.is_centered)
 
 
@@ -70,103 +69,106 @@ class ModuleCall:
     module: nn.Module
     path: str  # with @2 for a second call
     is_plain_leaf: bool
-    first: int  # nodes from this sequence number on were made in it
-    counts: dict[str, int] = field(default_factory=dict)  # of nodes that save something, by operation
-    needs: tuple[bool, ...] = ()  # which of its arguments need a gradient
+    first: int  # sequence number of the first node created in it
+    counts: dict[str, int] = field(default_factory=dict)  # operation -> number of nodes that saved tensors
+    needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
 
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A forward pass of the model that is running, or the part of one that runs in a thread of its own."""
+    """A running forward pass of the model, or the branch of one that runs in another thread."""
 
-    inputs: frozenset[int]  # storages that the caller brought
+    inputs: frozenset[int]  # storages of the caller's arguments
     modules: Iterable[nn.Module]
     calls: list[ModuleCall]
     seen: set[int] = field(default_factory=set)
-    unreached: int = 0  # nodes made so far that no output reached when the graph was last read
+    unreached: int = 0  # nodes created so far that no output reached when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
-    over: nn.Module | None = None  # the running module whose inside is passed over
-    # nodes of one forward pass that were read in threads of their own; held, since a node is known by its identity alone
+    over: nn.Module | None = None  # the running module that is not followed inside
+    # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
     of_threads: set[Any] = field(default_factory=set)
-    is_branch: bool = False  # whether this is a part that runs in a thread of its own
-    stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread made
+    is_branch: bool = False  # whether this is the branch of another thread
+    stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
     _constants: dict[int, str] | None = None
 
     def constants(self) -> dict[int, str]:
-        """Storage -> "weight" or "buffer", looked up when first needed."""
+        """Storage -> "weight" or "buffer", computed on first use."""
         if self._constants is None:
             self._constants = constants_of(self.modules)
         return self._constants
 
 
 def next_number() -> int:
-    """The sequence number of the next node that this thread makes."""
+    """The sequence number of the next node that this thread creates."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def constants_of(modules: Iterable[nn.Module]) -> dict[int, str]:
-    """The storages of parameters and buffers."""
-    found: dict[int, str] = {}
+    """Storage -> "weight" or "buffer" for the parameters and buffers of `modules`."""
+    kinds: dict[int, str] = {}
     for module in modules:
         for tensors, kind in ((module._buffers, "buffer"), (module._parameters, "weight")):
             for tensor in tensors.values():
                 if tensor is not None and has_storage(tensor):
-                    found[tensor.untyped_storage()._cdata] = kind
-    return found
+                    kinds[tensor.untyped_storage()._cdata] = kind
+    return kinds
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` is packed with all of its storage, of which it may be a view, or alone."""
+    """Whether `tensor` is packed together with all of its storage, of which it may be a view; if not, it is packed alone."""
     return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
 
 
 def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
-    """`covers_storage`, where the size of the storage is known.
+    """`covers_storage` for a storage of known size.
 
-    A view that is a good part of its storage (q, k or v of one product) is packed with all of it if no block of its values holds others
-    too: those may be of another size, or nothing at all.
+    A view that is a large part of its storage (q, k or v of one matrix product) is packed with the whole storage if none of its blocks
+    contains values outside of the view: those may have another magnitude, or be uninitialized.
     """
-    own = tensor.numel() * tensor.itemsize
-    if storage_bytes % tensor.itemsize or own >= storage_bytes:
+    view_bytes = tensor.numel() * tensor.itemsize
+    if storage_bytes % tensor.itemsize or view_bytes >= storage_bytes:
         return storage_bytes % tensor.itemsize == 0
-    return own >= WHOLE_SHARE * storage_bytes and _lies_in_blocks(tensor)
+    return view_bytes >= WHOLE_SHARE * storage_bytes and _lies_in_blocks(tensor)
 
 
 def _lies_in_blocks(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` lie in memory in runs that begin and end at multiples of a block."""
-    run, later = 1, list[int]()
+    """Whether the values of `tensor` are contiguous runs that begin and end at multiples of a block."""
+    run, outer_strides = 1, list[int]()
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if stride == run and not later:
+        if stride == run and not outer_strides:
             run *= size
         elif size > 1:
-            later.append(stride)
-    return all(number % BLOCK == 0 for number in (run, tensor.storage_offset(), *later))
+            outer_strides.append(stride)
+    return all(number % BLOCK == 0 for number in (run, tensor.storage_offset(), *outer_strides))
 
 
-def new_nodes(values: Any, now: Pass) -> list[tuple[int, Any]]:
-    """The nodes behind the tensors in `values` that were made in this pass and not seen yet, in the order of their making."""
-    waiting: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
-    found: list[tuple[int, Any]] = []
-    first, last, seen = now.calls[0].first, next_number(), now.seen  # nodes of other threads may have numbers beyond these
+def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
+    """(number, node) behind the tensors in `values` that were created in this pass and not seen yet, in order of creation."""
+    stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
+    nodes: list[tuple[int, Any]] = []
+    first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
     passed: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
+    while stack:
+        node = stack.pop()
         number = node._sequence_nr()
-        if now.of_threads and node in now.of_threads:  # it was read; what stands before it may not have been
-            waiting.extend([] if node in passed else [before for before, _ in node.next_functions if before is not None])
+        if forward.of_threads and node in forward.of_threads:  # it was read; the nodes before it may not have been
+            stack.extend([] if node in passed else [before for before, _ in node.next_functions if before is not None])
             passed.add(node)
-        elif first <= number < last and number not in seen and node not in now.stops:
+        elif first <= number < last and number not in seen and node not in forward.stops:
             seen.add(number)
-            found.append((number, node))
-            waiting.extend([before for before, _ in node.next_functions if before is not None])
-    if len(found) > 1:
-        found.sort(key=itemgetter(0))
-    return found
+            nodes.append((number, node))
+            stack.extend([before for before, _ in node.next_functions if before is not None])
+    if len(nodes) > 1:
+        nodes.sort(key=itemgetter(0))
+    return nodes
 
 
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
-    """(autograd's name, of the handle, of the tensor) of what nodes of a type save; `only_major` leaves out statistics and parameters."""
+    """(name, handle attribute, tensor attribute) of each tensor that nodes of a type save.
+
+    `only_major` leaves out statistics, library state and parameters.
+    """
     names = (a.removeprefix("_raw_saved_") for a in dir(node_type) if a.startswith("_raw_saved_"))
     operands = row_of(node_name).operands
     kept = (name for name in names if not (only_major and name in operands and operands[name].is_minor))
@@ -177,50 +179,51 @@ Named = tuple[str, Any, Tensor | None]
 
 
 def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
-    """(autograd's name, handle, tensor) of all that `node` saved; the tensor is None where somebody else's hooks hold it."""
-    found: list[Named] = []
+    """(autograd's name, handle, tensor) of each tensor that `node` saved; the tensor is None where hooks of other code hold it."""
+    saved: list[Named] = []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         raws = node._raw_saved_tensors
         names = getattr(node, "stands_for", ("", ()))[1] or tuple(f"saved{i + 1}" for i in range(len(raws)))
-        _read(found, names, raws, node, "saved_tensors")
-        return found
+        _read(saved, names, raws, node, "saved_tensors")
+        return saved
     for attribute, raw_name, tensor_name in attributes(name, type(node), only_major):
         raw = getattr(node, raw_name)
         if isinstance(raw, tuple | list):
-            _read(found, [f"{attribute}{i + 1}" for i in range(len(raw))], raw, node, tensor_name)
+            _read(saved, [f"{attribute}{i + 1}" for i in range(len(raw))], raw, node, tensor_name)
         elif (hook := raw.unpack_hook) is not None:
-            found.extend([] if is_of_weight(hook) else [(attribute, raw, None)])
+            saved.extend([] if is_of_weight(hook) else [(attribute, raw, None)])
         else:
             try:
                 tensor = getattr(node, tensor_name)
-            except RuntimeError:  # modified in place since it was saved: backward will say so itself
+            except RuntimeError:  # modified in place since it was saved: backward raises the error
                 continue
             if tensor is not None:
-                found.append((attribute, raw, tensor))
-    return found
+                saved.append((attribute, raw, tensor))
+    return saved
 
 
-def _read(found: list[Named], names: Sequence[str], raws: Sequence[Any], node: Any, attribute: str) -> None:
+def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: Any, attribute: str) -> None:
+    """Append (name, handle, tensor) of the tensors in the list `attribute` of a node."""
     hooks = [raw.unpack_hook for raw in raws]
-    if any(hook is not None for hook in hooks):  # reading would run them
+    if any(hook is not None for hook in hooks):  # reading the tensors would run the hooks
         is_foreign = any(hook is not None and not is_of_weight(hook) for hook in hooks)
         named = [(name, raw) for name, raw, hook in zip(names, raws, hooks, strict=False) if not is_of_weight(hook)]
-        found.extend((name, raw, None if is_foreign else raw.data) for name, raw in named)
+        saved.extend((name, raw, None if is_foreign else raw.data) for name, raw in named)
         return
     try:
         tensors = getattr(node, attribute)
     except RuntimeError:
         return
-    found.extend(named for named in zip(names, raws, tensors, strict=False) if isinstance(named[2], Tensor))
+    saved.extend(named for named in zip(names, raws, tensors, strict=False) if isinstance(named[2], Tensor))
 
 
 def is_of_weight(hook: Any) -> bool:
-    """Whether a session put this hook in place of a weight that waits packed: nobody else has to do with that."""
+    """Whether a session registered this hook for a packed weight; such tensors are not reported."""
     return getattr(hook, IS_WEIGHT, False)
 
 
-def describe(node: Any, row: OperationRow, named: Named, now: Pass, call: ModuleCall) -> Saved:
-    """What one tensor is that `node` saved, in the words of its row, and its name."""
+def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: ModuleCall) -> Saved:
+    """The description of one tensor that `node` saved, by its row in the table of operations, with its slot name."""
     attribute, raw, tensor = named
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
     if operand is None:
@@ -228,7 +231,7 @@ def describe(node: Any, row: OperationRow, named: Named, now: Pass, call: Module
         is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         is_bool = tensor is not None and tensor.dtype is torch.bool
         operand = unknown_operand(attribute, is_float=is_float, is_bool=is_bool, is_custom=is_custom)
-    kind = "hooked" if tensor is None else kind_of(tensor, operand.name, now)
+    kind = "hooked" if tensor is None else kind_of(tensor, operand.name, forward)
     if kind == "activation" and row.op == "mul" and isinstance(call.module, nn.modules.dropout._DropoutNd):
         row, operand = OperationRow("dropout"), Operand("mask", Use.MASK)  # on a CPU dropout multiplies by a float mask
     operand = operand.at(node)
@@ -241,23 +244,23 @@ def describe(node: Any, row: OperationRow, named: Named, now: Pass, call: Module
 def _bound(operand: Operand, node: Any) -> int | None:
     try:
         return operand.bound(node) if operand.bound else None
-    except RuntimeError:  # it asks for another saved tensor, which was modified in place since: backward will say so
+    except RuntimeError:  # it reads another saved tensor, which was modified in place: backward raises the error
         return None
 
 
 def _prefix(call: ModuleCall, op: str) -> str:
-    """What stands between the module and the operand in a name."""
+    """The text between module and operand in a slot name: "", "mul." or "mul#2."."""
     if call.is_plain_leaf and len(call.counts) == 1 and 1 in call.counts.values():
         return ""
     count = call.counts.get(op, 1)
     return f"{op}." if count == 1 else f"{op}#{count}."
 
 
-def kind_of(tensor: Tensor, operand: str, now: Pass) -> str:
-    """Whether a saved tensor is an activation, a "weight" (a parameter, its view, its cast), a "buffer" or the caller's "input"."""
+def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
+    """The kind of a saved tensor: "activation", "weight" (a parameter, its view, its cast), "buffer" or "input" (of the caller)."""
     node = tensor.grad_fn
     if node is not None:
-        while node is not None and node.name() in PASSING:
+        while node is not None and node.name() in WEIGHT_PRESERVING:
             node = node.next_functions[0][0]
         if node is not None and node.name() == ACCUMULATE:
             return "weight"
@@ -266,13 +269,13 @@ def kind_of(tensor: Tensor, operand: str, now: Pass) -> str:
     if not has_storage(tensor):
         return "activation"
     storage = tensor.untyped_storage()._cdata
-    if storage in now.inputs:
+    if storage in forward.inputs:
         return "input"
-    return "activation" if node is not None else now.constants().get(storage, "activation")
+    return "activation" if node is not None else forward.constants().get(storage, "activation")
 
 
 def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors in nested containers, and in the attributes of other objects in them (a cache of keys and values), `depth` deep."""
+    """The tensors in nested containers and in attributes of other objects in them (a key-value cache), `depth` levels deep."""
     if isinstance(values, Tensor):
         yield values
         return
@@ -287,5 +290,5 @@ def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` has memory of its own to speak of; subclasses such as DTensor have not."""
+    """Whether the storage of `tensor` holds its values; False for wrapper subclasses such as DTensor."""
     return type(tensor) in PLAIN_TYPES or hasattr(tensor, "fake_mode")

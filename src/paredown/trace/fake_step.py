@@ -1,14 +1,11 @@
-"""One fake step: forward, loss and backward of a model on fake tensors, and what was seen meanwhile.
+"""`FakeStep`: runs forward, loss and backward of a model on fake tensors and records what happens.
 
-It runs on the CPU in the form that it has on the target device (trace/fake_tensors.py), under a clock that ticks with each
-operation (trace/timeline.py), and
-everything that can be packed is taken out of autograd's hands on the way (trace/saved_tensors.py).
+The step runs on the CPU with the operations of the target device (trace/fake_tensors.py). A `Timeline` gives each operation a tick and
+records every allocation (trace/timeline.py); a `Recorder` packs every saved tensor that can be packed (trace/saved_tensors.py).
 
-When a weight that waits packed is plain in a step: while a module that has it runs, and where it is used outside of such modules.
-
-A checkpoint calls modules again in backward, and holds what they saved: then the weight is plain until its gradient is there.
+`ModuleRunTimes` records when a weight that is stored packed must be decoded: while a module that owns it runs. A checkpoint calls its
+modules again in backward and holds what they saved: then the weight is decoded until its gradient is complete.
 """
-
 
 # pyright: reportPrivateUsage=false
 
@@ -35,24 +32,63 @@ from paredown.trace.saved_tensors import Recorder
 from paredown.trace.timeline import Allocation, Timeline
 
 Span = tuple[int, int]
+LOSS = "loss"  # phase and name prefix of what the loss saves
+NO_GRADIENT = "no gradient reaches the loss: every parameter is frozen, or the model runs under no_grad."
+ADVICE = "Fake tensors have shapes and no values: move that decision out of the model, or make it depend on shapes alone."
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A batch, split into the arguments of the model and the arguments that the loss gets after the model's output."""
+
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    targets: tuple[Any, ...]
+
+    @staticmethod
+    def of(batch: Any, *, has_loss: bool) -> Arguments:
+        """The arguments in `batch`; with a loss, the last item of a tuple is the target."""
+        if isinstance(batch, dict):
+            return Arguments((), batch, ())
+        if not isinstance(batch, tuple | list):
+            batch = (batch,)
+        if has_loss and len(batch) < 2:
+            raise TraceError(
+                f"with a loss the batch is (inputs..., target); it has {len(batch)} item. Add the target, or leave out the loss."
+            )
+        items = tuple(batch)
+        return Arguments(items[:-1], {}, items[-1:]) if has_loss else Arguments(items, {}, ())
+
+
+@final
+class Loss(nn.Module):
+    """A loss as a module, so that `Watch` records what it saves. A loss that is a module itself is not registered as a child."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = (function,)
+
+    def forward(self, *args: Any) -> Tensor:
+        """The loss that the function computes."""
+        return self._function[0](*args)
 
 
 class ModuleRunTimes:
-    """Follows the calls of `modules` that have parameters of their own, in ticks of a clock."""
+    """Records when modules that own parameters run, in ticks; `current_tick` returns the tick."""
 
-    def __init__(self, modules: Iterable[nn.Module], now: Callable[[], int]) -> None:
-        self._now = now
+    def __init__(self, modules: Iterable[nn.Module], current_tick: Callable[[], int]) -> None:
+        self._current_tick = current_tick
         self._modules = [module for module in modules if any(p is not None for p in module._parameters.values())]
-        self._having: dict[int, list[nn.Module]] = {}  # by id of a parameter
+        self._owners: dict[int, list[nn.Module]] = {}  # id of a parameter -> modules that own it
         for module in self._modules:
             for parameter in module._parameters.values():
-                self._having.setdefault(id(parameter), []).append(module)
+                self._owners.setdefault(id(parameter), []).append(module)
         self._entered: dict[nn.Module, list[int]] = {module: [] for module in self._modules}
         self._spans: dict[nn.Module, list[Span]] = {module: [] for module in self._modules}
 
     @contextmanager
-    def followed(self) -> Generator[None]:
-        """Follow calls, those in backward too: a checkpoint calls its modules again."""
+    def recording(self) -> Generator[None]:
+        """Inside the context, record calls; those in backward too, since a checkpoint calls its modules again."""
         handles: list[Any] = []
         for module in self._modules:
             handles += [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
@@ -63,162 +99,85 @@ class ModuleRunTimes:
                 handle.remove()
 
     def spans(self, parameter: Tensor) -> tuple[Span, ...]:
-        """From which tick to which modules run that have `parameter`, both included."""
-        return merged(span for module in self._having.get(id(parameter), ()) for span in self._spans[module])
+        """Spans of ticks, both ends included, in which a module that owns `parameter` runs."""
+        return merged(span for module in self._owners.get(id(parameter), ()) for span in self._spans[module])
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._entered[module].append(self._now() + 1)
+        self._entered[module].append(self._current_tick() + 1)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         entered = self._entered[module].pop()
-        self._spans[module].append((entered, max(entered, self._now())))
-
-
-def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans in order, those that overlap or follow each other as one.
-
-    >>> merged([(7, 9), (1, 4), (2, 3), (5, 5)])
-    ((1, 5), (7, 9))
-    """
-    found: list[Span] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return tuple(found)
-
-
-# --- One fake step ---
-
-LOSS = "loss"  # what stands before the names of what the loss saves
-ADVICE = "A trace has shapes and no numbers: move that decision out of the model, or make it depend on shapes alone."
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """A batch, sorted into what the model is called with and what the loss gets beside its output."""
-
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-    targets: tuple[Any, ...]
-
-    @staticmethod
-    def of(batch: Any, *, has_loss: bool) -> Arguments:
-        """The arguments in `batch`."""
-        if isinstance(batch, dict):
-            return Arguments((), batch, ())
-        if not isinstance(batch, tuple | list):
-            batch = (batch,)
-        if has_loss and len(batch) < 2:
-            raise TraceError(
-                f"with a loss the batch is (inputs..., target); it has {len(batch)} part. Add the target, or leave out the loss."
-            )
-        parts = tuple(batch)
-        return Arguments(parts[:-1], {}, parts[-1:]) if has_loss else Arguments(parts, {}, ())
-
-
-def note_missing_loss(error: Exception, function: str) -> None:
-    """Add a note where a model got a target, as it does from a batch without a loss."""
-    if isinstance(error, TypeError) and "positional argument" in str(error):
-        error.add_note(
-            f"paredown: if the last part of the batch is the target, give the loss that takes it: {function}(..., loss=...)."
-        )
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without what torch logs of an error in a fake operation: the error itself is raised, and says it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-@final
-class Loss(nn.Module):
-    """A loss as a module, so that what it saves can be watched; a loss that is a module itself is hidden inside, under no name."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._hidden = (function,)
-
-    def forward(self, *args: Any) -> Tensor:
-        """What the function gives."""
-        return self._hidden[0](*args)
+        self._spans[module].append((entered, max(entered, self._current_tick())))
 
 
 class FakeStep:
-    """Runs the step.
+    """Runs the step once and holds its records.
 
-    `brought`: parameters, buffers and inputs with name and role. `complete`: when the gradient of a parameter was, by the parameter's id.
+    `initial_tensors`: (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at`: id of a parameter -> tick at which
+    its gradient is complete. `held`: allocations that are live when backward begins and that autograd's graph does not hold.
     """
 
-    def __init__(self, model: nn.Module, beside: nn.Module, fakes: FakeTensors, device: str) -> None:
-        self.model, self.beside, self.fakes, self.device = model, beside, fakes, device
-        self.elsewhere = DeviceForms(device, fakes)
+    def __init__(self, model: nn.Module, loss_module: nn.Module, fakes: FakeTensors, device: str) -> None:
+        self.model, self.loss_module, self.fakes, self.device = model, loss_module, fakes, device
+        self.device_forms = DeviceForms(device, fakes)
         self.timeline = Timeline(self._where, is_cuda=device == "cuda")
         self.recorder = Recorder(self.timeline)
-        self.running = ModuleRunTimes(model.modules(), lambda: self.timeline.now)
-        fakes.around = lambda: self.timeline.owned_by(
-            Role.BUFFER
-        )  # from now on: tensors that the model has, and no module registers
+        self.module_runs = ModuleRunTimes(model.modules(), lambda: self.timeline.current_tick)
+        # from here on new fakes are made for tensors that the model uses and no module registers
+        fakes.around = lambda: self.timeline.owned_by(Role.BUFFER)
         self.watches: list[Watch] = []
         self.backward_at = self.returned_bytes = 0
         self.has_assumed_mask = False
         self.held: list[Allocation] = []
-        self.brought: list[tuple[str, Role, Tensor]] = []
-        self.complete: dict[int, int] = {}
+        self.initial_tensors: list[tuple[str, Role, Tensor]] = []
+        self.gradient_complete_at: dict[int, int] = {}
 
     def _where(self) -> str:
         if self.timeline.phase == LOSS:
             return LOSS
         return self.watches[0].where() if self.watches else ""
 
-    def run(self, given: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None) -> None:
-        """Forward, loss and backward."""
-        self._hold(given)
+    def run(self, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None) -> None:
+        """Run forward, loss and backward."""
+        self._record_initial_tensors(arguments)
         with ExitStack() as stack:
             for context in (
-                _quiet(),
-                self._masks_by_shape(),
+                _without_fake_tensor_log(),
+                self._square_masks_are_causal(),
                 torch.enable_grad(),
                 self.fakes.mode,
                 torch.device("cpu"),
-                self.elsewhere,
+                self.device_forms,
                 self.timeline,
             ):
                 stack.enter_context(context)
             output: Any = None
-            with self.elsewhere.autocast(autocast):
+            with self.device_forms.autocast(autocast):
                 with self._watched(self.model, ""):
-                    stack.enter_context(self.running.followed())  # after the watch: what a module saved is packed first
-                    output = self.model(*given.args, **given.keywords)
-                self.recorder.ends()
-                value = self._loss(output, given, loss)
+                    stack.enter_context(self.module_runs.recording())  # after the watch: what a module saved is packed first
+                    output = self.model(*arguments.args, **arguments.keywords)
+                self.recorder.end_forward()
+                value = self._loss(output, arguments, loss)
             if loss is None:
-                there, output = self.timeline.live(), None
-                self.returned_bytes = sum(made.nbytes for made in there if made.death is not None)
-            self._note_held((output, value))
+                live, output = self.timeline.live(), None
+                self.returned_bytes = sum(allocation.nbytes for allocation in live if allocation.death is not None)
+            self._record_held((output, value))
             self.backward_at = self.timeline.tick()
             self.timeline.phase = "backward"
-            with self._explained("backward"), self._noting_gradients():
+            with self._explained("backward"), self._recording_gradients():
                 value.backward()
-            self._take_gradients()
+            self._mark_gradients()
 
     @contextmanager
-    def _noting_gradients(self) -> Generator[None]:
-        """Note when the gradient of each parameter is complete: then it can be folded into an accumulator, or used."""
-        complete, timeline = self.complete, self.timeline
+    def _recording_gradients(self) -> Generator[None]:
+        """Record when the gradient of each parameter is complete: then it can be added to an accumulator, or used for an update."""
+        complete_at, timeline = self.gradient_complete_at, self.timeline
 
-        def note(parameter: Tensor) -> None:
-            complete.setdefault(id(parameter), timeline.now)
+        def record(parameter: Tensor) -> None:
+            complete_at.setdefault(id(parameter), timeline.current_tick)
 
-        trained = [p for _, role, p in self.brought if role is Role.WEIGHT and p.requires_grad]
-        handles = [p.register_post_accumulate_grad_hook(note) for p in trained]
+        trained = [p for _, role, p in self.initial_tensors if role is Role.WEIGHT and p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(record) for p in trained]
         try:
             yield
         finally:
@@ -226,8 +185,8 @@ class FakeStep:
                 handle.remove()
 
     @contextmanager
-    def _masks_by_shape(self) -> Generator[None]:
-        """nn.Transformer looks whether a mask is the causal one. Here it has no numbers: a square one is taken for it."""
+    def _square_masks_are_causal(self) -> Generator[None]:
+        """Assume that a square attention mask is causal: nn.Transformer compares its values, which fake tensors do not have."""
         before = transformer._detect_is_causal_mask
 
         def is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -242,21 +201,25 @@ class FakeStep:
         finally:
             transformer._detect_is_causal_mask = before
 
-    def _note_held(self, returned: tuple[Any, ...]) -> None:
-        """What waits for backward without that autograd's graph says so: a checkpoint's inputs, tensors that the model put aside."""
+    def _record_held(self, returned: tuple[Any, ...]) -> None:
+        """Record what is live before backward and not in autograd's graph: inputs of a checkpoint, tensors that the model caches."""
         known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
         known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
-        self.held = [made for made in self.timeline.live() if made.owner is None and made.nbytes and made not in known]
+        self.held = [
+            allocation
+            for allocation in self.timeline.live()
+            if allocation.owner is None and allocation.nbytes and allocation not in known
+        ]
 
-    def _hold(self, given: Arguments) -> None:
-        """What is there before the step: parameters, buffers and inputs."""
-        for module in (self.model, self.beside):
-            self.brought += [(name, Role.WEIGHT, p) for name, p in module.named_parameters()]
-            self.brought += [(name, Role.BUFFER, buffer) for name, buffer in module.named_buffers()]
-        inputs = [t for t in tree_leaves((given.args, given.keywords, given.targets)) if isinstance(t, Tensor)]
+    def _record_initial_tensors(self, arguments: Arguments) -> None:
+        """Record what is allocated before the step: parameters, buffers and inputs."""
+        for module in (self.model, self.loss_module):
+            self.initial_tensors += [(name, Role.WEIGHT, p) for name, p in module.named_parameters()]
+            self.initial_tensors += [(name, Role.BUFFER, buffer) for name, buffer in module.named_buffers()]
+        inputs = [t for t in tree_leaves((arguments.args, arguments.keywords, arguments.targets)) if isinstance(t, Tensor)]
         for number, tensor in enumerate(dict.fromkeys(inputs)):
-            self.brought.append((f"input{number + 1}", Role.INPUT, tensor))
-        for name, role, tensor in self.brought:
+            self.initial_tensors.append((f"input{number + 1}", Role.INPUT, tensor))
+        for name, role, tensor in self.initial_tensors:
             if self.timeline.find(tensor) is None:
                 self.timeline.add(tensor, op="", module=name.rpartition(".")[0], owner=role)
 
@@ -272,40 +235,40 @@ class FakeStep:
             self.watches.remove(watch)
             watch.detach()
 
-    def _loss(self, output: Any, given: Arguments, loss: Callable[..., Tensor] | None) -> Tensor:
+    def _loss(self, output: Any, arguments: Arguments, loss: Callable[..., Tensor] | None) -> Tensor:
         if loss is None:
             return _loss_of(output)
         self.timeline.phase = LOSS
         module = Loss(loss)
         with self._watched(module, LOSS):
-            value = module(output, *given.targets)
+            value = module(output, *arguments.targets)
         self.timeline.phase = "forward"
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise TraceError(f"the loss is one number that backward starts from; this one gave {_say(value)}.")
+            raise TraceError(f"the loss is one number that backward starts from; this loss is {_describe(value)}.")
         if value.grad_fn is None:
-            raise TraceError("no gradient reaches the loss: every parameter is frozen, or the model runs under no_grad.")
+            raise TraceError(NO_GRADIENT)
         return value
 
     @contextmanager
     def _explained(self, phase: str) -> Generator[None]:
-        """Errors with the place where they came up."""
+        """Add the module, phase and operation to errors of the model."""
         try:
             yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             op = str(error.func).removeprefix("aten.").removesuffix(".default")
-            what = {"_local_scalar_dense": "reads a number out of a tensor (.item(), int(), bool(), an if on a tensor)"}
-            does = what.get(op, f"calls {op}, whose result has a shape that depends on its numbers,")
-            raise TraceError(f"{phase} of {self._place()} {does} and that cannot be followed. {ADVICE}") from error
+            causes = {"_local_scalar_dense": "reads a number out of a tensor (.item(), int(), bool(), an if on a tensor)"}
+            cause = causes.get(op, f"calls {op}, whose result has a shape that depends on its values,")
+            raise TraceError(f"{phase} of {self._place()} {cause} and that cannot be traced. {ADVICE}") from error
         except TraceError:
             raise
         except UnsupportedOperatorException as error:
-            advice = "Register how it computes shapes with torch.library.register_fake."
+            advice = "Register one with torch.library.register_fake."
             raise TraceError(
-                f"{phase} of {self._place()} calls {error.func}, which has no form for fake tensors. {advice}"
+                f"{phase} of {self._place()} calls {error.func}, which has no implementation for fake tensors. {advice}"
             ) from error
         except Exception as error:
-            if "tensor subclasses" in str(error):  # what .numpy() says
-                raise TraceError(f"{phase} of {self._place()} takes a tensor out of torch (.numpy()). {ADVICE}") from error
+            if "tensor subclasses" in str(error):  # the message of .numpy() on a fake tensor
+                raise TraceError(f"{phase} of {self._place()} converts a tensor to NumPy (.numpy()). {ADVICE}") from error
             note_missing_loss(error, "trace_step")
             error.add_note(f"paredown: in the traced {phase} of {self._place()}, last operation {self.timeline.last_op!r}.")
             raise
@@ -314,29 +277,65 @@ class FakeStep:
         path = self.timeline.last_module
         return f"module {path!r}" if path else f"the model {type(self.model).__name__}"
 
-    def _take_gradients(self) -> None:
+    def _mark_gradients(self) -> None:
         for _, p in self.trained():
-            found = self.timeline.find(p.grad) if p.grad is not None else None
-            if found is not None and found.owner is None:
-                found.owner = Role.GRADIENT
+            allocation = self.timeline.find(p.grad) if p.grad is not None else None
+            if allocation is not None and allocation.owner is None:
+                allocation.owner = Role.GRADIENT
 
     def trained(self) -> list[tuple[str, Tensor]]:
-        """The parameters that have a gradient, by name."""
-        return [(name, p) for name, role, p in self.brought if role is Role.WEIGHT and p.grad is not None]
+        """(name, parameter) of each parameter that has a gradient."""
+        return [(name, p) for name, role, p in self.initial_tensors if role is Role.WEIGHT and p.grad is not None]
+
+
+def note_missing_loss(error: Exception, function: str) -> None:
+    """Add a note to an error that a target in the batch explains: without a loss the model gets it as an argument."""
+    if isinstance(error, TypeError) and "positional argument" in str(error):
+        error.add_note(
+            f"paredown: if the last item of the batch is the target, pass the loss that takes it: {function}(..., loss=...)."
+        )
+
+
+def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Spans in order; those that overlap or are adjacent are joined.
+
+    >>> merged([(7, 9), (1, 4), (2, 3), (5, 5)])
+    ((1, 5), (7, 9))
+    """
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return tuple(joined)
 
 
 def _loss_of(output: Any) -> Tensor:
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is None and isinstance(output, Tensor):
-        found = output
-    if not isinstance(found, Tensor) or found.numel() != 1:
+    """The loss in the output of a model that is called without a loss function."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Tensor):
+        loss = output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TraceError(
-            f"loss=None takes .loss of the model's output, or an output of one number; this is {_say(output)}. Give a loss."
+            f"loss=None takes .loss of the model's output, or an output of one number; this is {_describe(output)}. Pass a loss."
         )
-    if found.grad_fn is None:
-        raise TraceError("no gradient reaches the loss: every parameter is frozen, or the model runs under no_grad.")
-    return found
+    if loss.grad_fn is None:
+        raise TraceError(NO_GRADIENT)
+    return loss
 
 
-def _say(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+@contextmanager
+def _without_fake_tensor_log() -> Generator[None]:
+    """Inside the context, torch does not log errors of fake operations: they are raised, with the same text."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -1,23 +1,22 @@
-"""Describes on fake CPU tensors what a step does on CUDA: the form that operations have there, autocast, and devices by name.
+"""A model on fake tensors, and the operations that it runs on the target device, for the time of a trace.
 
-A plain CPU trace of GPT-2 (16 x 1024) says 40 GiB of saved tensors; with these forms it says what a GPU keeps. Tables:
+`with_fake_tensors` replaces parameters and buffers by fake CPU tensors of the same sizes and strides: tied ones stay tied, and models on
+the meta device are treated like any other. Whatever the forward pass does to its modules in the context (counters, caches, hooks, lists
+of weights of recurrent layers) is undone at the end, also after an error.
 
-    FORMS       operations with another form on CUDA: attention, dropout, RNNs, rms_norm (batch norm and pooling save the same on both)
-    LOWER       what autocast runs in 16 bits: its inputs are cast, those of parameters once a step
-    CAST        what it runs in float32, by casting its inputs; SET_DTYPE: by telling the kernel
-    PROMOTE     what it runs in the widest dtype of its inputs
+`DeviceForms` runs on fake CPU tensors what a step runs on CUDA. A plain CPU trace of GPT-2 (16 x 1024) reports 40 GiB of saved tensors;
+with these forms it reports what a GPU saves. Tables:
 
-`autocast("cuda")` turns itself off where there is no CUDA, and a fake tensor on cuda aborts the process there: so the autocast state
-is set by hand, and any device that the model names becomes the CPU. Functions of torch that are written in Python, such as
-F.multi_head_attention_forward, would run with the mode off; their bodies are run with it on.
+    FORMS       operations with another implementation on CUDA: attention, dropout, RNNs, rms_norm (batch norm and pooling save the same)
+    LOWER       operations that autocast runs in 16 bits: their inputs are cast, parameters once a step
+    CAST        operations that it runs in float32 by casting their inputs
+    SET_DTYPE   operations that it runs in float32 by passing dtype=float32
+    PROMOTE     operations that it runs in the widest dtype of their inputs
 
-A model whose tensors have shapes and no memory, for the time of a trace.
-
-Parameters and buffers give place to fake tensors on the CPU of the same sizes and strides: tied ones stay tied, models on the meta
-device get tensors like any other. Whatever the forward pass does to its modules meanwhile (counters, caches, hooks, recurrent layers
-that keep lists of their weights) is undone at the end, also after an error.
+`autocast("cuda")` disables itself on machines without CUDA, and a fake tensor on cuda aborts the process there: so the autocast state is
+set directly, and any device that the model names becomes the CPU. Functions of torch that are written in Python, such as
+F.multi_head_attention_forward, would run with the function mode off; their bodies are run with it on.
 """
-
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
@@ -39,110 +38,9 @@ from paredown.errors import TraceError
 from paredown.trace import device_ops
 from paredown.trace.module_watch import Hook
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-PACKED = "PackedParameter"  # a weight that waits packed in a session: it has all that a trace asks for
+HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+PACKED = "PackedParameter"  # type of a packed weight of a session: it has shape, strides and dtype, which is all that a trace reads
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-
-
-class FakeTensors:
-    """Makes fake tensors for real ones, the same one for the same tensor."""
-
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while one is made
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the original, which is kept so that the id stays its own
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """A fake on the CPU for `tensor`; the tensor itself if it is one of these."""
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
-            return tensor
-        there = self._made.get(id(tensor))
-        if there is None:
-            self._made[id(tensor)] = there = (tensor, self._make(tensor))
-        return there[1]
-
-    def _make(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided:
-            raise TraceError(f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}; a trace follows dense tensors alone.")
-        with torch.device("cpu"), self.mode, self.around():
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            return fake.requires_grad_(tensor.requires_grad)
-
-    def batch(self, batch: Any) -> Any:
-        """The same nest of containers with fake tensors."""
-        return tree_map_only(Tensor, self.of, batch)
-
-
-def check_model(model: nn.Module) -> None:
-    """TraceError where the parameters of `model` are not plain tensors."""
-    if not isinstance(model, nn.Module):
-        raise TraceError(f"the model is a torch.nn.Module, not {type(model).__name__}: trace_step(model, batch, ...).")
-    if type(model).__name__ in WRAPPERS:
-        raise TraceError(f"the model is wrapped in {type(model).__name__}: trace what is inside, trace_step(model.module, ...).")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        kind = type(tensor)
-        if kind in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
-            raise TraceError(f"{name!r} has no shape yet: run the model once on a batch, then trace it.")
-        if kind.__name__ == "DTensor":
-            raise TraceError(
-                f"{name!r} is a DTensor: trace the model before fully_shard or distribute_tensor, with one rank's batch."
-            )
-        if not (kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor) or kind.__name__ == PACKED):
-            raise TraceError(f"{name!r} is a {kind.__name__}, not a plain tensor: trace the model as it was before.")
-
-
-@contextmanager
-def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
-    """`model` with fake parameters and buffers, and without hooks of paredown's own."""
-    modules = list(model.modules())
-    before = [_state_of(module) for module in modules]
-    randomness = torch.get_rng_state(), random.getstate()
-    try:
-        for module in modules:
-            for tensors in cast("tuple[dict[str, Any], ...]", (module._parameters, module._buffers)):
-                tensors.update({name: fakes.of(t) for name, t in tensors.items() if t is not None})
-            for hooks in (getattr(module, name) for name in HOOKS):
-                for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
-                    del hooks[key]
-            module._compiled_call_impl = None  # a compiled module runs as it was written
-        yield
-    finally:
-        for module, state in zip(modules, before, strict=True):
-            _restore(module, *state)
-        torch.set_rng_state(randomness[0])
-        random.setstate(randomness[1])
-
-
-def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The attributes of a module, and copies of those that are containers."""
-    attributes = dict(vars(module))
-    return attributes, {name: value.copy() for name, value in attributes.items() if isinstance(value, dict | list | set)}
-
-
-def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    now = vars(module)
-    for name in [name for name in now if name not in attributes]:
-        del now[name]
-    now.update(attributes)
-    for name, copy in copies.items():
-        held = attributes[name]
-        if isinstance(held, list):
-            held[:] = copy
-        elif not _same(held, copy):
-            held.clear()
-            held.update(copy)
-
-
-def _same(held: Any, copy: Any) -> bool:
-    """Whether a dict or set holds the very things that it did, in the same order."""
-    if isinstance(held, set):
-        return held == copy
-    return len(held) == len(copy) and all(a == b and held[a] is copy[b] for a, b in zip(held, copy, strict=True))
-
-
-# --- Describes on fake CPU tensors what a step does on CUDA ---
 
 
 def _names(text: str) -> frozenset[str]:
@@ -150,7 +48,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def casts_on_cuda(op: str) -> bool:
-    """Whether autocast knows an operation in this version of torch, which it can be asked also where there is no CUDA."""
+    """Whether autocast for CUDA handles `op` in this version of torch; needs no CUDA."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
 
 
@@ -171,24 +69,130 @@ CAST = _names("""
 """) - (_names("") if casts_on_cuda("rms_norm") else _names("rms_norm"))
 SET_DTYPE = _names("cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum")
 PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot")
-BANNED = _names("binary_cross_entropy")  # autocast refuses it on CUDA
+BANNED = _names("binary_cross_entropy")  # autocast on CUDA raises an error for it
 HALVES = (torch.float16, torch.bfloat16)
 CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-IN_PYTHON = ("torch.nn.functional", "torch.functional")
-ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
-NOT_HERE = frozenset({"cuda", "pin_memory", "record_stream"})  # methods that move a tensor, or concern a device
+IN_PYTHON = ("torch.nn.functional", "torch.functional")  # modules whose functions are written in Python
+ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})  # access to attributes of tensors, which is no operation
+DEVICE_METHODS = frozenset({"cuda", "pin_memory", "record_stream"})  # tensor methods that only move a tensor: they return it
+
+
+class FakeTensors:
+    """Maps real tensors to fake CPU tensors, the same tensor always to the same fake."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # a context entered while a fake is made
+        # id of the original -> (original, fake); the original is held so that its id is not reused
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The fake CPU tensor for `tensor`; `tensor` itself if it is a fake of this mode."""
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+            return tensor
+        pair = self._made.get(id(tensor))
+        if pair is None:
+            self._made[id(tensor)] = pair = (tensor, self._make(tensor))
+        return pair[1]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:
+            raise TraceError(
+                f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}; only dense (strided) tensors can be traced."
+            )
+        with torch.device("cpu"), self.mode, self.around():
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            return fake.requires_grad_(tensor.requires_grad)
+
+    def batch(self, batch: Any) -> Any:
+        """`batch` with fake tensors in the same nested containers."""
+        return tree_map_only(Tensor, self.of, batch)
+
+
+def check_model(model: nn.Module) -> None:
+    """TraceError unless `model` is a module whose parameters and buffers are plain tensors."""
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"the model is a torch.nn.Module, not {type(model).__name__}: trace_step(model, batch, ...).")
+    if type(model).__name__ in WRAPPERS:
+        raise TraceError(f"the model is wrapped in {type(model).__name__}: trace the module inside, trace_step(model.module, ...).")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = type(tensor)
+        if kind in (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer):
+            raise TraceError(f"{name!r} has no shape yet: run the model once on a batch, then trace it.")
+        if kind.__name__ == "DTensor":
+            raise TraceError(
+                f"{name!r} is a DTensor: trace the model before fully_shard or distribute_tensor, with one rank's batch."
+            )
+        if not (kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor) or kind.__name__ == PACKED):
+            raise TraceError(
+                f"{name!r} is a {kind.__name__}, not a plain tensor: trace the model before its tensors are converted."
+            )
+
+
+@contextmanager
+def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
+    """Inside the context, `model` has fake parameters and buffers, and none of paredown's hooks."""
+    modules = list(model.modules())
+    states = [_state_of(module) for module in modules]
+    rng_states = torch.get_rng_state(), random.getstate()
+    try:
+        for module in modules:
+            for tensors in cast("tuple[dict[str, Any], ...]", (module._parameters, module._buffers)):
+                tensors.update({name: fakes.of(t) for name, t in tensors.items() if t is not None})
+            for hooks in (getattr(module, name) for name in HOOK_TABLES):
+                for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
+                    del hooks[key]
+            module._compiled_call_impl = None  # run the module's own forward, not the compiled one
+        yield
+    finally:
+        for module, state in zip(modules, states, strict=True):
+            _restore(module, *state)
+        torch.set_rng_state(rng_states[0])
+        random.setstate(rng_states[1])
+
+
+def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes of a module, and copies of those that are containers."""
+    attributes = dict(vars(module))
+    return attributes, {name: value.copy() for name, value in attributes.items() if isinstance(value, dict | list | set)}
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
+    """Set the attributes of a module, and the contents of those that are containers, back to a state of `_state_of`."""
+    current = vars(module)
+    for name in [name for name in current if name not in attributes]:
+        del current[name]
+    current.update(attributes)
+    for name, copy in copies.items():
+        container = attributes[name]
+        if isinstance(container, list):
+            container[:] = copy
+        elif not _same(container, copy):
+            container.clear()
+            container.update(copy)
+
+
+def _same(container: Any, copy: Any) -> bool:
+    """Whether a dict or set still holds the same objects, in the same order."""
+    if isinstance(container, set):
+        return container == copy
+    return len(container) == len(copy) and all(a == b and container[a] is copy[b] for a, b in zip(container, copy, strict=True))
 
 
 @final
 class DeviceForms(TorchFunctionMode):
-    """Runs a model's operations on fake tensors as `device` would."""
+    """A function mode that runs a model's operations on fake CPU tensors as `device` would run them."""
 
     def __init__(self, device: str, fakes: FakeTensors) -> None:
         super().__init__()
         self._is_cuda = device == "cuda"
         self._fakes = fakes
         self._bodies: dict[Any, Callable[..., Any] | None] = {}
-        self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # autocast's own cache: parameters, once a step
+        self._casts: dict[
+            tuple[int, torch.dtype], tuple[Tensor, Tensor]
+        ] = {}  # as autocast's cache: each parameter is cast once a step
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -200,19 +204,19 @@ class DeviceForms(TorchFunctionMode):
             if body is not None:
                 with self:
                     return body(*args, **kwargs)
-        args, kwargs = self._brought(name, args, kwargs)
-        if name in NOT_HERE:
+        args, kwargs = self._on_fake_cpu_tensors(name, args, kwargs)
+        if name in DEVICE_METHODS:
             return args[0]
         if not self._is_cuda:
             return func(*args, **kwargs)
         name = name.strip("_") if name.startswith("__") else name
         args, kwargs = self._autocast(name, args, kwargs)
         form = FORMS.get(name)
-        done = form(*args, **kwargs) if form is not None else NotImplemented
-        return func(*args, **kwargs) if done is NotImplemented else done
+        result = form(*args, **kwargs) if form is not None else NotImplemented
+        return func(*args, **kwargs) if result is NotImplemented else result
 
     def _body(self, func: FunctionType) -> Callable[..., Any] | None:
-        """`func` without its question whether a mode is on."""
+        """A copy of `func` whose has_torch_function checks return False; None where it has no such check."""
         if func not in self._bodies:
             checks = [check for check in CHECKS if check in func.__code__.co_names]
             body = None
@@ -223,22 +227,23 @@ class DeviceForms(TorchFunctionMode):
             self._bodies[func] = body
         return self._bodies[func]
 
-    def _brought(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with fakes for real tensors that the model holds somewhere, and the CPU for any device."""
+    def _on_fake_cpu_tensors(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with fakes in place of real tensors, and the CPU in place of any device."""
         if any(type(arg) is not FakeTensor and isinstance(arg, Tensor | list | tuple) for arg in (*args, *kwargs.values())):
             args, kwargs = tree_map_only(Tensor, self._fakes.of, (args, kwargs))
         if name == "to" or "device" in kwargs:
             args, kwargs = tree_map(_on_cpu, (args, kwargs))
         return args, kwargs
 
-    # --- autocast -----------------------------------------------------------------------------------------------------------
+    # --- autocast ---
 
     def _autocast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments as autocast on CUDA would cast them for the operation `name`."""
         if not torch.is_autocast_enabled("cuda"):
             return args, kwargs
         if name in BANNED:
             raise TraceError(
-                f"{name} under autocast is refused by torch on CUDA: take {name}_with_logits, or disable autocast around it."
+                f"torch does not allow {name} under autocast on CUDA: use {name}_with_logits, or disable autocast around it."
             )
         if name in LOWER:
             lower = torch.get_autocast_dtype("cuda")
@@ -251,9 +256,11 @@ class DeviceForms(TorchFunctionMode):
             return args, {**kwargs, "dtype": torch.float32}
         return args, kwargs
 
-    def _cast(self, args: Any, kwargs: Any, of: tuple[torch.dtype, ...], to: torch.dtype) -> tuple[Any, Any]:
+    def _cast(self, args: Any, kwargs: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> tuple[Any, Any]:
+        """The arguments with tensors of `dtypes` cast to `to`; casts of parameters are cached."""
+
         def cast(tensor: Tensor) -> Tensor:
-            if tensor.dtype not in of or tensor.dtype is to:
+            if tensor.dtype not in dtypes or tensor.dtype is to:
                 return tensor
             if not (
                 tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32 and torch.is_autocast_cache_enabled()
@@ -268,7 +275,7 @@ class DeviceForms(TorchFunctionMode):
 
     @contextmanager
     def autocast(self, dtype: torch.dtype | None) -> Generator[None]:
-        """Autocast for the target, on for the time of the context if there is a dtype; the casts of parameters live as long."""
+        """Autocast of the target device with `dtype`, off for None; cached casts of parameters are freed at its end."""
         if not self._is_cuda:
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 yield
@@ -277,7 +284,7 @@ class DeviceForms(TorchFunctionMode):
         torch.set_autocast_enabled("cuda", dtype is not None)
         torch.set_autocast_dtype("cuda", dtype or before[1])
         try:
-            with _autocast_means_cuda():
+            with _autocast_is_for_cuda():
                 yield
         finally:
             torch.set_autocast_enabled("cuda", before[0])
@@ -286,8 +293,8 @@ class DeviceForms(TorchFunctionMode):
 
 
 @contextmanager
-def _autocast_means_cuda() -> Generator[None]:
-    """What a model writes as torch.autocast(x.device.type) or torch.autocast("cuda") means the target, also where there is no CUDA."""
+def _autocast_is_for_cuda() -> Generator[None]:
+    """Inside the context, a model's torch.autocast(x.device.type) and torch.autocast("cuda") set autocast for CUDA, also without CUDA."""
     kind = torch.amp.autocast_mode.autocast
     common = torch.cuda.amp.common
     before = kind.__init__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported
@@ -304,7 +311,7 @@ def _autocast_means_cuda() -> Generator[None]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """The CPU in place of a device."""
+    """The CPU if `value` is a device or the name of one, else `value`."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, str):
@@ -314,7 +321,7 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-# --- the forms: the operation's own arguments, and NotImplemented where it is the same on CUDA ------------------------------------
+# --- forms on CUDA: they take the operation's arguments and return NotImplemented where the CPU operation is the same ---
 
 
 def _attention(
@@ -327,11 +334,11 @@ def _attention(
     **options: Any,
 ) -> Any:
     grouped = bool(options.get("enable_gqa")) and key.shape[-3] != query.shape[-3]
-    done = device_ops.attention(query, key, value, attn_mask, causal=is_causal, grouped=grouped)
-    if done is not None:
-        return done
-    plain = torch.ops.aten._scaled_dot_product_attention_math
-    return plain(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    fused = device_ops.attention(query, key, value, attn_mask, causal=is_causal, grouped=grouped)
+    if fused is not None:
+        return fused
+    unfused = torch.ops.aten._scaled_dot_product_attention_math
+    return unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
 
 
 def _dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Any:
@@ -349,7 +356,7 @@ def _cross_entropy(input: Tensor, target: Tensor, weight: Any = None, reduction:
     smoothing = named.get("label_smoothing", 0.0) or sum(rest[1:])
     if not (torch.is_autocast_enabled("cuda") and input.dtype in HALVES) or target.is_floating_point() or smoothing:
         return NotImplemented
-    # log_softmax is told the input's dtype, which autocast leaves alone; nll_loss then casts what comes out of it
+    # log_softmax gets the input's dtype as an argument, which autocast keeps; nll_loss then casts its result to float32
     logs = torch.ops.aten._log_softmax(input, 1 if input.dim() > 1 else 0, False).float()
     return torch._C._nn.nll_loss_nd(logs, target, weight, reduction, *rest[:1], **named)
 
@@ -363,8 +370,8 @@ def _recurrent(kind: str) -> Callable[..., Any]:
         if isinstance(rest[0], Tensor):  # a packed sequence: (data, batch_sizes, states, weights, ...)
             return NotImplemented
         weights, _, num_layers, _, _, _, batch_first = rest
-        held = states if isinstance(states, tuple | list) else (states,)
-        return device_ops.recurrent(kind, x, tuple(held), list(weights), num_layers, batch_first)
+        state_tensors = states if isinstance(states, tuple | list) else (states,)
+        return device_ops.recurrent(kind, x, tuple(state_tensors), list(weights), num_layers, batch_first)
 
     return form
 

@@ -1,15 +1,15 @@
-"""What backward needs of the tensors that autograd saves: one row for each kind of node that is known.
+"""The table of operations: what backward needs of each tensor that autograd saves, one row for each known kind of node.
 
-Autograd's nodes tell what they saved by name: a `ConvolutionBackward0` has `_saved_input` and `_saved_weight`. A row gives the operation
-one name on every device, its operands names that a person would use, and says what backward does with each of them:
+Autograd nodes expose saved tensors by name: a `ConvolutionBackward0` has `_saved_input` and `_saved_weight`. A row gives the operation
+one name on all devices, gives its operands readable names, and states what backward does with each of them:
 
     ReluBackward0.result is compared with 0 and nothing else        -> one exact bit
-    MaxPool2DWithIndicesBackward0.self is asked for its shape       -> nothing
-    ConvolutionBackward0.input is multiplied with the gradient      -> may be rounded
-    ScaledDotProduct...query stands in an exponent beside an exact logsumexp -> may be rounded, to no less than 7 bits
+    MaxPool2DWithIndicesBackward0.self is read for its shape        -> nothing is stored
+    ConvolutionBackward0.input is multiplied with the gradient      -> may be quantized
+    ScaledDotProduct...query is in an exponent beside an exact logsumexp -> may be quantized, to no less than 7 significant bits
 
-What no row knows stays as it is: backward may compare it, divide by it or take its logarithm. Floats that custom functions of the user save
-may be rounded, to no less than 7 significant bits.
+Floats saved by nodes without a row are stored unmodified: backward may compare them, divide by them or take their logarithm. Floats that
+custom functions of the user save may be quantized, to no less than 7 significant bits.
 
 >>> row_of("ReluBackward0").operands["result"].use
 <Use.SIGN: 'sign'>
@@ -28,18 +28,18 @@ from typing import Any
 class Use(str, Enum):
     """What backward needs of a saved tensor."""
 
-    VALUE = "value"  # its numbers, which may be rounded: it gets a format
+    VALUE = "value"  # its values, which may be rounded: it is stored in a format
     SIGN = "sign"  # whether it is above 0: one exact bit
     INSIDE = "inside"  # whether it lies strictly between two bounds: one exact bit
     MASK = "mask"  # a boolean, or a float of 0 and one other value: one exact bit
     INDEX = "index"  # integers, exact in the smallest width that their bound allows
-    SHAPE = "shape"  # nothing but its shape: dropped
-    EXACT = "exact"  # kept as it is
+    SHAPE = "shape"  # only its shape: nothing is stored
+    EXACT = "exact"  # its values unmodified
 
 
 @dataclass(frozen=True)
 class Pin:
-    """The least precision that may hold an operand: significant bits of the element (int8 has 7, e4m3 4, bf16 8)."""
+    """A lower bound on the precision of an operand, in significant bits of the element (int8 has 7, e4m3 4, bf16 8)."""
 
     significant_bits: int
     reason: str
@@ -47,9 +47,9 @@ class Pin:
 
 @dataclass(frozen=True)
 class Needs:
-    """What backward needs of a saved tensor, and the limits to how it may be stored.
+    """What backward needs of a saved tensor, and the limits on its format.
 
-    `is_centered`: backward subtracts a mean from it, so that a format must resolve differences, however large the mean.
+    `is_centered`: backward subtracts a mean from it, so its format must resolve small differences beside a large mean.
     """
 
     use: Use = Use.VALUE
@@ -61,11 +61,11 @@ EXPONENT = Pin(7, "backward exponentiates its errors")
 CANCELS = Pin(7, "backward subtracts a sum over the output from its product with the gradient, and little may be left")
 CANCELLED = Pin(8, "backward subtracts a sum over it from each gradient of a logit, and little may be left")
 UNKNOWN = Pin(7, "nothing is known of how backward uses it")
-COMPUTED_WEIGHT = Pin(7, "it stands where a weight stands")
-NONLINEAR = Pin(7, "backward uses it other than linearly")
+COMPUTED_WEIGHT = Pin(7, "it is used as a weight")
+NONLINEAR = Pin(7, "backward uses it nonlinearly")
 
-STATISTIC, STATE, PARAMETER = "it is a statistic", "it is a state of the library", "it is a parameter"
-SCALE = "it scales others, who may save it too"
+STATISTIC, STATE, PARAMETER = "it is a statistic", "it is state of the library", "it is a parameter"
+SCALE = "it scales other tensors, and their operations may save it too"
 
 Bound = Callable[[Any], int]
 Condition = Callable[[Any], bool]
@@ -73,23 +73,23 @@ Condition = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Operand:
-    """The name of a saved tensor, what backward needs of it, and the limits to that."""
+    """The name of a saved tensor, what backward needs of it, and the limits on its format."""
 
     name: str
     use: Use = Use.VALUE
     pin: Pin | None = None
-    bound: Bound | None = None  # INDEX: from the node, what all values are below
-    reason: str = ""  # EXACT: why
-    is_centered: bool = False  # backward subtracts a mean from it
-    exact_if: Condition | None = None  # from the node, whether it is EXACT after all
+    bound: Bound | None = None  # of INDEX: a function of the node that returns a bound which all values are below
+    reason: str = ""  # of EXACT: why it is not quantized
+    is_centered: bool = False  # backward subtracts a mean from the tensor
+    exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
-        """What holds for one node."""
+        """The operand of one node, `exact_if` applied."""
         return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
 
     @property
     def is_minor(self) -> bool:
-        """Whether it is of no interest to packing: statistics, states of a library, parameters."""
+        """Whether it is never packed because it is a statistic, state of a library or a parameter."""
         return self.reason in (STATISTIC, STATE, PARAMETER)
 
 
@@ -99,7 +99,7 @@ class OperationRow:
 
     op: str
     operands: dict[str, Operand] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    others: Operand | None = None  # all that are not named there
+    others: Operand | None = None  # for all saved tensors that `operands` does not name
 
 
 def _exact(name: str, reason: str) -> Operand:
@@ -107,16 +107,18 @@ def _exact(name: str, reason: str) -> Operand:
 
 
 def _plane_of_input(node: Any) -> int:
+    """Pixels of one channel of the input: indices of max pooling are below it."""
     return prod(node._saved_self.shape[-3 if "3D" in node.name() else -2 :])
 
 
 def _classes(node: Any) -> int:
-    """Targets are below the number of classes, or the one that is ignored, which may be negative (-100): then a byte cannot say it."""
+    """Bound of class targets: the number of classes. A negative ignore_index (-100) needs a signed width, so more than a byte."""
     classes, ignored = node._saved_self.shape[1 if node._saved_self.dim() > 1 else 0], int(node._saved_ignore_index)
     return max(classes, ignored + 1) if ignored >= 0 else max(classes, (1 << 8) + 1, 1 - ignored)
 
 
 def _has_low_exponent(node: Any) -> bool:
+    """Whether backward of pow divides by the base: the exponent is below 1, or a tensor."""
     exponent = node._saved_exponent
     return not isinstance(exponent, int | float) or exponent < 1
 
@@ -143,7 +145,7 @@ NORM = {
     "running_mean": _exact("running_mean", STATISTIC),
     "running_var": _exact("running_var", STATISTIC),
     "result1": _exact("mean", STATISTIC),
-    "result2": _exact("inverse_deviation", STATISTIC),
+    "result2": _exact("inverse_deviation", STATISTIC),  # rstd; names of slots do not change between versions
     "result3": _exact("reserve", STATE),
 }
 ATTENTION = {
@@ -153,8 +155,8 @@ ATTENTION = {
     "output": Operand("output", pin=CANCELLED),
     "logsumexp": _exact("logsumexp", STATISTIC),
     "log_sumexp": _exact("logsumexp", STATISTIC),
-    "attn_bias": _exact("bias", "it stands in an exponent"),
-    "attn_mask": _exact("bias", "it stands in an exponent"),
+    "attn_bias": _exact("bias", "backward takes the exponential of a sum that contains it"),
+    "attn_mask": _exact("bias", "backward takes the exponential of a sum that contains it"),
 }
 WEIGHT = Operand("weight", pin=COMPUTED_WEIGHT)
 CONV = {"input": Operand("input"), "weight": WEIGHT}
@@ -162,12 +164,12 @@ SHAPE_ONLY = {"self": Operand("input", Use.SHAPE)}
 POOL = {"self": Operand("input", Use.SHAPE), "result1": Operand("indices", Use.INDEX, bound=_plane_of_input)}
 INSIDE = Operand("input", Use.INSIDE)
 LOSS = {
-    # its shape would do, but backward takes it first, and what stands in for it is as large: dropping it raised a GPT's peak by 1.5 GiB
-    "self": _exact("input", "backward takes it first: dropping it would save nothing"),
+    # backward needs its shape only, but needs it first, and its substitute is as large: dropping it raised the peak of a GPT by 1.5 GiB
+    "self": _exact("input", "backward uses it first: dropping it would save nothing"),
     "target": Operand("target", Use.INDEX, bound=_classes),
     "total_weight": _exact("total_weight", STATISTIC),
 }
-LOG_PROBABILITY = _exact("output", "backward takes exp of log-probabilities, and takes them first: packing would save nothing")
+LOG_PROBABILITY = _exact("output", "backward takes exp of log-probabilities, and uses them first: packing would save nothing")
 RNN = {
     "input": Operand("input"),
     "result0": Operand("output", pin=UNKNOWN),
@@ -222,7 +224,11 @@ ROWS: dict[str, OperationRow] = {
     "Softmax": OperationRow("softmax", {"result": Operand("output", pin=NONLINEAR)}),
     "LogSoftmax": OperationRow("log_softmax", {"result": LOG_PROBABILITY}),
     "Logsumexp": OperationRow(
-        "logsumexp", {"self": _exact("input", "it stands in an exponent"), "result": _exact("output", STATISTIC)}
+        "logsumexp",
+        {
+            "self": _exact("input", "backward takes the exponential of a sum that contains it"),
+            "result": _exact("output", STATISTIC),
+        },
     ),
     "NllLoss": OperationRow("nll_loss", LOSS),
     "NllLoss2D": OperationRow("nll_loss", LOSS),
@@ -232,10 +238,10 @@ ROWS: dict[str, OperationRow] = {
     ),
     "CudnnRnn": OperationRow("rnn", RNN),
     "CheckpointFunction": OperationRow(
-        "checkpoint", others=_exact("input", "a part of the model is computed again from it: signs would change")
+        "checkpoint", others=_exact("input", "a checkpointed module runs again from it: signs would change")
     ),
     "CompiledFunction": OperationRow(
-        "compiled", others=_exact("saved", "torch.compile chose it: what backward does with it is not known")
+        "compiled", others=_exact("saved", "torch.compile saved it: how backward uses it is not known")
     ),
     "Div": OperationRow("div", {"self": Operand("input"), "other": _divides("other")}),
     "Sqrt": OperationRow("sqrt", {"result": _divides("output")}),
@@ -295,13 +301,13 @@ ROWS: dict[str, OperationRow] = {
 
 @cache
 def row_of(node_name: str) -> OperationRow:
-    """The row of a node by what `node.name()` says; an empty one, named after the node, where nothing is known."""
-    plain = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
-    return ROWS.get(plain) or OperationRow(plain)
+    """The row of the node type `node.name()`; an empty row named after the node where the table has none."""
+    base_name = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
+    return ROWS.get(base_name) or OperationRow(base_name)
 
 
 def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom: bool) -> Operand:
-    """What may be done with a saved tensor that no row names; `is_custom`: by a function of the user."""
+    """The operand of a saved tensor that no row names; `is_custom`: saved by a custom autograd function."""
     if is_float:
         return Operand(attribute, pin=UNKNOWN) if is_custom else _exact(attribute, UNKNOWN.reason)
     return Operand(attribute, Use.MASK if is_bool else Use.INDEX)

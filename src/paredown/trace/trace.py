@@ -1,16 +1,17 @@
-"""The `Trace` of a step as a value: slots, outputs, times, notes; it prints as a table and goes through JSON.
+"""`Trace`: every tensor that one training step stores, as a frozen value that prints as a table and round-trips through JSON.
 
-What a trace is made of: the tensors that one training step keeps, each a `Slot`, and every output of an operation, kept or not.
+    Slot      a tensor with a role (weight, gradient, moment, activation, ...), its bytes and its lifetime
+    Saver     an operation that saved an activation for backward, and what its backward needs of it
+    Part      when a slot is packed, decoded and released, if a plan packs it for one use
+    Output    memory that an operation allocated, whether or not a slot came of it
 
-Times are ticks of the step's clock, one for each operation (see trace/timeline.py); a lifetime includes both its ends.
+Times are ticks: every operation of the step is one (trace/timeline.py). A lifetime includes both of its ends.
 
-Checks of a trace that was read from a file: types and ranges of each row, and rows that contradict themselves or one another.
+`Trace.load` checks types and ranges of every row and rejects rows that contradict themselves or one another, which `trace_step` never
+produces: a tensor that is freed before it is allocated, a part that is released before it is packed, a part for a use that no
+operation saved, views of one storage with different sizes, two slots of one role and name, or bytes that differ from shape and dtype.
+`footprint` and `assign` rely on these checks.
 
-`trace_step` makes none of these: a tensor that dies before it is born, a packed part that is released before it is packed, a part that
-holds values which no operation saved, views of one storage with different sizes, two slots of one role and name, or bytes that are not
-those of shape and dtype. Footprints and `assign` rely on it.
-
->>> from paredown.trace.operations import Pin, Use
 >>> check_row(Part(Use.VALUE, packed=1, released=99), length=10)
 Traceback (most recent call last):
     ...
@@ -39,19 +40,30 @@ from paredown.serial import brief, is_text, read_json
 from paredown.sizes import FLOAT_BYTES, say_bytes
 from paredown.trace.operations import Needs, Pin, Use
 
-INDEX_BYTES = ((1 << 8, 1), (1 << 15, 2), (1 << 31, 4))  # integers below a bound fit in so many bytes
+INDEX_BYTES = ((1 << 8, 1), (1 << 15, 2), (1 << 31, 4))  # (exclusive bound, bytes): integers below the bound fit in these bytes
+VERSION = 2  # of the JSON file; version 2 added the times at which backward needs weights
+LARGEST = 10  # slots that repr shows
+DEVICES = ("cuda", "cpu")
+MAX_TICKS = 1 << 26  # of a step read from a file
+MAX_NUMBER = 1 << 60  # of bytes, values and ticks in a file
+MAX_TOTAL_BYTES = 1 << 58  # of all rows and their decoded copies: every sum of them fits in int64, in any format
+TIMES = frozenset({"birth", "death", "dropped", "packed", "released", "used"})
+SPANS = frozenset({"running", "decoded"})
+MAY_BE_UNKNOWN = frozenset({"storage", "dropped", "used"})  # fields in which -1 means unknown
+PHASES = ("forward", "loss", "backward", "step")
+PARAMETER_ROLES = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
 
 @dataclass(frozen=True)
 class Saver:
-    """One operation that saved a tensor for backward, and what its backward needs of it."""
+    """An operation that saved a tensor for backward, and what its backward needs of the tensor."""
 
     name: str
     op: str
     operand: str
     use: Use
     pin: Pin | None = None
-    is_centered: bool = False  # its backward subtracts a mean from it
+    is_centered: bool = False  # its backward subtracts a mean from the tensor
 
     @property
     def needs(self) -> Needs:
@@ -61,24 +73,25 @@ class Saver:
 
 @dataclass(frozen=True)
 class Part:
-    """One form in which a slot can wait: when it is packed, until when it waits, and when it is decoded."""
+    """One form in which a slot can be stored for one use: when it is packed, released, and decoded (spans of ticks)."""
 
     use: Use
     packed: int
     released: int
     decoded: tuple[tuple[int, int], ...] = ()
-    bound: int | None = None  # INDEX: what all values are below
+    bound: int | None = None  # of Use.INDEX: all values are below it
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor with a role. `shape` and `dtype` are those of its first saver; an activation holds `nbytes`, all of its storage.
+    """A tensor with a role. `shape` and `dtype` are those of its first saver; `nbytes` of an activation is the size of its storage.
 
-    birth..death is its life as the model is written. If it is packed, the original is gone after `dropped`. `stays`: why no plan packs
-    it. Views too small to stand for their storage are slots of their own, with the `storage` number in common.
+    `birth` to `death` is its lifetime in the baseline. If it is packed, the original is freed after `dropped`. `stays` is the reason why
+    no plan can pack it, "" where a plan can. A view that is a small part of its storage is a slot of its own; slots of one storage have
+    the same `storage` number.
 
-    A weight that waits packed is plain while a module that has it runs (`running`), and again when backward needs it (its part); the
-    cast of one is a TEMPORARY slot that follows from it (`recomputed_from`).
+    A packed weight is decoded while a module that owns it runs (`running`) and when backward needs it (`parts`). The cast of a weight
+    under autocast is a TEMPORARY slot that names the weight in `recomputed_from`.
     """
 
     name: str
@@ -89,18 +102,19 @@ class Slot:
     nbytes: int
     birth: int
     death: int
-    numel: int = 0  # values that wait when it is packed: those of the storage, or of a small view
+    numel: int = 0  # values that are stored when it is packed: those of the storage, or of a small view
     storage: int = -1
     dropped: int = -1
     savers: tuple[Saver, ...] = ()
     parts: tuple[Part, ...] = ()
     stays: str = ""
-    recomputed_from: str = ""  # the slot that its values follow from, as relu(batch_norm(x)) does from x
-    running: tuple[tuple[int, int], ...] = ()  # of a weight; when its cast is there, if its module is computed again
+    recomputed_from: str = ""  # the slot that its values can be recomputed from, as relu(batch_norm(x)) from x
+    # of a weight: when modules that own it run; of the cast of a weight in a checkpointed module: when the cast exists
+    running: tuple[tuple[int, int], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all savers, or its own."""
+        """The names of all savers; the name of the slot where there are none."""
         return tuple(saver.name for saver in self.savers) or (self.name,)
 
     @property
@@ -111,14 +125,17 @@ class Slot:
 
     @property
     def uses(self) -> frozenset[Use]:
-        """What backward needs of it."""
+        """Everything that backward needs of the tensor."""
         return frozenset(part.use for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Output:
-    """Memory that an operation made. `slot`: the slot that it became; "" for what nothing keeps. `used`: when an operation took it last,
-    -1 if that is not known: a name in a program may hold it beyond."""
+    """Memory that an operation allocated.
+
+    `slot`: the slot that the memory belongs to, "" for a temporary. `used`: the tick of the last operation that read it, -1 if unknown;
+    a variable of the program may hold it longer.
+    """
 
     op: str
     module: str
@@ -132,238 +149,11 @@ class Output:
     used: int = -1
 
 
-def index_bytes(bound: int | None, itemsize: int) -> int:
-    """Bytes of an integer below `bound`, in the smallest width that holds it.
-
-    >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
-    (1, 4, 8)
-    """
-    return next((width for top, width in INDEX_BYTES if bound is not None and bound <= top), itemsize)
-
-
-# --- JSON: rows without the fields that have their default ------------------------------------------------------------------------
-
-
-def to_row(value: Any) -> dict[str, Any]:
-    """A Slot or Output as a JSON value."""
-    return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Saver | Part | Pin):
-        return to_row(value)
-    return [_plain(part) for part in value] if isinstance(value, tuple) else value
-
-
-def slot_of(row: dict[str, Any]) -> Slot:
-    """The slot whose `to_row` is `row`."""
-    savers = tuple(_saver(saver) for saver in row.get("savers", ()))
-    parts = tuple(_part(part) for part in row.get("parts", ()))
-    slot: dict[str, Any] = {**row, "role": Role(row["role"]), "shape": tuple(row["shape"]), "savers": savers, "parts": parts}
-    slot["running"] = _spans(row.get("running", ()))
-    return Slot(**slot)
-
-
-def _spans(rows: Iterable[Any]) -> tuple[tuple[int, int], ...]:
-    return tuple((start, end) for start, end in rows)
-
-
-def _saver(row: dict[str, Any]) -> Saver:
-    saver: dict[str, Any] = {**row, "use": Use(row["use"]), "pin": Pin(**row["pin"]) if "pin" in row else None}
-    return Saver(**saver)
-
-
-def _part(row: dict[str, Any]) -> Part:
-    part: dict[str, Any] = {**row, "use": Use(row["use"]), "decoded": _spans(row.get("decoded", ()))}
-    return Part(**part)
-
-
-def output_of(row: dict[str, Any]) -> Output:
-    """The output whose `to_row` is `row`."""
-    output: dict[str, Any] = {**row, "shape": tuple(row["shape"])}
-    return Output(**output)
-
-
-def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:
-    """The slot of this name; of an activation or weight where no role is given."""
-    roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
-    found = [slot for slot in slots if name in slot.names and slot.role in roles]
-    if not found:
-        raise TraceError(f"there is no slot {name!r} in the trace; trace.slots has all of them.")
-    return found[0]
-
-
-# --- Checks of a trace that was read from a file ---
-
-MOST = 1 << 60  # bytes, values
-MOST_IN_ALL = 1 << 58  # bytes of all rows and their decoded copies: int64 holds every sum of them, in any format
-TIMES = frozenset({"birth", "death", "dropped", "packed", "released", "used"})
-SPANS = frozenset({"running", "decoded"})
-MAY_BE_UNKNOWN = frozenset({"storage", "dropped", "used"})  # -1 there
-PHASES = ("forward", "loss", "backward", "step")
-OF_PARAMETERS = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
-Row = Slot | Output | Saver | Part | Pin
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and -1 <= value < MOST
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST
-
-
-# by the text of a field's annotation; other fields are made by their own readers
-KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_count, "a whole number from 0 to 2^60"),
-    "int | None": (lambda value: value is None or _is_count(value), "a whole number from 0 to 2^60, or nothing"),
-    "str": (is_text, "text"),
-    "tuple[int, ...]": (lambda value: all(map(_is_count, value)), "whole numbers from 0 to 2^60"),
-}
-UNKNOWN = _is_whole, "a whole number, -1 for unknown"
-
-
-def check_row(row: Row, length: int) -> None:
-    """TraceError where a field of `row` cannot be what it says, or contradicts another one."""
-    kind = type(row).__name__.lower()
-    what = f"{'an' if kind[0] == 'o' else 'a'} {kind}"
-    for field in fields(row):
-        value = getattr(row, field.name)
-        is_time = field.name in TIMES
-        check, expected = UNKNOWN if field.name in MAY_BE_UNKNOWN else KINDS.get(str(field.type), (lambda value: True, ""))
-        if not is_time and not check(value):
-            raise TraceError(f"{field.name} of {what} is {expected}, not {brief(value)}.")
-        for time in (value,) if is_time else [t for span in value for t in span] if field.name in SPANS else ():
-            if not _is_whole(time) or time > length + 1:
-                raise TraceError(f"{field.name} of {what} is a time from -1 to {length + 1}, not {brief(time)}.")
-    inner: tuple[Any, ...] = (row.pin,) if isinstance(row, Saver) else (*row.savers, *row.parts) if isinstance(row, Slot) else ()
-    for part in inner:
-        if part is not None:
-            check_row(part, length)
-    _check_order(row, kind)
-
-
-def _check_order(row: Row, kind: str) -> None:
-    """TraceError where something ends before it begins."""
-    where = f"{kind} {brief(row.name)}" if isinstance(row, Slot) else kind
-    for first, begins, last, ends in _pairs(row):
-        if ends < begins:
-            raise TraceError(f"the {where} contradicts itself: {first} {begins}, {last} {ends}; no tensor ends before it begins.")
-
-
-def _pairs(row: Row) -> Iterator[tuple[str, int, str, int]]:
-    """(name, begin, name, end) of everything in a row that lasts."""
-    if isinstance(row, Slot | Output):
-        yield "born at", row.birth, "dead at", row.death
-    if isinstance(row, Slot):
-        if row.dropped != -1:
-            yield "born at", row.birth, "dropped at", row.dropped
-        yield from (("running from", start, "to", end) for start, end in row.running)
-    if isinstance(row, Part):
-        yield "packed", row.packed, "released", row.released
-        yield from (("decoded from", start, "to", end) for start, end in row.decoded)
-
-
-def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
-    """TraceError where a row is impossible, or where rows contradict one another."""
-    for row in (*slots, *outputs):
-        check_row(row, length)
-    total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
-    if total >= MOST_IN_ALL:
-        raise TraceError(f"the slots and outputs of the trace have {brief(total)} bytes in all; fewer than 2^58 are counted.")
-    odd = next((row.phase for row in outputs if row.phase not in PHASES), None)
-    if odd is not None:
-        raise TraceError(f"phase of an output is one of {', '.join(PHASES)}, not {brief(odd)}.")
-    for slot in slots:
-        if slot.role in OF_PARAMETERS:
-            _check_bytes(slot)
-        elif slot.role is Role.ACTIVATION:
-            _check_uses(slot)
-    _check_names(slots)
-    _check_storages(slot for slot in slots if slot.role is Role.ACTIVATION)
-    _check_owners(slots)
-
-
-def _copies(row: Slot | Output) -> int:
-    """How many tensors of its size a row stands for at most: itself, and what is packed and decoded of it."""
-    return 1 + (len(row.running) + sum(1 + len(part.decoded) for part in row.parts) if isinstance(row, Slot) else 0)
-
-
-def _check_bytes(slot: Slot) -> None:
-    """Bytes, shape and dtype of a weight, a gradient or a moment agree."""
-    numel = prod(slot.shape)
-    size = numel * FLOAT_BYTES.get(slot.dtype, 0)
-    if (size and size != slot.nbytes) or slot.numel not in (0, numel):
-        raise _contradiction(slot, f"shape {slot.shape} of {slot.dtype}, {slot.numel} values, {slot.nbytes} bytes")
-
-
-def _check_uses(slot: Slot) -> None:
-    """What is packed of an activation is what operations saved."""
-    if slot.numel * FLOAT_BYTES.get(slot.dtype, 1) > slot.nbytes:
-        raise _contradiction(slot, f"{slot.numel} values of {slot.dtype} in a storage of {slot.nbytes} bytes")
-    packed, saved = ({row.use for row in rows} for rows in (slot.parts, slot.savers))
-    if not slot.stays and packed - saved:
-        uses = ", ".join(sorted(use.value for use in packed - saved))
-        raise _contradiction(slot, f"a part for the use {uses}, which no operation saved")
-    if len(packed) < len(slot.parts):
-        raise _contradiction(slot, "two parts for one use")
-    if Use.VALUE in packed and not slot.stays and slot.dropped == -1:
-        raise _contradiction(slot, "a packed part, and no time at which the original is dropped")
-
-
-def _check_names(slots: tuple[Slot, ...]) -> None:
-    """A role and a name belong to one slot, the name of a saver to one activation."""
-    seen: set[tuple[Role, str]] = set()
-    for slot in slots:
-        keys = (
-            {(slot.role, name) for name in (slot.name, *slot.names)} if slot.role is Role.ACTIVATION else {(slot.role, slot.name)}
-        )
-        if keys & seen:
-            raise _contradiction(slot, "another slot has this role and name")
-        seen |= keys if slot.role in (Role.ACTIVATION, *OF_PARAMETERS) else set()
-
-
-def _check_storages(activations: Iterable[Slot]) -> None:
-    """Views of one storage are born with it and have its bytes."""
-    first: dict[int, Slot] = {}
-    for slot in activations:
-        other = first.setdefault(slot.storage, slot)
-        if (other.nbytes, other.birth) != (slot.nbytes, slot.birth):
-            here, there = (f"{of.nbytes} bytes from {of.birth}" for of in (slot, other))
-            raise _contradiction(slot, f"storage {slot.storage} has {here}, and {there} in slot {brief(other.name)}")
-
-
-def _check_owners(slots: tuple[Slot, ...]) -> None:
-    """A gradient, and the cast of a weight, belong to a weight of the trace."""
-    weights = {slot.name for slot in slots if slot.role is Role.WEIGHT}
-    named = {slot.name for slot in slots if slot.role is Role.GRADIENT}
-    named |= {slot.recomputed_from for slot in slots if slot.role is Role.TEMPORARY and slot.recomputed_from}
-    if missing := sorted(named - weights):
-        raise TraceError(
-            f"a gradient or a cast is of {brief(missing[0])}, and there is no such weight in the trace: save it anew with "
-            "trace.save(path)."
-        )
-
-
-def _contradiction(slot: Slot, why: str) -> TraceError:
-    return TraceError(f"slot {brief(slot.name)} ({slot.role.value}) contradicts itself or another one: {why}. Trace the step anew.")
-
-
-# --- The `Trace` of a step as a value ---
-
-VERSION = 2  # of the JSON: 2 says when weights are needed
-LARGEST = 10  # slots that repr shows
-DEVICES = ("cuda", "cpu")
-MOST_TICKS, LONGEST = 1 << 26, 1 << 60  # of a step in a file; of its numbers
-
-
 @dataclass(frozen=True, repr=False)
 class Trace:
-    """One training step: what it keeps (`slots`), what it makes (`outputs`), in `length` ticks; backward begins at `backward_at`.
+    """One training step of `length` ticks: the tensors it stores (`slots`) and allocates (`outputs`); backward begins at `backward_at`.
 
-    `dtype` is what the step computes in: autocast's, or that of the parameters. `notes` says what was assumed or left out, by name.
+    `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
     """
 
     model: str
@@ -375,7 +165,7 @@ class Trace:
     outputs: tuple[Output, ...]
     length: int
     backward_at: int
-    returned_bytes: int = 0  # of the model's output beside its loss, which is let go before backward
+    returned_bytes: int = 0  # of the model's output beside its loss, which is freed before backward
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -384,16 +174,16 @@ class Trace:
         return self.of(Role.ACTIVATION)
 
     def of(self, role: Role) -> tuple[Slot, ...]:
-        """The slots of a role."""
+        """The slots with this role."""
         return tuple(slot for slot in self.slots if slot.role is role)
 
     def slot(self, name: str, role: Role | None = None) -> Slot:
-        """The slot of this name; of an activation or a weight where no role is given."""
+        """The slot with this name; without a role, an activation or a weight."""
         return slot_named(self.slots, name, role)
 
     @cached_property
     def largest(self) -> tuple[Slot, ...]:
-        """The largest activations, one for each storage."""
+        """The 10 largest activations, one for each storage."""
         by_storage = {slot.storage: slot for slot in reversed(self.activations)}
         return tuple(sorted(by_storage.values(), key=lambda slot: -slot.nbytes)[:LARGEST])
 
@@ -417,7 +207,7 @@ class Trace:
 
     @staticmethod
     def from_json(value: Any) -> Trace:
-        """The trace whose `to_json` is `value`."""
+        """The trace whose `to_json()` is `value`; TraceError where it is none."""
         if not isinstance(value, dict) or value.get("version") != VERSION:
             raise TraceError(f"this is no trace of version {VERSION}: traces are written by trace.save(path).")
         try:
@@ -440,25 +230,239 @@ class Trace:
             raise TraceError(f"{path}: {error}") from None
 
 
+def index_bytes(bound: int | None, itemsize: int) -> int:
+    """Bytes of an integer below `bound` in the smallest width that holds it; `itemsize` where the bound is unknown.
+
+    >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
+    (1, 4, 8)
+    """
+    return next((width for limit, width in INDEX_BYTES if bound is not None and bound <= limit), itemsize)
+
+
+def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:
+    """The slot with this name; without a role, an activation or a weight."""
+    roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
+    matches = [slot for slot in slots if name in slot.names and slot.role in roles]
+    if not matches:
+        raise TraceError(f"there is no slot {name!r} in the trace; trace.slots has all of them.")
+    return matches[0]
+
+
+def _once(slots: tuple[Slot, ...]) -> list[Slot]:
+    """The first slot of each storage, and all slots without a storage number."""
+    seen: set[int] = set()
+    return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
+
+
+# --- JSON: rows leave out fields that have their default ---
+
+
+def to_row(value: Any) -> dict[str, Any]:
+    """The JSON value of a Slot or an Output."""
+    return {f.name: _json_value(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Saver | Part | Pin):
+        return to_row(value)
+    return [_json_value(part) for part in value] if isinstance(value, tuple) else value
+
+
+def slot_of(row: dict[str, Any]) -> Slot:
+    """The slot whose `to_row(slot)` is `row`."""
+    savers = tuple(_saver(saver) for saver in row.get("savers", ()))
+    parts = tuple(_part(part) for part in row.get("parts", ()))
+    slot: dict[str, Any] = {**row, "role": Role(row["role"]), "shape": tuple(row["shape"]), "savers": savers, "parts": parts}
+    slot["running"] = _spans(row.get("running", ()))
+    return Slot(**slot)
+
+
+def _spans(rows: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((start, end) for start, end in rows)
+
+
+def _saver(row: dict[str, Any]) -> Saver:
+    saver: dict[str, Any] = {**row, "use": Use(row["use"]), "pin": Pin(**row["pin"]) if "pin" in row else None}
+    return Saver(**saver)
+
+
+def _part(row: dict[str, Any]) -> Part:
+    part: dict[str, Any] = {**row, "use": Use(row["use"]), "decoded": _spans(row.get("decoded", ()))}
+    return Part(**part)
+
+
+def output_of(row: dict[str, Any]) -> Output:
+    """The output whose `to_row(output)` is `row`."""
+    output: dict[str, Any] = {**row, "shape": tuple(row["shape"])}
+    return Output(**output)
+
+
 def _read(value: dict[str, Any]) -> Trace:
-    """A trace of its JSON value, checked."""
+    """The checked trace of a JSON value."""
     parts: dict[str, Any] = {name: part for name, part in value.items() if name != "version"}
     slots, outputs = tuple(map(slot_of, value["slots"])), tuple(map(output_of, value["outputs"]))
     parts |= {"batch": tuple(value["batch"]), "notes": tuple(value["notes"]), "slots": slots, "outputs": outputs}
     trace = Trace(**parts)
     numbers = (trace.length, trace.backward_at, trace.returned_bytes)
-    if not all(type(number) is int and 0 <= number < LONGEST for number in numbers) or trace.length > MOST_TICKS:
+    if not all(type(number) is int and 0 <= number < MAX_NUMBER for number in numbers) or trace.length > MAX_TICKS:
         raise TraceError(f"length, backward_at and returned_bytes are whole numbers, not {brief(numbers)}.")
     texts = (trace.model, trace.device, trace.dtype, trace.optimizer, *trace.batch, *trace.notes)
     if not all(isinstance(text, str) for text in texts) or trace.device not in DEVICES:
         raise TraceError(f"model, device ({' or '.join(DEVICES)}), dtype, optimizer, batch and notes are texts.")
     if trace.backward_at > trace.length:
-        raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step anew.")
+        raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
     check_rows(slots, outputs, trace.length)
     return trace
 
 
-def _once(slots: tuple[Slot, ...]) -> list[Slot]:
-    """Slots without those that share a storage with one before."""
-    seen: set[int] = set()
-    return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
+# --- Checks of a trace that was read from a file ---
+
+Row = Slot | Output | Saver | Part | Pin
+
+
+def _is_count_or_unknown(value: Any) -> bool:
+    return type(value) is int and -1 <= value < MAX_NUMBER
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_NUMBER
+
+
+# annotation of a field -> (check, what is expected); fields with other annotations are checked where they are parsed
+FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_is_count, "a whole number from 0 to 2^60"),
+    "int | None": (lambda value: value is None or _is_count(value), "a whole number from 0 to 2^60, or nothing"),
+    "str": (is_text, "text"),
+    "tuple[int, ...]": (lambda value: all(map(_is_count, value)), "whole numbers from 0 to 2^60"),
+}
+UNKNOWN = _is_count_or_unknown, "a whole number, -1 for unknown"
+
+
+def check_row(row: Row, length: int) -> None:
+    """TraceError where a field of `row` has the wrong type, is out of range, or contradicts another field."""
+    kind = type(row).__name__.lower()
+    row_kind = f"{'an' if kind[0] == 'o' else 'a'} {kind}"
+    for field in fields(row):
+        value = getattr(row, field.name)
+        is_time = field.name in TIMES
+        check, expected = UNKNOWN if field.name in MAY_BE_UNKNOWN else FIELD_CHECKS.get(str(field.type), (lambda value: True, ""))
+        if not is_time and not check(value):
+            raise TraceError(f"{field.name} of {row_kind} is {expected}, not {brief(value)}.")
+        for time in (value,) if is_time else [t for span in value for t in span] if field.name in SPANS else ():
+            if not _is_count_or_unknown(time) or time > length + 1:
+                raise TraceError(f"{field.name} of {row_kind} is a time from -1 to {length + 1}, not {brief(time)}.")
+    nested: tuple[Any, ...] = (row.pin,) if isinstance(row, Saver) else (*row.savers, *row.parts) if isinstance(row, Slot) else ()
+    for inner in nested:
+        if inner is not None:
+            check_row(inner, length)
+    _check_order(row, kind)
+
+
+def _check_order(row: Row, kind: str) -> None:
+    """TraceError where a lifetime of `row` ends before it begins."""
+    where = f"{kind} {brief(row.name)}" if isinstance(row, Slot) else kind
+    for first, begin, last, end in _lifetimes(row):
+        if end < begin:
+            raise TraceError(f"the {where} contradicts itself: {first} {begin}, {last} {end}; no tensor ends before it begins.")
+
+
+def _lifetimes(row: Row) -> Iterator[tuple[str, int, str, int]]:
+    """(word, begin, word, end) of every lifetime in a row."""
+    if isinstance(row, Slot | Output):
+        yield "born at", row.birth, "dead at", row.death
+    if isinstance(row, Slot):
+        if row.dropped != -1:
+            yield "born at", row.birth, "dropped at", row.dropped
+        yield from (("running from", start, "to", end) for start, end in row.running)
+    if isinstance(row, Part):
+        yield "packed", row.packed, "released", row.released
+        yield from (("decoded from", start, "to", end) for start, end in row.decoded)
+
+
+def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
+    """TraceError where a row is impossible, or where rows contradict one another; `length` is that of the step in ticks."""
+    for row in (*slots, *outputs):
+        check_row(row, length)
+    total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
+    if total >= MAX_TOTAL_BYTES:
+        raise TraceError(f"the slots and outputs of the trace have {brief(total)} bytes in total; fewer than 2^58 are supported.")
+    unknown_phase = next((row.phase for row in outputs if row.phase not in PHASES), None)
+    if unknown_phase is not None:
+        raise TraceError(f"phase of an output is one of {', '.join(PHASES)}, not {brief(unknown_phase)}.")
+    for slot in slots:
+        if slot.role in PARAMETER_ROLES:
+            _check_bytes(slot)
+        elif slot.role is Role.ACTIVATION:
+            _check_uses(slot)
+    _check_names(slots)
+    _check_storages(slot for slot in slots if slot.role is Role.ACTIVATION)
+    _check_owners(slots)
+
+
+def _copies(row: Slot | Output) -> int:
+    """Upper bound on the tensors of its size that a row accounts for: itself, its packed parts and their decoded copies."""
+    return 1 + (len(row.running) + sum(1 + len(part.decoded) for part in row.parts) if isinstance(row, Slot) else 0)
+
+
+def _check_bytes(slot: Slot) -> None:
+    """TraceError unless bytes, shape and dtype of a weight, a gradient or a moment agree."""
+    numel = prod(slot.shape)
+    size = numel * FLOAT_BYTES.get(slot.dtype, 0)
+    if (size and size != slot.nbytes) or slot.numel not in (0, numel):
+        raise _contradiction(slot, f"shape {slot.shape} of {slot.dtype}, {slot.numel} values, {slot.nbytes} bytes")
+
+
+def _check_uses(slot: Slot) -> None:
+    """TraceError unless every part of an activation belongs to a use that an operation saved it for."""
+    if slot.numel * FLOAT_BYTES.get(slot.dtype, 1) > slot.nbytes:
+        raise _contradiction(slot, f"{slot.numel} values of {slot.dtype} in a storage of {slot.nbytes} bytes")
+    packed, saved = ({row.use for row in rows} for rows in (slot.parts, slot.savers))
+    if not slot.stays and packed - saved:
+        uses = ", ".join(sorted(use.value for use in packed - saved))
+        raise _contradiction(slot, f"a part for the use {uses}, which no operation saved")
+    if len(packed) < len(slot.parts):
+        raise _contradiction(slot, "two parts for one use")
+    if Use.VALUE in packed and not slot.stays and slot.dropped == -1:
+        raise _contradiction(slot, "a packed part, and no time at which the original is dropped")
+
+
+def _check_names(slots: tuple[Slot, ...]) -> None:
+    """TraceError unless each (role, name) belongs to one slot, and each saver to one activation."""
+    seen: set[tuple[Role, str]] = set()
+    for slot in slots:
+        keys = (
+            {(slot.role, name) for name in (slot.name, *slot.names)} if slot.role is Role.ACTIVATION else {(slot.role, slot.name)}
+        )
+        if keys & seen:
+            raise _contradiction(slot, "another slot has this role and name")
+        seen |= keys if slot.role in (Role.ACTIVATION, *PARAMETER_ROLES) else set()
+
+
+def _check_storages(activations: Iterable[Slot]) -> None:
+    """TraceError unless slots of one storage have the same bytes and birth."""
+    first: dict[int, Slot] = {}
+    for slot in activations:
+        other = first.setdefault(slot.storage, slot)
+        if (other.nbytes, other.birth) != (slot.nbytes, slot.birth):
+            sizes = [f"{view.nbytes} bytes from {view.birth}" for view in (slot, other)]
+            raise _contradiction(slot, f"storage {slot.storage} has {sizes[0]}, and {sizes[1]} in slot {brief(other.name)}")
+
+
+def _check_owners(slots: tuple[Slot, ...]) -> None:
+    """TraceError unless every gradient, and every cast of a weight, belongs to a weight of the trace."""
+    weights = {slot.name for slot in slots if slot.role is Role.WEIGHT}
+    named = {slot.name for slot in slots if slot.role is Role.GRADIENT}
+    named |= {slot.recomputed_from for slot in slots if slot.role is Role.TEMPORARY and slot.recomputed_from}
+    if missing := sorted(named - weights):
+        raise TraceError(
+            f"a gradient or a cast belongs to weight {brief(missing[0])}, which the trace does not have: trace the step again "
+            "and save it with trace.save(path)."
+        )
+
+
+def _contradiction(slot: Slot, why: str) -> TraceError:
+    return TraceError(
+        f"slot {brief(slot.name)} ({slot.role.value}) contradicts itself or another one: {why}. Trace the step again."
+    )
