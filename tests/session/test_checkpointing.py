@@ -156,17 +156,17 @@ def test_what_is_inside_is_read_in_the_first_pass_alone(
     monkeypatch.setattr(module_watch, "describe", lambda *args: read.append(args[-1].path) or describe(*args))
     with apply(Plan.uniform(activation=INT8).recomputing(*layers), model) as session:
         first = run(model, batch, loss)
-        changes, inside = session.changes, [path for path in read if session._recomputed.has(path)]
+        changes, inside = session.changes, [path for path in read if session._checkpointed.has(path)]
         read.clear()
         assert_same(run(model, batch, loss), first)
         assert session.changes == changes
-        inner = [part for module in session._recomputed.modules for part in module.modules() if part is not module]
+        inner = [part for module in session._checkpointed.modules for part in module.modules() if part is not module]
         assert inner and not any(part._forward_hooks or part._forward_pre_hooks for part in inner)
         held = loss(model(batch[0]), batch[1])
         third = session.stored_bytes
         held.backward()
     assert inside
-    assert not any(session._recomputed.has(path) for path in read)
+    assert not any(session._checkpointed.has(path) for path in read)
     with apply(Plan.uniform(activation=INT8).recomputing(*layers), model) as anew:
         held = loss(model(batch[0]), batch[1])
         assert anew.stored_bytes == third
@@ -226,7 +226,7 @@ def test_a_session_explains_layers_and_weights_too() -> None:
     session = apply(Plan.uniform(activation=INT8, weight=INT8).recomputing("layers.0"), model)
     model(torch.randn(128, 64)).sum().backward()
     said = session.explain()
-    assert (said.of("layers.0").now, said.of("layers.0").why) == ("computed again", "its inside is not saved")
+    assert (said.of("layers.0").now, said.of("layers.0").why) == ("checkpointed", "the activations inside it are not saved")
     assert said.of("weight=layers.1.body.0.weight").now == INT8
     assert len({row.slot for row in said}) == len(said)
     session.close()
@@ -284,7 +284,7 @@ class Listed(nn.Module):
 def test_a_list_of_layers_is_not_called_and_its_parts_are() -> None:
     x = torch.randn(64, 64)
     with apply(Plan().recomputing("layers"), Listed()) as session:
-        assert session._recomputed.paths == ("layers.0", "layers.1")
+        assert session._checkpointed.paths == ("layers.0", "layers.1")
     model, plan = Listed(), Plan.uniform(activation=INT8).recomputing("layers")
     wanted = Plan.uniform(activation=INT8).recomputing("layers.*")
     found: list[list[int]] = []

@@ -217,7 +217,7 @@ def test_views_with_the_same_two_values_share_their_bits() -> None:
     net, x = stacked([2.0, 2.0], PACKS["stack"]), rows()
     with apply(activations(INT8), net) as session:
         kept = net(x)
-        bits = [waiting for waiting in session._activations.waiting() if isinstance(waiting, StoredMask)]
+        bits = [waiting for waiting in session._activations.stored_forms() if isinstance(waiting, StoredMask)]
         assert len(bits) == 1
         assert bits[0].nbytes == 2 * x.numel() // 8
     assert kept.grad_fn is not None

@@ -62,5 +62,5 @@ def test_a_guard_says_that_there_is_no_room_to_probe() -> None:
     tight = Run(INT4_PLAN, pare.Guard(traced(Loud()), batch=(MANY[0][:8], MANY[1][:8]), loss=mse_loss)).steps(12)
     assert tight.session.sensitivities is None
     (told_once,) = [action for action in tight.session.actions if action.slot == THE_PROBE]
-    assert (told_once.step, told_once.after) == (10, "left out")
+    assert (told_once.step, told_once.after) == (10, "skipped")
     assert "one example would take" in told_once.why

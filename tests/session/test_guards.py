@@ -139,7 +139,7 @@ def test_others_pay_where_the_budget_is_tight() -> None:
     assert paid, "somebody paid"
     assert all(peak_of(trace, used) <= peak_of(trace, plan) for used in run.plans)
     assert all(w.isfinite().all() for w in weights(run.model))
-    assert any("pays for b:input" in action.why for action in run.session.actions)
+    assert any("makes space for b:input" in action.why for action in run.session.actions)
 
 
 def test_says_where_nobody_can_pay() -> None:
@@ -147,7 +147,7 @@ def test_says_where_nobody_can_pay() -> None:
     plan = pare.Plan.uniform(activation=INT2).set("b:input", LOW)
     run = Run(plan, pare.Guard(trace, limits=pare.Limits(every=1)))
     run.steps(60, becomes_loud(run))
-    assert sum("nobody else can pay" in action.why for action in run.session.actions if action.slot == "b:input") == 1
+    assert sum("no other slot can be lowered" in action.why for action in run.session.actions if action.slot == "b:input") == 1
     assert len(run.session.actions) < 20, "a run that cannot be helped does not fill its log"
     assert all(w.isfinite().all() for w in weights(run.model)), "steps are left out all the same"
 
@@ -170,7 +170,7 @@ def test_long_attention_with_large_logits_stays_finite(monkeypatch: pytest.Monke
     Sessions keep them plain where logits are large; without that, a guard raises them.
     """
     bounded = Run(pare.Plan.uniform(activation=INT8), None, Attention(), TEXT)
-    monkeypatch.setattr(activations, "LARGEST_ERROR", inf)
+    monkeypatch.setattr(activations, "MAX_LOGIT_ERROR", inf)
     plan, trace = pare.Plan.uniform(activation=INT8), traced(Attention(), TEXT)
     runs: dict[str, Run] = {}
     for name, guard in (("exact", None), ("lost", None), ("guarded", pare.Guard(trace, "100%", limits=pare.Limits(every=4)))):
@@ -257,7 +257,7 @@ def test_a_slot_that_was_raised_is_held_for_some_steps_only() -> None:
     trace = traced(Loud())
     run = Run(pare.Plan.uniform(activation=LOW), pare.Guard(trace, "100%", limits=pare.Limits(every=1, hold=7)))
     run.steps(12, becomes_loud(run))
-    guarded = run.session._guarded
+    guarded = run.session._guard
     assert guarded is not None
     raised_at = next(action.step for action in run.session.actions if action.slot == "b:input")
     guarded.memory.steps = raised_at + 6

@@ -104,7 +104,7 @@ def test_log_probabilities_are_left_alone() -> None:
     plain, found, session = both(net, rows(), plan=activations(INT4))
     assert torch.equal(found[0], plain[0])
     (row,) = [change for change in session.changes if change.slot == ":log_softmax.output"]
-    assert (row.given, "log-probabilities" in row.reason) == ("as it is", True)
+    assert (row.given, "log-probabilities" in row.reason) == ("unmodified", True)
 
 
 WIDE = torch.logspace(-6, 1, 64)  # in one block: small ones would be rounded to 0

@@ -157,7 +157,7 @@ def test_formats_of_gradients_and_moments_are_rows_without_an_optimizer_for_them
     plain = step(net, rows())
     session = apply(Plan.uniform(gradient=INT8, moment1=INT8), net)
     assert_same(step(net, rows()), plain)
-    assert {(row.slot, row.asked, row.given) for row in session.changes} == {(r, INT8, "as it is") for r in ("gradient", "moment1")}
+    assert {(row.slot, row.asked, row.given) for row in session.changes} == {(r, INT8, "unmodified") for r in ("gradient", "moment1")}
 
 
 def test_changes_print_as_a_table() -> None:

@@ -78,7 +78,7 @@ def test_a_view_that_a_module_keeps() -> None:
     found, expected = (step(model, (rows(97),), weighted, nullcontext) for model in (net, plain))
     assert_same(found[1], expected[1])
     assert [(row.slot, row.given) for row in session.changes if "more" in row.slot] == [
-        ("weight=more.0.weight", "plain until backward")
+        ("weight=more.0.weight", "unpacked until backward")
     ]
     values = weight_of(net.more[0].weight).decode()
     assert torch.equal(net.more[0].kept.T, values)
@@ -295,7 +295,7 @@ def test_small_parameters_are_one_row() -> None:
     net = mlp()
     session = apply(PLAN, net)
     row = session.changes[0]
-    assert (row.slot, row.asked, row.given) == ("5 parameters of fewer than 2 dimensions or 4096 values", LPMM, "as it is")
+    assert (row.slot, row.asked, row.given) == ("5 parameters of fewer than 2 dimensions or 4096 values", LPMM, "unmodified")
     assert {name for name, p in net.named_parameters() if type(p) is PackedParameter} == {"0.weight", "2.weight", "4.weight"}
 
 

@@ -175,7 +175,7 @@ def test_a_dtype_without_a_codec(is_unpacked: bool) -> None:
     said = {row.slot: row for row in session.changes}
     for name in ("0.weight", "2.weight", "4.weight"):
         assert (said[f"weight={name}"].given, said[f"weight={name}"].reason.split(":")[0]) == (
-            "as it is", "its dtype or device became one that is not packed",
+            "unmodified", "its dtype or device became one that is not packed",
         )  # fmt: skip
     assert session.weight_bytes == 0
     weighted(net(rows(97).double())).backward()
@@ -194,9 +194,9 @@ def test_rows_of_a_layer_that_was_added() -> None:
     net.append(nn.Linear(128, 128, bias=False))
     _optimizer = AdamW(net.parameters())
     assert [(row.slot, row.given, row.reason) for row in session.changes] == [
-        ("weight=2.weight", "as it is", ADDED),
-        ("moment1=2.weight", "as it is", ADDED),
-        ("gradient=2.weight", "as it is", ADDED),
+        ("weight=2.weight", "unmodified", ADDED),
+        ("moment1=2.weight", "unmodified", ADDED),
+        ("gradient=2.weight", "unmodified", ADDED),
     ]
 
 

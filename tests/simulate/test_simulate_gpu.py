@@ -157,7 +157,7 @@ def tabled(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
-    monkeypatch.setattr(rounded_slots, "TABLED", ("cpu",))
+    monkeypatch.setattr(rounded_slots, "TABLE_DEVICES", ("cpu",))
 
 
 @pytest.mark.usefixtures("tabled")
@@ -183,7 +183,7 @@ def test_rows_are_replaced_by_other_plans_and_by_promotion() -> None:
         ours, found = step(net, x, sent)
         other = copy.deepcopy(plain)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounded_slots, "TABLED", ())
+            patch.setattr(rounded_slots, "TABLE_DEVICES", ())
             apply(plan_of(formats, "nearest_away"), other, mode="simulate")
             expected, theirs = step(other, x, sent)
         assert torch.equal(ours, expected) and all(torch.equal(found[name], g) for name, g in theirs.items()), formats

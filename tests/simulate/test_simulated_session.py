@@ -85,7 +85,7 @@ def test_what_is_not_there_is_told() -> None:
 
 def test_what_would_be_computed_again_is_told() -> None:
     plan = paper_plan().recomputing("conv")
-    assert [(row.slot, row.given) for row in apply(plan, Forked(), mode="simulate").changes] == [("conv", "as it is")]
+    assert [(row.slot, row.given) for row in apply(plan, Forked(), mode="simulate").changes] == [("conv", "unmodified")]
     with pytest.raises(ApplyError, match="recompute 'layers' is no module"):
         apply(paper_plan().recomputing("layers"), Forked(), mode="simulate")
 
