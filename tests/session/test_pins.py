@@ -1,4 +1,4 @@
-"""Slots that may not be rounded as far as a plan asks: attention, log-probabilities, what backward divides by, what nothing is known of."""
+"""Slots that are stored more precisely than a plan requests: attention, log-probabilities, divisors, operations without a row."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_without_the_pin_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         operations.row_of.cache_clear()
 
 
-def test_what_is_computed_again_from_few_bits_does_not_pass_a_pin() -> None:
+def test_a_pinned_slot_is_not_recomputed_from_few_bits() -> None:
     """A norm's output saved by a linear layer first, which may follow from 4 bits, then as query and key, which may not."""
 
     def forward(net: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Packed parameters in the user's loop: states, conversions, optimizers of torch, averages, `unpacked`, `close`."""
+"""Packed parameters in training loops: states, conversions, torch.optim, averages, `unpacked`, `close`."""
 
 from __future__ import annotations
 

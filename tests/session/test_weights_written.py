@@ -1,4 +1,4 @@
-"""Packed weights that others write, copy, convert or replace after apply: nothing is undone or frozen in silence, and rows say what is."""
+"""Packed weights that are written, copied, converted or replaced after apply: nothing is silently undone, and `changes` lists it."""
 
 # pyright: reportPrivateUsage=false
 
@@ -96,7 +96,7 @@ def test_gathering() -> None:
     weight = weight_of(net[2].weight)
     assert weight is not None
     before = weight.version
-    assert not weight.gather()  # it waits: there is nothing to gather
+    assert not weight.gather()  # it is packed: there is nothing to gather
     weight.pin()
     assert not weight.gather()
     assert weight.version == before

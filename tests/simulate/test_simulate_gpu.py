@@ -1,4 +1,4 @@
-"""On a GPU: one captured graph serves every format and goes on counting; TF32 where it is exact and nowhere else."""
+"""Simulate mode on a GPU: one captured graph serves every format and continues to count; TF32 only where it is exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANS = {
     "all low": {role: "e4m3b11f" for role in ROLES},
     "all high": {role: "e6m9f" for role in ROLES},
     "activations alone": {"activation": "e3m2b5f"},
-    "as it is": {},
+    "unmodified": {},
     "weights and errors": {"weight": "int8", "error": "e5m2f"},
 }
 
@@ -162,7 +162,7 @@ def tabled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tabled")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_kernels_round_a_step_as_it_is_written_by_hand() -> None:
+def test_kernels_round_a_step_like_the_one_computed_by_hand() -> None:
     net, x, sent = Forked(), 4 * pictures(2, side=8), torch.randn(2, 5)
     out, gradients = forked_step(net, x, sent, Roundings(FORWARD, BACKWARD, FORWARD, HIGH))
     apply(paper_plan(), net, mode="simulate")

@@ -1,4 +1,4 @@
-"""A simulated session as its user meets it: closing, errors inside, copies, what is told, other modes and other plans."""
+"""A simulated session: closing, exceptions, copies, rows of changes, other modes and other plans."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ def test_a_copy_is_a_plain_model() -> None:
     assert torch.equal(copy.deepcopy(net)(x), out)
 
 
-def test_what_is_not_there_is_told() -> None:
+def test_missing_slots_are_rows_of_changes() -> None:
     net, plan = Forked(), paper_plan().set("conv2:output", "e5m2f").set("conv:output", "e5m2f").set("residue", "int8")
     session = apply(plan, net, mode="simulate")
     net(pictures(2, side=8))
-    told = {row.slot: row.reason for row in session.changes}
-    assert told["conv2:output"] == "no such slot in this model"
-    assert "residue" in told and len(told) == 2
+    reasons = {row.slot: row.reason for row in session.changes}
+    assert reasons["conv2:output"] == "no such slot in this model"
+    assert "residue" in reasons and len(reasons) == 2
 
 
-def test_what_would_be_computed_again_is_told() -> None:
+def test_checkpointed_modules_are_rows_of_changes() -> None:
     plan = paper_plan().recomputing("conv")
     assert [(row.slot, row.given) for row in apply(plan, Forked(), mode="simulate").changes] == [("conv", "unmodified")]
     with pytest.raises(ApplyError, match="recompute 'layers' is no module"):
@@ -91,7 +91,7 @@ def test_what_would_be_computed_again_is_told() -> None:
 
 
 @pytest.mark.parametrize("state", [None, [], {"version": 1}])
-def test_what_is_no_state_is_told(state: Any) -> None:
+def test_invalid_states_are_refused(state: Any) -> None:
     for mode in ("store", "simulate"):
         with apply(Plan.uniform(), Forked(), mode=mode) as session, pytest.raises(ApplyError, match="this is not the state of a"):
             session.load_state_dict(state)
@@ -104,7 +104,7 @@ def test_plans_are_plans() -> None:
         apply(paper_plan(), Forked(), mode="simulate").set_plan("e6m9f")  # type: ignore[arg-type]
 
 
-def test_float64_is_left_alone_and_told() -> None:
+def test_float64_is_not_rounded_and_is_a_row_of_changes() -> None:
     net = Forked().double()
     session = apply(FORWARD.rule(Plan.uniform(), "activation"), net, mode="simulate")
     net(pictures(2, side=8).double())

@@ -217,8 +217,8 @@ class Signals:
         self._numbers.fill_(UNSEEN)
         values = [inf if value >= 0.99 * TOO_LARGE else value for value in numbers.tolist()]
         num = len(self._names)
-        seen = zip(self._names, values[1 : 1 + num], values[1 + num :], strict=True)
-        return values[0], {name: SlotSignal(error, largest) for name, error, largest in seen if error != UNSEEN}
+        rows = zip(self._names, values[1 : 1 + num], values[1 + num :], strict=True)
+        return values[0], {name: SlotSignal(error, largest) for name, error, largest in rows if error != UNSEEN}
 
     def _measure(self, saved: Saved, piece: StoragePiece, form: StoredForm) -> None:
         place = self._places.get(saved.name)
@@ -334,12 +334,12 @@ class GuardState:
         """Whether sensitivities are measured after this step."""
         return self.steps == next(step for step in probe_steps() if step >= self.steps)
 
-    def update(self, looks: Mapping[str, SlotSignal]) -> None:
+    def update(self, measured: Mapping[str, SlotSignal]) -> None:
         """Add finite measurements of slots to the moving averages."""
-        for name, look in looks.items():
-            if isfinite(look.error) and isfinite(look.largest):
+        for name, signal in measured.items():
+            if isfinite(signal.error) and isfinite(signal.largest):
                 before = self.looks.get(name)
-                self.looks[name] = look if before is None else SlotSignal(_mixed(before.error, look.error), before.largest)
+                self.looks[name] = signal if before is None else SlotSignal(_mixed(before.error, signal.error), before.largest)
 
     def forget(self, name: str, *, held_until: int | None) -> None:
         """Drop the measurements of a slot that has a new format."""

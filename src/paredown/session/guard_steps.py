@@ -104,28 +104,28 @@ class GuardRunner:
             return  # a torch.optim optimizer inside one of paredown.optim, whose step is the one that counts
         has_scaler = getattr(optimizer, "found_inf", None) is not None  # a GradScaler skips steps itself
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm, looks = self._signals.read(None if has_scaler else total_norm(gradients))
+        norm, measured = self._signals.read(None if has_scaler else total_norm(gradients))
         name = self._names[id(parameters[0])]
         is_new = self.memory.begin(name)
-        if not self._takes(self.memory.taken.setdefault(name, OptimizerSteps()), norm, looks, is_new=is_new):
+        if not self._takes(self.memory.taken.setdefault(name, OptimizerSteps()), norm, measured, is_new=is_new):
             drop = getattr(optimizer, "drop_gradients", optimizer.zero_grad)
             drop()
         if self.guard.batch is not None and is_new and self.memory.is_probe_due():
             self._probe_within_budget()
 
-    def _takes(self, taken: OptimizerSteps, norm: float, looks: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
+    def _takes(self, taken: OptimizerSteps, norm: float, measured: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
         """Whether the step is taken; repairs the plan. `taken`: statistics of the optimizer's previous steps."""
         memory, signals = self.memory, self._signals
         alarm = self._alarm(taken, norm)
-        wrong = self._wrong(looks)
+        wrong = self._wrong(measured)
         if alarm and not wrong and signals.looks_at_all:
-            wrong = dict.fromkeys(self._suspects(taken, looks), f"{alarm}, and it is a suspect")
+            wrong = dict.fromkeys(self._suspects(taken, measured), f"{alarm}, and it is a suspect")
         wrong = {name: why for name, why in wrong.items() if not memory.is_refused(name)}
         if wrong:
             keeps = {name for name in self.slots if memory.is_held(name) or self._is_tight(name)}
             self._use(repair(self.plan, self.terms, raised=list(wrong), keeps=keeps), wrong)
         signals.looks_at_all = bool(alarm) or (signals.looks_at_all and not is_new)
-        memory.update(looks)
+        memory.update(measured)
         taken.update(norm if norm != UNSEEN else None, is_taken=not alarm)
         if alarm and (taken.left_out <= MAX_LISTED or taken.left_out.bit_count() == 1):
             count = f", {taken.left_out} steps in a row" if taken.left_out > MAX_LISTED else ""
@@ -142,25 +142,25 @@ class GuardRunner:
             return f"the gradient norm is {norm:.3g}, and usually {usual:.3g}"
         return ""
 
-    def _wrong(self, looks: Mapping[str, SlotSignal]) -> dict[str, str]:
+    def _wrong(self, measured: Mapping[str, SlotSignal]) -> dict[str, str]:
         """The slots whose rounding error is too large, and the reason, the largest error first."""
         wrong: dict[str, tuple[float, str]] = {}
         limits = self.guard.limits
-        for name, look in looks.items():
+        for name, signal in measured.items():
             before = self.memory.looks.get(name)
-            if not isfinite(look.largest):
+            if not isfinite(signal.largest):
                 continue  # the values themselves are not finite: the format is not the cause
-            if look.error > limits.error:
+            if signal.error > limits.error:
                 reason = (
                     "values above the largest one of its format become infinite"
-                    if look.error == inf
-                    else f"its squared rounding error is {look.error:.3g} times its sum of squares"
+                    if signal.error == inf
+                    else f"its squared rounding error is {signal.error:.3g} times its sum of squares"
                 )
-                wrong[name] = look.error, reason
-            elif before is not None and look.error > max(MIN_ERROR, limits.jump * before.error):
-                wrong[name] = look.error, f"its rounding error rose from {before.error:.2g} to {look.error:.2g}"
-            elif before is not None and look.largest > max(MIN_LARGEST, self._growth(name) * before.largest):
-                wrong[name] = look.error, f"its largest value rose from {before.largest:.3g} to {look.largest:.3g}"
+                wrong[name] = signal.error, reason
+            elif before is not None and signal.error > max(MIN_ERROR, limits.jump * before.error):
+                wrong[name] = signal.error, f"its rounding error rose from {before.error:.2g} to {signal.error:.2g}"
+            elif before is not None and signal.largest > max(MIN_LARGEST, self._growth(name) * before.largest):
+                wrong[name] = signal.error, f"its largest value rose from {before.largest:.3g} to {signal.largest:.3g}"
         return {name: why for name, (_, why) in sorted(wrong.items(), key=lambda row: (-row[1][0], row[0]))}
 
     def _growth(self, name: str) -> float:
@@ -171,24 +171,24 @@ class GuardRunner:
         is_scaled = decision is None or decision.format is None or decision.format.block is not None
         return inf if is_scaled else self.guard.limits.jump
 
-    def _suspects(self, taken: OptimizerSteps, looks: Mapping[str, SlotSignal]) -> list[str]:
+    def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
         """Slots to raise where gradients are wrong and no slot has a large error: pinned ones, then by error; twice as many each time."""
 
         def rank(name: str) -> tuple[bool, float, str]:
             decision = self._activations.decisions.get(name)
-            error = looks[name].error
+            error = measured[name].error
             if self.sensitivities is not None and decision is not None and decision.format is not None:
                 error = self.sensitivities.of(name, decision.format) or error
             return self.slots[name].pin is None, -error, name
 
-        count = max(1, len(looks) // SUSPECT_DIVISOR) << min(taken.suspicions, 10)
+        count = max(1, len(measured) // SUSPECT_DIVISOR) << min(taken.suspicions, 10)
         taken.suspicions += 1
-        return sorted(looks, key=rank)[:count]
+        return sorted(measured, key=rank)[:count]
 
     def _is_tight(self, name: str) -> bool:
         """Whether the error of a slot is too large for lowering it: more than a quarter of the limit above which it is raised."""
-        look = self.memory.looks.get(name)
-        return look is not None and look.error > self.guard.limits.error / 4
+        signal = self.memory.looks.get(name)
+        return signal is not None and signal.error > self.guard.limits.error / 4
 
     # --- plans ------------------------------------------------------------------------------------------------------------
 

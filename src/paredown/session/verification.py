@@ -2,10 +2,10 @@
 
 >>> rows = Compared.of("fc.weight", 0.0, 0.011, 0.0, 0.02), Compared.of("fc.bias", 0.0, 0.31, 0.0, 0.02)
 >>> fault = Fault("act:input", "int8/64@bf16", 0.31, 0.31, "fc.bias", "plan")
->>> found = Verification("Net", rows, (fault,), 0.0, 0.02, "tolerance=0.02 was given")
->>> found.ok, Verification.from_json(found.to_json()) == found
+>>> result = Verification("Net", rows, (fault,), 0.0, 0.02, "tolerance=0.02 was given")
+>>> result.ok, Verification.from_json(result.to_json()) == result
 (False, True)
->>> found
+>>> result
 Verification of Net: not ok, 1 of 2 parameters is off
 parameter  exact plan  plan   verdict
 fc.bias    same bits   0.31   off

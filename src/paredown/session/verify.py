@@ -109,7 +109,7 @@ def verify_step(
     while True:
         try:
             with _session(session, plan, unwrapped(model), seed) as opened:
-                found = VerificationRuns(opened, unwrapped(model), partial(step, batch)).verification(tolerance)
+                result = VerificationRuns(opened, unwrapped(model), partial(step, batch)).verification(tolerance)
             break
         except torch.OutOfMemoryError:
             if count < 2:
@@ -120,7 +120,7 @@ def verify_step(
         count //= 2
         batch = first_examples(batch, count)
         notes["memory"] = f"the unmodified step runs out of memory with {whole} examples: {count} were compared"
-    return replace(found, notes=(*notes.values(), *found.notes))
+    return replace(result, notes=(*notes.values(), *result.notes))
 
 
 def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Session | None:
