@@ -119,7 +119,7 @@ def test_states_of_others_are_refused() -> None:
     session = apply(paper_plan(), Forked(), mode="simulate")
     with pytest.raises(ApplyError, match="not the state of a simulated session"):
         session.load_state_dict({"version": 1, "plan": {}})
-    with pytest.raises(ApplyError, match="the state is of another plan"):
+    with pytest.raises(ApplyError, match="the state belongs to another plan"):
         session.load_state_dict({**session.state_dict(), "plan": Plan.uniform().to_json()})
 
 

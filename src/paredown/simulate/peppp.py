@@ -58,7 +58,7 @@ def parse_peppp(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"e([1-8])m(\d{1,2})", text) if isinstance(text, str) else None
     if match is None:
-        raise FormatError(f"{text!r} is not a format of PEPPP: write it as e4m3, with 1 to 8 exponent bits.")
+        raise FormatError(f"{text!r} is no format of PEPPP: write it as e4m3, with 1 to 8 exponent bits.")
     return int(match[1]), int(match[2])
 
 
