@@ -312,7 +312,7 @@ def test_a_session_tells_what_it_gave_and_what_its_guard_did() -> None:
     optimizer.step()
     made = Record("t").with_session(session)
     assert made.actions == tuple(session.actions) != ()
-    assert made.actions[0].after == "left out"
+    assert made.actions[0].after == "skipped"
     assert made.changes == tuple(session.changes)
     assert [(row.slot, row.given) for row in made.given] == [(row.slot, row.now) for row in session.explain()]
     assert made.given

@@ -1,4 +1,4 @@
-"""Small networks and comparisons for the tests of sessions: what is compared with is always the same step without one."""
+"""Small networks and comparisons for the tests of sessions; the reference is always the same step without a session."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def pictures(num: int = 4, channels: int = 3, side: int = 32, seed: int = 1) -> 
 
 
 def activations(format: str | None) -> Plan:
-    """Every activation in one format; None for as they are."""
+    """A plan with every activation in one format; None for unmodified."""
     return Plan.uniform(activation=format)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    """Those of the parameters that have one."""
+    """The gradients of the parameters that have one."""
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def weighted(y: Tensor) -> Tensor:
-    """A loss whose gradient differs at every place."""
+    """A loss whose gradient differs at every element."""
     return (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()
 
 
 def step(model: nn.Module, *inputs: Any, loss: Callable[[Any], Tensor] = weighted, seed: int = 3) -> list[Tensor]:
-    """The gradients of one step from none."""
+    """The gradients of one step, after zeroing."""
     torch.manual_seed(seed)
     model.zero_grad()
     loss(model(*inputs)).backward()

@@ -1,4 +1,4 @@
-"""What methods do to real gradients at one budget: the predicted order is the measured one."""
+"""Gradient errors of the methods of `assign` at one budget: the predicted order is the measured one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def gradients(model: nn.Module, plan: Plan, batch: Batch, loss: Callable[..., Tensor]) -> list[Tensor]:
-    """Those of one step of a copy of the model under a plan."""
+    """The gradients of one step of a copy of the model under a plan."""
     twin = copy.deepcopy(model)
     session = apply(plan, twin)
     loss(twin(batch[0]), batch[1]).backward()

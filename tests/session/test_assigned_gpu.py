@@ -1,4 +1,4 @@
-"""Assigned plans on a GPU: measured peaks within budgets, layers that are computed again, probes and guards as on the CPU."""
+"""Assigned plans on a GPU: measured peaks within budgets, checkpointed layers, probes and guards as on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 def gpt_step() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A GPT whose activations outweigh what libraries take."""
+    """A GPT whose activations are larger than the workspaces of libraries."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(dim=256, num_layers=6, num_heads=8, vocabulary=256, context=512)).cuda()
     ids = torch.randint(256, (32, 513), device="cuda")
@@ -33,7 +33,7 @@ def traced(model: nn.Module, batch: Any) -> pare.Trace:
 
 
 def train(model: nn.Module, batch: tuple[Tensor, Tensor], optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
-    """Losses under autocast; the peak of the allocator starts anew after the second step."""
+    """Losses under autocast; the peak of the allocator is reset after the second step."""
     losses: list[float] = []
     for step in range(num_steps):
         if step == 2:
@@ -49,7 +49,7 @@ def train(model: nn.Module, batch: tuple[Tensor, Tensor], optimizer: torch.optim
 
 
 def test_checkpointing_peaks_as_foreseen() -> None:
-    """All layers computed again, under autocast: casts of their weights are gone in between."""
+    """All layers checkpointed, under autocast: casts of their weights are freed between forward and backward."""
     model, batch = gpt_step()
     trace, plan = traced(model, batch), pare.Plan().recomputing("layers.*")
     before = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters()) - sum(t.nbytes for t in batch)
@@ -76,7 +76,7 @@ def test_measured_peaks_are_within_the_budget(budget: str, recompute: bool | Non
     assert losses[-1] == pytest.approx(exact[-1], rel=0.02)
 
 
-def test_layers_that_are_computed_again_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointed_layers_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     torch.manual_seed(0)
     model = resnet18(num_classes=10, width=16, small_input=True).cuda()

@@ -1,4 +1,4 @@
-"""A module that does something else in another step: whatever a session learned of it, each step is right."""
+"""A module whose forward changes between steps: whatever a session has cached of it, each step is right."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_modules_that_do_something_else_in_another_step(name: str, plan: Plan) -> None:
-    """Whatever a session learned of a module, a step is like itself without a session."""
+    """Whatever a session has cached of a module, a step equals one without a session."""
     count = 4 * len(WAYS[name])
     net = Net(lambda net, x: net.b(net.more[0](net.a(x))), Leaf(*WAYS[name]))
     plain = [step(net, rows(seed=number)) for number in range(count)]

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint goes on saving memory: what it does not keep is not kept packed either, and is computed as often as before."""
+"""torch.utils.checkpoint in the user's model still saves memory: nothing inside is packed, and modules run as often as before."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ def inside(reentrant: bool) -> Any:
 
 
 def run(net: Net, plan: Plan | None, around: bool = False, reentrant: bool = False) -> tuple[list[Tensor], int, int, int]:
-    """Gradients, bytes that wait after the forward pass, tensors that anybody saved in it, calls of the part."""
+    """Gradients, bytes stored after the forward pass, number of tensors saved in it, calls of the part."""
     session = apply(plan, net) if plan is not None else None
     net.zero_grad()
     net.more[0].calls = 0
     x = rows().requires_grad_()
     y = checkpoint(net, x, use_reentrant=reentrant) if around else net(x)
-    waiting = session.stored_bytes if session is not None else 0
+    nbytes = session.stored_bytes if session is not None else 0
     held = kept_bytes(y)
     weighted(y).backward()
     if session is not None:
         assert session.stored_bytes == 0
         session.close()
-    return gradients(net), waiting, held, net.more[0].calls
+    return gradients(net), nbytes, held, net.more[0].calls
 
 
 def kept_bytes(y: Tensor) -> int:
-    """Bytes of float tensors of 8192 values that nodes of y's graph hold as they are."""
-    waiting, seen, storages = [y.grad_fn], set(), {}
-    while waiting:
-        node = waiting.pop()
+    """Bytes of float tensors of 8192 values that nodes of y's graph hold unpacked."""
+    pending, seen, storages = [y.grad_fn], set(), {}
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        waiting.extend(before for before, _ in node.next_functions)
+        pending.extend(before for before, _ in node.next_functions)
         for name in dir(node):
             raw = getattr(node, name) if name.startswith("_raw_saved_") and name != "_raw_saved_tensors" else None
             if raw is not None and not isinstance(raw, tuple) and raw.unpack_hook is None:
@@ -74,17 +74,17 @@ def test_inside_the_model(reentrant: bool) -> None:
     exact = run(net, Plan.uniform(activation="fp32"))
     assert_same(exact[0], plain)
     assert exact[3] == calls == 2
-    found, waiting, still_held, calls = run(net, activations(INT8))
+    found, nbytes, still_held, calls = run(net, activations(INT8))
     assert relative_error(found, plain) < 0.02
     assert calls == 2
     assert (
-        waiting <= 2 * EIGHT
+        nbytes <= 2 * EIGHT
     )  # b's input; the part's input, which the reentrant one saves in the graph; nothing of the four inside
     assert still_held <= held
 
 
-def test_without_checkpointing_the_part_waits() -> None:
-    """So that the bound above means something."""
+def test_without_checkpointing_the_part_is_stored() -> None:
+    """The bound of the test above can be exceeded."""
     net = Net(lambda net, x: net.b(net.more[0](net.a(x))), Counted())
     assert run(net, activations(INT8))[1] == 3 * EIGHT + 1024
 
@@ -102,7 +102,7 @@ def test_around_the_model(reentrant: bool) -> None:
 
 @MODES
 def test_a_function_that_calls_modules(reentrant: bool) -> None:
-    """Hooked modules inside a checkpointed function, with dropout, whose random state must come back."""
+    """Hooked modules inside a checkpointed function, with dropout, whose random state must be restored."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         def function(h: Tensor, factor: float) -> Tensor:
@@ -136,4 +136,4 @@ def test_a_session_on_the_part_that_is_checkpointed() -> None:
     found = run(net, None)
     assert_same(found[0], plain)
     assert found[3] == 2
-    assert any("hooks of their own" in change.reason for change in session.changes)
+    assert any("other saved-tensor hooks" in change.reason for change in session.changes)

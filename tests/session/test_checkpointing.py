@@ -1,4 +1,4 @@
-"""Modules that a plan has computed again: the same gradients to the bit, the bytes that a footprint foresees, and nothing left behind."""
+"""Checkpointed modules of a plan: the same gradients to the bit, the bytes that a footprint predicts, and no hooks left after close."""
 
 # pyright: reportPrivateUsage=false
 
@@ -50,7 +50,7 @@ class Deep(nn.Module):
 
 
 def run(model: nn.Module, batch: Any, loss: Callable[..., Tensor]) -> list[Tensor]:
-    """Gradients of one step from none."""
+    """Gradients of one step, after zeroing."""
     torch.manual_seed(3)
     model.zero_grad()
     loss(model(batch[0]), batch[1]).backward()
@@ -62,7 +62,7 @@ def deep_step(model: nn.Module) -> list[Tensor]:
 
 
 def held_bytes(model: nn.Module, batch: Any, loss: Callable[..., Tensor]) -> int:
-    """Bytes that forward and loss allocate and do not give back, the loss being held and the output not."""
+    """Bytes that forward and loss allocate and do not free while the loss is held and the output is not."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         output = model(batch[0])
         value = loss(output, batch[1])
@@ -156,17 +156,17 @@ def test_what_is_inside_is_read_in_the_first_pass_alone(
     monkeypatch.setattr(module_watch, "describe", lambda *args: read.append(args[-1].path) or describe(*args))
     with apply(Plan.uniform(activation=INT8).recomputing(*layers), model) as session:
         first = run(model, batch, loss)
-        changes, inside = session.changes, [path for path in read if session._recomputed.has(path)]
+        changes, inside = session.changes, [path for path in read if session._checkpointed.has(path)]
         read.clear()
         assert_same(run(model, batch, loss), first)
         assert session.changes == changes
-        inner = [part for module in session._recomputed.modules for part in module.modules() if part is not module]
+        inner = [part for module in session._checkpointed.modules for part in module.modules() if part is not module]
         assert inner and not any(part._forward_hooks or part._forward_pre_hooks for part in inner)
         held = loss(model(batch[0]), batch[1])
         third = session.stored_bytes
         held.backward()
     assert inside
-    assert not any(session._recomputed.has(path) for path in read)
+    assert not any(session._checkpointed.has(path) for path in read)
     with apply(Plan.uniform(activation=INT8).recomputing(*layers), model) as anew:
         held = loss(model(batch[0]), batch[1])
         assert anew.stored_bytes == third
@@ -190,7 +190,7 @@ def test_the_bytes_that_wait_are_those_foreseen(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "vit"])
 def test_the_peak_is_the_one_foreseen(name: str) -> None:
-    """Of networks without convolutions, for which the CPU's library takes memory of its own."""
+    """For networks without convolutions, for which the CPU's library allocates workspace."""
     model, batch, loss = step_of(name, 16)
     trace, plan = traced(name, 16), Plan().recomputing(LAYERS[name])
     with apply(plan, model):
@@ -202,7 +202,7 @@ def test_the_peak_is_the_one_foreseen(name: str) -> None:
     assert foot.recomputed == ("layers.0", "layers.1")
 
 
-def test_a_graph_that_is_retained_is_computed_again_each_time() -> None:
+def test_each_backward_of_a_retained_graph_runs_checkpointed_modules() -> None:
     model, x = Deep(), torch.randn(32, 64)
     with apply(Plan().recomputing("layers.*"), model):
         loss = model(x).square().mean()
@@ -210,8 +210,8 @@ def test_a_graph_that_is_retained_is_computed_again_each_time() -> None:
     assert_same(list(first), list(second))
 
 
-def test_a_guard_probes_anew_where_layers_are_computed_again() -> None:
-    """A probe is several backwards through one graph."""
+def test_a_guard_probes_a_model_with_checkpointed_layers() -> None:
+    """A probe runs several backward passes through one graph."""
     model, batch = Deep(), (torch.randn(128, 64), torch.randn(128, 64))
     loss = nn.functional.mse_loss
     plan, trace = Plan.uniform(activation=INT8).recomputing("layers.0"), trace_step(model, batch, loss=loss, device="cpu")
@@ -226,7 +226,7 @@ def test_a_session_explains_layers_and_weights_too() -> None:
     session = apply(Plan.uniform(activation=INT8, weight=INT8).recomputing("layers.0"), model)
     model(torch.randn(128, 64)).sum().backward()
     said = session.explain()
-    assert (said.of("layers.0").now, said.of("layers.0").why) == ("computed again", "its inside is not saved")
+    assert (said.of("layers.0").now, said.of("layers.0").why) == ("checkpointed", "the activations inside it are not saved")
     assert said.of("weight=layers.1.body.0.weight").now == INT8
     assert len({row.slot for row in said}) == len(said)
     session.close()
@@ -284,13 +284,13 @@ class Listed(nn.Module):
 def test_a_list_of_layers_is_not_called_and_its_parts_are() -> None:
     x = torch.randn(64, 64)
     with apply(Plan().recomputing("layers"), Listed()) as session:
-        assert session._recomputed.paths == ("layers.0", "layers.1")
+        assert session._checkpointed.paths == ("layers.0", "layers.1")
     model, plan = Listed(), Plan.uniform(activation=INT8).recomputing("layers")
     wanted = Plan.uniform(activation=INT8).recomputing("layers.*")
     found: list[list[int]] = []
     for one in (plan, wanted):
         with apply(one, model) as session:
-            found.append([_waiting(session, model, x) for _ in range(3)])
+            found.append([_stored_bytes(session, model, x) for _ in range(3)])
     assert found[0] == found[1] and len(set(found[0])) == 1
 
 
@@ -298,13 +298,13 @@ def test_a_part_that_is_called_outside_too_keeps_its_name() -> None:
     model, x = Listed(is_direct=True), torch.randn(64, 64)
     plan = Plan.uniform(activation=INT8).recomputing("layers.*")
     with apply(plan, model) as session:
-        sizes = [_waiting(session, model, x) for _ in range(3)]
+        sizes = [_stored_bytes(session, model, x) for _ in range(3)]
         assert len(set(sizes)) == 1
         assert not [name for name in session._activations.decisions if name.startswith(":")]
 
 
-def _waiting(session: Any, model: nn.Module, x: Tensor) -> int:
-    """Bytes that wait between forward and backward."""
+def _stored_bytes(session: Any, model: nn.Module, x: Tensor) -> int:
+    """Bytes stored between forward and backward."""
     loss = model(x).square().mean()
     nbytes = session.stored_bytes
     loss.backward()

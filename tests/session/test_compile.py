@@ -1,4 +1,4 @@
-"""torch.compile gives right results, and `session.changes` says what is not packed there; torch.func is refused in a sentence."""
+"""torch.compile gives right results, and `session.changes` lists what is not packed there; torch.func raises an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backward compares or counts is exact under any plan: signs, masks, bounds, indices; what it asks the shape of is dropped."""
+"""What backward compares or counts is exact under any plan: signs, masks, bounds, indices; of shapes nothing is stored."""
 
 from __future__ import annotations
 
@@ -217,14 +217,14 @@ def test_views_with_the_same_two_values_share_their_bits() -> None:
     net, x = stacked([2.0, 2.0], PACKS["stack"]), rows()
     with apply(activations(INT8), net) as session:
         kept = net(x)
-        bits = [waiting for waiting in session._activations.waiting() if isinstance(waiting, StoredMask)]
+        bits = [form for form in session._activations.stored_forms() if isinstance(form, StoredMask)]
         assert len(bits) == 1
         assert bits[0].nbytes == 2 * x.numel() // 8
     assert kept.grad_fn is not None
 
 
 def test_a_negative_zero_is_no_mask() -> None:
-    """One bit cannot say 0.0, -0.0 and 1.0: the gradient's sign bits would change."""
+    """One bit cannot encode 0.0, -0.0 and 1.0: the gradient's sign bits would change."""
     mask = (rows() > 0).float().where(rows(seed=2) > 0, torch.tensor(-0.0))
     net = Net(lambda net, x: net.a(x) * mask)
     plain, found, _ = both(net, rows(), plan=activations("fp32"))

@@ -21,17 +21,17 @@ ALL = [name for name in MODELS if name != "mlp"]
 
 
 def model_step(name: str, plan: Plan | None, batch: int = 4) -> tuple[list[Tensor], int]:
-    """Gradients of a step, and the bytes that waited after the forward pass."""
+    """Gradients of a step, and the bytes stored after the forward pass."""
     torch.manual_seed(0)
     model = MODELS[name](**WITH_DROPOUT.get(name, {}))
     session = apply(plan, model) if plan is not None else None
     x, target = random_batch(name, batch)
     logits = model(x)
-    waiting = session.stored_bytes if session is not None else 0
+    nbytes = session.stored_bytes if session is not None else 0
     loss = token_loss(logits, target) if name in OF_TEXT else cross_entropy(logits, target)
     loss.backward()
     assert session is None or session.stored_bytes == 0
-    return gradients(model), waiting
+    return gradients(model), nbytes
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -40,7 +40,7 @@ def test_an_exact_plan_changes_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_gradients_are_near_and_less_waits(name: str) -> None:
+def test_gradients_are_near_and_fewer_bytes_are_stored(name: str) -> None:
     plain, (eight, bytes8), (four, bytes4) = (
         model_step(name, None)[0],
         model_step(name, activations(INT8)),

@@ -1,4 +1,4 @@
-"""What a probe takes is foreseen from above, and a guard probes with as much as its budget has room for."""
+"""The predicted memory of a probe is an upper bound, and a guard probes with as many examples as fit into its budget."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_probe_takes_no_more_than_foreseen(name: str, num: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [MANY, {"x": MANY[0], "y": MANY[1], "scale": torch.ones(3)}])
-def test_as_many_examples_as_there_is_room_for(batch: Any) -> None:
+def test_as_many_examples_as_fit_into_the_budget(batch: Any) -> None:
     trace = traced(Loud(), MANY)
     least, most = (probe_bytes(trace, INT4_PLAN, MANY, num_examples=num) for num in (1, 1024))
     assert examples_within(batch, trace, INT4_PLAN, 2 * most) is batch
@@ -58,9 +58,9 @@ def test_as_many_examples_as_there_is_room_for(batch: Any) -> None:
     assert [len(tensor) for tensor in tensors[2:]] in ([], [3]), "what has no examples stays"
 
 
-def test_a_guard_says_that_there_is_no_room_to_probe() -> None:
+def test_a_guard_reports_that_a_probe_does_not_fit_into_the_budget() -> None:
     tight = Run(INT4_PLAN, pare.Guard(traced(Loud()), batch=(MANY[0][:8], MANY[1][:8]), loss=mse_loss)).steps(12)
     assert tight.session.sensitivities is None
-    (told_once,) = [action for action in tight.session.actions if action.slot == THE_PROBE]
-    assert (told_once.step, told_once.after) == (10, "left out")
-    assert "one example would take" in told_once.why
+    (action,) = [action for action in tight.session.actions if action.slot == THE_PROBE]
+    assert (action.step, action.after) == (10, "skipped")
+    assert "one example would take" in action.why

@@ -1,4 +1,4 @@
-"""Guards: runs that rounding breaks go on, within the budget; runs that it does not break are left alone."""
+"""Guards: runs that rounding would break continue, within the budget; other runs do not change."""
 
 # pyright: reportPrivateUsage=false
 
@@ -30,7 +30,7 @@ LOUD = 1000.0
 
 
 class Loud(nn.Module):
-    """Linear layers; `loudness` multiplies what waits between the first two, and changes nothing of the result."""
+    """Linear layers; `loudness` multiplies the activation between the first two, and does not change the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_others_pay_where_the_budget_is_tight() -> None:
     assert paid, "somebody paid"
     assert all(peak_of(trace, used) <= peak_of(trace, plan) for used in run.plans)
     assert all(w.isfinite().all() for w in weights(run.model))
-    assert any("pays for b:input" in action.why for action in run.session.actions)
+    assert any("makes space for b:input" in action.why for action in run.session.actions)
 
 
 def test_says_where_nobody_can_pay() -> None:
@@ -147,9 +147,9 @@ def test_says_where_nobody_can_pay() -> None:
     plan = pare.Plan.uniform(activation=INT2).set("b:input", LOW)
     run = Run(plan, pare.Guard(trace, limits=pare.Limits(every=1)))
     run.steps(60, becomes_loud(run))
-    assert sum("nobody else can pay" in action.why for action in run.session.actions if action.slot == "b:input") == 1
+    assert sum("no other slot can be lowered" in action.why for action in run.session.actions if action.slot == "b:input") == 1
     assert len(run.session.actions) < 20, "a run that cannot be helped does not fill its log"
-    assert all(w.isfinite().all() for w in weights(run.model)), "steps are left out all the same"
+    assert all(w.isfinite().all() for w in weights(run.model)), "steps are still skipped"
 
 
 def test_a_step_that_is_left_out_changes_nothing() -> None:
@@ -170,7 +170,7 @@ def test_long_attention_with_large_logits_stays_finite(monkeypatch: pytest.Monke
     Sessions keep them plain where logits are large; without that, a guard raises them.
     """
     bounded = Run(pare.Plan.uniform(activation=INT8), None, Attention(), TEXT)
-    monkeypatch.setattr(activations, "LARGEST_ERROR", inf)
+    monkeypatch.setattr(activations, "MAX_LOGIT_ERROR", inf)
     plan, trace = pare.Plan.uniform(activation=INT8), traced(Attention(), TEXT)
     runs: dict[str, Run] = {}
     for name, guard in (("exact", None), ("lost", None), ("guarded", pare.Guard(trace, "100%", limits=pare.Limits(every=4)))):
@@ -257,7 +257,7 @@ def test_a_slot_that_was_raised_is_held_for_some_steps_only() -> None:
     trace = traced(Loud())
     run = Run(pare.Plan.uniform(activation=LOW), pare.Guard(trace, "100%", limits=pare.Limits(every=1, hold=7)))
     run.steps(12, becomes_loud(run))
-    guarded = run.session._guarded
+    guarded = run.session._guard
     assert guarded is not None
     raised_at = next(action.step for action in run.session.actions if action.slot == "b:input")
     guarded.memory.steps = raised_at + 6
@@ -394,7 +394,7 @@ def test_can_be_asked_to_probe() -> None:
     assert found.step == 2
     assert run.session.sensitivities is found
     plain = Run(pare.Plan.uniform(activation=INT4), None)
-    with pytest.raises(ApplyError, match="no guard"):
+    with pytest.raises(ApplyError, match="needs a guard"):
         plain.session.reprobe(BATCH, loss=mse_loss)
 
 
@@ -403,7 +403,7 @@ def test_explains_slot_by_slot() -> None:
     run.steps(10, becomes_loud(run))
     row = run.session.explain().of("b:input")
     assert (row.asked, row.now) == (LOW, INT8)
-    assert "lowered by the plan" in row.why and "become infinite" in row.why
+    assert "quantized by the plan" in row.why and "become infinite" in row.why
     attention = Run(pare.Plan.uniform(activation=INT4), None, Attention(), TEXT).steps(1)
     said = attention.session.explain()
     assert any("pinned at 7 significant bits" in row.why for row in said)
@@ -438,8 +438,8 @@ def test_other_models_and_their_optimizers_are_none_of_its_business() -> None:
 
 
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: pare.apply(pare.Plan(), Loud(), guard=True), ApplyError, "guard is True: give Guard"),  # type: ignore[arg-type]
-    (lambda: pare.Guard(Loud()), ApplyError, "needs the trace of the step"),  # type: ignore[arg-type]
+    (lambda: pare.apply(pare.Plan(), Loud(), guard=True), ApplyError, "guard is True: pass Guard"),  # type: ignore[arg-type]
+    (lambda: pare.Guard(Loud()), ApplyError, "needs the Trace of the step"),  # type: ignore[arg-type]
     (lambda: pare.Guard(traced(Loud()), sensitivities={}), ApplyError, "sensitivities is of type dict"),  # type: ignore[arg-type]
     (
         lambda: pare.apply(pare.Plan(), Loud(), guard=pare.Guard(traced(Loud()), "10%")),
@@ -448,7 +448,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: pare.apply(pare.Plan(), Loud(), guard=pare.Guard(traced(Loud()), "much")), BudgetError, "cannot be read"),
     (lambda: pare.Guard(traced(Loud()), "much"), BudgetError, "size 'much' cannot be read"),
-    (lambda: pare.apply(pare.Plan(), Loud(), guard=traced(Loud())), ApplyError, r"guard is Trace of .{,50}: give Guard"),  # type: ignore[arg-type]
+    (lambda: pare.apply(pare.Plan(), Loud(), guard=traced(Loud())), ApplyError, r"guard is Trace of .{,50}: pass Guard"),  # type: ignore[arg-type]
     (lambda: pare.Limits(levels=("much",)), PlanError, "element 'much' is not known"),
     (lambda: pare.Limits(levels=3), PlanError, "levels are formats, the best first, .* not 3"),  # type: ignore[arg-type]
     (lambda: pare.Limits(error=True), ApplyError, "error is True"),
@@ -483,12 +483,12 @@ def test_the_trace_of_another_model_is_refused_and_leaves_the_model_plain(other:
     pare.apply(plan, model).close()
 
 
-def test_states_with_and_without_a_guard_are_told_apart() -> None:
+def test_states_with_and_without_a_guard_are_not_interchangeable() -> None:
     plan = pare.Plan.uniform(activation=INT8)
     guarded, plain = Run(plan, pare.Guard(traced(Loud()))).session, Run(plan, None).session
-    with pytest.raises(ApplyError, match="has no guard, and the one whose state this is had one"):
+    with pytest.raises(ApplyError, match="has no guard, and the session that saved the state had one"):
         plain.load_state_dict(guarded.state_dict())
-    with pytest.raises(ApplyError, match="has a guard, and the one whose state this is had none"):
+    with pytest.raises(ApplyError, match="has a guard, and the session that saved the state had none"):
         guarded.load_state_dict(plain.state_dict())
     other = Run(pare.Plan.uniform(activation=INT4), pare.Guard(traced(Loud()))).session
     with pytest.raises(ApplyError, match="another plan"):
@@ -496,7 +496,7 @@ def test_states_with_and_without_a_guard_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("spoiled", [3, {}, {"memory": {}}, {"actions": None}])
-def test_states_that_are_none_are_told_and_change_nothing(spoiled: Any) -> None:
+def test_invalid_states_are_refused_and_change_nothing(spoiled: Any) -> None:
     session = Run(pare.Plan.uniform(activation=INT8), pare.Guard(traced(Loud()))).steps(2).session
     state = session.state_dict()
     guard = {**state["guard"], **spoiled} if isinstance(spoiled, dict) and spoiled else spoiled

@@ -1,4 +1,4 @@
-"""Guards of two processes of gloo: what only one of them sees, both act upon, in the same way."""
+"""Guards of two gloo processes: both act in the same way on what only one of them measures."""
 
 from __future__ import annotations
 

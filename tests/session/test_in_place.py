@@ -1,4 +1,4 @@
-"""Modification in place: what plain autograd refuses is refused or right, never silently wrong; what it allows stays the same."""
+"""Modification in place: what autograd refuses is refused or right, never silently wrong; what it allows gives the same result."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def copying(change: Callable[[Tensor], Any], make: Callable[[Tensor], Tensor]) -
 def test_outputs_that_the_caller_modifies(
     make: Callable[[Tensor], Tensor], format: str | None, change: Callable[[Tensor], Any]
 ) -> None:
-    """An output waits as it is: what the caller does to it must be noticed, as autograd would."""
+    """An output is stored unmodified: an in-place change by the caller must raise, as in autograd."""
     net = Net(lambda net, x: make(net.a(x)))
     for is_applied in (False, True):
         session = apply(activations(format), net) if is_applied else None
@@ -142,7 +142,7 @@ def test_modified_without_autograd_before_it_is_saved(make: Callable[[Tensor], T
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_relu_of_a_norm_modified_without_autograd(inplace: bool) -> None:
-    """The next layer's input is what it was made into, not what ReLU and norm gave."""
+    """The next layer's input is the modified tensor, not the output of ReLU or norm."""
 
     class Modified(nn.Module):
         def forward(self, h: Tensor) -> Tensor:
@@ -157,14 +157,14 @@ def test_relu_of_a_norm_modified_without_autograd(inplace: bool) -> None:
 
 
 class Tripled(nn.Module):
-    """3 h, of which autograd knows only the 1."""
+    """3 h, of which autograd records only the factor 1."""
 
     def forward(self, h: Tensor) -> Tensor:
         return h + 2 * h.detach()
 
 
 def test_parameters_of_norms_that_change_before_backward() -> None:
-    """Refused, or right: a bias that was not saved by plain autograd is used when the norm is computed again."""
+    """Refused, or right: a bias that autograd alone does not save is used when the norm is recomputed."""
     net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64))
     plain = step(net, rows())
     apply(activations(INT8), net)

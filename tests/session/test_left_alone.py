@@ -1,4 +1,4 @@
-"""What is not an activation is never packed: parameters, their views and casts, buffers, what the caller or the model itself keeps."""
+"""Tensors that are no activations are never packed: parameters, their views and casts, buffers, tensors of the caller."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.session.nets import INT4, INT8, Net, activations, assert_same, both, 
 
 
 def decided(session: Session) -> set[str]:
-    """The slots that were given a format."""
+    """The slots that have a format."""
     return {name for name, decision in session._activations.decisions.items() if decision.format is not None}
 
 
-def waits(net: nn.Module, *inputs: Tensor, plan: Plan | None = None) -> tuple[int, Session, Any]:
-    """Bytes that wait after a forward pass, the session, and what the model returned."""
+def stored(net: nn.Module, *inputs: Tensor, plan: Plan | None = None) -> tuple[int, Session, Any]:
+    """Bytes stored after a forward pass, the session, and the model's output."""
     session = apply(plan or activations(INT8), net)
     output = net(*inputs)
     return session.stored_bytes, session, output
@@ -44,11 +44,11 @@ WEIGHTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_parameters_and_buffers_are_never_packed(name: str) -> None:
-    """The caller's x and weights are all that these save, so nothing may wait and the gradient is exact."""
+    """The caller's x and weights are all that these save, so nothing may be stored and the gradient is exact."""
     net = Net(WEIGHTS[name])
     net.register_buffer("table", rows())
-    waiting, session, output = waits(net, rows())
-    assert (waiting, decided(session)) == (0, set()) if name != "cast" else waiting <= 8448
+    nbytes, session, output = stored(net, rows())
+    assert (nbytes, decided(session)) == (0, set()) if name != "cast" else nbytes <= 8448
     session.close()
     plain, found, _ = both(net, rows(), plan=activations(INT4))
     assert_same(found, plain) if name != "cast" else None
@@ -59,7 +59,7 @@ def test_casts_of_weights_under_autocast_are_not_activations() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(64 * 12 * 12, 64))
     with torch.autocast("cpu", torch.bfloat16):
-        _, session, output = waits(net, pictures(2, side=16))
+        _, session, output = stored(net, pictures(2, side=16))
     assert decided(session) == {"1:input", "3:input"}
     assert output.dtype is torch.bfloat16
 
@@ -68,7 +68,7 @@ def test_frozen_weights_under_autocast() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     net[1].requires_grad_(False)
     with torch.autocast("cpu", torch.bfloat16):
-        _, session, output = waits(net, rows())
+        _, session, output = stored(net, rows())
     assert decided(session) == {"0:input", "2:input"}  # the cast of the caller's input; the frozen layer needs none
     assert output.grad_fn is not None
 
@@ -76,9 +76,9 @@ def test_frozen_weights_under_autocast() -> None:
 def test_a_frozen_first_part_saves_nothing() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     net[:4].requires_grad_(False)
-    waiting, session, output = waits(net, rows())
+    nbytes, session, output = stored(net, rows())
     assert decided(session) == {"4:input"}
-    assert waiting == 8448
+    assert nbytes == 8448
     assert output.grad_fn is not None
 
 
@@ -92,7 +92,7 @@ def test_tied_weights() -> None:
 
 def test_the_callers_input_is_not_packed_even_as_a_view() -> None:
     net = Net(lambda net, x: net.a(x) + net.b(x.T.contiguous().T) + net.b(x.view(64, 128).view(128, 64)) + net.a(x[:, :]))
-    _, session, output = waits(net, rows())
+    _, session, output = stored(net, rows())
     assert decided(session) == {"b:input"}  # the copy, which is the model's own
     assert output.grad_fn is not None
 
@@ -121,8 +121,8 @@ def test_what_the_model_returns_is_not_there_twice(name: str) -> None:
         return OUTPUTS[name](hidden, net.b(hidden))
 
     net = Net(forward)
-    waiting, session, output = waits(net, rows())
-    assert waiting == 0
+    nbytes, session, output = stored(net, rows())
+    assert nbytes == 0
     assert decided(session) == {":sigmoid.output", "b:input"}
     first = step(net, rows(), loss=lambda output: next(tensors_in(output)).square().sum())
     session.close()
@@ -140,8 +140,8 @@ def test_what_the_model_keeps_is_not_there_twice() -> None:
     net = Net(forward)
     net.table = rows(seed=4)
     plain = step(net, rows())
-    waiting, session, output = waits(net, rows(), plan=activations(INT4))
-    assert waiting == 0
+    nbytes, session, output = stored(net, rows(), plan=activations(INT4))
+    assert nbytes == 0
     assert_same(step(net, rows()), plain)
     session.close()
     assert output.grad_fn is not None
@@ -153,8 +153,8 @@ def test_what_the_model_keeps_is_not_there_twice() -> None:
 def test_hooks_of_the_user_that_keep_features(make: Callable[[Tensor], Tensor]) -> None:
     net, features = Net(lambda net, x: net.b(make(net.a(x)))), []
     net.b.register_forward_pre_hook(lambda module, args: features.append(args[0]))
-    waiting, _, output = waits(net, rows())
-    assert waiting == (8448 if make is functional.gelu else 0)  # its input, which nobody keeps
+    nbytes, _, output = stored(net, rows())
+    assert nbytes == (8448 if make is functional.gelu else 0)  # its input, which nobody keeps
     assert output.grad_fn is not None
 
 
@@ -171,11 +171,11 @@ def test_inference_tensors_in_the_output() -> None:
     logits.sum().backward()
 
 
-def test_hooks_of_somebody_else_hold_what_they_hold() -> None:
+def test_saved_tensors_with_other_hooks_are_not_packed() -> None:
     net = Net(lambda net, x: net.b(torch.sigmoid(net.a(x))))
     plain = step(net, rows())
     session = apply(activations(INT4), net)
     with torch.autograd.graph.save_on_cpu():
         found = step(net, rows())
     assert_same(found, plain)
-    assert any("hooks of their own" in change.reason for change in session.changes)
+    assert any("other saved-tensor hooks" in change.reason for change in session.changes)

@@ -1,4 +1,4 @@
-"""The user's loop, as it comes: accumulation, several forwards, dropped losses, second derivatives, exceptions, threads, autocast."""
+"""Training loops of all kinds: accumulation, several forwards, dropped losses, second derivatives, exceptions, threads, autocast."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_nothing_is_packed_without_gradients() -> None:
 
 
 def test_a_part_without_gradients_stays_without() -> None:
-    """What is packed when a module is entered must not switch gradients on for it."""
+    """Packing when a module is entered must not enable gradients for it."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         h = torch.sigmoid(net.a(x)) * 2
@@ -146,7 +146,7 @@ def test_shared_modules() -> None:
 
 
 class Fails(nn.Module):
-    """Raises what it is told to."""
+    """Raises the exception that it is created with."""
 
     error: BaseException | None = None
 

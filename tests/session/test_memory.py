@@ -1,4 +1,4 @@
-"""One storage waits once and is never taken for another: addresses that are used again, views, aliases, layouts."""
+"""One storage is packed once and never confused with another: reused addresses, views, aliases, layouts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def worst_error() -> float:
     return max(error_of(Net(many_of_one_size, Wave()), rows(num)) for num in (128, 512, 1024, 2048, 4096))
 
 
-def test_addresses_that_are_used_again() -> None:
+def test_reused_addresses() -> None:
     assert_exact(Net(many_of_one_size, Wave()), rows(1024))
     assert worst_error() < LIMIT
 
@@ -59,7 +59,7 @@ def test_a_cache_by_address_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> N
     assert worst_error() > 2 * LIMIT  # 0.17 to 0.5, by what the process has freed before
 
 
-def test_one_storage_waits_once() -> None:
+def test_a_storage_is_packed_once() -> None:
     """A sigmoid's output: saved by the sigmoid, by two linear layers, by a product, and as a view by another."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def test_channels_last(format: str) -> None:
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "as it is": lambda h: h,
+    "unmodified": lambda h: h,
     ".to(channels_last)": lambda h: h.to(memory_format=torch.channels_last),
     ".contiguous(channels_last)": lambda h: h.contiguous(memory_format=torch.channels_last),
     ".to(contiguous)": lambda h: h.to(memory_format=torch.contiguous_format),
@@ -161,8 +161,8 @@ BEFORE: dict[str, nn.Module] = {
 
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("first", [torch.contiguous_format, torch.channels_last])
-def test_what_is_computed_again_lies_as_it_lay(before: str, first: torch.memory_format) -> None:
-    """A convolution after a norm or an activation: its input need not wait, but must come back with each value in its place."""
+def test_recomputed_tensors_have_the_same_layout(before: str, first: torch.memory_format) -> None:
+    """A convolution after a norm or an activation: its input is not stored, but must be recomputed with each value in its place."""
     for name, layout in LAYOUTS.items():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), BEFORE[before], Then(layout), nn.Conv2d(8, 8, 3)).to(memory_format=first)
@@ -181,8 +181,8 @@ class Then(nn.Module):
         return self.function(x)
 
 
-def test_norm_and_relu_are_computed_again() -> None:
-    """Of convolution, norm, ReLU, convolution the norm's input waits, and a bit for each sign."""
+def test_norm_and_relu_are_recomputed() -> None:
+    """Of convolution, norm, ReLU, convolution the norm's input is stored, and a bit for each sign."""
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3))
     session = apply(activations(INT8), net)
     kept = net(pictures(side=16))

@@ -1,4 +1,4 @@
-"""Slots that may not be rounded as far as a plan asks: attention, log-probabilities, what backward divides by, what nothing is known of."""
+"""Slots that are stored more precisely than a plan requests: attention, log-probabilities, divisors, operations without a row."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_without_the_pin_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         operations.row_of.cache_clear()
 
 
-def test_what_is_computed_again_from_few_bits_does_not_pass_a_pin() -> None:
+def test_a_pinned_slot_is_not_recomputed_from_few_bits() -> None:
     """A norm's output saved by a linear layer first, which may follow from 4 bits, then as query and key, which may not."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_log_probabilities_are_left_alone() -> None:
     plain, found, session = both(net, rows(), plan=activations(INT4))
     assert torch.equal(found[0], plain[0])
     (row,) = [change for change in session.changes if change.slot == ":log_softmax.output"]
-    assert (row.given, "log-probabilities" in row.reason) == ("as it is", True)
+    assert (row.given, "log-probabilities" in row.reason) == ("unmodified", True)
 
 
 WIDE = torch.logspace(-6, 1, 64)  # in one block: small ones would be rounded to 0

@@ -1,6 +1,6 @@
-"""What a footprint says of activations, against the bytes that are really held after a forward pass on the CPU.
+"""The predicted bytes of activations, against the bytes that are held after a forward pass on the CPU.
 
-The oracle walks autograd's graph itself: storages that saved tensors keep as they are, beside what the session holds packed.
+The oracle walks autograd's graph itself: storages that saved tensors keep unpacked, beside the bytes that the session stores packed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PLANS = ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")
 
 def plainly_held(loss: Tensor, known: set[int]) -> int:
     """Bytes of unique storages that nodes behind `loss` hold without hooks, but for the `known` ones."""
-    waiting, seen, storages = [loss.grad_fn], set[Any](), dict[int, int]()
-    while waiting:
-        node = waiting.pop()
+    pending, seen, storages = [loss.grad_fn], set[Any](), dict[int, int]()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
+        pending += [before for before, _ in node.next_functions]
         for name in (name for name in dir(node) if name.startswith("_raw_saved_")):
             raw = getattr(node, name)
             for one in raw if isinstance(raw, tuple | list) else (raw,):
@@ -66,7 +66,7 @@ def test_activations_under_plans_within_3_percent(name: str, num: int) -> None:
 @pytest.mark.parametrize("name", ["resnet18", "vit", "gpt", "unet"])
 @pytest.mark.parametrize("method", ["role", "random"])
 def test_activations_under_assigned_plans_within_3_percent(name: str, method: str) -> None:
-    """Plans that keep some slots, lower others to several formats, and have some follow from others."""
+    """Plans that keep some slots, quantize others to several formats, and recompute some from others."""
     torch.manual_seed(0)
     model, batch = MODELS[name](), random_batch(name, 16)
     loss_fn = token_loss if name in OF_TEXT else nn.functional.cross_entropy

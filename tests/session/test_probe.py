@@ -152,7 +152,7 @@ def test_measures_linear_inputs_exactly() -> None:
     assert found.errors["b:input"][INT8] == pytest.approx(exact, rel=1e-4)
 
 
-def test_takes_no_more_backwards_than_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_at_most_the_given_number_of_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, loss = trained("gpt")
     trace = pare.trace_step(model, batch, loss=loss, device="cpu")
     taken, grad = [0], torch.autograd.grad
@@ -236,7 +236,7 @@ def test_follows_autocast_of_the_trace() -> None:
     assert found.errors["b:input"][INT8] > 0
 
 
-def test_custom_functions_are_called_again() -> None:
+def test_custom_functions_run_with_rounded_slots() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -267,8 +267,8 @@ def test_groups_cover_every_slot_once() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"backwards": 1}, "2 or more"),
-    ({"formats": []}, "a list of them"),
-    ({"formats": "int4/64@bf16"}, "a list of them"),
+    ({"formats": []}, "a list of formats"),
+    ({"formats": "int4/64@bf16"}, "a list of formats"),
 ]
 
 
@@ -280,7 +280,7 @@ def test_says_what_is_wrong(keywords: dict[str, Any], says: str) -> None:
         pare.probe(net, batch, trace, loss=mse_loss, **keywords)
 
 
-def test_a_target_without_its_loss_is_told() -> None:
+def test_a_target_without_a_loss_is_refused() -> None:
     net, batch = nn.Linear(64, 64), (rows(), rows())
     trace = pare.trace_step(net, batch, loss=mse_loss, device="cpu")
     with pytest.raises(TypeError) as raised:

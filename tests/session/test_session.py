@@ -1,4 +1,4 @@
-"""The session itself: what it says of differences, its state, its errors, and that the model stays the user's."""
+"""The session itself: its changes, its state, its errors; and the model keeps its class, names and hooks."""
 
 from __future__ import annotations
 
@@ -157,13 +157,15 @@ def test_formats_of_gradients_and_moments_are_rows_without_an_optimizer_for_them
     plain = step(net, rows())
     session = apply(Plan.uniform(gradient=INT8, moment1=INT8), net)
     assert_same(step(net, rows()), plain)
-    assert {(row.slot, row.asked, row.given) for row in session.changes} == {(r, INT8, "as it is") for r in ("gradient", "moment1")}
+    assert {(row.slot, row.asked, row.given) for row in session.changes} == {
+        (r, INT8, "unmodified") for r in ("gradient", "moment1")
+    }
 
 
 def test_changes_print_as_a_table() -> None:
     net = small()
     session = apply(activations(INT4), net)
-    assert repr(session.changes) == "everything is as it was asked for"
+    assert repr(session.changes) == "everything is as requested"
     step(net, rows())
     lines = repr(session.changes).splitlines()
     assert lines[0].split() == ["slot", "asked", "given", "why"]
@@ -206,7 +208,7 @@ def test_states_that_do_not_fit() -> None:
 
 
 def test_what_is_not_called_through_the_model_is_not_packed() -> None:
-    """A part called by itself, and `forward` called directly: right, and nothing waits."""
+    """A part called by itself, and `forward` called directly: right, and nothing is stored."""
     net = small()
     plain = step(net, rows())
     session = apply(activations(INT4), net)

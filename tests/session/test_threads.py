@@ -82,7 +82,7 @@ def test_what_branches_save_is_packed_under_the_names_of_their_modules() -> None
 
 
 def test_two_forward_passes_at_once_that_use_threads_say_what_stays_plain() -> None:
-    """It is not known to which of them a thread belongs: what it saves stays plain, and a row of changes says so."""
+    """It is not known to which of them a thread belongs: what it saves is not packed, and a row of changes says so."""
     net, x = InThreads(activation_first(), norm_first()), rows()
     plain = step(net, x)
     inside = threading.Barrier(2, timeout=60)

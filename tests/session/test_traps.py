@@ -1,4 +1,4 @@
-"""What rounding must not touch, what must not be mistaken for something else, and what `changes` must say of it."""
+"""Tensors that must not be rounded or confused with others, and the rows of `changes` for them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_operations_without_a_row_stay_as_they_are(name: str) -> None:
+def test_operations_without_a_row_are_not_packed(name: str) -> None:
     assert error_of(Net(UNKNOWN[name]), rows(256)) < 0.05
 
 
@@ -89,13 +89,13 @@ def test_another_dtype_is_another_decision() -> None:
     session = apply(activations(INT8), net)
     net(rows(256)).sum().backward()
     net.double()
-    waiting = net(rows(256).double())
-    assert session.stored_bytes == 0, "float64 stays as it is"
-    del waiting
+    output = net(rows(256).double())
+    assert session.stored_bytes == 0, "float64 is not packed"
+    del output
     net.float()
-    waiting = net(rows(256))
+    output = net(rows(256))
     assert session.stored_bytes > 0
-    assert waiting.grad_fn is not None
+    assert output.grad_fn is not None
 
 
 def test_threads_do_not_mix() -> None:
@@ -142,7 +142,7 @@ class Gated(nn.Module):
 
 
 def test_a_part_that_is_trained_later_is_packed_then() -> None:
-    def waiting(*, is_frozen_first: bool) -> int:
+    def stored_bytes(*, is_frozen_first: bool) -> int:
         net = Gated()
         session = apply(activations(INT8), net)
         net.a.requires_grad_(not is_frozen_first)
@@ -153,7 +153,7 @@ def test_a_part_that_is_trained_later_is_packed_then() -> None:
         assert kept.grad_fn is not None
         return session.stored_bytes
 
-    assert waiting(is_frozen_first=True) == waiting(is_frozen_first=False) > 0
+    assert stored_bytes(is_frozen_first=True) == stored_bytes(is_frozen_first=False) > 0
 
 
 # --- what changes says -------------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_a_plan_without_rules_does_nothing() -> None:
 @pytest.mark.parametrize("pattern", ["2:*", "1:*"])
 @pytest.mark.parametrize("num", [256, 8])
 def test_patterns_on_what_is_small_or_a_mask_are_answered(pattern: str, num: int) -> None:
-    """A plan still applies at a batch so small that its slots stay as they are."""
+    """A plan still applies at a batch so small that its slots are not packed."""
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     session = apply(Plan().set(pattern, INT8), net)
     net(rows(256)[:num]).sum().backward()

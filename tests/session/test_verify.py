@@ -1,4 +1,4 @@
-"""`verify`: passes on ordinary networks, fails on planted defects and names their slots, and leaves the model as it was."""
+"""`verify` passes on ordinary networks, fails on planted defects and names their slots, and restores the model."""
 
 # pyright: reportPrivateUsage=false
 
@@ -154,7 +154,7 @@ def test_sparse_gradients_are_compared() -> None:
 
 
 class Restless(Net):
-    """A model with a random number of its own that nobody restores."""
+    """A model with a random number generator of its own, whose state `verify` does not restore."""
 
     def __init__(self, size: float) -> None:
         super().__init__(lambda net, x: net.b(net.a(x).tanh() * (1 + size * net.next())))
@@ -176,7 +176,7 @@ def test_a_model_that_differs_from_itself_is_compared_with_that_distance() -> No
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, numel: int, change: Callable[[Tensor], Tensor]) -> None:
-    """Tensors of `numel` values come back changed."""
+    """Tensors of `numel` values are decoded wrongly."""
     decode = StoredValues._unpacked
 
     def unpacked(self: StoredValues) -> Tensor:
@@ -290,7 +290,7 @@ def test_nothing_is_changed(plan: pare.Plan, monkeypatch: pytest.MonkeyPatch) ->
     model[7].eval()
     model[0].register_forward_hook(lambda module, args, output: None)
     cross_entropy(model(x), y).backward()
-    waiting = cross_entropy(model(x), y)  # a graph that waits for its backward
+    pending = cross_entropy(model(x), y)  # a graph whose backward has not run yet
     state, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
     gradients, copies = [p.grad for p in parameters], [copy.deepcopy(p.grad) for p in parameters]
     there, modes = hooks(model), [module.training for module in model.modules()]
@@ -304,7 +304,7 @@ def test_nothing_is_changed(plan: pare.Plan, monkeypatch: pytest.MonkeyPatch) ->
     assert all(p.grad is g and torch.equal(g, c) for p, g, c in zip(parameters, gradients, copies, strict=True))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.is_grad_enabled() and torch.get_autocast_dtype("cpu") is torch.bfloat16
-    waiting.backward()
+    pending.backward()
     pare.apply(plan, model).close()  # no session is left behind
 
 
@@ -337,12 +337,12 @@ def test_less_memory_means_fewer_examples() -> None:
 
     found = pare.verify(model, (rows(256), rows(256, seed=2)), activations(INT8), loss=loss)
     assert found.ok and sizes[:3] == [256, 128, 64] and set(sizes[2:]) == {64}
-    assert found.notes == ("the unmodified step has not enough memory for 256 examples: 64 were compared",)
+    assert found.notes == ("the unmodified step runs out of memory with 256 examples: 64 were compared",)
 
     def never(output: Tensor, target: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(ApplyError, match="not enough memory for one of 128 examples"):
+    with pytest.raises(ApplyError, match="runs out of memory with one of 128 examples"):
         pare.verify(model, (rows(), rows(seed=2)), activations(INT8), loss=never)
 
 

@@ -1,4 +1,4 @@
-"""What `verify` refuses, in sentences, and a `Verification` as JSON."""
+"""Arguments that `verify` refuses, with its error messages, and a `Verification` as JSON."""
 
 # pyright: reportPrivateUsage=false
 
@@ -42,7 +42,7 @@ def test_reentrant_checkpoints_are_refused_and_others_pass() -> None:
     for is_reentrant in (True, False):
         model = Net(lambda net, x, old=is_reentrant: net.b(checkpoint(net.a, x, use_reentrant=old).tanh()))
         if is_reentrant:
-            with pytest.raises(ApplyError, match="use_reentrant=False can be verified"):
+            with pytest.raises(ApplyError, match="Set use_reentrant=False"):
                 pare.verify(model, (rows().requires_grad_(), rows(seed=2)), activations(INT8), loss=mse_loss)
         else:
             assert pare.verify(model, (rows(), rows(seed=2)), activations(INT8), loss=mse_loss).ok
@@ -57,6 +57,6 @@ def test_a_verification_is_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert pare.Verification.load(tmp_path / "found.json") == found
     assert "off under the exact plan" in found._repr_html_()
     for value in ({}, None, {"version": 1}, {**found.to_json(), "version": 9}, {**found.to_json(), "rows": [{"name": "a"}]}):
-        with pytest.raises(PlanError, match="this is no verification"):
+        with pytest.raises(PlanError, match="this is not a verification"):
             pare.Verification.from_json(value)
     assert issubclass(VerificationError, ParedownError)

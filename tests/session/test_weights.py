@@ -1,4 +1,4 @@
-"""Packed weights inside of their modules: the losses and gradients of a plain model with the same values, and no other copy in memory."""
+"""Packed weights inside their modules: losses and gradients of an unpacked model with the same values, without another copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Make = Callable[[], AbstractContextManager[Any]]
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
-    """Every memory that weights are decoded into, from now on."""
+    """Records every memory that weights are decoded into."""
     found: list[StorageWeakRef] = []
     decode = Weight.decode
 
@@ -43,20 +43,20 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
 
 
 def alive(found: list[StorageWeakRef]) -> int:
-    """How many of them somebody holds."""
+    """How many of them are still referenced."""
     gc.collect()
     return sum(not ref.expired() for ref in found)
 
 
 def saved_sizes(y: Tensor) -> list[int]:
-    """The sizes of all float tensors that nodes of y's graph hold as they are."""
-    waiting, seen, found = [y.grad_fn], set(), []
-    while waiting:
-        node = waiting.pop()
+    """The sizes of all float tensors that nodes of y's graph hold unpacked."""
+    pending, seen, found = [y.grad_fn], set(), []
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        waiting.extend(before for before, _ in node.next_functions)
+        pending.extend(before for before, _ in node.next_functions)
         for name in dir(node):
             raws = getattr(node, name) if name.startswith("_raw_saved_") else ()
             for raw in raws if isinstance(raws, tuple | list) else (raws,):
@@ -70,7 +70,7 @@ def packed_sizes(model: nn.Module) -> set[int]:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Of the memory that parameters themselves have."""
+    """Bytes of the memory of the parameters themselves."""
     return sum(p.untyped_storage().nbytes() for p in model.parameters())
 
 
@@ -92,7 +92,7 @@ def assert_equal(
     around: Make = nullcontext,
     count: int = 3,
 ) -> Session:
-    """Steps with packed weights are those of a plain model with the same values, bit for bit; parameters have no memory after each."""
+    """Steps with packed weights equal those of a model with the same values, bit for bit; parameters have no memory afterwards."""
     session = apply(plan, model)
     packed = [p for p in model.parameters() if weight_of(p) is not None]
     assert packed
@@ -248,7 +248,7 @@ def test_formats(format: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "channels last", "tied modules", "tied by a function", "tied by a transpose", "lstm"])
 @pytest.mark.parametrize("format", [LPMM, "bf16"])
-def test_autocast_casts_are_made_again(name: str, format: str, decoded: list[StorageWeakRef]) -> None:
+def test_autocast_casts_are_decoded_in_backward(name: str, format: str, decoded: list[StorageWeakRef]) -> None:
     net, x = CASES[name]()
 
     def around() -> AbstractContextManager[Any]:
@@ -303,7 +303,7 @@ def test_a_cast_that_lies_otherwise_is_kept() -> None:
 def test_models(name: str, plan: Plan) -> None:
     x, _ = random_batch(name, 2)
     session = assert_equal(MODELS[name](), x, plan=plan, loss=lambda y: y.square().mean())
-    assert {row.given for row in session.changes} <= {"as it is", "as they are"}
+    assert {row.given for row in session.changes} <= {"unmodified"}
 
 
 def test_with_packed_activations(decoded: list[StorageWeakRef]) -> None:

@@ -1,4 +1,4 @@
-"""torch.compile and packed weights: the same gradients; where hooks do not reach, weights are plain and `changes` says so."""
+"""torch.compile and packed weights: the same gradients; where hooks do not run, weights stay unpacked and `changes` lists them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def apply_and_close(model: nn.Sequential) -> nn.Sequential:
 def steps(
     wrap: Callable[[nn.Sequential], nn.Module], rank: int, *, packs: bool, is_first: bool
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Gradients summed over two steps, with an SGD step between them; and what the session says."""
+    """Gradients summed over two steps, with an SGD step between them; and the session's changes."""
     plain = of_rank(rank if wrap is replicated else 0)
     before = apply(PLAN, plain) if packs and is_first else None
     model = wrap(plain)

@@ -1,4 +1,4 @@
-"""Packed weights that somebody holds or writes: values are right, they wait again as soon as they can, and `changes` says what cannot."""
+"""Packed weights that others reference or write: values are right, they are packed as soon as possible, and `changes` lists the rest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def same(tensor: Any) -> Any:
 
 
 HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "kept as they are": lambda: saved_tensors_hooks(same, same),
+    "identity hooks": lambda: saved_tensors_hooks(same, same),
     "copied": lambda: saved_tensors_hooks(lambda t: t.detach().clone(), same),
     "on the CPU": save_on_cpu,
 }
@@ -38,7 +38,7 @@ HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_around_the_model(name: str) -> None:
-    """A hook may keep the parameter itself: it stays plain until backward is done."""
+    """A hook may keep the parameter itself: it stays unpacked until backward is done."""
     net = Net(lambda net, x: net.b(torch.mm(net.more[0](x), net.more[0].weight)), nn.Linear(64, 64))
     assert_equal(net, rows(97), around=HOOKS[name])
     with HOOKS[name]():
@@ -78,7 +78,7 @@ def test_a_view_that_a_module_keeps() -> None:
     found, expected = (step(model, (rows(97),), weighted, nullcontext) for model in (net, plain))
     assert_same(found[1], expected[1])
     assert [(row.slot, row.given) for row in session.changes if "more" in row.slot] == [
-        ("weight=more.0.weight", "plain until backward")
+        ("weight=more.0.weight", "unpacked until backward")
     ]
     values = weight_of(net.more[0].weight).decode()
     assert torch.equal(net.more[0].kept.T, values)
@@ -204,7 +204,7 @@ class SetsData(nn.Linear):
 
 @pytest.mark.parametrize("kind", [InPlace, ThroughData, SetsData])
 def test_modules_that_write_their_weight(kind: type[nn.Linear]) -> None:
-    """As constraints on norms do. What they wrote is encoded when they are done."""
+    """As constraints on norms do: the written values are encoded afterwards."""
     net = Net(renormed, kind(64, 64))
     apply(PLAN, net)
     plain = copy.deepcopy(net)
@@ -281,7 +281,7 @@ def test_functional_call_uses_other_parameters() -> None:
     assert torch.equal(net(rows(97)), plain(rows(97)))
 
 
-# --- what stays as it is ----------------------------------------------------------------------------------------------
+# --- what is not packed -----------------------------------------------------------------------------------------------
 
 
 def reasons(net: nn.Module, plan: Plan = PLAN) -> dict[str, str]:
@@ -295,7 +295,7 @@ def test_small_parameters_are_one_row() -> None:
     net = mlp()
     session = apply(PLAN, net)
     row = session.changes[0]
-    assert (row.slot, row.asked, row.given) == ("5 parameters of fewer than 2 dimensions or 4096 values", LPMM, "as it is")
+    assert (row.slot, row.asked, row.given) == ("5 parameters of fewer than 2 dimensions or 4096 values", LPMM, "unmodified")
     assert {name for name, p in net.named_parameters() if type(p) is PackedParameter} == {"0.weight", "2.weight", "4.weight"}
 
 
@@ -331,7 +331,7 @@ def test_a_parameter_of_the_format_already() -> None:
     before = parameter_bytes(net)
     session = apply(Plan.uniform(weight="bf16"), net)
     assert (session.weight_bytes, parameter_bytes(net)) == (0, before)
-    assert repr(session.changes) == "everything is as it was asked for"
+    assert repr(session.changes) == "everything is as requested"
     session.close()
     assert reasons(net, Plan.uniform(weight="fp32"))["weight=0.weight"] == "it would not be smaller"
 
@@ -348,7 +348,7 @@ def scaled(net: nn.Sequential, factor: float) -> nn.Sequential:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripted_modules_stay_as_they_are() -> None:
+def test_scripted_modules_are_not_packed() -> None:
     net = nn.Sequential(nn.Linear(64, 64), torch.jit.script(nn.Linear(64, 64)))
     session = apply(PLAN, net)
     assert [row.slot for row in session.changes if "TorchScript" in row.reason] == ["weight=1.weight"]

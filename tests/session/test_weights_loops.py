@@ -1,4 +1,4 @@
-"""Packed parameters in the user's loop: states, conversions, optimizers of torch, averages, `unpacked`, `close`."""
+"""Packed parameters in training loops: states, conversions, torch.optim, averages, `unpacked`, `close`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_parameter_that_was_replaced_is_a_row() -> None:
     net = mlp()
     session = apply(PLAN, net)
     net[2].weight = nn.Parameter(torch.randn(64, 128))
-    assert [row.reason for row in session.changes if row.slot == "weight=2.weight"] == ["this parameter was put there after apply"]
+    assert [row.reason for row in session.changes if row.slot == "weight=2.weight"] == ["the parameter was replaced after apply"]
     weighted(net(rows(97))).backward()
     assert type(net[2].weight) is nn.Parameter
 

@@ -1,4 +1,4 @@
-"""Packed parameters touched outside of their modules: what they say of themselves, values, writing, views, copies; no crashes."""
+"""Packed parameters used outside their modules: attributes, values, writing, views, copies; no crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights that others write, copy, convert or replace after apply: nothing is undone or frozen in silence, and rows say what is."""
+"""Packed weights that are written, copied, converted or replaced after apply: nothing is silently undone, and `changes` lists it."""
 
 # pyright: reportPrivateUsage=false
 
@@ -96,7 +96,7 @@ def test_gathering() -> None:
     weight = weight_of(net[2].weight)
     assert weight is not None
     before = weight.version
-    assert not weight.gather()  # it waits: there is nothing to gather
+    assert not weight.gather()  # it is packed: there is nothing to gather
     weight.pin()
     assert not weight.gather()
     assert weight.version == before
@@ -175,7 +175,7 @@ def test_a_dtype_without_a_codec(is_unpacked: bool) -> None:
     said = {row.slot: row for row in session.changes}
     for name in ("0.weight", "2.weight", "4.weight"):
         assert (said[f"weight={name}"].given, said[f"weight={name}"].reason.split(":")[0]) == (
-            "as it is", "its dtype or device became one that is not packed",
+            "unmodified", "its dtype or device became one that is not packed",
         )  # fmt: skip
     assert session.weight_bytes == 0
     weighted(net(rows(97).double())).backward()
@@ -194,9 +194,9 @@ def test_rows_of_a_layer_that_was_added() -> None:
     net.append(nn.Linear(128, 128, bias=False))
     _optimizer = AdamW(net.parameters())
     assert [(row.slot, row.given, row.reason) for row in session.changes] == [
-        ("weight=2.weight", "as it is", ADDED),
-        ("moment1=2.weight", "as it is", ADDED),
-        ("gradient=2.weight", "as it is", ADDED),
+        ("weight=2.weight", "unmodified", ADDED),
+        ("moment1=2.weight", "unmodified", ADDED),
+        ("gradient=2.weight", "unmodified", ADDED),
     ]
 
 

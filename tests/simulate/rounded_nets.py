@@ -1,4 +1,4 @@
-"""A rounding written from the definition, and small networks whose simulated step is written out by hand: what simulate mode must equal."""
+"""A rounding function from the definition, and small networks with their simulated step computed by hand, as references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paredown import Plan
 
 @dataclass(frozen=True)
 class Float:
-    """Every code a number: mantissa bits, exponents of the smallest normal and of the largest binade; past it the largest, or infinity."""
+    """A float without infinities: mantissa bits, exponents of the smallest and the largest binade, and what larger values become."""
 
     text: str
     mantissa_bits: int
@@ -37,7 +37,7 @@ class Float:
         return torch.where(rounded > self.largest, end, rounded).copysign(x.double()).float()
 
     def rule(self, plan: Plan, key: str) -> Plan:
-        """`plan` with this for `key`."""
+        """`plan` with this format for `key`."""
         return plan.set(key, self.text, rounding="nearest_away", overflow=self.past)
 
 
@@ -73,7 +73,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Roundings:
-    """What activations, errors, weights and gradients become."""
+    """The roundings of activations, errors, weights and gradients."""
 
     activation: Callable[[Tensor], Tensor]
     error: Callable[[Tensor], Tensor]
@@ -128,5 +128,5 @@ def sent_back(scale: float = 1.0) -> Tensor:
 
 
 def same(x: Tensor) -> Tensor:
-    """Not rounded."""
+    """The unmodified tensor."""
     return x.detach()

@@ -1,4 +1,4 @@
-"""PEPPP's memory of its network is that of its released matrix, and its floats are QPyTorch's."""
+"""PEPPP's memory of its network equals that of its released matrix, and its floats equal QPyTorch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promotion, loss scaling, what optimizers keep, and resuming: the parts of simulate mode that go from step to step."""
+"""Promotion, loss scaling, optimizer state and resuming: what simulate mode carries from step to step."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_states_of_others_are_refused() -> None:
     session = apply(paper_plan(), Forked(), mode="simulate")
     with pytest.raises(ApplyError, match="not the state of a simulated session"):
         session.load_state_dict({"version": 1, "plan": {}})
-    with pytest.raises(ApplyError, match="the state is of another plan"):
+    with pytest.raises(ApplyError, match="the state belongs to another plan"):
         session.load_state_dict({**session.state_dict(), "plan": Plan.uniform().to_json()})
 
 
@@ -170,7 +170,7 @@ def test_masters_and_moments_are_rounded_after_each_step() -> None:
         assert ours.state[p]["step"] == 3
 
 
-def test_other_optimizers_and_closed_sessions_step_as_they_are() -> None:
+def test_other_optimizers_and_closed_sessions_do_not_round() -> None:
     net, stranger = Forked(), nn.Linear(3, 3)
     session = apply(WIDE.rule(Plan.uniform(), "master"), net, mode="simulate")
     before = stranger.weight.detach().clone()
@@ -185,13 +185,13 @@ def test_other_optimizers_and_closed_sessions_step_as_they_are() -> None:
 
 
 def nearest(plan: Plan) -> Plan:
-    """PEPPP's plan without chance, so that it can be written out."""
+    """PEPPP's plan without stochastic rounding, so that the step can be computed by hand."""
     rules = [(key, a if a.format is None else type(a).parse(a.format, "nearest_away", a.overflow)) for key, a in plan.rules]
     return Plan(tuple(rules))
 
 
 def test_peppps_step_in_its_order() -> None:
-    """g <- lo(g / scale), a plain step on the master, master <- hi, weight <- lo(master) for the next pass, momentum <- hi."""
+    """g <- lo(g / scale), an fp32 step on the master, master <- hi, weight <- lo(master) for the next pass, momentum <- hi."""
     low, high, scale = Float(peppp_element(4, 3), 3, -7, 7, "saturate"), Float(peppp_element(6, 7), 7, -31, 31, "saturate"), 1000.0
     torch.manual_seed(0)
     net = SumLastResNet(width=4)
@@ -221,7 +221,7 @@ def test_peppps_step_in_its_order() -> None:
 
 
 def no_subnormals(by: Float, x: Tensor) -> Tensor:
-    """Below the smallest normal value there is nothing but 0: it is taken from half of it on."""
+    """Below the smallest normal value there is only 0: values from half of it on are rounded up to it."""
     smallest = 2.0**by.low
     return torch.where(x.abs() < smallest, torch.where(x.abs() >= smallest / 2, smallest, 0.0).copysign(x), by(x))
 
@@ -244,7 +244,7 @@ def test_peppps_quantisers_stand_where_they_did() -> None:
     assert not {"conv1", "bn1", "layers.0.bn1", "layers.0.bn2", "layers.2.downsample.0"} & few
 
 
-def test_a_published_plan_trains_and_its_share_is_told() -> None:
+def test_a_published_plan_trains_and_its_share_is_reported() -> None:
     torch.manual_seed(0)
     net = SumLastResNet(width=4)
     batch = pictures(8, side=32), torch.arange(8)

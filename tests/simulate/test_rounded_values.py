@@ -1,4 +1,4 @@
-"""Simulate mode rounds what the papers round, where they round it: beside steps that are written out by hand."""
+"""Simulate mode rounds what the papers round, where they round it: compared with steps computed by hand."""
 
 from __future__ import annotations
 
@@ -225,9 +225,9 @@ def _seed(name: str) -> Any:
 
 
 class Checkpointed(Forked):
-    """The same; `is_again` computes norm and ReLU again in backward."""
+    """The same; `is_checkpointed` runs norm and ReLU again in backward."""
 
-    is_again = False
+    is_checkpointed = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,17 +235,17 @@ class Checkpointed(Forked):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
-        part = checkpoint(self.second, x, use_reentrant=False) if self.is_again else self.second(x)
+        part = checkpoint(self.second, x, use_reentrant=False) if self.is_checkpointed else self.second(x)
         return self.fc((part + x).flatten(1))
 
 
 @pytest.mark.parametrize("rounding", ["nearest_away", "stochastic"])
-def test_checkpointed_parts_are_rounded_alike_when_they_are_computed_again(rounding: str) -> None:
+def test_checkpointed_parts_are_rounded_alike_in_their_second_call(rounding: str) -> None:
     plan = Plan.uniform(activation="e4m3b11f", weight="e4m3b11f", error="e5m2f", rounding=rounding, overflow="saturate")
     results: list[dict[str, Tensor]] = []
-    for is_again in (False, True):
+    for is_checkpointed in (False, True):
         net = Checkpointed()
-        net.is_again = is_again
+        net.is_checkpointed = is_checkpointed
         apply(plan, net, seed=3, mode="simulate")
         results.append(step(net, 4 * pictures(2, side=8), sent_back())[1])
         assert not torch.overrides._get_current_function_mode_stack()
@@ -253,7 +253,7 @@ def test_checkpointed_parts_are_rounded_alike_when_they_are_computed_again(round
 
 
 def test_sessions_do_not_take_each_others_values() -> None:
-    """What one model made is an input to the other, and the caller's tensors bear no mark."""
+    """The output of one model is an input of the other, and tensors of the caller have no mark."""
     first, second, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(3, 4)
     coarse = Float("e4m1f", 1, -6, 8, "saturate")
     apply(FORWARD.rule(Plan.uniform(), "activation"), first, mode="simulate")

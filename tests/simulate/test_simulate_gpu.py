@@ -1,4 +1,4 @@
-"""On a GPU: one captured graph serves every format and goes on counting; TF32 where it is exact and nowhere else."""
+"""Simulate mode on a GPU: one captured graph serves every format and continues to count; TF32 only where it is exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANS = {
     "all low": {role: "e4m3b11f" for role in ROLES},
     "all high": {role: "e6m9f" for role in ROLES},
     "activations alone": {"activation": "e3m2b5f"},
-    "as it is": {},
+    "unmodified": {},
     "weights and errors": {"weight": "int8", "error": "e5m2f"},
 }
 
@@ -157,12 +157,12 @@ def tabled(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
-    monkeypatch.setattr(rounded_slots, "TABLED", ("cpu",))
+    monkeypatch.setattr(rounded_slots, "TABLE_DEVICES", ("cpu",))
 
 
 @pytest.mark.usefixtures("tabled")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_kernels_round_a_step_as_it_is_written_by_hand() -> None:
+def test_kernels_round_a_step_like_the_one_computed_by_hand() -> None:
     net, x, sent = Forked(), 4 * pictures(2, side=8), torch.randn(2, 5)
     out, gradients = forked_step(net, x, sent, Roundings(FORWARD, BACKWARD, FORWARD, HIGH))
     apply(paper_plan(), net, mode="simulate")
@@ -183,7 +183,7 @@ def test_rows_are_replaced_by_other_plans_and_by_promotion() -> None:
         ours, found = step(net, x, sent)
         other = copy.deepcopy(plain)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounded_slots, "TABLED", ())
+            patch.setattr(rounded_slots, "TABLE_DEVICES", ())
             apply(plan_of(formats, "nearest_away"), other, mode="simulate")
             expected, theirs = step(other, x, sent)
         assert torch.equal(ours, expected) and all(torch.equal(found[name], g) for name, g in theirs.items()), formats

@@ -1,4 +1,4 @@
-"""A simulated session as its user meets it: closing, errors inside, copies, what is told, other modes and other plans."""
+"""A simulated session: closing, exceptions, copies, rows of changes, other modes and other plans."""
 
 from __future__ import annotations
 
@@ -74,24 +74,24 @@ def test_a_copy_is_a_plain_model() -> None:
     assert torch.equal(copy.deepcopy(net)(x), out)
 
 
-def test_what_is_not_there_is_told() -> None:
+def test_missing_slots_are_rows_of_changes() -> None:
     net, plan = Forked(), paper_plan().set("conv2:output", "e5m2f").set("conv:output", "e5m2f").set("residue", "int8")
     session = apply(plan, net, mode="simulate")
     net(pictures(2, side=8))
-    told = {row.slot: row.reason for row in session.changes}
-    assert told["conv2:output"] == "no such slot in this model"
-    assert "residue" in told and len(told) == 2
+    reasons = {row.slot: row.reason for row in session.changes}
+    assert reasons["conv2:output"] == "no such slot in this model"
+    assert "residue" in reasons and len(reasons) == 2
 
 
-def test_what_would_be_computed_again_is_told() -> None:
+def test_checkpointed_modules_are_rows_of_changes() -> None:
     plan = paper_plan().recomputing("conv")
-    assert [(row.slot, row.given) for row in apply(plan, Forked(), mode="simulate").changes] == [("conv", "as it is")]
+    assert [(row.slot, row.given) for row in apply(plan, Forked(), mode="simulate").changes] == [("conv", "unmodified")]
     with pytest.raises(ApplyError, match="recompute 'layers' is no module"):
         apply(paper_plan().recomputing("layers"), Forked(), mode="simulate")
 
 
 @pytest.mark.parametrize("state", [None, [], {"version": 1}])
-def test_what_is_no_state_is_told(state: Any) -> None:
+def test_invalid_states_are_refused(state: Any) -> None:
     for mode in ("store", "simulate"):
         with apply(Plan.uniform(), Forked(), mode=mode) as session, pytest.raises(ApplyError, match="this is not the state of a"):
             session.load_state_dict(state)
@@ -104,14 +104,14 @@ def test_plans_are_plans() -> None:
         apply(paper_plan(), Forked(), mode="simulate").set_plan("e6m9f")  # type: ignore[arg-type]
 
 
-def test_float64_is_left_alone_and_told() -> None:
+def test_float64_is_not_rounded_and_is_a_row_of_changes() -> None:
     net = Forked().double()
     session = apply(FORWARD.rule(Plan.uniform(), "activation"), net, mode="simulate")
     net(pictures(2, side=8).double())
     assert {row.reason for row in session.changes} == {"its values are float64"}
 
 
-def test_models_that_look_at_numbers_run_with_the_names_of_makers() -> None:
+def test_models_that_fail_on_fake_tensors_run_with_the_names_of_outputs() -> None:
     class Net(Forked):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if x.sum().item() < 1e9 else -x)
@@ -121,7 +121,7 @@ def test_models_that_look_at_numbers_run_with_the_names_of_makers() -> None:
     session = apply(paper_plan(), net, mode="simulate")
     ours, found = step(net, x, sent)
     assert torch.equal(ours, out) and all(torch.equal(found[name], g) for name, g in gradients.items())
-    assert "cannot be followed without running it" in session.changes[-1].reason
+    assert "fails on fake tensors" in session.changes[-1].reason
 
 
 @pytest.mark.parametrize("mode", ["pretend", None])
@@ -144,7 +144,7 @@ def test_other_formats_for_the_same_slots() -> None:
     session = apply(Plan.uniform(), net, mode=Simulate(all_live=True))
     step(net, x, sent)
     for plan, by in ((FORWARD.rule(Plan.uniform(), "activation"), Roundings(FORWARD, same, same, same)),):
-        with pytest.raises(ApplyError, match="a session keeps its roundings"):
+        with pytest.raises(ApplyError, match="set_plan cannot change roundings"):
             session.set_plan(plan)
         session.close()
         session = apply(plan, net, mode=Simulate(all_live=True))

@@ -1,36 +1,37 @@
-"""Activations that wait packed: what `Watch` reports is put away at once, and made again when backward asks for it.
+"""Packs the activations that a model saves for backward, and unpacks each one when backward uses it.
 
-    backward needs          it waits as                               and comes back as
-    value                   codes and scales in the plan's format     decoded, of the same size and strides
-                            or nothing, if it follows from another    computed again (`trace/saved_tensors.py`)
-    sign, inside, mask      one exact bit a value                     two values that backward takes for the same
-    index                   integers of the smallest width            the same integers
-    shape                   nothing                                   memory of that shape, not filled
-    exact                   itself                                    itself
+`trace.module_watch.Watch` reports every saved tensor to `Activations.save`, which replaces it by hooks of autograd
+(`register_hooks` of the saved tensor). What is stored depends on what backward needs (`trace/operations.py`):
 
-Parameters, their views and casts, buffers and what the caller brought are never touched. One storage waits once, however many operations
-saved it. A cache by address would give another tensor's bytes back once the first is freed and its address used again: the key is the
-storage object, which a weak reference keeps from being used again, and the version of its contents.
+    backward needs          stored                                    unpacked
+    value                   codes and scales in the plan's format     decoded values, same size and strides
+                            or nothing, if another stored tensor      recomputed from that tensor (`trace/saved_tensors.py`)
+                            determines them
+    sign, inside, mask      one exact bit per value                   two values for which backward gives the same result
+    index                   integers of the smallest sufficient width the same integers
+    shape                   nothing                                   uninitialized memory of that shape
+    exact                   the tensor, unmodified                    the tensor
 
-What the model returns is held by the caller, and goes back to being plain when the forward pass ends: packed it would be there twice.
+Parameters, their views and casts, buffers and tensors of the caller are never packed. A storage is packed once, however many operations
+save it. Forms are shared by (storage object, version counter, dtype), not by data pointer: the allocator reuses addresses, and a weak
+reference keeps the storage object's identity from being reused.
 
-Whether the operands of an attention may be packed: a bound on what rounding them does to the probabilities.
+The caller keeps the model's outputs alive. Packed they would be in memory twice, so their stored forms refer to the original tensor again
+when the forward pass ends.
 
-Backward computes P = exp(scale q.k - logsumexp) with the decoded q and k and the exact logsumexp of the forward pass. The logits are off
-by about
+Attention has a bound on the rounding error of its logits. Backward computes P = exp(scale q.k - logsumexp) from the decoded q and k and
+the exact logsumexp of the forward pass. The standard deviation of a logit's error is about
 
     error = sqrt(2) * e * scale * max|q| * max|k| / sqrt(d)
 
-with e the relative error of the format (int8: 0.6 %), |.| the norm of a row and d its length: probabilities are off by exp(error), and
-gradients with them, without bound as logits grow. Where logits are large, probabilities are 0 or 1, and the gradient of a logit is the
-small difference of v times the gradient and its sum over the output: rounding v hides it. Above LARGEST_ERROR q, k and v stay plain, and
+with e the relative error of the format (int8: 0.6 %), |.| the norm of a row and d its length. Probabilities, and gradients with them, are
+wrong by a factor of exp(error), which has no bound as logits grow. Large logits also make probabilities 0 or 1; the gradient of a logit is
+then a small difference of two sums over v, smaller than the rounding error of v. Above MAX_LOGIT_ERROR q, k and v are not packed, and
 `session.changes` has the number.
 
-On a CPU the norms are read in every forward pass. On a GPU reading them would wait for the device: that happens once for each attention,
-when it is saved first; after that the norms of every EVERY-th forward pass are copied to the host in the background, and decide about the
-passes that follow.
+On a CPU the norms are read in every forward pass. On a GPU a read synchronizes with the device, so each attention is read once, when it is
+first saved; every NORM_INTERVAL-th forward pass then copies the norms to the host asynchronously, for the decisions of later passes.
 """
-
 
 # pyright: reportPrivateUsage=false
 
@@ -69,73 +70,22 @@ from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, Use
 from paredown.trace.saved_tensors import SOURCE_OPS, rematerialization_of
 
-LARGEST_ERROR = 0.1  # of a logit, as a standard deviation: probabilities 10 % off
-OF_ONE_STEP = 0.75  # relative error of rounding, in units of 2^-bits: 0.6 % for int8, measured on normal values in blocks of 64
-EVERY = 8
-
-
-@dataclass(eq=False, slots=True)
-class AttentionNorms:
-    """What is known of one attention: the bound on its logits, in which forward pass, and a later one on its way to the host."""
-
-    bound: float
-    forwards: int
-    coming: Tensor | None = None
-    arrived: Any = None  # the CUDA event after the copy
-
-
-class LogitBounds:
-    """The bounds of all attentions of a model, by the module and operation that saved them."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, AttentionNorms] = {}
-
-    def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
-        """Why a query, key or value stays plain under `format` in this forward pass; "" if it may be packed."""
-        assert saved.tensor is not None
-        bound = self._bound(saved.name.rpartition(".")[0], saved.node, saved.tensor.is_cuda, forwards)
-        error = sqrt(2 / saved.tensor.shape[-1]) * OF_ONE_STEP * 2.0 ** -significant_bits(format) * bound
-        if error <= LARGEST_ERROR:
-            return ""
-        return f"its logits are up to {bound:.3g}: in {format} they would be off by about {error:.2g}, and probabilities by exp of that"
-
-    def _bound(self, name: str, node: Any, is_cuda: bool, forwards: int) -> float:
-        seen = self._seen.get(name)
-        if seen is None or (not is_cuda and seen.forwards != forwards):
-            seen = self._seen[name] = AttentionNorms(largest_logit(node).item(), forwards)
-        elif is_cuda and seen.forwards != forwards:
-            _update(seen, node, forwards)
-        return seen.bound
-
-
-def largest_logit(node: Any) -> Tensor:
-    """scale * max|q| * max|k|, which no logit exceeds (Cauchy-Schwarz); infinity where it is not a number."""
-    query, key, scale = node._saved_query, node._saved_key, node._saved_scale
-    rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (query, key)]
-    return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
-
-
-def _update(seen: AttentionNorms, node: Any, forwards: int) -> None:
-    """Take over what has arrived on the host; send the next one on its way."""
-    seen.forwards = forwards
-    if seen.coming is not None and seen.arrived.query():
-        seen.bound, seen.coming = float(seen.coming), None
-    if seen.coming is None and forwards % EVERY == 0 and not torch.cuda.is_current_stream_capturing():
-        seen.coming = torch.empty((), pin_memory=True).copy_(largest_logit(node), non_blocking=True)
-        seen.arrived = torch.cuda.current_stream().record_event()
-
-
-# --- Activations that wait packed ---
-
-LOGITS = (EXPONENT, CANCELS)  # the pins of what attention multiplies
-WIDTHS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
-HOOKED = "somebody else holds it through hooks of their own, such as checkpointing"
-REASONS = {"hooked": HOOKED, "weight": "it is a weight", "buffer": "it is a buffer", "input": "the caller holds it"}
+MAX_LOGIT_ERROR = 0.1  # standard deviation of a logit's error: probabilities wrong by 10 %
+ROUNDING_ERROR = 0.75  # relative error of a format in units of 2^-bits: 0.6 % for int8, measured on normal values in blocks of 64
+NORM_INTERVAL = 8  # forward passes between two copies of attention norms from a GPU
+LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
+INDEX_WIDTHS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))  # (number of different indices, dtype)
+REASONS = {
+    "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
+    "weight": "it is a weight",
+    "buffer": "it is a buffer",
+    "input": "the caller holds it",
+}
 
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """What becomes of a slot: `format` None leaves it as it is; `reason` says why that is not what was asked for."""
+    """How a slot is stored. `asked`: the plan's format; `format`: the one used, None if unmodified; `reason`: why they differ."""
 
     asked: Format | None
     format: Format | None
@@ -145,191 +95,143 @@ class StorageDecision:
     tensor_id: int
 
 
+class Bounds(NamedTuple):
+    """How a mask is stored: the bit is `low < value < high`; `values` are decoded for 1 and 0, None if no two values serve backward."""
+
+    low: float
+    high: float
+    values: tuple[float, float] | None
+
+
 Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 
 
 @dataclass
 class ForwardStorage:
-    """Of the forward pass that is running: what waits already, and which storages stay as they are."""
+    """State of one running forward pass: the stored forms so far, and the storages that are not packed."""
 
-    waiting: dict[Any, StoredForm] = field(default_factory=dict)
-    plain: dict[int, Tensor] = field(default_factory=dict)  # storage -> what keeps it
-    names: dict[Any, str] = field(default_factory=dict)  # of what waits: that of its first saver
-    # Number of a node -> (the node, what others can be recomputed from). Threads number their nodes independently, so that two nodes may
-    # have one number: the entry counts for the node itself alone. Holding it is safe: its saved tensor is packed, and the pass is short.
+    forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `_use_and_detail`
+    unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
+    names: dict[Any, str] = field(default_factory=dict)  # key in `forms` -> name of the first slot that saved it
+    # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
+    # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
+    # saved tensor is packed, and the entry lives as long as the forward pass.
     sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
 
     def source(self, node: Any) -> StoredView | None:
-        """What is stored of the operand of `node` from which others can be recomputed."""
-        found = self.sources.get(node._sequence_nr()) if node is not None else None
-        return found[1] if found is not None and found[0] is node else None
+        """The stored operand of `node` from which other tensors can be recomputed; None if there is none."""
+        entry = self.sources.get(node._sequence_nr()) if node is not None else None
+        return entry[1] if entry is not None and entry[0] is node else None
 
 
 class Activations:
-    """Packs what one model saves for backward."""
+    """Packs the tensors that one model saves for backward."""
 
     def __init__(self, plan: Plan, seed: int) -> None:
         self.plan, self.seed, self.forwards = plan, seed, 0
         self.is_sharded = False  # whether parameters are freed between forward and backward
-        self.names: set[str] = set()  # of all that was reported
+        self.names: set[str] = set()  # of all slots reported so far
         self.decisions: dict[str, StorageDecision] = {}
-        self.left: dict[str, str] = {}  # name -> why it was left alone
-        self.returned: frozenset[str] = frozenset()  # what went back to being plain in the last forward pass
+        self.not_packed: dict[str, str] = {}  # slot name -> why it cannot be packed
+        self.restored: frozenset[str] = frozenset()  # slots whose original tensor outlived the last forward pass
         self.min_numel = MIN_PACKED_NUMEL
-        self.on_packed: Observer = lambda saved, piece, waiting: None  # is told of everything that is put away
+        self.on_packed: Observer = lambda saved, piece, form: None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
-        self._waiting: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may come
-        self._running = threading.local()
-        self._open: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
+        self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
+        self._local = threading.local()
+        self._running: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
         self._logits = LogitBounds()
-        self._lock = threading.Lock()  # threads of one forward pass share its shelf: one storage is packed once
+        self._lock = threading.Lock()  # threads of one forward pass share its ForwardStorage: each storage is packed once
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of everything that waits packed now."""
-        return sum(waiting.nbytes for waiting in self.waiting())
+        """Bytes of all forms that are stored at this moment."""
+        return sum(form.nbytes for form in self.stored_forms())
 
-    def waiting(self) -> list[StoredForm]:
-        """Everything that waits now."""
-        alive = [waiting for ref in self._waiting if (waiting := ref()) is not None]
-        self._waiting = [weakref.ref(waiting) for waiting in alive]
+    def stored_forms(self) -> list[StoredForm]:
+        """All forms that are stored at this moment."""
+        alive = [form for ref in self._forms if (form := ref()) is not None]
+        self._forms = [weakref.ref(form) for form in alive]
         return alive
 
-    def change(self, plan: Plan) -> None:
-        """Another plan, from the next forward pass on."""
+    def set_plan(self, plan: Plan) -> None:
+        """Use `plan` from the next forward pass on."""
         self.plan = plan
         self._decided.clear()
 
     def begin(self, *, is_sharded: bool) -> None:
-        """A forward pass begins."""
+        """Start of a forward pass."""
         self.forwards += 1
         self.is_sharded = is_sharded
-        self.waiting()  # forgets what is gone
-        self._running.now = ForwardStorage()
-        self._open.append(self._running.now)
+        self.stored_forms()  # drops dead references
+        self._local.storage = ForwardStorage()
+        self._running.append(self._local.storage)
 
     def end(self, output: Any) -> None:
-        """It ended: what the caller or the model keeps, or a saved tensor that stays plain holds, goes back to being plain."""
-        now: ForwardStorage = self._running.now
-        self._running.now = None
-        self._open = [shelf for shelf in self._open if shelf is not now]
-        held = now.plain
+        """End of a forward pass: forms whose original storage stays alive anyway refer to it instead of a packed copy.
+
+        It stays alive if it belongs to the output, if the model or the caller holds the tensor, or if a saved tensor that is not packed
+        shares it.
+        """
+        storage: ForwardStorage = self._local.storage
+        self._local.storage = None
+        self._running = [other for other in self._running if other is not storage]
+        held = storage.unpacked
         held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
-        for key, waiting in now.waiting.items():
-            original = waiting.original()
+        for key, form in storage.forms.items():
+            original = form.original()
             if original is not None:
                 held.setdefault(key[0], original)
-        returned = [key for key, waiting in now.waiting.items() if key[0] in held and waiting.goes_back(held[key[0]])]
-        self.returned = frozenset(now.names[key] for key in returned)
+        restored = [key for key, form in storage.forms.items() if key[0] in held and form.restore_original(held[key[0]])]
+        self.restored = frozenset(storage.names[key] for key in restored)
 
     def save(self, saved: Saved) -> None:
-        """Replace one saved tensor by what waits for it."""
+        """Replace one saved tensor by its stored form, if it can be packed."""
         tensor = saved.tensor
         self.names.add(saved.name)
         if saved.kind != "activation" or tensor is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
-            if saved.name not in self.left and saved.operand != "weight":
-                self.left[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
+            if saved.name not in self.not_packed and saved.operand != "weight":
+                self.not_packed[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
             return
         piece = StoragePiece(tensor)
-        now = self._shelf()
-        if piece.numel < self.min_numel or piece.address in now.plain:
+        storage = self._current_storage()
+        if piece.numel < self.min_numel or piece.address in storage.unpacked:
             return
         with self._lock:
-            self._store(saved, tensor, piece, now)
+            self._store(saved, tensor, piece, storage)
 
-    def _store(self, saved: Saved, tensor: Tensor, piece: StoragePiece, now: ForwardStorage) -> None:
-        use, detail = _form(saved, tensor)
+    def _store(self, saved: Saved, tensor: Tensor, piece: StoragePiece, storage: ForwardStorage) -> None:
+        use, detail = _use_and_detail(saved, tensor)
         key = (*piece.key, use, detail)
-        waiting = now.waiting.get(key)
-        if waiting is None or use is Use.VALUE:
-            there, waiting = waiting, MAKERS[use](self, saved, piece, waiting, detail)
-            if waiting is None:
-                now.plain[piece.address] = tensor.detach()
+        form = storage.forms.get(key)
+        if form is None or use is Use.VALUE:
+            previous, form = form, MAKERS[use](self, saved, piece, form, detail)
+            if form is None:
+                storage.unpacked[piece.address] = tensor.detach()
                 return
-            if waiting is not there:
-                now.waiting[key] = waiting
-                now.names[key] = saved.name
-                self._waiting.append(weakref.ref(waiting))
-        if tensor.grad_fn is not saved.node:  # an operation's own output is told as a tensor that nobody else has
-            waiting.original = weakref.ref(tensor if tensor._base is None else tensor._base)
-        view = StoredView(waiting, *piece.layout())
-        if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
-            now.sources[saved.node._sequence_nr()] = saved.node, view
-        saved.raw.register_hooks(lambda _: view, StoredView.tensor)
-        self.on_packed(saved, piece, waiting)
-        if self.left:
-            self.left.pop(saved.name, None)
-
-    def _shelf(self) -> ForwardStorage:
-        """That of the forward pass that runs in this thread, or of the one pass that this thread runs a part of."""
-        own: ForwardStorage | None = getattr(self._running, "now", None)
-        return own if own is not None else self._open[-1]
-
-    # --- one function for each use ----------------------------------------------------------------------------------------
-
-    def _values(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
-        decision = self.decide(saved, piece)
-        if decision.format is None:
-            return there if there is not None and _keeps_enough(there, saved) else None
-        if saved.pin in LOGITS:
-            reason = self._logits.reason_to_keep(saved, decision.format, self.forwards)
-            if reason:
-                self.decisions[saved.name] = replace(decision, format=None, reason=reason)
-                return None
-        if there is not None and _keeps_enough(there, saved):
-            return there
-        recomputed = self._recomputed(saved, piece) if there is None else None
-        if recomputed is not None:
-            return recomputed
-        seed = Seed(self.seed, decision.tensor_id, self.forwards)
-        packed = encode_flat(piece.flat(), decision.format, decision.rounding, decision.overflow, seed)
-        if type(there) is StoredValues:
-            there.packed = packed  # an operation after the first needs more of it
-            return there
-        return StoredValues(piece, packed)
-
-    def _recomputed(self, saved: Saved, piece: StoragePiece) -> StoredForm | None:
-        """What follows from a tensor that waits already, if this one does and that is precise enough."""
-        recipe = rematerialization_of(piece.tensor)
-        now = self._shelf()
-        view = now.source(recipe.source) if recipe is not None else None
+            if form is not previous:
+                storage.forms[key] = form
+                storage.names[key] = saved.name
+                self._forms.append(weakref.ref(form))
         if (
-            recipe is None
-            or view is None
-            or type(view.waiting) is not StoredValues
-            or view.waiting.packed is None
-            or not piece.is_whole
-        ):
-            return None
-        if not _keeps_enough(view.waiting, saved):
-            return None
-        signs = now.source(recipe.sign)
-        if piece.tensor._version != (signs.waiting.version if signs is not None and signs.waiting.is_of(piece) else 0):
-            return None  # modified since, without autograd's knowing
-        steps = decode_steps_of(recipe, view, signs, piece, keeps_parameters=not self.is_sharded)
-        return RecomputedValues(piece, view.waiting, steps) if steps is not None else None
+            tensor.grad_fn is not saved.node
+        ):  # the output of the saving node itself arrives as a new tensor object that dies at once
+            form.original = weakref.ref(tensor if tensor._base is None else tensor._base)
+        view = StoredView(form, *piece.layout())
+        if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
+            storage.sources[saved.node._sequence_nr()] = saved.node, view
+        saved.raw.register_hooks(lambda _: view, StoredView.tensor)
+        self.on_packed(saved, piece, form)
+        if self.not_packed:
+            self.not_packed.pop(saved.name, None)
 
-    def _bits(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
-        bounds: Bounds = detail
-        return (
-            StoredMask(piece, pack_mask(piece.flat(), bounds.low, bounds.high), bounds.values)
-            if bounds.values is not None
-            else None
-        )
-
-    def _integers(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
-        width: torch.dtype = detail
-        return None if width.itemsize >= piece.tensor.itemsize or piece.tensor.is_floating_point() else StoredIntegers(piece, width)
-
-    def _nothing(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
-        return StoredShape(piece)
-
-    def _exact(self, saved: Saved, piece: StoragePiece, there: StoredForm | None, detail: Any) -> StoredForm | None:
-        self.left.setdefault(saved.name, saved.reason)
-        return None
+    def _current_storage(self) -> ForwardStorage:
+        """That of the forward pass of this thread; in a worker thread of a forward pass, that of the pass started last."""
+        storage: ForwardStorage | None = getattr(self._local, "storage", None)
+        return storage if storage is not None else self._running[-1]
 
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
-        """The format of a slot, by the plan and what limits it."""
+        """The format of a slot: the plan's, limited by what backward needs and by dtype and size."""
         numel = piece.numel
         key = (saved.name, numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered)
         decision = self._decided.get(key)
@@ -344,6 +246,62 @@ class Activations:
         self.decisions[saved.name] = decision
         return decision
 
+    # --- one function for each use: the stored form, None to leave the tensor unmodified -----------------------------------------
+
+    def _values(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
+        decision = self.decide(saved, piece)
+        if decision.format is None:
+            return previous if previous is not None and _keeps_enough(previous, saved) else None
+        if saved.pin in LOGIT_PINS:
+            reason = self._logits.reason_to_keep(saved, decision.format, self.forwards)
+            if reason:
+                self.decisions[saved.name] = replace(decision, format=None, reason=reason)
+                return None
+        if previous is not None and _keeps_enough(previous, saved):
+            return previous
+        recomputed = self._recomputed(saved, piece) if previous is None else None
+        if recomputed is not None:
+            return recomputed
+        seed = Seed(self.seed, decision.tensor_id, self.forwards)
+        packed = encode_flat(piece.flat(), decision.format, decision.rounding, decision.overflow, seed)
+        if type(previous) is StoredValues:
+            previous.packed = packed  # this operation needs more precision than the one that saved the tensor first
+            return previous
+        return StoredValues(piece, packed)
+
+    def _recomputed(self, saved: Saved, piece: StoragePiece) -> StoredForm | None:
+        """A form that recomputes the tensor from one that is stored already; None if it cannot, or not precisely enough."""
+        rematerialization = rematerialization_of(piece.tensor)
+        storage = self._current_storage()
+        view = storage.source(rematerialization.source) if rematerialization is not None else None
+        if rematerialization is None or view is None or not piece.is_whole:
+            return None
+        source = view.form
+        if type(source) is not StoredValues or source.packed is None or not _keeps_enough(source, saved):
+            return None
+        signs = storage.source(rematerialization.sign)
+        if piece.tensor._version != (signs.form.version if signs is not None and signs.form.is_of(piece) else 0):
+            return None  # modified in place in a way that the graph does not record
+        steps = decode_steps_of(rematerialization, view, signs, piece, keeps_parameters=not self.is_sharded)
+        return RecomputedValues(piece, source, steps) if steps is not None else None
+
+    def _bits(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
+        bounds: Bounds = detail
+        if bounds.values is None:
+            return None
+        return StoredMask(piece, pack_mask(piece.flat(), bounds.low, bounds.high), bounds.values)
+
+    def _integers(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
+        width: torch.dtype = detail
+        return None if width.itemsize >= piece.tensor.itemsize or piece.tensor.is_floating_point() else StoredIntegers(piece, width)
+
+    def _shape(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
+        return StoredShape(piece)
+
+    def _exact(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
+        self.not_packed.setdefault(saved.name, saved.reason)
+        return None
+
 
 Maker = Callable[[Activations, Saved, StoragePiece, StoredForm | None, Any], StoredForm | None]
 MAKERS: dict[Use, Maker] = {
@@ -352,41 +310,32 @@ MAKERS: dict[Use, Maker] = {
     Use.INSIDE: Activations._bits,
     Use.MASK: Activations._bits,
     Use.INDEX: Activations._integers,
-    Use.SHAPE: Activations._nothing,
+    Use.SHAPE: Activations._shape,
     Use.EXACT: Activations._exact,
 }
 
 
-class Bounds(NamedTuple):
-    """One bit for each value: whether low < value < high; `values` are what decoding gives for yes and no, None where no two will do."""
+def _use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
+    """What backward needs of a saved tensor, and the bounds (masks) or dtype (indices) of its stored form; both are part of its key.
 
-    low: float
-    high: float
-    values: tuple[float, float] | None
-
-
-def _form(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
-    """What backward needs of this saved tensor, and what else decides its stored form: part of the key under which forms are shared.
-
-    A storage may have several views, of which each is saved for itself. Whatever depends on values is found for the view alone, and so
-    it must stand in the key: two views of one storage may hold {0, 1} and {0, 2}, and one may share the other's bits only if both decode
-    to the same two values.
+    Several views of one storage may be saved. What depends on values is determined for one view only, so it must be part of the key: two
+    views may hold {0, 1} and {0, 2}, and they may share bits only if both decode to the same two values.
     """
     if saved.use is Use.INSIDE:
         low, high = float(saved.node._saved_min_val), float(saved.node._saved_max_val)
         return Use.INSIDE, Bounds(low, high, _inside_and_outside(low, high, tensor.dtype))
     if saved.use is Use.SIGN or (saved.use is Use.MASK and not tensor.is_floating_point()):
-        return saved.use, Bounds(0.0, NO_BOUND, (1.0, 0.0))  # for every view: a sign, and a boolean, is one bit whatever the values
+        return saved.use, Bounds(0.0, NO_BOUND, (1.0, 0.0))  # the same for every view: one bit, whatever the values
     if saved.use is Use.MASK or (saved.use is Use.VALUE and saved.op == "mul" and not tensor.requires_grad):
-        one = _one_beside_zero(tensor)
-        if one is not None or saved.use is Use.MASK:
-            return Use.MASK, Bounds(0.0, NO_BOUND, (one, 0.0) if one is not None else None)
+        positive = _only_positive_value(tensor)
+        if positive is not None or saved.use is Use.MASK:
+            return Use.MASK, Bounds(0.0, NO_BOUND, (positive, 0.0) if positive is not None else None)
     # the width follows from a bound that the operation has checked, not from the values of this tensor
-    return saved.use, _width(saved, tensor) if saved.use is Use.INDEX else None
+    return saved.use, _index_dtype(saved, tensor) if saved.use is Use.INDEX else None
 
 
 def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:
-    """A value between two bounds, of which one may be infinite, and one that is not."""
+    """A value between two bounds, one of which may be infinite, and a value that is not; None if `dtype` has no value between them."""
     middle = (
         0.0 if low < 0 < high else (low + high) / 2 if isfinite(low + high) else 2 * high - 1 if isfinite(high) else 2 * low + 1
     )
@@ -394,11 +343,11 @@ def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[fl
     return (middle, high if isfinite(high) else low) if rounded[0] < rounded[1] < rounded[2] else None
 
 
-def _one_beside_zero(tensor: Tensor) -> float | None:
-    """The positive value of a float tensor that has no others but 0: the mask of a dropout on the CPU, or a routing weight.
+def _only_positive_value(tensor: Tensor) -> float | None:
+    """The positive value of a float tensor that holds that value and 0 only: a dropout mask on the CPU, or a routing weight.
 
-    None for all other tensors, and on a GPU, where dropout has a boolean mask and reading values would wait for the device. The answer is
-    about this view: the caller keys the stored form by it. Negative zeros count as other values, since one bit cannot say them.
+    None for all other tensors, and on a GPU, where dropout has a boolean mask and reading values would synchronize with the device. The
+    answer is valid for this view: the caller keys the stored form by it. A negative zero counts as another value: one bit cannot encode it.
     """
     if tensor.device.type != "cpu" or not tensor.is_floating_point() or not tensor.numel():
         return None
@@ -407,18 +356,70 @@ def _one_beside_zero(tensor: Tensor) -> float | None:
     return largest if is_two_valued else None
 
 
-def _width(saved: Saved, tensor: Tensor) -> torch.dtype:
-    """The smallest integers that hold an index."""
-    return next((dtype for bound, dtype in WIDTHS if saved.bound is not None and saved.bound <= bound), tensor.dtype)
+def _index_dtype(saved: Saved, tensor: Tensor) -> torch.dtype:
+    """The smallest integer dtype that holds an index."""
+    return next((dtype for bound, dtype in INDEX_WIDTHS if saved.bound is not None and saved.bound <= bound), tensor.dtype)
 
 
-def _keeps_enough(waiting: StoredForm, saved: Saved) -> bool:
-    """Whether the values that come back are precise enough for another operation that saved them."""
-    packed = (
-        waiting.packed
-        if isinstance(waiting, StoredValues)
-        else waiting.source.packed
-        if isinstance(waiting, RecomputedValues)
-        else None
-    )
+def _keeps_enough(form: StoredForm, saved: Saved) -> bool:
+    """Whether decoded values of `form` are precise enough for the operation of `saved`."""
+    values = form.source if isinstance(form, RecomputedValues) else form
+    packed = values.packed if isinstance(values, StoredValues) else None
     return packed is None or keeps_enough(packed.format, saved.needs)
+
+
+# --- the bound on logits of attention ---------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class AttentionNorms:
+    """The bound on the logits of one attention, the forward pass it is used in, and a later bound that is being copied to the host."""
+
+    bound: float
+    forwards: int
+    pending: Tensor | None = None
+    copied: Any = None  # the CUDA event recorded after the copy of `pending`
+
+
+class LogitBounds:
+    """The bounds of all attentions of a model, by the module and operation that saved them."""
+
+    def __init__(self) -> None:
+        self._norms: dict[str, AttentionNorms] = {}
+
+    def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
+        """Why a query, key or value is not packed in `format` in this forward pass; "" if it may be packed."""
+        assert saved.tensor is not None
+        bound = self._bound(saved.name.rpartition(".")[0], saved.node, saved.tensor.is_cuda, forwards)
+        error = sqrt(2 / saved.tensor.shape[-1]) * ROUNDING_ERROR * 2.0 ** -significant_bits(format) * bound
+        if error <= MAX_LOGIT_ERROR:
+            return ""
+        return (
+            f"its logits are up to {bound:.3g}: {format} would change them by about {error:.2g} (allowed: {MAX_LOGIT_ERROR:g}), and "
+            "probabilities by a factor of exp of that"
+        )
+
+    def _bound(self, name: str, node: Any, is_cuda: bool, forwards: int) -> float:
+        norms = self._norms.get(name)
+        if norms is None or (not is_cuda and norms.forwards != forwards):
+            norms = self._norms[name] = AttentionNorms(largest_logit(node).item(), forwards)
+        elif is_cuda and norms.forwards != forwards:
+            _update(norms, node, forwards)
+        return norms.bound
+
+
+def largest_logit(node: Any) -> Tensor:
+    """scale * max|q| * max|k|, which no logit exceeds (Cauchy-Schwarz); infinity where it is not a number."""
+    query, key, scale = node._saved_query, node._saved_key, node._saved_scale
+    rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (query, key)]
+    return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
+
+
+def _update(norms: AttentionNorms, node: Any, forwards: int) -> None:
+    """Use the bound whose copy to the host is complete; start the next copy in every NORM_INTERVAL-th forward pass."""
+    norms.forwards = forwards
+    if norms.pending is not None and norms.copied.query():
+        norms.bound, norms.pending = float(norms.pending), None
+    if norms.pending is None and forwards % NORM_INTERVAL == 0 and not torch.cuda.is_current_stream_capturing():
+        norms.pending = torch.empty((), pin_memory=True).copy_(largest_logit(node), non_blocking=True)
+        norms.copied = torch.cuda.current_stream().record_event()

@@ -1,11 +1,11 @@
-"""Modules that are computed again in backward instead of being saved: torch's own non-reentrant checkpointing, put on by hooks.
+"""Activation checkpointing of the modules in `plan.recompute`: torch's non-reentrant checkpointing, switched on by module hooks.
 
-Between a module's pre-hook and its hook, checkpointing holds what operations save as empty places; when backward asks for the first of
-them, the module is called again, with the random state and autocast of the first time, and its hooks of this kind are passed over.
-Class, names and state_dict of the model do not change. What `Watch` finds inside is held by others' hooks, and it leaves that alone: hooks
-of our own set inside would take the place of checkpointing's, and switch it off without a word (docs/decisions/005).
+From a module's forward pre-hook to its forward hook, the saved-tensor hooks of torch.utils.checkpoint replace each saved tensor by an empty
+placeholder. When backward needs the first of them, the module runs again with the random state and autocast settings of its first call;
+the hooks of this file do nothing in that second call. Class, parameter names and state_dict of the model do not change. `Watch` leaves the
+placeholders alone: hooks that it registered on them would replace those of checkpointing and silently disable it (docs/decisions/005).
 
-Batch norms count a batch once: in the second pass their running statistics are left as they are.
+Batch norms update their running statistics once per batch: not in the second call.
 """
 
 # pyright: reportPrivateUsage=false
@@ -30,42 +30,43 @@ DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, Tru
 
 
 class CheckpointedModules:
-    """The modules of one model that a plan has computed again."""
+    """The checkpointed modules of one model."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         paths = dict(model.named_modules())
         try:
-            self.paths = tuple(path for found in outermost(paths, plan.recompute) for path in _called(found, paths[found]))
+            matches = outermost(paths, plan.recompute)
+            self.paths = tuple(path for match in matches for path in _callable_paths(match, paths[match]))
         except PlanError as error:
-            raise ApplyError(f"{error} Correct it, or take a plan of this model.") from None
+            raise ApplyError(f"{error} Correct it, or use a plan that was made for this model.") from None
         self.modules = [paths[path] for path in self.paths]
         self._handles: list[Any] = []
         self._local = threading.local()
 
     def has(self, name: str) -> bool:
-        """Whether the slot of this name is inside of one of them, and not saved."""
+        """Whether the slot `name` is inside a checkpointed module, and so not saved."""
         return any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:
-        """Register the hooks: the first of all before a call, so that the second call gets the same arguments."""
+        """Register the hooks. The pre-hook runs before all others, so that the second call gets the original arguments."""
         for module in self.modules:
             enter, leave = Hook(self._enter), Hook(self._leave)
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
 
     def detach(self) -> None:
-        """Remove the hooks; what waits for its backward is still computed again."""
+        """Remove the hooks; the backward of graphs that exist already still runs the modules again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if getattr(self._local, "is_again", False):
+        if getattr(self._local, "is_second_call", False):
             return
         running = _checkpoint_without_reentrant_generator(
             module,
             KEEPS_RANDOM_STATE,
-            lambda: (nullcontext(), _Afresh(lambda: self._again(module))),
+            lambda: (nullcontext(), _ReusableContext(lambda: self._second_call(module))),
             DETERMINISM,
             DEBUG,
             EARLY_STOP,
@@ -77,9 +78,9 @@ class CheckpointedModules:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._calls()
-        if getattr(self._local, "is_again", False) or not calls or calls[-1][0] is not module:
+        if getattr(self._local, "is_second_call", False) or not calls or calls[-1][0] is not module:
             return
-        next(calls.pop()[1], None)  # ends it: the hooks of checkpointing are taken off
+        next(calls.pop()[1], None)  # finishes the generator, which removes the saved-tensor hooks of checkpointing
 
     def _calls(self) -> list[tuple[nn.Module, Generator[None, None, None]]]:
         if not hasattr(self._local, "calls"):
@@ -87,28 +88,28 @@ class CheckpointedModules:
         return self._local.calls
 
     @contextmanager
-    def _again(self, module: nn.Module) -> Generator[None]:
-        """Around the second call of a module, in the thread that runs backward."""
-        before = getattr(self._local, "is_again", False)
-        self._local.is_again = True
+    def _second_call(self, module: nn.Module) -> Generator[None]:
+        """The context of the second call of a module, in the thread that runs backward."""
+        before = getattr(self._local, "is_second_call", False)
+        self._local.is_second_call = True
         try:
-            with _statistics_kept(module):
+            with _frozen_statistics(module):
                 yield
         finally:
-            self._local.is_again = before
+            self._local.is_second_call = before
 
 
-def _called(path: str, module: nn.Module) -> Iterator[str]:
-    """The path of a module, or of its parts where it is a mere list of them, which nobody calls."""
+def _callable_paths(path: str, module: nn.Module) -> Iterator[str]:
+    """The path of a module, or those of its children where it has no forward, as nn.ModuleList."""
     if type(module).forward is not nn.Module.forward:
         yield path
         return
     for name, part in module.named_children():
-        yield from _called(f"{path}.{name}", part)
+        yield from _callable_paths(f"{path}.{name}", part)
 
 
-class _Afresh:
-    """A context that is made anew each time it is entered: a graph that is retained is computed again by every backward."""
+class _ReusableContext:
+    """A context that can be entered several times: each backward of a retained graph runs the module again."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -124,8 +125,8 @@ class _Afresh:
 
 
 @contextmanager
-def _statistics_kept(module: nn.Module) -> Generator[None]:
-    """Batch norms inside use the statistics of the batch, and leave the running ones alone."""
+def _frozen_statistics(module: nn.Module) -> Generator[None]:
+    """A context in which batch norms use the statistics of the batch and do not update the running ones."""
     norms = [
         part for part in module.modules() if isinstance(part, _NormBase | _BatchNorm) and part.track_running_stats and part.training
     ]

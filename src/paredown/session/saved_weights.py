@@ -1,12 +1,12 @@
-"""Weights that autograd saved for backward: each is replaced by the promise to decode it again.
+"""Weights that autograd saved for backward are replaced by `DeferredWeight`, which decodes the packed weight when backward uses it.
 
-What is found is a saved tensor that lies in the memory of a plain packed parameter (the parameter, a view of it), or a cast of one, as
-autocast makes it: its history leads through casts and views to the parameter. Such a one is compared with the values once, bit for bit;
-after that its history, size and strides tell it.
+A saved tensor is replaced if it lies in the memory of an unpacked parameter (the parameter or a view of it), or if it is a cast of one, as
+autocast makes: its autograd history leads through casts and views to the parameter. The values of a cast are compared with the weight
+bit for bit the first time; later its history, size and strides identify it.
 
-A packed parameter that is plain at this moment: who uses it, and who held it before.
+`WeightUse`, `WeightCall` and `PackedModule` describe a packed parameter while its module runs: its reference counts before the call show
+afterwards whether anything else still holds it.
 """
-
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
@@ -37,42 +37,42 @@ from paredown.trace.autograd_graph import (
     tensors_in,
 )
 
-LEADS_ON = frozenset((*VIEWS, CAST_NODE))
+CASTS_AND_VIEWS = frozenset((*VIEWS, CAST_NODE))
 DECODED = f"{Decoded.__name__}Backward"
 
 
 class DeferredWeight:
-    """A saved weight, to be decoded when backward asks for it."""
+    """A saved weight that is decoded when backward uses it."""
 
     __slots__ = ("accumulator", "dtype", "offset", "size", "stride", "version", "weight")
 
     def __init__(self, weight: Weight, saved: Tensor) -> None:
         self.weight, self.version, self.dtype = weight, weight.version, saved.dtype
         self.size, self.stride, self.offset = saved.size(), saved.stride(), int(saved.storage_offset())
-        # autograd asks for the node of a leaf again, and does not keep it by itself
+        # unpacking looks up the leaf's AccumulateGrad node, and autograd holds that node only weakly
         self.accumulator = (weight.accumulator or accumulator_of(saved)) if saved.is_leaf and saved.requires_grad else None
 
     def tensor(self) -> Tensor:
-        """The saved tensor again."""
+        """The decoded saved tensor."""
         if self.weight.version != self.version:
             raise RuntimeError(MODIFIED.format(self.version, self.weight.version))
         return self.weight.shared(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-setattr(DeferredWeight.tensor, IS_WEIGHT, True)  # others pass over what is replaced by this
+setattr(DeferredWeight.tensor, IS_WEIGHT, True)  # other hooks skip saved tensors that have this unpack hook
 
 
 class SavedWeightFinder:
-    """Finds what the calls of one module saved of its weights, the second time by the way that led there the first time."""
+    """Finds the weights that calls of one module saved; remembers their paths in the graph, so that later calls need no search."""
 
     __slots__ = ("_trails",)
 
     def __init__(self) -> None:
-        # name of the output's node and number of nodes -> edges to follow from there, name of the handle
+        # (name of the output's node, number of new nodes) -> (indices of edges from there, name of the saved-tensor attribute)
         self._trails: dict[tuple[str, int], list[tuple[tuple[int, ...], str]]] = {}
 
-    def let_go(self, output: Any, first: int, memory: Mapping[int, Weight]) -> bool:
-        """`release_saved_weights`, for what one call of the module made."""
+    def release(self, output: Any, first: int, memory: Mapping[int, Weight]) -> bool:
+        """`release_saved_weights` for the nodes of one call of the module."""
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return release_saved_weights(output, first, memory)
         node = output.grad_fn
@@ -82,15 +82,15 @@ class SavedWeightFinder:
             if all([_replace(_follow(node, hops, name), memory) for hops, name in trails]):
                 return False
             del self._trails[key]
-        found_by: list[tuple[tuple[int, ...], str]] = []
-        is_hooked = release_saved_weights(output, first, memory, found_by)
-        if not is_hooked and all(name for _, name in found_by):
-            self._trails[key] = found_by
+        trails = list[tuple[tuple[int, ...], str]]()
+        is_hooked = release_saved_weights(output, first, memory, trails)
+        if not is_hooked and all(name for _, name in trails):
+            self._trails[key] = trails
         return is_hooked
 
 
 def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
-    """The handle that a trail leads to, None if there is no such, or others hold it."""
+    """The saved-tensor handle at the end of a path; None if there is none, or if it has another hook."""
     for hop in hops:
         edges = node.next_functions
         node = edges[hop][0] if hop < len(edges) else None
@@ -103,10 +103,10 @@ def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
 def release_saved_weights(
     values: Any, first: int, memory: Mapping[int, Weight], trails: list[tuple[tuple[int, ...], str]] | None = None
 ) -> bool:
-    """Replace the weights that the nodes behind `values` saved, from number `first` on; whether hooks of others may hold any of them.
+    """Replace the weights saved by nodes behind `values`, from sequence number `first` on; whether other hooks may hold a weight.
 
-    `memory`: the storages of plain parameters, and whose they are. `trails` gets the way to each that was replaced: the edges from the
-    node of `values`, and the name of the handle, "" where it has none of its own.
+    `memory`: storage address -> weight, of the unpacked parameters. `trails` receives the path to each replaced tensor: the indices of
+    edges from the node of `values`, and the name of the saved-tensor attribute, "" if it is one of a list.
     """
     is_hooked = False
     for node, hops in _nodes(values, first):
@@ -120,21 +120,21 @@ def release_saved_weights(
 
 
 def _saved(node: Any) -> list[tuple[str, Any]]:
-    """The handles of what a node saved, with their names where each has one."""
+    """(attribute name, handle) of each tensor that a node saved; the name is "" for those in a list."""
     name = node.name()
     if name in SAVES_NOTHING:
         return []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return [("", raw) for raw in node._raw_saved_tensors]
-    found: list[tuple[str, Any]] = []
+    handles: list[tuple[str, Any]] = []
     for _, raw_name, _ in attributes(name, type(node), False):
         raw = getattr(node, raw_name)
-        found.extend([("", one) for one in raw] if isinstance(raw, tuple | list) else [(raw_name, raw)])
-    return found
+        handles.extend([("", handle) for handle in raw] if isinstance(raw, tuple | list) else [(raw_name, raw)])
+    return handles
 
 
 def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
-    """Replace a saved tensor, if it is a weight's."""
+    """Replace a saved tensor if it is a packed weight, a view or a cast of one; whether it was replaced."""
     if raw is None:
         return False
     tensor = raw.data
@@ -145,13 +145,13 @@ def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
         weight = _weight_behind(tensor)
     if weight is None:
         return False
-    again = DeferredWeight(weight, tensor)
-    raw.register_hooks(lambda _: again, DeferredWeight.tensor)
+    deferred = DeferredWeight(weight, tensor)
+    raw.register_hooks(lambda _: deferred, DeferredWeight.tensor)
     return True
 
 
 def keeps_objects(hook: Any) -> bool:
-    """Whether a hook may keep the very object that was saved; checkpointing keeps none of them."""
+    """Whether a saved-tensor hook may hold the saved tensor object; those of torch.utils.checkpoint do not."""
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
 
 
@@ -164,28 +164,28 @@ def accumulator_of(parameter: Tensor) -> Any:
 
 
 def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """The nodes behind `values` that were made since `first`, and the edges that lead to each."""
-    waiting: list[Any] = [(t.grad_fn, ()) for t in tensors_in(values) if t.grad_fn is not None]
+    """The nodes behind `values` with a sequence number from `first` on, and the indices of the edges that lead to each."""
+    pending: list[Any] = [(t.grad_fn, ()) for t in tensors_in(values) if t.grad_fn is not None]
     seen: set[Any] = set()
-    while waiting:
-        node, hops = waiting.pop()
+    while pending:
+        node, hops = pending.pop()
         if node not in seen and first <= node._sequence_nr() < NO_SEQUENCE:
             seen.add(node)
             yield node, hops
-            waiting.extend([(before, (*hops, i)) for i, (before, _) in enumerate(node.next_functions) if before is not None])
+            pending.extend([(edge, (*hops, i)) for i, (edge, _) in enumerate(node.next_functions) if edge is not None])
 
 
 def leads_to_weight(values: Any) -> bool:
-    """Whether any of the tensors in `values` is a view or a cast of the values of a packed weight, decoded outside of modules."""
+    """Whether a tensor in `values` is a view or a cast of a packed weight that was decoded outside its module."""
     return any(_source(t)[0] == DECODED for t in tensors_in(values))
 
 
 def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
-    """Name and node that a history of casts and views leads to, and the names on the way."""
+    """The first node behind a tensor that is no cast or view, with its name, and the names of the casts and views before it."""
     node, names = tensor.grad_fn, list[str]()
     while node is not None:
         name = node.name()
-        if name not in LEADS_ON:
+        if name not in CASTS_AND_VIEWS:
             return name, node, names
         names.append(name)
         node = node.next_functions[0][0]
@@ -193,7 +193,7 @@ def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
 
 
 def _weight_behind(tensor: Tensor) -> Weight | None:
-    """The weight that a saved tensor is a cast of, or the decoded values of."""
+    """The packed weight of which a saved tensor is a cast or the decoded values; None if it is neither."""
     name, node, names = _source(tensor)
     weight: Weight | None = None
     if name == DECODED:
@@ -211,7 +211,7 @@ def _weight_behind(tensor: Tensor) -> Weight | None:
 
 
 def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
-    """Whether the bits are those of the weight; the place is remembered, unless all values are alike, which proves nothing."""
+    """Whether the bits equal those of the weight. `place` is then remembered, unless all values are equal, which proves nothing."""
     flat = tensor.detach().as_strided(weight.size, weight.stride, 0)
     is_equal = same_bits(flat, weight.shared(tensor.dtype))
     if is_equal and bool((flat != flat.flatten()[0]).any()):
@@ -219,13 +219,13 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
     return is_equal
 
 
-# --- A packed parameter that is plain at this moment ---
+# --- packed parameters while their module runs ------------------------------------------------------------------------------------
 
 
 class WeightUse:
-    """A packed parameter in use: how many held it when it was made plain.
+    """A packed parameter in use, with its reference counts from before the use.
 
-    It keeps the node that accumulates the gradient: whether a graph holds that too changes no count then.
+    It holds the AccumulateGrad node, so that a graph that also holds the node does not change the counts.
     """
 
     __slots__ = ("_accumulator", "_like", "handle", "holders", "is_hooked", "parameter", "weight")
@@ -237,10 +237,10 @@ class WeightUse:
         self.handle: Any = None
         self.holders, self.is_hooked = (0, 0), False
 
-    def look(self) -> None:
-        """Count who holds it before it is used; it is plain by now."""
+    def count_holders(self) -> None:
+        """Record the reference counts of the unpacked parameter before its module runs."""
         weight = self.weight
-        if self._like is not weight.empty:  # another dtype or device has another node
+        if self._like is not weight.empty:  # the dtype or device changed, and with it the AccumulateGrad node
             self._accumulator, self._like = None, weight.empty
         if self._accumulator is None and self.parameter.requires_grad and not torch.is_inference_mode_enabled():
             self._accumulator = accumulator_of(self.parameter)
@@ -248,12 +248,12 @@ class WeightUse:
         self.holders = self.count()
 
     def count(self) -> tuple[int, int]:
-        """Holders of the tensor, and of the object."""
+        """Reference counts of the C++ tensor and of the Python object."""
         return self.parameter._use_count(), sys.getrefcount(self.parameter)
 
 
 class WeightCall:
-    """A module whose forward is running."""
+    """A running forward call of a module with packed parameters."""
 
     __slots__ = ("entries", "first", "place")
 
@@ -262,17 +262,17 @@ class WeightCall:
 
 
 class PackedModule:
-    """A module with packed parameters: what its calls need, kept from one to the next."""
+    """A module with packed parameters; keeps what its calls need from one call to the next."""
 
     __slots__ = ("_free", "_known", "finder", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.finder = module, SavedWeightFinder()
         self._known: list[tuple[int, Weight | None]] = []
-        self._free: list[WeightCall] = []  # calls that ended, to be used again
+        self._free: list[WeightCall] = []  # calls that ended, for reuse
 
     def call(self) -> WeightCall:
-        """A call that begins now."""
+        """A new call of the module, at its start."""
         parameters = self.module._parameters.values()
         known = [(id(p), vars(p).get(KEY)) for p in parameters if p is not None]
         if known != self._known:
@@ -281,11 +281,11 @@ class PackedModule:
             call = self._free.pop()
         except IndexError:
             pairs = [(p, vars(p).get(KEY)) for p in parameters if p is not None]
-            # a view of a weight that was made a parameter, nn.Parameter(p.data), is used as code outside of modules uses it
+            # nn.Parameter(p.data) of a packed parameter p is a view of the weight: it is decoded on use, as outside modules
             call = WeightCall(self, [WeightUse(p, weight) for p, weight in pairs if weight is not None and weight.parameter is p])
         call.first = next_number()
         return call
 
     def ended(self, call: WeightCall) -> None:
-        """Nobody needs this call any more."""
+        """Allow `call` to be reused."""
         self._free.append(call)

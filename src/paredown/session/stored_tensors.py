@@ -1,12 +1,15 @@
-"""The forms in which a saved tensor waits for backward, each of which can make its values again.
+"""The forms in which a saved tensor is stored between forward and backward; each form can unpack its values.
 
-What waits covers a flat piece of memory: all of a storage in the order of its memory, or the copy of a small view of it.
-`StoredView` says where
-the saved tensor lies in it. Where the original storage turns out to live on anyway, `goes_back` makes that what waits.
+    StoredValues        codes and scales in a format                  RecomputedValues    nothing: recomputed from StoredValues
+    StoredMask          one bit per value                             StoredIntegers      integers of a smaller width
+    StoredShape         nothing: only the shape matters
 
-From a recipe, which names nodes of autograd's graph, to the tensors that computing it again takes.
+A `StoredForm` covers a flat `StoragePiece`: a whole storage in memory order, or a copy of a view that is a small part of its storage.
+A `StoredView` has the size, strides and offset of the saved tensor in that piece. If the original storage turns out to stay alive anyway,
+`restore_original` drops the packed data and refers to the original.
+
+`decode_steps_of` collects the tensors that recomputing needs, from the autograd nodes that a `Rematerialization` names.
 """
-
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
@@ -28,14 +31,15 @@ from paredown.trace.saved_tensors import Rematerialization
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-    "it was saved at version {}, and is at version {} now."
+    "it was saved at version {}, and is at version {} at the time of backward. Clone the tensor before the in-place operation."
 )
 
 
 class StoragePiece:
-    """The flat piece of memory that a saved tensor is packed with: all of its storage, or a copy of a view that is a small part of it.
+    """The flat piece of memory that is packed for a saved tensor: its whole storage, or a copy of a view that is a small part of it.
 
-    `key` is the same for the same memory with the same contents, as long as somebody keeps a weak reference to the storage.
+    Two pieces have the same `key` if they are the same memory with the same contents. That holds while a weak reference to the storage
+    exists, which keeps `address` from being reused.
     """
 
     __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
@@ -44,19 +48,19 @@ class StoragePiece:
         self.tensor = tensor
         self.storage = tensor.untyped_storage()
         self.address = self.storage._cdata
-        held = self.storage.nbytes()
-        self.is_whole = is_packed_whole(tensor, held)
-        self.numel = held // tensor.itemsize if self.is_whole else tensor.numel()
+        storage_bytes = self.storage.nbytes()
+        self.is_whole = is_packed_whole(tensor, storage_bytes)
+        self.numel = storage_bytes // tensor.itemsize if self.is_whole else tensor.numel()
         key = (self.address, tensor._version, tensor.dtype)
         self.key: tuple[Any, ...] = key if self.is_whole else (*key, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def flat(self) -> Tensor:
-        """Its values, one after the other in memory."""
+        """The values of the piece in memory order, shape (numel,)."""
         source = self.tensor if self.is_whole else self.tensor.clone()
         return source.as_strided((self.numel,), (1,), 0)
 
     def layout(self) -> tuple[torch.Size, tuple[int, ...], int]:
-        """Size, strides and offset of the tensor in it."""
+        """Size, strides and offset of the saved tensor within the piece."""
         tensor = self.tensor
         if self.is_whole:
             return tensor.size(), tensor.stride(), int(tensor.storage_offset())
@@ -64,38 +68,38 @@ class StoragePiece:
 
 
 class StoredForm(ABC):
-    """Something that waits in place of a flat piece of memory."""
+    """What is stored in place of a flat piece of memory."""
 
-    __slots__ = ("__weakref__", "dtype", "is_whole", "numel", "original", "plain", "storage", "version")
+    __slots__ = ("__weakref__", "dtype", "is_whole", "numel", "original", "plain_values", "storage", "version")
 
     def __init__(self, piece: StoragePiece) -> None:
-        self.storage = StorageWeakRef(piece.storage)  # the original's; while this is kept its address is not used again
+        self.storage = StorageWeakRef(piece.storage)  # of the original; while this reference exists, its address is not reused
         self.numel, self.dtype, self.is_whole = piece.numel, piece.tensor.dtype, piece.is_whole
         self.original, self.version = weakref.ref(piece.tensor), piece.tensor._version
-        self.plain: Tensor | None = None
+        self.plain_values: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """The bytes that wait here; 0 once the original took the place."""
-        return self._packed_bytes() if self.plain is None else 0
+        """Bytes of the packed data; 0 once the form refers to the original."""
+        return self._packed_bytes() if self.plain_values is None else 0
 
     def values(self) -> Tensor:
-        """The flat values."""
-        if self.plain is None:
+        """The unpacked values of the piece, shape (numel,)."""
+        if self.plain_values is None:
             return self._unpacked()
-        if self.plain._version != self.version:
-            raise RuntimeError(MODIFIED.format(self.version, self.plain._version))
-        return self.plain
+        if self.plain_values._version != self.version:
+            raise RuntimeError(MODIFIED.format(self.version, self.plain_values._version))
+        return self.plain_values
 
     def is_of(self, piece: StoragePiece) -> bool:
-        """Whether this waits for the same memory."""
+        """Whether this form stores the memory of `piece`."""
         return self.storage.cdata == piece.address
 
-    def goes_back(self, holder: Tensor) -> bool:
-        """Whether the original, which `holder` keeps alive, is what it was; it then waits itself."""
+    def restore_original(self, holder: Tensor) -> bool:
+        """Refer to the original storage, which `holder` keeps alive, and drop the packed data; False if it was modified since."""
         if not self.is_whole or holder.dtype is not self.dtype or holder._version != self.version:
             return False
-        self.plain = holder.detach().as_strided((self.numel,), (1,), 0)  # it shares the count of modifications
+        self.plain_values = holder.detach().as_strided((self.numel,), (1,), 0)  # shares the version counter
         self._drop()
         return True
 
@@ -111,7 +115,7 @@ class StoredForm(ABC):
 
 @final
 class StoredValues(StoredForm):
-    """Numbers in a format."""
+    """Values encoded in a format."""
 
     __slots__ = ("_decoded", "packed")
 
@@ -124,7 +128,7 @@ class StoredValues(StoredForm):
         return self.packed.nbytes if self.packed is not None else 0
 
     def _unpacked(self) -> Tensor:
-        """Decoded; the same tensor again as long as somebody holds what was decoded last: q, k and v are decoded once."""
+        """The decoded values; the last decoded tensor while it is alive, so that q, k and v of one storage are decoded once."""
         if self._decoded is not None:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._decoded.cdata)
             if alive is not None:  # pyright: ignore[reportUnnecessaryComparison]
@@ -140,7 +144,7 @@ class StoredValues(StoredForm):
 
 @final
 class RecomputedValues(StoredForm):
-    """Numbers that follow from others which wait: nothing of their own but what a norm is made of."""
+    """Values that are recomputed from stored ones; stores no values, only references to a norm's parameters and statistics."""
 
     __slots__ = ("source", "steps")
 
@@ -161,7 +165,7 @@ class RecomputedValues(StoredForm):
 
 @final
 class StoredMask(StoredForm):
-    """One exact bit for each value, which stands for one of two values."""
+    """One exact bit for each value, decoded as one of two values."""
 
     __slots__ = ("bits", "inside", "outside")
 
@@ -184,7 +188,7 @@ class StoredMask(StoredForm):
 
 @final
 class StoredIntegers(StoredForm):
-    """Integers in a smaller width."""
+    """Integers in a smaller dtype."""
 
     __slots__ = ("small",)
 
@@ -205,7 +209,7 @@ class StoredIntegers(StoredForm):
 
 @final
 class StoredShape(StoredForm):
-    """A tensor of which backward asks the shape alone: its values are memory that is not filled."""
+    """A tensor of which backward reads the shape only: it is unpacked as uninitialized memory."""
 
     __slots__ = ("device",)
 
@@ -225,65 +229,65 @@ class StoredShape(StoredForm):
 
 @dataclass(eq=False, slots=True)
 class StoredView:
-    """What replaces a saved tensor in autograd's graph."""
+    """What replaces a saved tensor in the autograd graph: a stored form, and the tensor's layout in it."""
 
-    waiting: StoredForm
+    form: StoredForm
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def tensor(self) -> Tensor:
-        """The saved tensor again."""
-        return self.waiting.values().as_strided(self.size, self.stride, self.offset)
+        """The unpacked saved tensor."""
+        return self.form.values().as_strided(self.size, self.stride, self.offset)
 
 
 def as_flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    """All of a storage as a flat tensor."""
+    """The whole storage as a 1-D tensor."""
     numel = storage.nbytes() // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]
 
 
-# --- From a recipe, which names nodes of autograd's graph, to the tensors that computing it again takes ---
+# --- recomputing a saved tensor from a stored one ---------------------------------------------------------------------------------
 
 
 def decode_steps_of(
-    recipe: Rematerialization, source: StoredView, signs: StoredView | None, result: StoragePiece, *, keeps_parameters: bool
+    rule: Rematerialization, source: StoredView, signs: StoredView | None, result: StoragePiece, *, keeps_parameters: bool
 ) -> DecodeSteps | None:
-    """What makes `result` of the values of `source`; None where its memory is laid out otherwise, or something is missing.
+    """The steps that compute `result` from the values of `source`; None if their memory layouts differ or an operand is missing.
 
-    Parameters are referred to where the model keeps them until backward, and copied where it does not.
+    `keeps_parameters`: the model keeps its parameters until backward, so they are referenced; otherwise they are copied.
     """
-    waiting = source.waiting
-    if not waiting.is_whole or waiting.numel != result.numel or waiting.numel != source.size.numel():
+    form = source.form
+    if not form.is_whole or form.numel != result.numel or form.numel != source.size.numel():
         return None
-    if recipe.is_copy and not _is_contiguous(source):
+    if rule.is_copy and not _is_contiguous(source):
         return None
-    if recipe.op == "layer_norm":
-        return _after_layer_norm(recipe.source, source, keeps_parameters)
-    if recipe.op == "batch_norm":
-        bits = signs.waiting if signs is not None else None
+    if rule.op == "layer_norm":
+        return _after_layer_norm(rule.source, source, keeps_parameters)
+    if rule.op == "batch_norm":
+        bits = signs.form if signs is not None else None
         if (
             not isinstance(bits, StoredMask)
             or bits.bits is None
             or (source.size, source.stride) != (result.tensor.size(), result.tensor.stride())
         ):
             return None
-        return _after_batch_norm(recipe.source, source, bits.bits, keeps_parameters)
-    return DecodeSteps(activation="gelu_tanh" if recipe.op == "gelu" and recipe.source._saved_approximate == "tanh" else recipe.op)
+        return _after_batch_norm(rule.source, source, bits.bits, keeps_parameters)
+    return DecodeSteps(activation="gelu_tanh" if rule.op == "gelu" and rule.source._saved_approximate == "tanh" else rule.op)
 
 
 def _after_layer_norm(node: Any, source: StoredView, keeps_parameters: bool) -> DecodeSteps | None:
-    mean, deviation = node._saved_result1, node._saved_result2
+    mean, rstd = node._saved_result1, node._saved_result2
     channels = source.size.numel() // max(mean.numel(), 1)
     if mean.dtype is not torch.float32 or not _is_contiguous(source):
         return None
     weight, bias = (_vector(t, keeps_parameters) for t in (node._saved_weight, node._saved_bias))
-    return DecodeSteps(Norm(channels, 1, weight, bias, mean, deviation, by_row=True))
+    return DecodeSteps(Norm(channels, 1, weight, bias, mean, rstd, by_row=True))
 
 
 def _after_batch_norm(node: Any, source: StoredView, bits: Tensor, keeps_parameters: bool) -> DecodeSteps | None:
     weight, bias = node._saved_weight, getattr(node.next_functions[2][0], "variable", None)
-    mean, deviation = node._saved_result1, node._saved_result2
+    mean, rstd = node._saved_result1, node._saved_result2
     channels = source.size[1]
     if (weight is None) != (bias is None) or mean is None or mean.numel() != channels or mean.dtype is not torch.float32:
         return None
@@ -291,11 +295,11 @@ def _after_batch_norm(node: Any, source: StoredView, bits: Tensor, keeps_paramet
     if not channels_last and not _is_contiguous(source):
         return None
     weight, bias = (_vector(t, keeps_parameters) for t in (weight, bias))
-    return DecodeSteps(Norm(channels, 1 if channels_last else source.size[2:].numel(), weight, bias, mean, deviation), "relu", bits)
+    return DecodeSteps(Norm(channels, 1 if channels_last else source.size[2:].numel(), weight, bias, mean, rstd), "relu", bits)
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
-    """A parameter of a norm as it is used, flat."""
+    """A norm's parameter as a 1-D float32 tensor; the parameter itself, not a copy, where it is one and is kept until backward."""
     if parameter is None or (keeps_parameters and parameter.dim() == 1 and parameter.dtype is torch.float32):
         return parameter
     return parameter.detach().float().reshape(-1).clone()

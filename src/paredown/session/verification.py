@@ -1,11 +1,11 @@
-"""What `verify` found: a row for each parameter, and the slots at fault; and the error that a format leads to expect.
+"""The result of `verify`: a row for each parameter, the slots at fault, the expected error of a format, and the search for slots at fault.
 
 >>> rows = Compared.of("fc.weight", 0.0, 0.011, 0.0, 0.02), Compared.of("fc.bias", 0.0, 0.31, 0.0, 0.02)
 >>> fault = Fault("act:input", "int8/64@bf16", 0.31, 0.31, "fc.bias", "plan")
->>> found = Verification("Net", rows, (fault,), 0.0, 0.02, "tolerance=0.02 was given")
->>> found.ok, Verification.from_json(found.to_json()) == found
+>>> result = Verification("Net", rows, (fault,), 0.0, 0.02, "tolerance=0.02 was given")
+>>> result.ok, Verification.from_json(result.to_json()) == result
 (False, True)
->>> found
+>>> result
 Verification of Net: not ok, 1 of 2 parameters is off
 parameter  exact plan  plan   verdict
 fc.bias    same bits   0.31   off
@@ -14,10 +14,9 @@ at fault   format        under  error  alone  parameter
 act:input  int8/64@bf16  plan   0.31   0.31   fc.bias
 exact plan: the same bits; plan: at most 0.02: tolerance=0.02 was given
 
-Which slots are at fault: the smallest sets that fail together, by tests of halves (QuickXplain, Junker 2004).
-
-A test stores some slots alone, and fails if gradients are off then. One slot of n that fails alone is found by about 2 log2(n) tests, k of
-them by k times that; slots that fail together alone, such as two that are wrongly stored as one, are found as a set.
+`FaultSearch` finds minimal sets of slots that fail together, by testing halves (QuickXplain, Junker 2004). A test stores a subset of the
+slots, and fails if gradients are off. It finds one failing slot of n in about 2 log2(n) tests, and k of them in k times as many; slots that
+fail only together, such as two that wrongly share one stored form, are found as a set.
 
 >>> FaultSearch(100).minimal_groups(list("abcdefgh"), lambda names: "c" in names or {"a", "h"} <= set(names))
 ([['c'], ['a', 'h']], False)
@@ -42,16 +41,18 @@ from paredown.tables import Table
 VERSION = 1  # of the JSON
 PEAK = 3.0  # the largest of 64 normally distributed values is at 2.4 standard deviations on average
 SHOWN = 12  # parameters that repr prints
-LARGEST = 1e300  # an infinite error, so that all are numbers of JSON
+LARGEST = 1e300  # replaces an infinite error, which JSON has no number for
 OK, OFF, WRONG = "ok", "off", "off under the exact plan"
 HEAD = ("parameter", "exact plan", "plan", "verdict")
 EXACT, PLAN = "exact plan", "plan"
 FAULT_HEAD = ("at fault", "format", "under", "error", "alone", "parameter")
+MAX_GROUPS = 4
+Fails = Callable[[Sequence[str]], bool]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A parameter: the relative errors of its gradient under the exact plan and under the plan, and what to think of them."""
+    """A parameter: the relative errors of its gradient under the exact plan and under the plan, and the verdict."""
 
     name: str
     exact_error: float
@@ -60,14 +61,14 @@ class Compared:
 
     @staticmethod
     def of(name: str, exact_error: float, error: float, exact_tolerance: float, tolerance: float) -> Compared:
-        """With the verdict that follows from the tolerances."""
+        """The row of a parameter, with the verdict that follows from the tolerances."""
         verdict = WRONG if exact_error > exact_tolerance else OFF if error > tolerance else OK
         return Compared(name, min(exact_error, LARGEST), min(error, LARGEST), verdict)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A slot at fault, and in which parameter most. `error`: with the slots that it is at fault together with; `alone`: without them."""
+    """A slot at fault, and the parameter with the largest error. `error`: with all slots of its group stored; `alone`: with this one."""
 
     slot: str
     format: str
@@ -83,9 +84,9 @@ class Fault:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """Gradients under a plan, compared with those of the unmodified model. Errors are relative, as `verify.py` says.
+    """Gradients under a plan, compared with those of the unmodified model. Errors are relative, as `verify.py` defines.
 
-    `reason` says where `tolerance` comes from. `exact_tolerance` is 0 where the unmodified step gives the same bits twice.
+    `reason` explains `tolerance`. `exact_tolerance` is 0 where two runs of the unmodified step give the same bits.
     """
 
     model: str
@@ -98,22 +99,24 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every gradient is what it should be."""
+        """Whether every gradient is within its tolerance."""
         return all(row.verdict == OK for row in self.rows)
 
     def check(self) -> Verification:
         """This verification; VerificationError with the table unless it is ok."""
         if not self.ok:
             raise VerificationError(
-                f"gradients under the plan are not those of the unmodified model. Leave the slots at fault as they are "
+                f"gradients under the plan are not those of the unmodified model. Leave the slots at fault unmodified "
                 f"(plan.set(slot, None)), give them a wider format, or report the slot if it is off under the exact plan.\n{self!r}"
             )
         return self
 
     def __repr__(self) -> str:
         off = sum(row.verdict != OK for row in self.rows)
-        said = f"{off} of {len(self.rows)} parameters {'is' if off == 1 else 'are'} off" if off else f"{len(self.rows)} parameters"
-        lines = [f"Verification of {self.model}: {'ok' if self.ok else 'not ok'}, {said}", *self._columns()]
+        summary = (
+            f"{off} of {len(self.rows)} parameters {'is' if off == 1 else 'are'} off" if off else f"{len(self.rows)} parameters"
+        )
+        lines = [f"Verification of {self.model}: {'ok' if self.ok else 'not ok'}, {summary}", *self._columns()]
         exact = f"at most {self.exact_tolerance:.2g}" if self.exact_tolerance else "the same bits"
         lines.append(f"exact plan: {exact}; plan: at most {self.tolerance:.2g}: {self.reason}")
         return "\n".join([*lines, *self.notes])
@@ -132,29 +135,31 @@ class Verification:
         return Table(HEAD, [(row.name, _say(row.exact_error), _say(row.error), row.verdict) for row in rows])
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value: version and the fields."""
+        """Version, `ok` and the fields, as JSON values."""
         return {"version": VERSION, "ok": self.ok, **asdict(self)}
 
     @staticmethod
     def from_json(value: Any) -> Verification:
         """The verification whose `to_json` is `value`."""
         if not isinstance(value, dict) or value.get("version") != VERSION:
-            raise PlanError(f"this is no verification of version {VERSION}: one is written by verification.save(path).")
+            raise PlanError(f"this is not a verification of version {VERSION}. Load a file that verification.save(path) wrote.")
         fields = {name: part for name, part in value.items() if name not in ("version", "ok")}
         try:
             rows = tuple(Compared(**row) for row in fields.pop("rows"))
             faults = tuple(Fault(**row) for row in fields.pop("at_fault"))
             return Verification(rows=rows, at_fault=faults, notes=tuple(fields.pop("notes")), **fields)
         except (KeyError, TypeError) as error:
-            raise PlanError(f"this is no verification: {type(error).__name__}: {error}.") from None
+            raise PlanError(
+                f"this is not a verification: {type(error).__name__}: {error}. Load a file that verification.save(path) wrote."
+            ) from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON."""
+        """Write the verification to `path` as JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8", newline="\n")
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Verification:
-        """The verification that `save` wrote."""
+        """The verification that `save` wrote to `path`."""
         try:
             return Verification.from_json(json.loads(Path(path).read_bytes()))
         except ValueError as error:
@@ -185,21 +190,18 @@ def expected_error(format: Format, rounding: Rounding) -> float:
     return nearest * (sqrt(2) if rounding is Rounding.STOCHASTIC else 1.0 if rounding is not Rounding.TOWARD_ZERO else 2.0)
 
 
-# --- Which slots are at fault ---
-
-MAX_GROUPS = 4
-Fails = Callable[[Sequence[str]], bool]
+# --- the search for slots at fault ------------------------------------------------------------------------------------------------
 
 
 class FaultSearch:
-    """A search of at most `max_tests` tests, after which sets are left as large as they are."""
+    """A search of at most `max_tests` tests; sets that are not minimal by then stay so, and `is_spent` is True."""
 
     def __init__(self, max_tests: int) -> None:
-        self.left = max_tests
+        self.num_left = max_tests
         self.is_spent = False
 
     def minimal_groups(self, slots: Sequence[str], fails: Fails) -> tuple[list[list[str]], bool]:
-        """Sets of slots that fail, from which nothing can be left out, no slot in two of them; and whether it fails without any slot."""
+        """Disjoint minimal sets of slots that fail together; and whether the test fails with no slot stored."""
         groups, rest = list[list[str]](), list(slots)
         if self._fails(fails, ()):
             return groups, True
@@ -210,7 +212,7 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """What to add to `kept`, out of `candidates`, for it to fail; `is_known`: `kept` alone does not."""
+        """The fewest of `candidates` that fail together with `kept`; `is_known`: `kept` alone is known not to fail."""
         if not is_known and self._fails(fails, kept):
             return []
         if len(candidates) == 1 or self.is_spent:
@@ -220,8 +222,8 @@ class FaultSearch:
         return self._minimal(fails, kept + of_second, first, is_known=not of_second) + of_second
 
     def _fails(self, fails: Fails, names: Sequence[str]) -> bool:
-        if self.left <= 0:
+        if self.num_left <= 0:
             self.is_spent = True
             return False
-        self.left -= 1
+        self.num_left -= 1
         return fails(names)

@@ -1,18 +1,18 @@
 """`verify(model, batch, plan)`: gradients under a plan against those of the unmodified model, parameter by parameter.
 
-    the unmodified step, twice     the baseline; where its two results differ, that distance is what "the same" means for this model
+    the unmodified step, twice     the baseline; if its two results differ, the tolerance of both plans is widened by that difference
     the exact plan                 the plan with every format replaced by fp32: each slot is stored, viewed, shared and decoded as under the
                                    plan, without quantization error. It must give the gradients of the baseline bit for bit
     the plan                       must be within a tolerance that follows from the formats of its slots
 
-Each run starts from the same random state and the same buffers. The error of a parameter is |g - baseline| / (s sqrt(numel)), where s is
+Each run starts with the same random state and the same buffers. The error of a parameter is |g - baseline| / (s sqrt(numel)), where s is
 the root mean square of its baseline gradient, or that of all parameters of its module where that is larger: the bias of a convolution
 before a batch norm has a gradient that is zero but for rounding.
 
-The tolerance is SAFETY sqrt(sum over slots of e^2), e as in `expected_error`, since errors of slots are independent and their squares add
+The tolerance is SAFETY sqrt(sum over slots of e^2) with e of `expected_error`, since errors of slots are independent and their squares add
 up. The largest error of a parameter was 0.2 to 2.2 sqrt(sum e^2) on eleven networks of `paredown.models`, in int8 and int4.
 
-Where a run is off, the slots at fault are found by runs in which some slots alone are stored: halves, then halves of halves.
+If a plan exceeds its tolerance, the slots at fault are found by runs that store only some slots: halves, then halves of halves.
 """
 
 # pyright: reportPrivateUsage=false
@@ -42,21 +42,25 @@ from paredown.session.guard_steps import count_examples, first_examples
 from paredown.session.probe import restored_state
 from paredown.session.probe_passes import nodes_behind
 from paredown.session.session import Session, apply, is_wrapped_by_compile, session_of, unwrapped
-from paredown.session.stored_tensors import RecomputedValues, StoredForm, StoredValues
+from paredown.session.stored_tensors import RecomputedValues, StoredForm, StoredIntegers, StoredMask, StoredShape, StoredValues
 from paredown.session.verification import EXACT, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.trace.fake_step import Arguments, _loss_of, note_missing_loss
 
 FP32 = Format.parse("fp32")
 SAFETY = 3.0
-NOISE = 8.0  # times the distance of two unmodified steps
-LEAST = 1e-3  # of the model's root mean square gradient: less than that is no scale for an error
-MAX_RUNS = 96  # with some slots alone, in all
+NOISE = 8.0  # the tolerance includes this many times the difference of two unmodified steps
+MIN_SCALE = 1e-3  # errors are relative to at least this part of the model's root mean square gradient
+MAX_RUNS = 96  # runs that store some of the slots, in total
 MAX_FAULTS = 8
 STORED = (Role.ACTIVATION, Role.WEIGHT)  # roles of rules that a forward and backward pass depend on
-LOSSLESS = {"Bits": "one exact bit a value", "Integers": "exact integers", "Nothing": "its shape alone"}
+LOSSLESS: dict[type[StoredForm], str] = {
+    StoredMask: "one exact bit a value",
+    StoredIntegers: "exact integers",
+    StoredShape: "its shape alone",
+}
 OUTSIDE = "packed weights or modules under activation checkpointing"
-REENTRANT = "CheckpointFunctionBackward"  # what is inside gets no gradient from torch.autograd.grad, without a word
+REENTRANT = "CheckpointFunctionBackward"  # torch.autograd.grad silently gives no gradients inside such a checkpoint
 Step = Callable[[Any], Tensor]
 Gradients = list[Tensor | None]
 
@@ -71,23 +75,23 @@ def verify(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Compare the gradients of one step under `plan` with those of the unmodified model, and name the slots at fault.
+    """The gradients of one step under `plan`, compared with those of the unmodified model, and the slots at fault.
 
-    `batch`, `loss` and `autocast` are as in `trace_step`; an autocast context around the call is followed too. Leave `plan` out where the
-    model has a session: its plan is verified. `tolerance` replaces the one that follows from the formats. The model is afterwards what it
-    was: weights, gradients, buffers, hooks, mode and random states.
+    `batch`, `loss` and `autocast` are those of `trace_step`; an autocast context around the call applies too. Leave `plan` out if the model
+    has a session: its plan is verified. `tolerance` replaces the one that follows from the formats. Weights, gradients, buffers, hooks,
+    mode and random states of the model are afterwards what they were before.
     """
 
     def step(part: Any) -> Tensor:
-        given = Arguments.of(dict(part) if isinstance(part, Mapping) else part, has_loss=loss is not None)
+        arguments = Arguments.of(dict(part) if isinstance(part, Mapping) else part, has_loss=loss is not None)
         device = next((p.device.type for p in model.parameters()), "cpu")
         with torch.autocast(device, autocast) if autocast is not None else nullcontext():
             try:
-                output = unwrapped(model)(*given.args, **given.keywords)
+                output = unwrapped(model)(*arguments.args, **arguments.keywords)
             except TypeError as error:
                 note_missing_loss(error, "verify")
                 raise
-            return loss(output, *given.targets) if loss is not None else _loss_of(output)
+            return loss(output, *arguments.targets) if loss is not None else _loss_of(output)
 
     return verify_step(model, batch, step, plan, tolerance=tolerance, seed=seed)
 
@@ -95,43 +99,47 @@ def verify(
 def verify_step(
     model: nn.Module, batch: Any, step: Step, plan: Plan | None = None, *, tolerance: float | None = None, seed: int = 0
 ) -> Verification:
-    """`verify` for a loss that `step(batch)` computes with `model`, as the training step of a library does.
+    """`verify` for a loss that `step(batch)` computes with `model`, such as the training step of a library.
 
-    Where the unmodified step has not enough memory for the batch, its first half is compared, and so on.
+    If the unmodified step runs out of memory, the first half of the batch is used, then the first quarter, and so on.
     """
     session = _checked(model, plan, tolerance)
     count = whole = count_examples(batch)
-    notes = {"compiled": "the model inside of torch.compile was run without compiling it"} if is_wrapped_by_compile(model) else {}
+    notes = {"compiled": "the model inside torch.compile was run without compiling it"} if is_wrapped_by_compile(model) else {}
     while True:
         try:
             with _session(session, plan, unwrapped(model), seed) as opened:
-                found = VerificationRuns(opened, unwrapped(model), partial(step, batch)).verification(tolerance)
+                result = VerificationRuns(opened, unwrapped(model), partial(step, batch)).verification(tolerance)
             break
         except torch.OutOfMemoryError:
             if count < 2:
                 raise ApplyError(
-                    f"the unmodified step has not enough memory for one of {whole} examples, and is what gradients are compared with. "
-                    "Verify a smaller model of the same layers, or on the CPU."
+                    f"the unmodified step, which gradients are compared with, runs out of memory with one of {whole} examples. "
+                    "Verify a smaller model of the same layers, or verify on the CPU."
                 ) from None
         count //= 2
         batch = first_examples(batch, count)
-        notes["memory"] = f"the unmodified step has not enough memory for {whole} examples: {count} were compared"
-    return replace(found, notes=(*notes.values(), *found.notes))
+        notes["memory"] = f"the unmodified step runs out of memory with {whole} examples: {count} were compared"
+    return replace(result, notes=(*notes.values(), *result.notes))
 
 
 def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Session | None:
-    """The session that the model has; ApplyError where nothing can be verified."""
+    """The open session of the model, or None; ApplyError if the model or the arguments cannot be verified."""
     if not isinstance(model, nn.Module) or not (plan is None or isinstance(plan, Plan)):
-        given = f"{type(model).__name__} and {type(plan).__name__}"
+        types = f"{type(model).__name__} and {type(plan).__name__}"
         raise ApplyError(
-            f"verify takes a model, a batch and a Plan, not {given}: verify(model, batch, Plan.preset('activations8'))."
+            f"verify takes a model, a batch and a Plan, not {types}: verify(model, batch, Plan.preset('activations8'))."
         )
     if tolerance is not None and not 0 <= tolerance < inf:
-        raise ApplyError(f"tolerance is {tolerance!r}; it is a relative error of gradients, such as 0.05, or None.")
+        raise ApplyError(f"tolerance is {tolerance!r}; it must be a relative error of gradients, such as 0.05, or None.")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ApplyError("no parameter of the model requires a gradient: there is nothing to compare.")
+        raise ApplyError(
+            "no parameter of the model requires a gradient: there is nothing to compare. Call requires_grad_() on some."
+        )
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ApplyError("the model is sharded (fully_shard), and gradients of shards come by hooks alone: verify it before that.")
+        raise ApplyError(
+            "the model is sharded (fully_shard), and torch.autograd.grad returns no gradients of shards: verify it before it is sharded."
+        )
     session = session_of(unwrapped(model))
     if isinstance(session, SimulatedSession):
         raise ApplyError(
@@ -148,25 +156,25 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 
 
 @contextmanager
-def _session(open_one: Session | None, plan: Plan | None, model: nn.Module, seed: int) -> Generator[Session]:
-    """The model's own session, or one for the time of the context, after which weights are what they were."""
-    if open_one is not None:
-        yield open_one
+def _session(opened: Session | None, plan: Plan | None, model: nn.Module, seed: int) -> Generator[Session]:
+    """The open session of the model, or one for the time of the context, which restores the weights when it ends."""
+    if opened is not None:
+        yield opened
         return
     assert plan is not None
     rules = tuple(rule for rule in plan.rules if Selector.parse(rule[0]).role in (None, *STORED))  # others are for optimizers
-    there = {name: p for name, p in model.named_parameters() if plan.find((name,), Role.WEIGHT).format is not None}
-    copies = {name: p.detach().clone() for name, p in there.items()}
+    packed = {name: p for name, p in model.named_parameters() if plan.find((name,), Role.WEIGHT).format is not None}
+    copies = {name: p.detach().clone() for name, p in packed.items()}
     try:
         with apply(replace(plan, rules=rules), model, seed=seed) as session:
             yield session
     finally:
         for name, copy in copies.items():
-            there[name].data.copy_(copy)
+            packed[name].data.copy_(copy)
 
 
 class VerificationRuns:
-    """Runs of one step: unmodified, and with the slots stored that are asked for."""
+    """Runs of one step: unmodified, and with some or all slots stored."""
 
     def __init__(self, session: Session, model: nn.Module, step: Callable[[], Tensor]) -> None:
         self.session, self.model, self.step = session, model, step
@@ -174,20 +182,20 @@ class VerificationRuns:
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
         self.baseline: Gradients = []
         self.scales: list[float] = []
-        self.formats: dict[str, str] = {}  # of the slots that are stored, under the plan
-        self.errors: dict[str, float] = {}  # expected of their values
+        self.formats: dict[str, str] = {}  # stored slot -> its format under the plan
+        self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
 
     def verification(self, tolerance: float | None) -> Verification:
-        """Baseline, exact plan, plan; then the slots at fault."""
+        """The result of runs of the baseline, the exact plan and the plan, with the slots at fault."""
         with self._restored():
             self._measure_baseline()
             noise = max(self._distances(self._unmodified()), default=0.0)
             exact = self._distances(self.stored(is_exact=True))
-            found = self._distances(self.stored(looks=True))
+            errors = self._distances(self.stored(records_formats=True))
             expected = sqrt(sum(error * error for error in self.errors.values()))
             limits = {True: NOISE * noise, False: (SAFETY * expected if tolerance is None else tolerance) + NOISE * noise}
-            rows = [Compared.of(*row, limits[True], limits[False]) for row in zip(self.names, exact, found, strict=True)]
-            worst = {True: max(exact, default=0.0), False: max(found, default=0.0)}
+            rows = [Compared.of(*row, limits[True], limits[False]) for row in zip(self.names, exact, errors, strict=True)]
+            worst = {True: max(exact, default=0.0), False: max(errors, default=0.0)}
             faults, notes = self._faults([is_exact for is_exact in (True, False) if worst[is_exact] > limits[is_exact]], limits)
         return Verification(
             type(self.model).__name__,
@@ -201,39 +209,42 @@ class VerificationRuns:
 
     # --- runs -----------------------------------------------------------------------------------------------------------
 
-    def stored(self, names: Iterable[str] | None = None, *, is_exact: bool = False, looks: bool = False) -> Gradients:
-        """The gradients with these slots stored, None for all; `is_exact`: in fp32. `looks`: note the slots and their formats."""
+    def stored(self, names: Iterable[str] | None = None, *, is_exact: bool = False, records_formats: bool = False) -> Gradients:
+        """The gradients with these slots stored, None for all; `is_exact`: in fp32. `records_formats`: fill `formats` and `errors`."""
         activations, watch = self.session._activations, self.session._watch
         save, decide, chosen = activations.save, activations.decide, None if names is None else frozenset(names)
 
         def exact(*arguments: Any) -> StorageDecision:
-            found = decide(*arguments)
-            return found if found.format is None else replace(found, format=FP32, rounding=Rounding.NEAREST_EVEN, overflow=None)
+            decision = decide(*arguments)
+            return (
+                decision
+                if decision.format is None
+                else replace(decision, format=FP32, rounding=Rounding.NEAREST_EVEN, overflow=None)
+            )
 
         with ExitStack() as stack:
             if chosen is not None:
                 stack.enter_context(
                     patched_attributes(watch, _on_saved=lambda saved: save(saved) if saved.name in chosen else None)
                 )
-            if is_exact:  # what is recomputed from another slot is stored itself: recomputing rounds in another order
+            if is_exact:  # slots that would be recomputed are stored themselves: recomputing rounds in another order
                 stack.enter_context(patched_attributes(activations, decide=exact, _recomputed=lambda *_: None))
-            if looks:
+            if records_formats:
                 stack.enter_context(
-                    patched_attributes(activations, on_packed=lambda saved, _, waiting: self._look(saved.name, waiting))
+                    patched_attributes(activations, on_packed=lambda saved, _, form: self._record_format(saved.name, form))
                 )
             return self._gradients()
 
     def _unmodified(self) -> Gradients:
-        """The gradients without the plan; packed weights are plain, and have the values of their formats."""
-        weights, local = self.session._weights, self.session._recomputed._local
-        done = weights._done
+        """The gradients without the plan; packed weights are unpacked, with the decoded values of their formats."""
+        weights, local = self.session._weights, self.session._checkpointed._local
+        finish = weights._finish
         with ExitStack() as stack:
-            stack.enter_context(patched_attributes(self.session._watch, _on_begin=lambda: False))  # nothing is followed
-            stack.enter_context(patched_attributes(local, is_again=True))  # no module is recomputed
+            stack.enter_context(patched_attributes(self.session._watch, _on_begin=lambda: False))  # no saved tensor is packed
+            stack.enter_context(patched_attributes(local, is_second_call=True))  # no module is checkpointed
             stack.enter_context(self.session.unpacked())
-            stack.enter_context(
-                patched_attributes(weights, _done=lambda call, output: done(call, None), _holding={})
-            )  # saved ones are plain
+            # saved weights are not replaced
+            stack.enter_context(patched_attributes(weights, _finish=lambda call, output: finish(call, None), _held={}))
             return self._gradients()
 
     def _gradients(self) -> Gradients:
@@ -243,34 +254,33 @@ class VerificationRuns:
             loss = self.step()
             if not self.baseline and any(node.name() == REENTRANT for node in nodes_behind(loss)):
                 raise ApplyError(
-                    "the model uses torch.utils.checkpoint with use_reentrant=True, which computes gradients in backward() alone: "
-                    "use_reentrant=False can be verified."
+                    "the model uses torch.utils.checkpoint with use_reentrant=True, which computes gradients in backward() only, not in "
+                    "torch.autograd.grad. Set use_reentrant=False."
                 )
-            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        gradients: Gradients = list(found)  # None for parameters that the loss does not depend on
+            gradients: Gradients = list(torch.autograd.grad(loss, self.parameters, allow_unused=True))  # None where unused
         return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
     @contextmanager
     def _restored(self) -> Generator[None]:
-        """What the runs change of a session that is there is afterwards what it was; a guard does not see them."""
+        """A context that restores the state of the session when it ends, and in which a guard measures nothing."""
         activations = self.session._activations
-        self._forwards, returned = activations.forwards, activations.returned
-        decisions, left = dict(activations.decisions), dict(activations.left)
+        self._forwards, restored = activations.forwards, activations.restored
+        decisions, not_packed = dict(activations.decisions), dict(activations.not_packed)
         with patched_attributes(activations, on_packed=lambda *_: None):
             try:
                 yield
             finally:
-                activations.forwards, activations.returned = self._forwards, returned
-                activations.decisions, activations.left = decisions, left
+                activations.forwards, activations.restored = self._forwards, restored
+                activations.decisions, activations.not_packed = decisions, not_packed
                 torch.clear_autocast_cache()
 
-    def _look(self, name: str, waiting: StoredForm) -> None:
+    def _record_format(self, name: str, form: StoredForm) -> None:
         decision = self.session._activations.decisions.get(name)
-        if isinstance(waiting, StoredValues | RecomputedValues) and decision is not None and decision.format is not None:
+        if isinstance(form, StoredValues | RecomputedValues) and decision is not None and decision.format is not None:
             self.formats[name] = str(decision.format)
             self.errors[name] = expected_error(decision.format, decision.rounding)
         else:
-            self.formats.setdefault(name, LOSSLESS.get(type(waiting).__name__, type(waiting).__name__))
+            self.formats.setdefault(name, LOSSLESS.get(type(form), type(form).__name__))
 
     # --- distances ------------------------------------------------------------------------------------------------------
 
@@ -278,27 +288,29 @@ class VerificationRuns:
         self.baseline = self._unmodified()
         norms = [0.0 if g is None else _norm(g) for g in self.baseline]
         if not all(map(isfinite, norms)):
-            raise ApplyError("the gradients of this batch are not finite without the plan: there is nothing to compare with.")
+            raise ApplyError(
+                "the gradients of this batch are not finite without the plan: there is nothing to compare with. Use another batch."
+            )
         sizes = [p.numel() for p in self.parameters]
         modules = [name.rpartition(".")[0] for name in self.names]
         sums: dict[str, tuple[float, int]] = {}
         for module, norm, size in zip(modules, norms, sizes, strict=True):
             energy, count = sums.get(module, (0.0, 0))
             sums[module] = energy + norm * norm, count + size
-        least = LEAST * sqrt(sum(energy for energy, _ in sums.values()) / max(sum(sizes), 1))
+        least = MIN_SCALE * sqrt(sum(energy for energy, _ in sums.values()) / max(sum(sizes), 1))
         self.scales = [
             sqrt(size) * max(norm / sqrt(max(size, 1)), sqrt(sums[module][0] / max(sums[module][1], 1)), least)
             for module, norm, size in zip(modules, norms, sizes, strict=True)
         ]
 
-    def _distances(self, found: Gradients) -> list[float]:
-        """For each parameter; 0 for the same bits, infinite where one side has no gradient or is not finite."""
-        return [_distance(g, base, scale) for g, base, scale in zip(found, self.baseline, self.scales, strict=True)]
+    def _distances(self, gradients: Gradients) -> list[float]:
+        """The relative error of each gradient; 0 for the same bits, infinity where a gradient is missing or not finite."""
+        return [_distance(g, base, scale) for g, base, scale in zip(gradients, self.baseline, self.scales, strict=True)]
 
     # --- slots at fault -------------------------------------------------------------------------------------------------
 
     def _faults(self, off: Iterable[bool], limits: Mapping[bool, float]) -> tuple[list[Fault], list[str]]:
-        """Those of the exact plan if that is off, then those of the plan among all other slots."""
+        """The slots at fault under the exact plan if that is in `off`, then those under the plan among all other slots; and notes."""
         faults, notes, runs = list[Fault](), list[str](), FaultSearch(MAX_RUNS)
         for is_exact in off:
             rest = [slot for slot in self.formats if slot not in {fault.slot for fault in faults}]
@@ -317,9 +329,9 @@ class VerificationRuns:
         return lambda names: max(self._distances(self.stored(names, is_exact=is_exact)), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
-        """What these slots do together and alone, and to which parameter most; nothing stored at all for no slot."""
-        found = self._distances(self.stored(group, is_exact=is_exact))
-        error, parameter = max(zip(found, self.names, strict=True))
+        """A row for each slot of a group: errors with all of them stored and alone. No slot: the error with nothing stored."""
+        errors = self._distances(self.stored(group, is_exact=is_exact))
+        error, parameter = max(zip(errors, self.names, strict=True))
         under = EXACT if is_exact else PLAN
         if len(group) < 2:
             slot = group[0] if group else OUTSIDE
@@ -350,27 +362,27 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
-def _distance(found: Tensor | None, baseline: Tensor | None, scale: float) -> float:
-    if found is None or baseline is None:
-        return 0.0 if found is baseline else inf
-    if torch.equal(found, baseline):
+def _distance(gradient: Tensor | None, baseline: Tensor | None, scale: float) -> float:
+    if gradient is None or baseline is None:
+        return 0.0 if gradient is baseline else inf
+    if torch.equal(gradient, baseline):
         return 0.0
-    difference = _norm(found - baseline)
+    difference = _norm(gradient - baseline)
     return difference / scale if isfinite(difference) and scale > 0 else inf
 
 
 @contextmanager
 def patched_attributes(owner: object, **attributes: Any) -> Generator[None]:
-    """Attributes of an object for the time of the context, in front of those of its class."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    """A context in which `owner` has these instance attributes, which hide those of its class."""
+    instance = vars(owner)
+    before = {name: instance[name] for name in attributes if name in instance}
+    instance.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            del own[name]
-        own.update(before)
+            del instance[name]
+        instance.update(before)
 
 
 @contextmanager

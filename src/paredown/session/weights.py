@@ -1,19 +1,17 @@
-"""Weights that wait packed between the forward passes of their modules.
+"""Stores weights packed between the forward passes of their modules.
 
-    before a module's forward    its packed parameters become plain, decoded into new memory
-    after it                     what autograd saved of them is replaced by the promise to decode again, and they wait packed again
-    in backward                  each promise decodes; two of the same weight at one time share what was decoded
+    before a module's forward    its packed parameters are decoded into new memory
+    after it                     the weights that autograd saved are replaced by `DeferredWeight`, and the decoded memory is freed
+    in backward                  each `DeferredWeight` decodes; several of the same weight share the decoded tensor while it is alive
 
-Under autocast the cast of a weight is made for each call of its module, and gradients of several calls are added as float32; torch's own
-cache would keep all casts until the forward pass ends, and add them as bfloat16. The cast of a weight without a gradient has no history
-that could be followed and is kept for backward, as ever.
+Under autocast a weight is cast once for each call of its module, and gradients of several calls are added in float32; torch's own cache
+would keep all casts until the forward pass ends, and add the gradients in bfloat16. The cast of a weight that needs no gradient has no
+autograd history that identifies it, and is kept for backward, as in the baseline.
 
-A parameter that somebody still holds after the forward pass (a graph that hooks of others keep, an extension) stays plain until that is
-over: it is tried again when its gradient is there, when the model's forward pass ends, and before the next. `changes` names it.
-
-Which parameters can wait packed, and why others stay as they are.
+A parameter that is still referenced after the forward pass (by a graph with other saved-tensor hooks, by an extension) stays unpacked until
+the reference is gone: packing is tried again when its gradient is accumulated, when the model's forward pass ends, and before the next one.
+`changes` lists such parameters, and those that cannot be packed at all (`reason_to_keep_plain`).
 """
-
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
@@ -37,7 +35,7 @@ from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_p
 from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.session.changes import Change
+from paredown.session.changes import UNMODIFIED, Change
 from paredown.session.saved_weights import (
     PackedModule,
     WeightCall,
@@ -49,50 +47,18 @@ from paredown.session.saved_weights import (
 from paredown.trace.autograd_graph import next_number
 from paredown.trace.module_watch import Hook
 
-ALONE = 2  # holders of a storage: the tensor, and the object that asks
-COMPILED = "torch.compile runs its module, where hooks cannot bring it"
-SHARED = "its memory is shared with other tensors, or a graph that waits for its backward holds it"
+UNSHARED_USE_COUNT = 2  # references to a storage that no other tensor shares: the tensor's, and that of the object that counts
+COMPILED = "torch.compile runs its module, and skips the hooks that would decode it"
+SHARED = "its memory is shared with other tensors, or a graph whose backward has not run yet holds it"
 SCRIPTED = "TorchScript runs its module"
 ADDED = "it was added after the plan was applied"
 LARGER = "it would not be smaller"
-
-
-def reason_to_keep_plain(parameter: nn.Parameter, format: Format) -> str | None:
-    """Why a parameter cannot wait packed."""
-    if type(parameter) is not nn.Parameter:
-        return "another session has it" if type(parameter) is PackedParameter else f"it is a {type(parameter).__name__}"
-    if parameter.device.type not in DEVICES or parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
-        return f"it is {parameter.dtype} in layout {parameter.layout} on {parameter.device}"
-    if format.nbytes(parameter.shape) >= parameter.nbytes:
-        return LARGER
-    if strides_of(parameter) != parameter.stride():
-        return "its memory has gaps"
-    storage = parameter.untyped_storage()
-    if storage.nbytes() != parameter.nbytes or torch._C._storage_Use_Count(storage._cdata) > ALONE:
-        return SHARED
-    return None if bool(parameter.detach().isfinite().all()) else "it holds values that are not finite"
-
-
-def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, str]:
-    """Parameters (by id) of modules whose hooks do not run."""
-    found: dict[int, str] = {}
-    for module in model.modules():
-        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or (is_compiled and module is model):
-            found.update({id(p): COMPILED for p in module.parameters()})
-        if isinstance(module, torch.jit.ScriptModule):
-            found.update({id(p): SCRIPTED for p in module.parameters()})
-    return found
-
-
-# --- Weights that wait packed between the forward passes of their modules ---
-
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 SMALL = "packing them would save little, and norms and biases are sensitive"
-HELD = "somebody holds it after the forward pass: it waits plain until backward used it"
-REPLACED = "this parameter was put there after apply"
-GIVEN_BACK = "its dtype or device became one that is not packed: it is plain from then on"
-NO_BACKWARD = -1  # the number of the backward pass that runs, where none does
+HELD = "it is still referenced after the forward pass: it stays unpacked until backward has used it"
+REPLACED = "the parameter was replaced after apply"
+RELEASED = "its dtype or device became one that is not packed: it is unpacked from then on"
+NO_BACKWARD = -1  # id of the current graph task outside backward
 
 
 class Weights:
@@ -101,18 +67,18 @@ class Weights:
     def __init__(self, plan: Plan, model: nn.Module, *, is_compiled: bool) -> None:
         self.weights: dict[str, Weight] = {}
         self.small: dict[str, Format] = {}
-        self.left: dict[str, tuple[Format, str]] = {}  # name -> what was asked for, and why it stays as it is
+        self.not_packed: dict[str, tuple[Format, str]] = {}  # name -> requested format, and why the parameter is not packed
         self.pinned: set[str] = set()
-        self._plain: set[str] = set()  # names of those that have the dtype that was asked for
-        self.held: tuple[str, ...] = ()  # at the end of the last forward pass
+        self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
+        self.held: tuple[str, ...] = ()  # names of those still unpacked at the end of the last forward pass
         self._plan, self._model, self._is_compiled = plan, weakref.ref(model), is_compiled
-        self._holding: dict[Weight, WeightUse] = {}
+        self._held: dict[Weight, WeightUse] = {}
         self._running, self._lock = threading.local(), threading.RLock()
         self._handles: list[Any] = []
-        self._hooks: dict[Weight, list[Hook]] = {}  # of the modules that have it
-        self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []
+        self._hooks: dict[Weight, list[Hook]] = {}  # the pre-hooks of the modules that have the weight
+        self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
 
-    def _put_away(self, name: str, parameter: nn.Parameter, format: Format, reason: str | None = None) -> None:
+    def _pack_parameter(self, name: str, parameter: nn.Parameter, format: Format, reason: str | None = None) -> None:
         if parameter.dtype is PLAIN_DTYPES.get(str(format)):
             self._plain.add(name)
             return
@@ -124,54 +90,54 @@ class Weights:
             if reason is None:
                 self.weights[name] = weight = pack(parameter, format, PackedParameter)
                 weight.on_use = Used(self)
-                self.left.pop(name, None)
+                self.not_packed.pop(name, None)
                 return
         except CodecError as error:
             reason = str(error)
-        self.left[name] = format, reason
+        self.not_packed[name] = format, reason
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        self._forget_released()
+        """Bytes of codes and scales of all packed weights."""
+        self._remove_released()
         return sum(weight.nbytes for weight in self.weights.values())
 
     def changes(self) -> Iterator[Change]:
-        """What is not as it was asked for."""
-        self._forget_released()
+        """The weights that are not stored as the plan requests."""
+        self._remove_released()
         if self.small:
             asked = ", ".join(dict.fromkeys(str(format) for format in self.small.values()))
             what = f"{len(self.small)} parameter{'s' * (len(self.small) > 1)} of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values"
-            yield Change(what, asked, "as it is", SMALL)
-        for name, (format, reason) in self.left.items():
-            yield Change(f"weight={name}", str(format), "as it is", reason)
-        there = dict(self._named())
+            yield Change(what, asked, UNMODIFIED, SMALL)
+        for name, (format, reason) in self.not_packed.items():
+            yield Change(f"weight={name}", str(format), UNMODIFIED, reason)
+        parameters = dict(self._named())
         for name, weight in self.weights.items():
-            if name in there and there[name] is not weight.parameter:
-                other = weight_of(there[name])  # tied to another packed one, or plain
-                asked, given = str(weight.packed.format), str(other.packed.format) if other is not None else "as it is"
+            if name in parameters and parameters[name] is not weight.parameter:
+                other = weight_of(parameters[name])  # None if the new parameter is not packed
+                asked, given = str(weight.packed.format), str(other.packed.format) if other is not None else UNMODIFIED
                 if asked != given:
                     yield Change(f"weight={name}", asked, given, REPLACED)
-        yield from self._added(there)
+        yield from self._added(parameters)
         for name in sorted(self.pinned & self.weights.keys()):
-            yield Change(f"weight={name}", str(self.weights[name].packed.format), "plain too", COMPILED)
+            yield Change(f"weight={name}", str(self.weights[name].packed.format), "packed and unpacked", COMPILED)
         for name in self.held:
-            yield Change(f"weight={name}", str(self.weights[name].packed.format), "plain until backward", HELD)
+            yield Change(f"weight={name}", str(self.weights[name].packed.format), "unpacked until backward", HELD)
 
-    def _added(self, there: dict[str, nn.Parameter]) -> Iterator[Change]:
-        """Parameters that came after apply."""
-        names = {*self._plain, *self.weights, *self.left, *self.small, *(name for name, *_ in self._loading)}
-        known = {id(there[name]) for name in names if name in there}  # by id: one may have several names
-        for name, parameter in there.items():
+    def _added(self, parameters: dict[str, nn.Parameter]) -> Iterator[Change]:
+        """Changes of the parameters that were added to the model after apply."""
+        names = {*self._plain, *self.weights, *self.not_packed, *self.small, *(name for name, *_ in self._loading)}
+        known = {id(parameters[name]) for name in names if name in parameters}  # by id: a parameter may have several names
+        for name, parameter in parameters.items():
             format = self._plan.find((name,), Role.WEIGHT).format
             if format is not None and id(parameter) not in known and weight_of(parameter) is None and not is_small(parameter.shape):
                 known.add(id(parameter))
-                yield Change(f"weight={name}", str(format), "as it is", ADDED)
+                yield Change(f"weight={name}", str(format), UNMODIFIED, ADDED)
 
-    def _forget_released(self) -> None:
+    def _remove_released(self) -> None:
         for name, weight in [(name, weight) for name, weight in self.weights.items() if weight.is_released]:
             del self.weights[name]
-            self.left[name] = weight.packed.format, GIVEN_BACK
+            self.not_packed[name] = weight.packed.format, RELEASED
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         model = self._model()
@@ -180,10 +146,10 @@ class Weights:
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Pack, and register the hooks; after those of `Watch`, which reads first what was saved."""
+        """Pack the weights and register the hooks; called after `Watch.attach`, whose hooks must see saved tensors first."""
         try:
             self._pack()
-            self._hook()
+            self._register_hooks()
         except BaseException:
             self.detach()
             raise
@@ -195,16 +161,16 @@ class Weights:
         for name, parameter in model.named_parameters():
             format = self._plan.find((name,), Role.WEIGHT).format
             if format is not None:
-                self._put_away(name, parameter, format, reasons.get(id(parameter)))
+                self._pack_parameter(name, parameter, format, reasons.get(id(parameter)))
 
-    def _hook(self) -> None:
+    def _register_hooks(self) -> None:
         model = self._model()
         if model is None or not self.weights:
             return
         for module in model.modules():
             weights = [weight for p in module._parameters.values() if p is not None and (weight := weight_of(p)) is not None]
             if weights:
-                place = PackedModule(module)  # kept by the hooks alone: it refers to parameters
+                place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters
                 hook = Hook(partial(self._enter, place))
                 for weight in weights:
                     self._hooks.setdefault(weight, []).append(hook)
@@ -216,14 +182,14 @@ class Weights:
         self._handles.append(model.register_load_state_dict_post_hook(Hook(self._loaded)))
 
     def detach(self) -> None:
-        """Remove the hooks, and give all parameters back."""
-        for handle in self._handles + [entry.handle for entry in self._holding.values() if entry.handle is not None]:
+        """Remove the hooks and decode all parameters."""
+        for handle in self._handles + [entry.handle for entry in self._held.values() if entry.handle is not None]:
             handle.remove()
         self._handles.clear()
         for weight in self.weights.values():
             weight.keep_changes()
             weight.release()
-        self.weights, self._holding, self._hooks, self._running = {}, {}, {}, threading.local()
+        self.weights, self._held, self._hooks, self._running = {}, {}, {}, threading.local()
 
     def _calls(self) -> list[WeightCall]:
         try:
@@ -235,27 +201,28 @@ class Weights:
     def _enter(self, place: PackedModule, module: nn.Module, args: Any) -> None:
         call = place.call()
         for entry in call.entries:
-            self._take(entry)
+            self._unpack(entry)
         self._calls().append(call)
 
-    def _take(self, entry: WeightUse) -> None:
+    def _unpack(self, entry: WeightUse) -> None:
         weight = entry.weight
         with self._lock:  # threads may run the same module
             weight.users += 1
             if not weight.address:
                 weight.show()
-        entry.look()
-        if self._holding and weight in self._holding:
-            entry.holders = self._holding[weight].holders
+        entry.count_holders()
+        if self._held and weight in self._held:
+            entry.holders = self._held[weight].holders
 
     def _leave(self, place: PackedModule, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._calls()
         if any(call.place is place for call in calls):
-            while calls[-1].place is not place:  # calls that ended without their hooks
-                self._done(calls.pop(), None)
-            self._done(calls.pop(), output)
+            while calls[-1].place is not place:  # calls that ended without their forward hook
+                self._finish(calls.pop(), None)
+            self._finish(calls.pop(), output)
 
-    def _done(self, call: WeightCall, output: Any) -> None:
+    def _finish(self, call: WeightCall, output: Any) -> None:
+        """End of a module's call: replace the weights that it saved, and pack its parameters."""
         entries = call.entries
         if not entries:
             return
@@ -264,41 +231,45 @@ class Weights:
         is_hooked = hooks is not None and keeps_objects(hooks[0])
         if output is not None and is_same and torch.is_grad_enabled():
             memory = {entry.weight.address: entry.weight for entry in entries}
-            is_hooked = call.place.finder.let_go(output, call.first, memory) or is_hooked
+            is_hooked = call.place.finder.release(output, call.first, memory) or is_hooked
             if any([entry.parameter._use_count() > entry.holders[0] for entry in entries]):
-                is_hooked = release_saved_weights(output, call.first, memory) or is_hooked  # more was saved than the last time
+                is_hooked = release_saved_weights(output, call.first, memory) or is_hooked  # the known paths did not cover all
         if torch.is_autocast_enabled(entries[0].weight.device_type):
             torch.clear_autocast_cache()
         for entry in entries:
-            self._drop(entry, is_hooked)
-        if not self._holding:
+            self._end_use(entry, is_hooked)
+        if not self._held:
             call.place.ended(call)
 
-    def _drop(self, entry: WeightUse, is_hooked: bool) -> None:
+    def _end_use(self, entry: WeightUse, is_hooked: bool) -> None:
         with self._lock:
             entry.weight.users -= 1
             if entry.weight.users == 0:
-                entry.weight.accumulator = None  # which refers to the parameter, that would never be freed
+                entry.weight.accumulator = None  # it refers to the parameter, which would never be freed
                 self._free(entry, is_hooked)
 
     def _free(self, entry: WeightUse, is_hooked: bool) -> None:
-        """Make a parameter wait again, if nobody holds it; `is_hooked`: if nobody holds the object either."""
+        """Free the decoded values of a parameter, unless its tensor is still referenced; `is_hooked`: or its Python object is."""
         tensors, objects = entry.count()
         if tensors > entry.holders[0] or (is_hooked and objects > entry.holders[1]):
             self._hold(entry, is_hooked)
             return
-        if self._holding:
-            holding = self._holding.pop(entry.weight, None)
+        if self._held:
+            holding = self._held.pop(entry.weight, None)
             if holding is not None and holding.handle is not None:
                 holding.handle.remove()
         entry.weight.hide()
 
     def _hold(self, entry: WeightUse, is_hooked: bool) -> None:
-        """Try again when the gradient is there; of frozen ones in a layer that is computed again, with the next such one and at the end."""
-        if entry.weight not in self._holding:
+        """Leave a parameter unpacked, and try again when its gradient is accumulated.
+
+        Frozen parameters of a checkpointed module, which have no gradient, are tried again when the next one is held, and when backward
+        ends.
+        """
+        if entry.weight not in self._held:
             entry.is_hooked = is_hooked
-            held = [weight for weight, other in self._holding.items() if not other.parameter.requires_grad]
-            self._holding[entry.weight] = entry
+            held = [weight for weight, other in self._held.items() if not other.parameter.requires_grad]
+            self._held[entry.weight] = entry
             if entry.parameter.requires_grad:
                 entry.handle = entry.parameter.register_post_accumulate_grad_hook(Retry(self, entry.weight))
             elif torch._C._current_graph_task_id() != NO_BACKWARD:
@@ -307,11 +278,11 @@ class Weights:
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self.retry(entry.weight))
 
     def retry(self, weight: Weight, *, in_backward: bool = False) -> None:
-        """Make a parameter wait that somebody held."""
-        entry = self._holding.get(weight)
+        """Pack a parameter that was referenced at the last try, unless it still is."""
+        entry = self._held.get(weight)
         if entry is None or weight.users:
             return
-        if in_backward and entry.is_hooked:  # the engine holds the object too, as long as this hook runs
+        if in_backward and entry.is_hooked:  # the engine references the object while this hook runs
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.retry(weight))
             return
         with self._lock:
@@ -319,16 +290,16 @@ class Weights:
                 weight.keep_changes()
                 self._free(entry, entry.is_hooked)
 
-    # --- the model ----------------------------------------------------------------------------------------------------
+    # --- hooks of the whole model -------------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         calls = self._calls()
-        while calls:  # forward passes of this thread that were interrupted
+        while calls:  # of forward passes of this thread that an exception ended
             for entry in calls.pop().entries:
                 with self._lock:
                     entry.weight.users -= 1
                     self._hold(entry, is_hooked=True)
-        for weight in list(self._holding):
+        for weight in list(self._held):
             self.retry(weight)
         if self._loading:
             self._pack_loaded()
@@ -336,16 +307,16 @@ class Weights:
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         loose: int | None = self._running.loose if hasattr(self._running, "loose") else None
-        if output is not None and torch.is_grad_enabled() and (self._holding or loose is not None):
-            first = self._running.first if self._holding or loose is None else loose
-            release_saved_weights(output, first, {weight.address: weight for weight in self._holding})
-        for weight in list(self._holding):
+        if output is not None and torch.is_grad_enabled() and (self._held or loose is not None):
+            first = self._running.first if self._held or loose is None else loose
+            release_saved_weights(output, first, {weight.address: weight for weight in self._held})
+        for weight in list(self._held):
             self.retry(weight)
-        if self._holding or self.held:
-            self.held = tuple(name for name, weight in self.weights.items() if weight in self._holding)
+        if self._held or self.held:
+            self.held = tuple(name for name, weight in self.weights.items() if weight in self._held)
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
-        """load_state_dict(assign=True) put other parameters there: they are packed before the next forward pass, when the state is gone."""
+        """load_state_dict(assign=True) replaced parameters: pack them before the next forward pass, when the state dict is freed."""
         for name, parameter in self._named():
             weight = self.weights.get(name)
             if weight is not None and weight.is_pinned:
@@ -359,71 +330,71 @@ class Weights:
         for name, ref, format in loading:
             parameter = ref()
             if parameter is not None:
-                self._put_away(name, parameter, format)
-                if self.left.get(name) == (format, SHARED):
-                    self._loading.append((name, ref, format))  # the state is still there
+                self._pack_parameter(name, parameter, format)
+                if self.not_packed.get(name) == (format, SHARED):
+                    self._loading.append((name, ref, format))  # the state dict still references it
 
     # --- outside of modules -------------------------------------------------------------------------------------------
 
     def used(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
-        """Values of packed weights went into `result`, outside of their modules."""
+        """An operation outside the weights' modules computed `result` from their decoded values: replace what it saved of them."""
         if torch.is_grad_enabled():
             release_saved_weights(result, first, {value.untyped_storage()._cdata: weight for weight, value in values})
             if getattr(self._running, "loose", 0) is None and leads_to_weight(result):
-                self._running.loose = first  # a view, which others may save: it is looked for when the forward pass ends
+                self._running.loose = first  # a view that later operations may save: the end of the forward pass searches from here
         for weight, _ in values:
             if any(hook.was_compiled for hook in self._hooks.get(weight, ())) and not weight.is_pinned:
                 self._pin(weight)
 
     def _pin(self, weight: Weight) -> None:
-        """torch.compile runs the module, and its hooks do nothing: the weight stays plain."""
+        """Keep the weight unpacked: torch.compile runs its module, and the hooks there do nothing."""
         weight.pin()
         self.pinned.update(name for name, other in self.weights.items() if other is weight)
 
     @contextmanager
     def unpacked(self) -> Generator[None]:
-        """All parameters plain; what was changed is encoded again in the end."""
-        self._forget_released()
+        """A context in which all parameters are unpacked; those that change are encoded when it ends."""
+        self._remove_released()
         entries = [WeightUse(p, weight) for weight in self.weights.values() if (p := weight.parameter) is not None]
         for entry in entries:
-            self._take(entry)
+            self._unpack(entry)
         try:
             yield
         finally:
             for entry in entries:
                 entry.weight.is_checked = False  # compare the values: they may have been written through .data
                 entry.weight.keep_changes()
-                self._drop(entry, is_hooked=True)
+                self._end_use(entry, is_hooked=True)
 
 
 class Used:
-    """A session's `Weights.used`, as long as there is one."""
+    """Calls `Weights.used` while the session exists; holds it weakly."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weakref.ref(weights)
 
     def __call__(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
-        """Pack the weights again once their values were used."""
+        """Replace what an operation saved of decoded weights."""
         weights = self._weights()
         if weights is not None:
             weights.used(result, first, values)
 
 
 class Retry:
-    """A hook on a parameter: its gradient is there, so that backward needs it no longer."""
+    """A post-accumulate-grad hook of a parameter: backward has used it, so that it may be packed."""
 
     def __init__(self, weights: Weights, weight: Weight) -> None:
         self._weights, self._weight = weakref.ref(weights), weakref.ref(weight)
 
     def __call__(self, parameter: Tensor) -> None:
-        """Try again to pack the weight."""
+        """Try to pack the weight."""
         weights, weight = self._weights(), self._weight()
         if weights is not None and weight is not None:
             weights.retry(weight, in_backward=True)
 
 
 def _export(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Plain values in the state of a model; a weight that stands there twice is the same tensor both times."""
+    """Replace packed weights in a state dict by decoded tensors; a weight under two names is the same tensor under both."""
     for name in module._parameters:
         value = state.get(prefix + name)
         weight = weight_of(value) if type(value) is WeightView else None
@@ -431,3 +402,31 @@ def _export(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
             state[prefix + name] = weight.exported()
         elif type(value) is PackedParameter:
             state[prefix + name] = plain_parameter(value)
+
+
+def reason_to_keep_plain(parameter: nn.Parameter, format: Format) -> str | None:
+    """Why a parameter cannot be stored packed; None if it can."""
+    if type(parameter) is not nn.Parameter:
+        return "another session has it" if type(parameter) is PackedParameter else f"it is a {type(parameter).__name__}"
+    if parameter.device.type not in DEVICES or parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
+        return f"it is {parameter.dtype} in layout {parameter.layout} on {parameter.device}"
+    if format.nbytes(parameter.shape) >= parameter.nbytes:
+        return LARGER
+    if strides_of(parameter) != parameter.stride():
+        return "its memory has gaps"
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != parameter.nbytes or torch._C._storage_Use_Count(storage._cdata) > UNSHARED_USE_COUNT:
+        return SHARED
+    return None if bool(parameter.detach().isfinite().all()) else "it holds values that are not finite"
+
+
+def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, str]:
+    """Reasons, by id of the parameter, for those in modules whose hooks do not run."""
+    reasons: dict[int, str] = {}
+    for module in model.modules():
+        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if compiled or (is_compiled and module is model):
+            reasons.update({id(p): COMPILED for p in module.parameters()})
+        if isinstance(module, torch.jit.ScriptModule):
+            reasons.update({id(p): SCRIPTED for p in module.parameters()})
+    return reasons

@@ -1,20 +1,17 @@
-"""Follows the operations of a forward pass: every tensor that one makes is told to a `OperationListener`, with the name of its slot.
+"""Follows the operations of a forward pass: an `OperationListener` is called for every output of an operation, with the name of its slot.
 
-    layer3.0.conv1:output     what `layer3.0.conv1`, a module of torch.nn without children, made
-    encoder.3:add.output      what a sum written in the forward of `encoder.3` made; a second one is `encoder.3:add#2.output`
+    layer3.0.conv1:output     the output of `layer3.0.conv1`, a module of torch.nn without children
+    encoder.3:add.output      a sum in the forward of `encoder.3`; the second one is `encoder.3:add#2.output`
     relu@2:output             of the second call of `relu` in one forward pass
 
-These are the names that `Watch` gives to what operations save of their own outputs. An operation is what torch does in one call below
-Python: functions that are written in Python themselves (multi-head attention) are followed inside, and the cross entropy is its two halves,
-log_softmax and nll_loss. Views, copies and casts move values and make none: their results are the value that they came from. It leaves out
-what runs outside of Python's sight: compiled and scripted parts. What checkpointing computes again in backward is followed from module
-to module, each call taken for the module's first.
+These are the names that `Watch` gives to outputs that operations save. An operation is one call of torch below Python: functions that are
+written in Python (multi-head attention) are followed inside, and cross entropy counts as log_softmax and nll_loss. Views, copies and casts
+compute no new value: their results are the value of their input. Operations in compiled and scripted parts cannot be followed. Modules that
+checkpointing runs again in backward are followed module by module, each call counted as the first of its module.
 
-Operations as torch names them, told alike for all their forms, and who is told of them.
-
-A tensor bears a mark that says which value it is to a listener: it stays with the tensor, and views and copies inherit it.
+Operations have one name for all variants (`op_of`). A tensor carries a mark, an attribute with its listener and value: views and copies
+inherit it.
 """
-
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
@@ -38,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from paredown.trace.autograd_graph import next_number
 from paredown.trace.module_watch import Hook, is_plain_leaf
 
-MARK = "_paredown_value"  # the attribute of a tensor that says what it is, and to whom
+MARK = "_paredown_value"  # the attribute of a tensor with (listener, value)
 MOVES = frozenset(
     (
         *("reshape", "flatten", "contiguous", "clone", "detach", "expand", "repeat", "repeat_interleave", "roll", "flip", "unfold"),
@@ -56,40 +53,44 @@ SAME_OP = {
     **dict.fromkeys(("feature_dropout", "native_dropout", "alpha_dropout"), "dropout"),
     **{"nll_loss_nd": "nll_loss", "truediv": "div", "_softmax": "softmax"},
 }
-PRODUCTS = frozenset(("conv", "linear", "matmul"))  # where a group of the mixed-precision paper ends
+PRODUCTS = frozenset(("conv", "linear", "matmul"))  # operations that end a tensor group of the mixed-precision paper
 CHECKS = re.compile("has_torch_function(_unary|_variadic)?")
+# Methods that print or copy a tensor, or start another pass: no operations of the model
+NOT_OF_THE_MODEL = frozenset((Tensor.__repr__, Tensor.__format__, Tensor.backward, Tensor.register_hook, Tensor.__deepcopy__))
+NO_BACKWARD = -1
+CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
 
 
 @dataclass(eq=False, slots=True)
 class OperandSource:
-    """A value that an operation takes: what it is, and where autograd sends its gradient."""
+    """An input of an operation: its value, and the autograd edge that its gradient takes."""
 
     value: Any
-    edge: tuple[Any, int]  # node of autograd and the number of its output
+    edge: tuple[Any, int]  # autograd node, and the number of its output
 
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One call: its name, what it takes, and the first node of autograd that it may have made."""
+    """One call of an operation: its name, its inputs, and the sequence number from which on autograd nodes are its own."""
 
-    name: str  # of what it makes, without "output"
+    name: str  # of its slots, without "output"
     op: str
     sources: list[OperandSource]
     weights: list[nn.Parameter]
     first: int
-    num_unknown: int = 0  # floats that it takes and that are neither
+    num_unknown: int = 0  # float inputs that are neither values nor weights
 
     def output_name(self, number: int) -> str:
-        """The name of its output; those after the first are numbered."""
+        """The slot name of an output; those after the first are numbered."""
         return f"{self.name}output{number if number > 1 else ''}"
 
 
 class OperationListener(ABC):
-    """Who is told."""
+    """Is called for the operations of a forward pass."""
 
     @abstractmethod
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """What an operation gets in place of a parameter."""
+        """The tensor that an operation computes with in place of a parameter."""
 
     @abstractmethod
     def begins(self, operation: Operation) -> None:
@@ -97,23 +98,23 @@ class OperationListener(ABC):
 
     @abstractmethod
     def made(self, operation: Operation, out: Tensor, number: int) -> Any:
-        """An output, which may be changed in place; the answer is the value that later operations take."""
+        """An operation computed `out`, which may be changed in place; returns the value that marks it."""
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """A view or a copy of a value, with a name of its own if it is a part, such as half of the channels: what it is known as.
+        """An operation made a view or a copy of `value`; returns the value that marks it, and the tensor that later operations use.
 
-        Beside it stands what later operations take.
+        `name` is not empty if it is a part of the value, such as half of the channels.
         """
         return value, out
 
 
 def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
-    """From now on `tensor` is this value to this listener."""
+    """Mark `tensor` with a value of `listener`."""
     setattr(tensor, MARK, (listener, value))
 
 
 def mark_of(tensor: Tensor, listener: OperationListener) -> Any:
-    """What a tensor is to this listener; None where it is nothing, or something to another one."""
+    """The value with which `listener` marked a tensor; None if it did not."""
     marked = getattr(tensor, MARK, None)
     return marked[1] if marked is not None and marked[0] is listener else None
 
@@ -130,12 +131,12 @@ def tensors_in_nest(values: Any) -> Iterator[Tensor]:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter; asking its type first takes a tenth of the time."""
+    """Whether a tensor is a parameter; comparing types first takes a tenth of the time of isinstance."""
     return type(tensor) is nn.Parameter or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter))
 
 
 def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = nn.Parameter) -> Any:
-    """The same nest with something else for its parameters, or for all of its tensors."""
+    """The same nested containers with `by(tensor)` for each parameter, or with `kind=Tensor` for each tensor."""
     if isinstance(values, Tensor):
         return by(values) if kind is Tensor or is_weight(values) else values
     if isinstance(values, dict):
@@ -145,38 +146,33 @@ def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor]
 
 @cache
 def op_of(func: Any) -> str:
-    """The name of an operation, alike for its forms: conv2d and conv1d are conv, `+`, add and add_ are add.
+    """The name of an operation, the same for its variants: conv2d and conv1d are conv; `+`, add and add_ are add.
 
     >>> [op_of(f) for f in (nn.functional.conv2d, Tensor.__iadd__, Tensor.relu_, nn.functional.avg_pool2d)]
     ['conv', 'add', 'relu', 'avg_pool']
     """
     text = getattr(func, "__name__", "")
-    plain = text.strip("_")
-    if text.startswith("__") and plain[:1] in "ir" and plain[1:] in ("add", "sub", "mul", "truediv", "matmul", "pow", "div"):
-        plain = plain[1:]
-    plain = re.sub("[123]d$", "", plain)
-    return SAME_OP.get(plain, plain)
+    name = text.strip("_")
+    if text.startswith("__") and name[:1] in "ir" and name[1:] in ("add", "sub", "mul", "truediv", "matmul", "pow", "div"):
+        name = name[1:]
+    name = re.sub("[123]d$", "", name)
+    return SAME_OP.get(name, name)
 
 
 @cache
 def without_mode_check(func: FunctionType) -> Callable[..., Any]:
-    """A function of torch without its first look for modes: called inside of one, its body runs, and what that calls is seen."""
-    checks = {name: _no for name in func.__globals__ if CHECKS.fullmatch(name)}
-    made = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
+    """A Python function of torch without its check for `__torch_function__`: its body runs, and the mode sees the calls inside."""
+    checks = {name: _always_false for name in func.__globals__ if CHECKS.fullmatch(name)}
+    unchecked = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
+    unchecked.__kwdefaults__ = func.__kwdefaults__
+    return unchecked
 
 
-def _no(*args: Any) -> bool:
+def _always_false(*args: Any) -> bool:
     return False
 
 
-# --- Follows the operations of a forward pass ---
-
-# What a person looks at, and what begins another pass
-NOT_OF_THE_MODEL = frozenset((Tensor.__repr__, Tensor.__format__, Tensor.backward, Tensor.register_hook, Tensor.__deepcopy__))
-NO_BACKWARD = -1
-CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
+# --- following a forward pass ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -188,7 +184,7 @@ class Frame:
     counts: dict[str, int] = field(default_factory=dict)
 
     def prefix(self, op: str) -> str:
-        """What stands before the operand in the name of the next operation of this kind."""
+        """The part of a slot name before the operand, for the next operation `op` of this call."""
         self.counts[op] = count = self.counts.get(op, 0) + 1
         if self.is_plain_leaf and len(self.counts) == 1 and count == 1:
             return f"{self.path}:"
@@ -197,7 +193,7 @@ class Frame:
 
 @final
 class ForwardCalls(TorchFunctionMode):
-    """Follows operations while it is entered, under the path of the module that runs."""
+    """Follows operations while it is entered, and names them by the path of the running module."""
 
     def __init__(self, model: nn.Module, listener: OperationListener) -> None:
         super().__init__()
@@ -206,24 +202,24 @@ class ForwardCalls(TorchFunctionMode):
         self._running = threading.local()
         self._handles: list[Any] = []
 
-    # --- where ----------------------------------------------------------------------------------------------------------
+    # --- the running module ---------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Hooks on all modules but the model itself, which say where the forward pass is."""
+        """Register hooks on all modules but the model itself, which track the running module."""
         for module in self._paths:
             if module is not self._model and not isinstance(module, torch.jit.ScriptModule):
                 self._handles.append(module.register_forward_pre_hook(Hook(self._enter)))
                 self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
 
     def detach(self) -> None:
-        """Remove them."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @contextmanager
     def following(self, path: str = "") -> Generator[None]:
-        """Operations inside are followed, under this path where no module runs."""
+        """A context in which operations are followed; `path` is used where no module runs."""
         self.start(path)
         try:
             yield
@@ -231,7 +227,7 @@ class ForwardCalls(TorchFunctionMode):
             self.stop()
 
     def start(self, path: str = "") -> None:
-        """A forward pass begins, maybe inside of another that is followed."""
+        """Start of a forward pass, which may be inside another one."""
         outer = self._running.frames if self.is_running else None
         if outer is None:
             self.__enter__()
@@ -241,14 +237,14 @@ class ForwardCalls(TorchFunctionMode):
         self._running.times = dict[str, int]()
 
     def stop(self) -> None:
-        """It ended."""
+        """End of the forward pass."""
         self._running.frames, self._running.times = self._running.outer.pop()
         if not self.is_running:
             self.__exit__(None, None, None)
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Operations inside are not followed, also where this is inside of what is."""
+        """A context in which operations are not followed."""
         frames, self._running.frames = getattr(self._running, "frames", None), None
         try:
             yield
@@ -262,8 +258,8 @@ class ForwardCalls(TorchFunctionMode):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.is_running and torch._C._current_graph_task_id() != NO_BACKWARD:
-            self.start()  # a part that checkpointing computes again, in backward
-            self._running.again = module
+            self.start()  # a checkpointed module that runs again in backward
+            self._running.checkpointed = module
         if self.is_running:
             path, is_leaf = self._paths.get(module) or ("", False)
             self._running.times[path] = times = self._running.times.get(path, 0) + 1
@@ -272,26 +268,26 @@ class ForwardCalls(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.is_running and len(self._running.frames) > 1:
             self._running.frames.pop()
-            if len(self._running.frames) == 1 and getattr(self._running, "again", None) is module:
-                self._running.again = None
+            if len(self._running.frames) == 1 and getattr(self._running, "checkpointed", None) is module:
+                self._running.checkpointed = None
                 self.stop()
 
-    # --- what -----------------------------------------------------------------------------------------------------------
+    # --- operations -----------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.is_running or func in NOT_OF_THE_MODEL:
             return func(*args, **kwargs)
         if isinstance(func, FunctionType) and func not in self._running.open:
-            return self._inside(func, args, kwargs)
-        if func is CROSS_ENTROPY and (halves := _halves(*args, **kwargs)) is not None:
+            return self._follow_inside(func, args, kwargs)
+        if func is CROSS_ENTROPY and (cross_entropy := _split_cross_entropy(*args, **kwargs)) is not None:
             with self:
-                return halves()
+                return cross_entropy()
         op = op_of(func)
         return func(*args, **kwargs) if op in READS or op == "" else self._run(func, op, args, kwargs)
 
-    def _inside(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
-        """The body of a function that is written in Python, followed."""
+    def _follow_inside(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
+        """Run a function that is written in Python, and follow the operations that it calls."""
         self._running.open.append(func)
         try:
             with self:
@@ -315,17 +311,17 @@ class ForwardCalls(TorchFunctionMode):
         out = self._call(func, args, kwargs, tensors)
         storages = {_storage(t) for t, version in zip(tensors, versions, strict=True) if _version(t) == version}
         if tensors[0].is_inference() and _is_in_place(func.__name__):
-            storages.discard(_storage(tensors[0]))  # it has no versions to tell
-        made = [t for t in tensors_in_nest(out) if t.is_floating_point() and _storage(t) not in storages]
-        if not made or is_weight(made[0]):
+            storages.discard(_storage(tensors[0]))  # inference tensors have no version counter
+        outputs = [t for t in tensors_in_nest(out) if t.is_floating_point() and _storage(t) not in storages]
+        if not outputs or is_weight(outputs[0]):
             return self._moved(out, op, tensors)
         operation.name = frame.prefix(op)
-        for number, tensor in enumerate(made, 1):
+        for number, tensor in enumerate(outputs, 1):
             mark(tensor, self._listener, self._listener.made(operation, tensor, number))
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
-        """`out`, known as the value that it came from, or as a part of it."""
+        """`out`, marked with the value that it is a view or copy of, or with a part of that value."""
         source = next((t for t in tensors if mark_of(t, self._listener) is not None), None)
         return out if source is None else replace_tensors(out, lambda tensor: self._part(tensor, source, op), Tensor)
 
@@ -344,7 +340,7 @@ class ForwardCalls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _halves(
+def _split_cross_entropy(
     x: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -352,7 +348,7 @@ def _halves(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Callable[[], Tensor] | None:
-    """The cross entropy as torch computes it, in two operations; None in its other forms."""
+    """Cross entropy as log_softmax and nll_loss, as torch computes it; None for probabilities as targets and for label smoothing."""
     if target.is_floating_point() or label_smoothing > 0:
         return None
     name = ("none", "mean", "sum")[int(reduction)]
@@ -362,12 +358,12 @@ def _halves(
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was changed in place; tensors of inference mode do not count."""
+    """The version counter of a tensor; -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument: relu_, __iadd__."""
+    """Whether a function of this name changes its first argument in place: relu_, __iadd__."""
     return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 

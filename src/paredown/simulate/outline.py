@@ -1,11 +1,11 @@
 """The tensors of one training step as the mixed-precision papers count them: an output for every operation, saved or not.
 
-`outline` runs the forward pass and the loss once on fake tensors. A `Value` is an input of the model or what one operation made; in
-backward there is a gradient beside it. Its names are its own and those under which operations save it, so that a plan for `conv2:input`
-speaks of what `relu1:output` is. In-place operations make values too.
+`outline` runs the forward pass and the loss once on fake tensors. A `Value` is an input of the model or the output of an operation, in
+place or not; in backward it has a gradient of the same size. A value has its own name and those under which operations save it, so that a
+plan's rule for `conv2:input` also matches `relu1:output`.
 
->>> found = outline(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), (torch.empty(2, 8),))
->>> [(value.name, value.op, value.numel, value.weights) for value in found.values]
+>>> step = outline(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), (torch.empty(2, 8),))
+>>> [(value.name, value.op, value.numel, value.weights) for value in step.values]
 [('input1', 'input', 16, ()), ('0:output', 'linear', 8, ('0.weight', '0.bias')), ('1:output', 'relu', 8, ())]
 """
 
@@ -34,7 +34,7 @@ PART = "part"
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor: what made it from which values (places in the outline), with which weights, and how many numbers it has."""
+    """One tensor: the operation that computes it, its source values (indices in the outline), its weights, and its number of elements."""
 
     name: str
     op: str
@@ -42,34 +42,34 @@ class Value:
     sources: tuple[int, ...] = ()
     weights: tuple[str, ...] = ()
     saved_as: tuple[str, ...] = ()
-    num_uses: int = 0  # operations that take it
+    num_uses: int = 0  # operations that have it as an input
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its own and those of its savers."""
+        """Its own name, and those under which operations save it."""
         return (self.name, *(name for name in self.saved_as if name != self.name))
 
     @property
     def is_product(self) -> bool:
-        """Whether a convolution or a matrix product made it."""
+        """Whether it is the output of a convolution or a matrix product."""
         return self.op in PRODUCTS
 
 
 @dataclass(frozen=True)
 class Outline:
-    """All values in the order of their making, and the numbers in each parameter."""
+    """All values in the order in which they are computed, and the number of elements of each parameter."""
 
     values: tuple[Value, ...]
     weights: dict[str, int]
 
     @cached_property
     def users(self) -> dict[int, list[int]]:
-        """Place of a value -> the places of those that are made from it."""
-        found: dict[int, list[int]] = {place: [] for place in range(len(self.values))}
-        for place, value in enumerate(self.values):
+        """Index of a value -> indices of the values that are computed from it."""
+        users: dict[int, list[int]] = {index: [] for index in range(len(self.values))}
+        for index, value in enumerate(self.values):
             for source in value.sources:
-                found[source].append(place)
-        return found
+                users[source].append(index)
+        return users
 
     def slots(self) -> list[tuple[tuple[str, ...], Role]]:
         """Names and role of every slot, for `Plan.check`."""
@@ -94,17 +94,17 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, FakeTensors], Any] | None = None
 ) -> Outline:
-    """The outline of one call of `model`, and of what `after` does with its output; of a training pass where no gradient is wanted now."""
+    """The outline of one call of `model`, and of `after(output, fakes)`; always of a training pass, also inside no_grad."""
     fakes = FakeTensors()
     with with_fake_tensors(model, fakes):
         if not torch.is_grad_enabled():
-            model.train()  # dropout makes values then
+            model.train()  # dropout has an output of its own in training
         names = {id(p): name for name, p in model.named_parameters()}
-        seen = OutlineListener(names)
-        calls = ForwardCalls(model, seen)
-        watch = Watch(model, seen.saved)
+        listener = OutlineListener(names)
+        calls = ForwardCalls(model, listener)
+        watch = Watch(model, listener.saved)
         with fakes.mode, torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            args, kwargs = seen.inputs(fakes.batch((args, kwargs)))
+            args, kwargs = listener.inputs(fakes.batch((args, kwargs)))
             calls.attach()
             watch.attach()
             with calls.following():
@@ -113,56 +113,55 @@ def of_call(
             watch.detach()
             with calls.following(LOSS):
                 _ = after(output, fakes) if after is not None else None
-        return seen.outline({name: p.numel() for name, p in model.named_parameters()})
+        return listener.outline({name: p.numel() for name, p in model.named_parameters()})
 
 
 @final
 class OutlineListener(OperationListener):
-    """Writes down what it is told; keeps the tensors, so that none takes the memory of another."""
+    """Records the values of a forward pass; keeps all tensors alive, so that no storage address is reused."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names, self._rows = names, list[dict[str, Any]]()
         self._kept: list[Tensor] = []
-        self._places: dict[int, int] = {}  # storage -> the value that lies there now
-        self._saved: list[tuple[str, ...]] = []
+        self._by_storage: dict[int, int] = {}  # storage address -> index of the value written there last
 
     def inputs(self, values: Any) -> Any:
-        """The same, each float a value."""
+        """`values`, after recording each float tensor in them as an input."""
         for number, tensor in enumerate(tensors_in(values), 1):
             if tensor.is_floating_point():
                 self._add(tensor, name=f"{INPUT}{number}", op=INPUT, sources=(), weights=())
         return values
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Itself."""
+        """The parameter itself."""
         return weight
 
     def begins(self, operation: Operation) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def made(self, operation: Operation, out: Tensor, number: int) -> int:
-        """Its place."""
+        """Record an output; returns its index."""
         sources = tuple(dict.fromkeys(source.value for source in operation.sources))
         weights = tuple(dict.fromkeys(self._names[id(w)] for w in operation.weights if id(w) in self._names))
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
     def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
-        """Who saves the copy saves the value; a part is one of its own, as the paper counts."""
+        """Record a copy, so that saving it counts as saving the value; a part is a value of its own, as the paper counts."""
         self._kept.append(out)
-        self._places.setdefault(out.untyped_storage()._cdata, value)
+        self._by_storage.setdefault(out.untyped_storage()._cdata, value)
         return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out
 
     def saved(self, saved: Saved) -> None:
-        """One tensor that autograd saved: the value has this name too."""
+        """Record a saved tensor: its value has this name too."""
         tensor = saved.tensor
         if tensor is None or saved.kind not in ("activation", "input") or not tensor.is_floating_point():
             return
-        place = self._places.get(tensor.untyped_storage()._cdata)
-        if place is not None:
-            self._rows[place]["saved_as"].append(saved.name)
+        index = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if index is not None:
+            self._rows[index]["saved_as"].append(saved.name)
 
     def outline(self, weights: dict[str, int]) -> Outline:
-        """All of it."""
+        """The outline of all recorded values."""
         uses = [0] * len(self._rows)
         for row in self._rows:
             for source in row["sources"]:
@@ -171,10 +170,10 @@ class OutlineListener(OperationListener):
         return Outline(tuple(Value(**cast("dict[str, Any]", row)) for row in rows), weights)
 
     def _add(self, tensor: Tensor, **row: Any) -> int:
-        place = len(self._rows)
+        index = len(self._rows)
         self._rows.append({**row, "numel": tensor.numel(), "saved_as": []})
         self._kept.append(tensor)
         if row["op"] != PART:
-            self._places[tensor.untyped_storage()._cdata] = place
-        mark(tensor, self, place)
-        return place
+            self._by_storage[tensor.untyped_storage()._cdata] = index
+        mark(tensor, self, index)
+        return index

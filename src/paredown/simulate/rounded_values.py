@@ -1,13 +1,11 @@
-"""The values of a simulated step: each is rounded when an operation makes it, and its gradient when one sends it back.
+"""Rounds the values of a simulated step: each when an operation computes it, and its gradient when an operation's backward returns it.
 
-Rounding happens below autograd, in the memory of the tensor: backward passes straight through, and an operation whose backward needs its
-own output has the rounded one. Gradients are rounded by hooks on the nodes that autograd made for an operation.
+Rounding writes into the memory of the tensor and is not recorded by autograd: gradients pass straight through, and an operation whose
+backward needs its own output gets the rounded one. Gradients are rounded by hooks on the autograd nodes of an operation.
 
-TF32 where it is exact: a product of two tensors with at most 10 mantissa bits each loses nothing by it, and is several times faster.
-
-Accumulation is float32 either way. Only CUDA has TF32; elsewhere nothing is done.
+Products of two tensors with at most 10 mantissa bits each run in TF32, which is exact for them and several times faster (`Precision`).
+They accumulate in float32 either way. Only CUDA has TF32; on other devices nothing changes.
 """
-
 
 # pyright: reportPrivateUsage=false
 
@@ -31,63 +29,19 @@ from paredown.simulate.outline import INPUT, Outline
 from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
 from paredown.trace.autograd_graph import NO_SEQUENCE, tensors_in
 
-# Not allow_tf32, which cannot be read once the user has set these; it reads as before when they are put back
+# Not allow_tf32, which cannot be read once the user has set these; it can again when they are restored
 SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn).conv)
-
-
-def are_narrow(places: Iterable[RoundedSlot | None]) -> bool:
-    """Whether all of these are, also once they are raised."""
-    return all(
-        p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in places
-    )
-
-
-class Precision:
-    """Torch's switches of TF32 during a product; `restore` puts them back."""
-
-    def __init__(self) -> None:
-        self._before: tuple[str, ...] | None = None
-
-    def set(self, is_narrow: bool) -> None:
-        """TF32 or not, for what is launched from now on."""
-        if self._before is None:
-            self._before = tuple(switch.fp32_precision for switch in SWITCHES)
-        for switch in SWITCHES:
-            switch.fp32_precision = "tf32" if is_narrow else "ieee"
-
-    def restore(self) -> None:
-        """As it was."""
-        for switch, before in zip(SWITCHES, self._before or (), strict=False):
-            switch.fp32_precision = before
-        self._before = None
-
-    def around(self, node: Any, is_narrow: bool) -> None:
-        """The same in backward, while `node` runs."""
-        node.register_prehook(_call(lambda: self.set(is_narrow)))
-        node.register_hook(_call(self.restore))
-
-
-def _call(function: Callable[[], None]) -> Callable[..., None]:
-    def hook(*args: Any) -> None:
-        function()
-
-    return hook
-
-
-# --- The values of a simulated step ---
-
 CHOICES = {"sums": ("exact", "rounded"), "gradients": ("backward", "step"), "first_weights": ("rounded", "exact")}
 
 
 @dataclass(frozen=True)
 class Simulate:
-    """How simulate mode goes; `apply(plan, model, mode="simulate")` takes these defaults.
+    """Settings of simulate mode; `apply(plan, model, mode="simulate")` uses these defaults.
 
-    `raised`: the plan whose assignments activations and weights get for good once `share` of their values overflow in one training
-    pass. `sums`: where several operations take an activation, "exact" rounds what each sends back and not the sum, "rounded" the
-    sum alone. `gradients`: rounded in "backward" or before the optimizer's "step". `first_weights`: "exact" computes with the
-    parameters as they are until the first step. `all_live`: every slot can be given any format later by `session.set_plan`, so
-    that no product runs in TF32.
+    `raised`: the plan whose assignments activations and weights get permanently once `share` of their values overflow in one training
+    pass. `sums`: where several operations use an activation, "exact" rounds the gradient of each and not their sum, "rounded" only the
+    sum. `gradients`: rounded in "backward" or before the optimizer's "step". `first_weights`: "exact" computes with unmodified
+    parameters until the first step. `all_live`: `session.set_plan` can give every slot any format later, so no product runs in TF32.
     """
 
     raised: Plan | None = None
@@ -109,13 +63,13 @@ class Simulate:
             )
 
 
-PEPPP = Simulate(sums="rounded", gradients="step")  # but for its first step, which its release computes with exact weights
+PEPPP = Simulate(sums="rounded", gradients="step")  # except the first step, which PEPPP's released code computes with exact weights
 MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp": PEPPP})
 
 
 @dataclass(eq=False, slots=True)
 class TrackedValue:
-    """A value: the slots of the activation and of its gradient, and how many operations take it."""
+    """A value: the slots of the activation and of its gradient, and how many operations use it."""
 
     activation: RoundedSlot | None
     error: RoundedSlot | None
@@ -124,35 +78,35 @@ class TrackedValue:
 
 @final
 class RoundedValues(OperationListener):
-    """Rounds what operations take, make and send back. `names`: of parameters, by their ids."""
+    """Rounds the weights, outputs and gradients of operations. `names`: id of a parameter -> name."""
 
-    def __init__(self, places: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
-        self.places, self.how, self._names = places, how, names
+    def __init__(self, slots: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
+        self.slots, self.how, self._names = slots, how, names
         self.precision = Precision()
-        self.has_stepped = self.looks = False  # `looks`: overflow is counted in this pass
+        self.has_stepped = self.counts_overflow = False  # both of the current forward pass
         self._outline = Outline((), {})
         self._known: dict[str, TrackedValue] = {}
-        self._weights: dict[int, Tensor] = {}  # rounded copies of the forward pass that runs
-        self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, made all at once
+        self._weights: dict[int, Tensor] = {}  # rounded copies of parameters in the current forward pass
+        self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, rounded in one launch
 
-    def learn(self, outline: Outline) -> None:
-        """The names of all values; slots get their numbers in this order."""
+    def set_outline(self, outline: Outline) -> None:
+        """Use the names of all values in `outline`; slots are numbered in this order."""
         self._outline = outline
-        self._known = {value.name: self._slots(value.names, value.num_uses) for value in outline.values}
+        self._known = {value.name: self._tracked(value.names, value.num_uses) for value in outline.values}
 
-    def relearn(self) -> None:
-        """After the plan changed."""
-        self.learn(self._outline)
+    def refresh(self) -> None:
+        """Look up all slots again after the plan changed."""
+        self.set_outline(self._outline)
 
-    def begin(self, args: Any, kwargs: Any, *, looks: bool) -> Any:
-        """A forward pass begins: its arguments, with rounded copies of their floats."""
-        self.looks = looks
+    def begin(self, args: Any, kwargs: Any, *, counts_overflow: bool) -> Any:
+        """Start of a forward pass: its arguments, with rounded copies of float tensors."""
+        self.counts_overflow = counts_overflow
         self._weights.clear()
         numbers = {id(tensor): number for number, tensor in enumerate(tensors_in((args, kwargs)), 1)}
         return tree_map_only(Tensor, lambda tensor: self._input(tensor, numbers.get(id(tensor), 0)), (args, kwargs))
 
     def end(self, output: Any) -> None:
-        """It ended: what comes back from outside to what the model returns is rounded too."""
+        """End of a forward pass: gradients that arrive at the model's outputs from outside are rounded too."""
         self._weights.clear()
         self.precision.restore()
         for tensor in tensors_in(output) if self.how.sums == "exact" else ():
@@ -165,7 +119,7 @@ class RoundedValues(OperationListener):
             return tensor
         value = self._value(f"{INPUT}{number}")
         tensor = (
-            StraightThroughRounding.apply(tensor, self.places, value.activation, self.looks)
+            StraightThroughRounding.apply(tensor, self.slots, value.activation, self.counts_overflow)
             if value.activation
             else tensor.view_as(tensor)
         )
@@ -175,75 +129,77 @@ class RoundedValues(OperationListener):
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """The rounded copy of a parameter, one for each pass."""
+        """The rounded copy of a parameter, the same for all operations of a forward pass."""
         name = self._names.get(id(weight))
-        place = self.places.of((name,), Role.WEIGHT) if name is not None else None
-        if place is None or (self.how.first_weights == "exact" and not self.has_stepped):
+        slot = self.slots.of((name,), Role.WEIGHT) if name is not None else None
+        if slot is None or (self.how.first_weights == "exact" and not self.has_stepped):
             return weight
         copy = self._weights.get(id(weight))
         if copy is None or copy.requires_grad != (weight.requires_grad and torch.is_grad_enabled()):
-            made = self._copies.pop(id(weight), None)
-            self._weights[id(weight)] = copy = StraightThroughRounding.apply(weight, self.places, place, self.looks, made)
+            rounded = self._copies.pop(id(weight), None)
+            self._weights[id(weight)] = copy = StraightThroughRounding.apply(
+                weight, self.slots, slot, self.counts_overflow, rounded
+            )
         return copy
 
     def copy_all(self, weights: Iterable[Tensor]) -> None:
-        """Round copies of these for the pass that begins, in one launch; what `taken` gives then."""
+        """Round copies of `weights` in one launch, for `taken` in the forward pass that begins."""
         named = [(weight, self._names[id(weight)]) for weight in weights if id(weight) in self._names]
-        places = [(weight, self.places.of((name,), Role.WEIGHT)) for weight, name in named]
-        rounded = [(weight, torch.empty_like(weight, requires_grad=False), place) for weight, place in places if place is not None]
-        self.places.round_all(rounded)
+        pairs = [(weight, self.slots.of((name,), Role.WEIGHT)) for weight, name in named]
+        rounded = [(weight, torch.empty_like(weight, requires_grad=False), slot) for weight, slot in pairs if slot is not None]
+        self.slots.round_all(rounded)
         self._copies = {id(weight): out for weight, out, _ in rounded}
 
     def begins(self, operation: Operation) -> None:
-        """TF32 or not."""
+        """Set TF32 for the product that is about to run."""
         if self._is_product(operation):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
     def made(self, operation: Operation, out: Tensor, number: int) -> TrackedValue:
-        """Round what an operation made, and what it will send back."""
+        """Round an output of an operation, and register hooks that round the gradients of its backward."""
         if self._is_product(operation):
             self.precision.restore()
         value = self._value(operation.output_name(number))
         if value.activation is not None:
-            self.places.round_(out, value.activation, looks=self.looks)
+            self.slots.round_(out, value.activation, counts_overflow=self.counts_overflow)
         if out.requires_grad:
             self._hook_errors(operation, out, value)
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """A part of a value is rounded as that is, unless the plan gives it something else."""
+        """A part of a value has the rounding of the value, unless the plan has another assignment for it."""
         if not name:
             return value, out
         part = self._value(name)
         if part.activation is None or (value.activation is not None and part.activation.assignment == value.activation.assignment):
             return TrackedValue(value.activation, part.error), out
-        return part, StraightThroughRounding.apply(out, self.places, part.activation, self.looks)
+        return part, StraightThroughRounding.apply(out, self.slots, part.activation, self.counts_overflow)
 
     def _value(self, name: str) -> TrackedValue:
         value = self._known.get(name)
         if value is None:
-            self._known[name] = value = self._slots((name,), 1)
+            self._known[name] = value = self._tracked((name,), 1)
         return value
 
-    def _slots(self, names: tuple[str, ...], num_uses: int) -> TrackedValue:
-        return TrackedValue(self.places.of(names, Role.ACTIVATION), self.places.of(names, Role.ERROR), num_uses)
+    def _tracked(self, names: tuple[str, ...], num_uses: int) -> TrackedValue:
+        return TrackedValue(self.slots.of(names, Role.ACTIVATION), self.slots.of(names, Role.ERROR), num_uses)
 
     def _is_product(self, operation: Operation) -> bool:
-        return operation.op in PRODUCTS and self.places.device.type == "cuda"
+        return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: Operation) -> list[RoundedSlot | None]:
         """The slots that a product reads; a bias is added in float32."""
-        weights = [self.places.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
+        weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
-    def _are_narrow(self, places: list[RoundedSlot | None]) -> bool:
-        """Whether TF32 is exact, now and whatever formats come later."""
-        return not self.how.all_live and are_narrow(places)
+    def _are_narrow(self, slots: list[RoundedSlot | None]) -> bool:
+        """Whether TF32 is exact for these slots, whatever formats they may get later."""
+        return not self.how.all_live and are_narrow(slots)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: Operation, out: Tensor, value: TrackedValue) -> None:
-        """Round gradients of what the operation took where they leave it, or the gradient of what it made where it is summed."""
+        """Round the gradients of an operation's inputs where its nodes return them, or the summed gradient of its output."""
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
             out.register_hook(self._rounder(value.error))
@@ -251,57 +207,102 @@ class RoundedValues(OperationListener):
             [] if is_summed else [(*source.edge, source.value.error) for source in operation.sources if source.edge[0] is not None]
         )
         is_product = self._is_product(operation)
-        if not is_product and all(place is None for *_, place in edges):
+        if not is_product and all(slot is None for *_, slot in edges):
             return
-        is_one = is_summed or value.num_uses == 1  # a sum of several has more bits than they have
-        is_narrow = is_product and is_one and self._are_narrow([*self._operands(operation), value.error])
+        is_rounded = is_summed or value.num_uses == 1  # a sum of several rounded gradients has more bits than each of them
+        is_narrow = is_product and is_rounded and self._are_narrow([*self._operands(operation), value.error])
         for node in _nodes(out.grad_fn, operation.first):
-            places = _leaving(node, edges)
-            if places:
-                node.register_hook(self._returned(places))
+            slots = _slots_of_edges(node, edges)
+            if slots:
+                node.register_hook(self._round_outgoing(slots))
             if is_product:
                 self.precision.around(node, is_narrow)
 
-    def _rounder(self, place: RoundedSlot) -> Callable[[Tensor], Tensor]:
-        return lambda gradient: self.places.rounded(gradient, place)
+    def _rounder(self, slot: RoundedSlot) -> Callable[[Tensor], Tensor]:
+        return lambda gradient: self.slots.rounded(gradient, slot)
 
-    def _returned(self, places: dict[int, RoundedSlot]) -> Callable[[Any, Any], Any]:
-        def hook(sent: tuple[Tensor | None, ...], received: Any) -> tuple[Tensor | None, ...]:
-            return tuple(self.places.rounded(g, places[i]) if i in places and g is not None else g for i, g in enumerate(sent))
+    def _round_outgoing(self, by_edge: dict[int, RoundedSlot]) -> Callable[[Any, Any], Any]:
+        def hook(outgoing: tuple[Tensor | None, ...], incoming: Any) -> tuple[Tensor | None, ...]:
+            rounded = self.slots.rounded
+            return tuple(rounded(g, by_edge[i]) if i in by_edge and g is not None else g for i, g in enumerate(outgoing))
 
         return hook
 
 
-def _leaving(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Which of the gradients that `node` sends go along one of `edges`, and their slots."""
-    found: dict[int, RoundedSlot] = {}
-    for number, (before, output) in enumerate(node.next_functions):
-        for other, its_output, place in edges:
-            if place is not None and before is other and output == its_output:
-                found[number] = place
-    return found
+def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
+    """Index of an outgoing edge of `node` -> slot, for those in `edges`: (target node, number of its output, slot)."""
+    by_edge: dict[int, RoundedSlot] = {}
+    for index, (target, output) in enumerate(node.next_functions):
+        for other, other_output, slot in edges:
+            if slot is not None and target is other and output == other_output:
+                by_edge[index] = slot
+    return by_edge
 
 
 def _nodes(last: Any, first: int) -> list[Any]:
-    """The nodes behind `last` that were made from number `first` on."""
-    found, waiting = list[Any](), [last]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and first <= node._sequence_nr() < NO_SEQUENCE and node not in found:
-            found.append(node)
-            waiting.extend(before for before, _ in node.next_functions)
-    return found
+    """The nodes behind `last` with a sequence number from `first` on."""
+    nodes, pending = list[Any](), [last]
+    while pending:
+        node = pending.pop()
+        if node is not None and first <= node._sequence_nr() < NO_SEQUENCE and node not in nodes:
+            nodes.append(node)
+            pending.extend(edge for edge, _ in node.next_functions)
+    return nodes
 
 
 class StraightThroughRounding(torch.autograd.Function):
-    """A rounded copy, whose gradient passes straight through."""
+    """A rounded copy of a tensor; the gradient passes straight through."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: RoundedSlots, place: RoundedSlot, looks: bool, made: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """`x` rounded."""
-        return places.rounded(x, place, looks=looks) if made is None else made
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, slots: RoundedSlots, slot: RoundedSlot, counts_overflow: bool, rounded: Tensor | None = None
+    ) -> Tensor:
+        """`x` rounded; `rounded` if the copy exists already."""
+        return slots.rounded(x, slot, counts_overflow=counts_overflow) if rounded is None else rounded
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        """The gradient, straight through."""
+        """The gradient, unmodified."""
         return grad, None, None, None, None
+
+
+# --- TF32 -------------------------------------------------------------------------------------------------------------------------
+
+
+def are_narrow(slots: Iterable[RoundedSlot | None]) -> bool:
+    """Whether all slots have formats of at most 10 mantissa bits, also after promotion."""
+    return all(
+        p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in slots
+    )
+
+
+class Precision:
+    """Sets torch's switches of TF32 for a product; `restore` resets them."""
+
+    def __init__(self) -> None:
+        self._before: tuple[str, ...] | None = None
+
+    def set(self, is_narrow: bool) -> None:
+        """Allow TF32 (`is_narrow`) or not, for kernels that are launched from now on."""
+        if self._before is None:
+            self._before = tuple(switch.fp32_precision for switch in SWITCHES)
+        for switch in SWITCHES:
+            switch.fp32_precision = "tf32" if is_narrow else "ieee"
+
+    def restore(self) -> None:
+        """Reset the switches to their values before `set`."""
+        for switch, before in zip(SWITCHES, self._before or (), strict=False):
+            switch.fp32_precision = before
+        self._before = None
+
+    def around(self, node: Any, is_narrow: bool) -> None:
+        """Set the switches in backward while `node` runs."""
+        node.register_prehook(_call(lambda: self.set(is_narrow)))
+        node.register_hook(_call(self.restore))
+
+
+def _call(function: Callable[[], None]) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        function()
+
+    return hook

@@ -1,22 +1,20 @@
-"""Simulate mode: arithmetic sees the rounded values, forward and backward, on an unmodified model; no memory is saved.
+"""Simulate mode: arithmetic sees rounded values, forward and backward, on an unmodified model; no memory is saved.
 
-    activation   the output of every operation, rounded when it is made; backward passes straight through
-    error        the gradient of an activation, rounded as each operation that takes the activation sends it back
-    weight       a rounded copy of the parameter, for forward and backward; the parameter itself is the master
-    gradient     of a parameter, rounded when backward has summed it up
-    master, moment1, moment2   rounded after each step of the optimizer, whichever it is
+    activation   the output of every operation, rounded when it is computed; the gradient passes straight through the rounding
+    error        the gradient of an activation, rounded for each operation that uses the activation
+    weight       a rounded copy of the parameter, for forward and backward; the parameter itself is the master weight
+    gradient     of a parameter, rounded when backward has accumulated it
+    master, moment1, moment2   rounded after each optimizer step
 
-Products accumulate in float32, by TF32 on a GPU where both operands have at most 10 mantissa bits. Slots have the names that traces and
-plans use; an activation answers to the name of what made it (`relu:output`) and to those under which it is saved (`conv2:input`).
+Products accumulate in float32, with TF32 on a GPU where both operands have at most 10 mantissa bits. Slots have the names that traces and
+plans use; an activation has the name of the operation that computes it (`relu:output`) and those under which it is saved (`conv2:input`).
 
-Not followed: what torch.compile runs. Checkpointed modules are rounded alike when backward computes them again (with
-use_reentrant=False; the older form loses the gradients at the borders of a part). Losses outside of the model are rounded if they
-are called inside `with session.following():`.
+What torch.compile runs is not rounded. Checkpointed modules are rounded in the same way when they run again in backward (with
+use_reentrant=False; the reentrant form loses the gradients at the borders of a checkpoint). A loss outside the model is rounded if it is
+called inside `with session.following():`.
 
-What is rounded when an optimizer steps: gradients before it if asked for, then masters and moments after it.
-
-Hooks that torch runs for every optimizer see the step of whoever has the model's parameters: the user's loop does not change. The
-parameter that the optimizer updates is the master; the weight that the model computes with is rounded from it in each forward pass.
+`Updates` registers step hooks that torch calls for every optimizer, so that the training loop does not change: the parameter that the
+optimizer updates is the master weight, and each forward pass computes with a copy that is rounded from it.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from paredown.errors import ApplyError
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.session.changes import Change, Changes, describe_state
+from paredown.session.changes import CHECKPOINTED, UNMODIFIED, Change, Changes, describe_state
 from paredown.session.checkpointing import CheckpointedModules
 from paredown.simulate.forward_calls import ForwardCalls
 from paredown.simulate.outline import LOSS, Outline, of_call
@@ -45,87 +43,29 @@ from paredown.trace.optimizer_state import role_of_state
 
 __all__ = ["MODES", "Simulate", "SimulatedSession"]
 
-
-class Updates:
-    """Rounds around the steps of all optimizers that hold parameters of `names` (id -> name)."""
-
-    def __init__(self, places: RoundedSlots, names: dict[int, str], *, gradients_at_step: bool) -> None:
-        self._places, self._names, self._gradients_at_step = places, names, gradients_at_step
-        self.num_steps = 0
-        me: weakref.ref[Updates] = weakref.ref(self)
-        self._handles = [
-            register_optimizer_step_pre_hook(_weak(me, Updates._before)),
-            register_optimizer_step_post_hook(_weak(me, Updates._after)),
-        ]
-        self.close = weakref.finalize(self, _remove, self._handles)  # steps are torch's again, also when nobody holds this
-
-    @torch.no_grad()
-    def _before(self, optimizer: Optimizer) -> None:
-        mine = self._mine(optimizer) if self._gradients_at_step else ()
-        self._round([(parameter.grad, name, Role.GRADIENT) for name, parameter in mine if parameter.grad is not None])
-
-    @torch.no_grad()
-    def _after(self, optimizer: Optimizer) -> None:
-        mine = list(self._mine(optimizer))
-        self.num_steps += bool(mine)
-        found: list[tuple[Tensor, str, Role]] = [(parameter, name, Role.MASTER) for name, parameter in mine]
-        for name, parameter in mine:
-            for key, state in optimizer.state.get(parameter, {}).items():
-                if isinstance(state, Tensor) and state.shape == parameter.shape and state.is_floating_point() and state.dim():
-                    found.append((state, name, role_of_state(str(key))))
-        self._round(found)
-
-    def _mine(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                if name is not None:
-                    yield name, parameter
-
-    def _round(self, tensors: list[tuple[Tensor, str, Role]]) -> None:
-        slots = [(tensor, self._places.of((name,), role)) for tensor, name, role in tensors]
-        self._places.round_all([(tensor, tensor, place) for tensor, place in slots if place is not None])
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _weak(ref: weakref.ref[Updates], method: Callable[[Updates, Any], None]) -> Callable[..., None]:
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found = ref()
-        if found is not None:
-            method(found, optimizer)
-
-    return hook
-
-
-# --- Simulate mode ---
-
 VERSION = 1
 FIELDS: set[str] = set(("version", "mode", "plan", "seed", "forwards", "steps", "promotions"))
-COMPILED = "torch.compile runs the model: its operations are not seen"
-NOT_AGAIN = "simulate mode saves no memory, and computing it again would change no value"
-NO_RESIDUE = "nothing is left over: parameters stay as wide as they are"
+COMPILED = "torch.compile runs the model, and hides its operations"
+NOT_CHECKPOINTED = "simulate mode saves no memory, and checkpointing would change no value"
+NO_RESIDUE = "parameters keep their precision, so that there is no residue"
 
 
 @final
 class SimulatedSession:
-    """A plan at work on a model, its values rounded."""
+    """A plan that is applied to a model in simulate mode, until `close`. `how`: the settings."""
 
     def __init__(self, plan: Plan, model: nn.Module, seed: int, how: Simulate, on_close: Callable[..., None]) -> None:
         self.how, self._model, self._on_close = how, weakref.ref(model), on_close
-        CheckpointedModules(plan, model)  # refuses modules that are not there
-        self._places = RoundedSlots(plan, seed, raised=how.raised, share=how.share, all_live=how.all_live)
+        CheckpointedModules(plan, model)  # raises for modules that the model does not have
+        self._slots = RoundedSlots(plan, seed, raised=how.raised, share=how.share, all_live=how.all_live)
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._values = RoundedValues(self._places, self._names, how)
+        self._values = RoundedValues(self._slots, self._names, how)
         self._calls = ForwardCalls(model, self._values)
-        self._updates = Updates(self._places, self._names, gradients_at_step=how.gradients == "step")
+        self._updates = Updates(self._slots, self._names, gradients_at_step=how.gradients == "step")
         self._outline: Outline | None = None
         self._missing: tuple[str, ...] = ()
         self._notes: list[str] = []
-        self._depth, self._is_running = 0, False  # calls of the model, inside of itself too
+        self._depth, self._is_running = 0, False  # nesting of calls of the model
         self._hooked = set[int]()
         self._begin_hook = Hook(self._begin)
         self._handles: list[Any] = [
@@ -135,99 +75,100 @@ class SimulatedSession:
         self._calls.attach()
         self._is_open = True
 
-    # --- what a user asks -----------------------------------------------------------------------------------------------
-
     @property
     def plan(self) -> Plan:
-        """The plan, without what promotion changed."""
-        return self._places.plan
+        """The plan, without promotions."""
+        return self._slots.plan
 
     @property
     def seed(self) -> int:
         """The seed of stochastic rounding."""
-        return self._places.seed
+        return self._slots.seed
 
     @property
     def forwards(self) -> int:
-        """Forward passes so far: the step of stochastic rounding."""
-        return self._places.forwards
+        """Number of forward passes so far: the step in the random bits of stochastic rounding."""
+        return self._slots.forwards
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """What was raised because it overflowed."""
-        return self._places.promotions
+        """The slots that were raised because their values overflowed."""
+        return self._slots.promotions
 
     @property
     def outline(self) -> Outline | None:
-        """The values of a forward pass, once there was one."""
+        """The values of a forward pass; None before the first one."""
         return self._outline
 
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
-        """A context in which operations outside of the model, such as those of a loss, are rounded too, under this name."""
+        """A context in which operations outside the model, such as a loss, are rounded too; `path` is their module path in slot names."""
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Raise what overflowed in the last training pass. Each training pass begins with this, in a captured graph too."""
-        self._places.promote()
+        """Raise the slots that overflowed in the last training pass. Each training pass begins with this, also in a captured graph."""
+        self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
-        """Other formats for the same slots, also for a CUDA graph that was captured; `Simulate(all_live=True)` has every slot.
+        """Use the formats of `plan` for the same slots, also in a captured CUDA graph; `Simulate(all_live=True)` includes every slot.
 
-        `forwards`: where the count of passes goes on. `seed`: another one, unless it is None.
+        `forwards`: the number of forward passes to continue from; None to keep it. `seed`: a new seed; None to keep it.
         """
         if not isinstance(plan, Plan):
             raise ApplyError(
                 f"set_plan takes a Plan, not {type(plan).__name__}: session.set_plan(Plan.uniform(activation='e4m3fn'))."
             )
-        self._places.set_plan(plan, self.seed if seed is None else seed)
-        self._values.relearn()
+        self._slots.set_plan(plan, self.seed if seed is None else seed)
+        self._values.refresh()
         if forwards is not None:
-            self._places.forwards = forwards
+            self._slots.forwards = forwards
 
     def capturing(self) -> AbstractContextManager[None]:
-        """A context around the capture of a CUDA graph, in which parameters and their state are rounded by few launches.
+        """A context for capturing a CUDA graph in which parameters and optimizer state are rounded by few kernel launches.
 
-        The graph runs once the context is left, and has at most one training step. It may be captured without, in more launches.
+        The graph may have at most one training step, and can be replayed after the context ends. Capturing without this context works too,
+        with more launches.
         """
         model = self._model()
-        return self._places.capturing(() if model is None else model.parameters())
+        return self._slots.capturing(() if model is None else model.parameters())
 
     @property
     def changes(self) -> Changes:
-        """What is not as it was asked for, slot by slot; complete after the first forward pass."""
+        """The slots that are not rounded as the plan requests, with reasons; complete after the first forward pass."""
         rows = [Change(p.slot, "as planned", "raised", f"{p.share:.1%} overflowed by pass {p.forward}") for p in self.promotions]
-        rows += [Change(slot, "a format", "as it is", reason) for slot, reason in self._places.refused.items()]
+        rows += [Change(slot, "a format", UNMODIFIED, reason) for slot, reason in self._slots.refused.items()]
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         residue = self.plan.find(("",), Role.RESIDUE).format
         rows += [Change("residue", str(residue), "nothing", NO_RESIDUE)] if residue is not None else []
-        rows += [Change(path, "computed again", "as it is", NOT_AGAIN) for path in self.plan.recompute]
-        rows += [Change("the model", "names of what is saved", "names of what is made", note) for note in self._notes]
-        rows += [Change("the model", "rounded values", "as they are", COMPILED)] if self._begin_hook.was_compiled else []
+        rows += [Change(path, CHECKPOINTED, UNMODIFIED, NOT_CHECKPOINTED) for path in self.plan.recompute]
+        rows += [Change("the model", "names of saved tensors", "names of outputs", note) for note in self._notes]
+        rows += [Change("the model", "rounded values", UNMODIFIED, COMPILED)] if self._begin_hook.was_compiled else []
         return Changes(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan, the seed, the counts of passes and steps, and what was raised: with these, training goes on with the same bits."""
-        self._places.promote()
+        """Plan, seed, numbers of passes and steps, and promotions: with these, training continues with the same bits."""
+        self._slots.promote()
         head = {"version": VERSION, "mode": "simulate", "plan": self.plan.to_json(), "seed": self.seed}
         promotions = [list(promotion) for promotion in self.promotions]
         return {**head, "forwards": self.forwards, "steps": self._updates.num_steps, "promotions": promotions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a simulated session with the same plan was."""
+        """Continue from the state of a simulated session that had the same plan."""
         if not isinstance(state, Mapping) or state.get("version") != VERSION or set(state) != FIELDS:
             raise ApplyError(
                 f"this is not the state of a simulated session, version {VERSION}: it {describe_state(state)}. "
-                "Give what state_dict() of one returned."
+                "Pass what state_dict() of a simulated session returned."
             )
         other = Plan.from_json(state["plan"])
         if other != self.plan:
-            raise ApplyError(f"the state is of another plan; they differ in:\n{self.plan.diff(other)}\nApply that plan, then load.")
-        self._places.seed, self._places.forwards = int(state["seed"]), int(state["forwards"])
+            raise ApplyError(
+                f"the state belongs to another plan; they differ in:\n{self.plan.diff(other)}\nApply that plan, then load the state."
+            )
+        self._slots.seed, self._slots.forwards = int(state["seed"]), int(state["forwards"])
         self._updates.num_steps = int(state["steps"])
-        self._places.restore(state["promotions"])
+        self._slots.restore(state["promotions"])
 
     def close(self) -> None:
-        """Give the plain model back. Graphs that are waiting for their backward still round."""
+        """Remove the session from the model. The backward of graphs that exist already still rounds."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -246,7 +187,7 @@ class SimulatedSession:
 
     def __repr__(self) -> str:
         model = self._model()
-        what = type(model).__name__ if model is not None else "a model that is gone"
+        what = type(model).__name__ if model is not None else "a model that was deleted"
         state = f"{self.forwards} forward passes, {len(self.promotions)} slots raised" if self._is_open else "closed"
         return f"SimulatedSession({what}, {state})"
 
@@ -263,20 +204,20 @@ class SimulatedSession:
         return rounded
 
     def _prepare(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """All that comes before a pass: the arguments, rounded."""
+        """Prepare a forward pass: its rounded arguments."""
         first = next((t for tensors in (model.parameters(), tensors_in((args, kwargs))) for t in tensors), None)
-        self._places.move(first.device if first is not None else torch.device("cpu"))
+        self._slots.move(first.device if first is not None else torch.device("cpu"))
         if self._outline is None:
-            self._learn(model, args, kwargs)
+            self._trace_outline(model, args, kwargs)
         self._hook_parameters(model)
-        looks = self.how.raised is not None and torch.is_grad_enabled() and model.training
-        if looks:
-            self._places.promote()
-        self._places.begin()
+        counts_overflow = self.how.raised is not None and torch.is_grad_enabled() and model.training
+        if counts_overflow:
+            self._slots.promote()
+        self._slots.begin()
         self._values.has_stepped = self._updates.num_steps > 0
-        if self._places.is_capturing and not looks:
+        if self._slots.is_capturing and not counts_overflow:
             self._values.copy_all(model.parameters())
-        return self._values.begin(args, kwargs, looks=looks)
+        return self._values.begin(args, kwargs, counts_overflow=counts_overflow)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
@@ -286,38 +227,97 @@ class SimulatedSession:
             with self._calls.paused():
                 self._values.end(output)
 
-    def _learn(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """The names of all slots, by one pass on fake tensors; without it a slot has the name of its maker alone."""
+    def _trace_outline(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Find the names of all slots by a forward pass on fake tensors; if that fails, slots have the names of outputs only."""
         try:
             self._outline = of_call(model, args, kwargs)
-        except Exception as error:  # whatever a user's model does with tensors that have no numbers
+        except Exception as error:  # a user's model may do anything with fake tensors
             self._outline = Outline((), {})
-            self._notes.append(f"the forward pass cannot be followed without running it ({type(error).__name__}: {error})"[:200])
+            self._notes.append(f"the forward pass fails on fake tensors ({type(error).__name__}: {error})"[:200])
             return
         self._missing = tuple(self.plan.check([*self._outline.slots(), *self._slots_of_loss()]))
-        self._values.learn(self._outline)
+        self._values.set_outline(self._outline)
 
     def _slots_of_loss(self) -> list[tuple[tuple[str, ...], Role]]:
-        """What the plan says of a loss: that is met when it is called."""
+        """The slots of a loss that the plan names: the model's forward pass does not have them."""
         names = [key.partition("=")[2] or key for key, _ in self.plan.rules]
         return [((name,), role) for name in names if name.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
 
     def _hook_parameters(self, model: nn.Module) -> None:
-        """Round gradients of parameters, also of those that are thawed later."""
+        """Register hooks that round gradients of parameters, also of those that require gradients only later."""
         for parameter in model.parameters() if self.how.gradients == "backward" else ():
             name = self._names.get(id(parameter))
             if name is None or id(parameter) in self._hooked or not parameter.requires_grad:
                 continue
             self._hooked.add(id(parameter))
-            place = self._places.of((name,), Role.GRADIENT)
-            if place is not None:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(place)))
+            slot = self._slots.of((name,), Role.GRADIENT)
+            if slot is not None:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(slot)))
 
-    def _accumulated(self, place: RoundedSlot) -> Callable[[Tensor], None]:
-        places = self._places  # not the session, which has the model: nobody collects a parameter that its own hook keeps
+    def _accumulated(self, slot: RoundedSlot) -> Callable[[Tensor], None]:
+        slots = self._slots  # not self, which refers to the model: a parameter that its own hook keeps alive is never freed
 
         def hook(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                places.round_(parameter.grad, place)
+                slots.round_(parameter.grad, slot)
 
         return hook
+
+
+# --- rounding around optimizer steps ----------------------------------------------------------------------------------------------
+
+
+class Updates:
+    """Rounds before and after the steps of all optimizers that have parameters in `names` (id -> name)."""
+
+    def __init__(self, slots: RoundedSlots, names: dict[int, str], *, gradients_at_step: bool) -> None:
+        self._slots, self._names, self._gradients_at_step = slots, names, gradients_at_step
+        self.num_steps = 0
+        ref: weakref.ref[Updates] = weakref.ref(self)
+        self._handles = [
+            register_optimizer_step_pre_hook(_weak(ref, Updates._before)),
+            register_optimizer_step_post_hook(_weak(ref, Updates._after)),
+        ]
+        self.close = weakref.finalize(self, _remove, self._handles)  # also when the session is garbage collected
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer) -> None:
+        parameters = self._parameters(optimizer) if self._gradients_at_step else ()
+        self._round([(parameter.grad, name, Role.GRADIENT) for name, parameter in parameters if parameter.grad is not None])
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer) -> None:
+        parameters = list(self._parameters(optimizer))
+        self.num_steps += bool(parameters)
+        tensors: list[tuple[Tensor, str, Role]] = [(parameter, name, Role.MASTER) for name, parameter in parameters]
+        for name, parameter in parameters:
+            for key, state in optimizer.state.get(parameter, {}).items():
+                if isinstance(state, Tensor) and state.shape == parameter.shape and state.is_floating_point() and state.dim():
+                    tensors.append((state, name, role_of_state(str(key))))
+        self._round(tensors)
+
+    def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of the model that `optimizer` updates, with their names."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    yield name, parameter
+
+    def _round(self, tensors: list[tuple[Tensor, str, Role]]) -> None:
+        pairs = [(tensor, self._slots.of((name,), role)) for tensor, name, role in tensors]
+        self._slots.round_all([(tensor, tensor, slot) for tensor, slot in pairs if slot is not None])
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _weak(ref: weakref.ref[Updates], method: Callable[[Updates, Any], None]) -> Callable[..., None]:
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        updates = ref()
+        if updates is not None:
+            method(updates, optimizer)
+
+    return hook
