@@ -25,8 +25,8 @@ from paredown.pick.task_prior import is_calm
 Array = NDArray[np.float64]
 ROOT = Path(__file__).parent.parent
 RESULTS, PICTURES = ROOT / "benchmarks" / "results" / "priors.json", ROOT / "docs" / "pictures"
-FULL = "as written"
-CROSSED = ("as it is", "bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
+FULL = "baseline"
+CROSSED = ("unmodified", "bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")  # activations that ran with each of TIER_ORDER
 TIER_ORDER = ("full", "half", "lpmm")
 WIDE = ("e4m3", "e4m4", "e5m2", "e5m3")  # low formats of 8 and 9 bits, but for those of 3 exponent bits
 NOISE = 2.0  # deviations of a difference of means beyond which it is called one
@@ -219,7 +219,7 @@ def draw_simulated(prior: PriorData) -> None:
 def stored_facts(prior: PriorData) -> dict[str, Any]:
     """By activation format, by tier, and how well bytes were predicted."""
     share = lost(prior)
-    parts = [(label if label != FULL else "as it is, full").partition(", ") for label in labels(prior)]
+    parts = [(label if label != FULL else "unmodified, full").partition(", ") for label in labels(prior)]
     crossed = [j for j, (kind, _, tier) in enumerate(parts) if tier in TIER_ORDER and kind in CROSSED]
     formats, tiers = ([parts[j][k] for j in crossed] for k in (0, 2))
     whole = np.array([task.full_bytes for task in prior.tasks], dtype=np.float64)

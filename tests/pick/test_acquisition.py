@@ -14,7 +14,7 @@ from paredown.pick.acquisition import (
     is_settled,
     kinds_of,
     propose,
-    value_of_all,
+    value_of_perfect_information,
     variance_reduction,
 )
 from paredown.pick.mixture import Mixture
@@ -55,7 +55,7 @@ def test_all_values_are_what_draws_of_them_say() -> None:
     kinds = made()
     _, tasks = drawn(kinds, np.random.default_rng(2))
     least = tasks.min(axis=1)
-    found = value_of_all(kinds)
+    found = value_of_perfect_information(kinds)
     assert found == pytest.approx(kinds.mean.min() - least.mean(), abs=4 * least.std() / np.sqrt(4096))
     assert found > expected_gains(kinds).max(), "one run tells less than everything"
 
@@ -120,9 +120,9 @@ def test_a_tried_plan_would_run_with_another_seed() -> None:
     rng = np.random.default_rng(3)
     shared, noise = 1.5, 4e-4
     prior = replace(prior_of(np.full(3, 0.3), 0.01 * np.eye(3), noise), shared=shared)
-    belief = prior.after([SeedRun(0, 0.3, 0), SeedRun(1, 0.3, 0)])
+    posterior = prior.after([SeedRun(0, 0.3, 0), SeedRun(1, 0.3, 0)])
     rest, first, second = np.sqrt(noise * np.array([[1.0], [shared], [shared]])) * rng.standard_normal((3, NUM_DRAWS))
-    found = kinds_of(prior, belief, np.arange(3), tried={0, 1})
+    found = kinds_of(prior, posterior, np.arange(3), tried={0, 1})
     assert found.noise[0, :2] == pytest.approx(np.var(rest + second - first), rel=0.02)
     assert found.noise[0, 2] == pytest.approx(noise), "a plan that was not tried runs with the seed of all"
 

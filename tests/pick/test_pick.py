@@ -103,7 +103,7 @@ def test_earlier_tasks_alone_answer_at_once(tried: Any) -> None:
     found = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu")
     assert not ran and not found.trials and found.plan is not None
     assert all(point.deviation > 0 and point.measured is None for point in found.frontier.points)
-    assert "without a trial and from 11 earlier tasks (made_up)" in found.reason
+    assert "without a trial and from 11 prior tasks (made_up)" in found.reason
     assert sum(weight for _, weight in found.used) <= 1 + 1e-9 and found.prior == "made_up"
 
 
@@ -157,7 +157,7 @@ def test_a_plan_may_be_tried_again_from_another_seed(tried: Any) -> None:
     dice = np.random.default_rng(0)
     ran = tried(lambda plan, seed: float(0.3 + 0.05 * dice.standard_normal()))
     found = pick(make_task(), "60%", 12, prior=PRIOR, device="cpu", seed=5)
-    keys = [(plan.rules, plan.recompute, seed) for plan, seed in ran]
+    keys = [(plan.key, seed) for plan, seed in ran]
     assert len(set(keys)) == len(keys) and min(seed for _, seed in ran) == 5
     assert found.ties, "nothing tells them apart for sure"
 
@@ -167,7 +167,7 @@ def test_candidates_are_of_all_kinds(tried: Any) -> None:
     points = {point.label: point for point in pick(make_task(), "60%", 0, prior=PRIOR, device="cpu").frontier.points}
     assert {"a8/64 half", "a32/64 full", "assign 60%", "safe"} <= points.keys() and points["a32/64 full"].plan == Plan()
     assert points["a8/64 half"].source == "prior" and points["safe"].source == "features"
-    rules = [(point.plan.rules, point.plan.recompute) for point in points.values()]
+    rules = [point.plan.key for point in points.values()]
     assert len(set(rules)) == len(rules), "plans that say the same are one"
     assert points["assign 60%"].fits and any(key not in tuple(Role) for key, _ in points["assign 60%"].plan.rules)
 
@@ -188,9 +188,9 @@ def test_a_new_family_says_so(tried: Any, family: str, monkeypatch: pytest.Monke
     from paredown.pick import pick as module
 
     tried()
-    monkeypatch.setattr(module, "family_of_task", lambda *_: family)
+    monkeypatch.setattr(module, "_family", lambda *_: family)
     reason = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu").reason
-    assert f"No earlier task is of family {family!r}" in reason
+    assert f"No prior task is of family {family!r}" in reason
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from paredown import Plan, Trial, pick
 from paredown.pick import pick as pick_module
 from paredown.pick.answer import Frontier, Point
-from paredown.pick.pick_loop import PickLoop, why_none_trains
+from paredown.pick.pick_loop import PickLoop, explain_nothing_trains
 from paredown.report.studies import study_of_pick
 from paredown.sizes import say_bytes
 from paredown.tasks.trial import Status
@@ -139,7 +139,7 @@ def test_the_smallest_that_is_named_is_one_that_may_train() -> None:
     """A plan that had no memory is no advice, however little it was predicted to take."""
     short = Point("short", Plan(), 300, 0.1, 0.1, trains=False, needed_bytes=400)
     other = Point("other", Plan.preset("half"), 350, 0.1, 0.1, needed_bytes=450)
-    assert "with that the smallest, other, needs 450 B" in why_none_trains([short, other], [])
-    assert "the smallest, other, took 420 B" in why_none_trains(
+    assert "with that the smallest, other, needs 450 B" in explain_nothing_trains([short, other], [])
+    assert "the smallest, other, took 420 B" in explain_nothing_trains(
         [short, Point("other", Plan(), 350, 0.1, 0.1, measured_bytes=420)], []
     )

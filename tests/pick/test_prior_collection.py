@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from paredown.assign.assign import PlanTemplate, make_plans, templates_of
 from paredown.cli import app
 from paredown.errors import PriorError
-from paredown.pick.candidates import plan_of_row
 from paredown.pick.prior_collection import collect, read_rows, row_of_task
 from paredown.pick.prior_data import PlanRow, PriorData, TaskRow
 from paredown.pick.priors import load, prior_to_text, write_prior
@@ -58,7 +57,7 @@ def test_each_number_is_in_its_place() -> None:
         for seed in (0, 2)
     ]
     found = collect(rows, "mine")
-    assert [plan.label for plan in found.plans] == ["as written", "as it is, lpmm", "int4/64@bf16, full"]
+    assert [plan.label for plan in found.plans] == ["baseline", "unmodified, lpmm", "int4/64@bf16, full"]
     assert [task.text for task in found.tasks] == [SMALL, OTHER]
     assert [task.name for task in found.tasks] == [SMALL, OTHER], "digits mlp would be both"
     for i, j in np.ndindex(2, 3):
@@ -117,7 +116,7 @@ def test_what_cannot_be_a_prior_has_a_sentence() -> None:
 def test_a_sweep_brings_what_other_sweeps_know_of_its_tasks() -> None:
     rates = [row(task, PLANS[0], 0, error, sweep="rates") for task, error in ((SMALL, 0.3), (OTHER, 0.4))]
     found = collect([*rates, row(SMALL, PLANS[1], 0, 0.5, propensity=0.4)], "mine", sweeps=["s"])
-    assert [plan.label for plan in found.plans] == ["as it is, lpmm", "as written"]
+    assert [plan.label for plan in found.plans] == ["unmodified, lpmm", "baseline"]
     assert found.errors.tolist() == [[0.5, 0.3]] and found.propensity.tolist() == [[0.4, 1.0]]
     twice = collect([*rates, row(SMALL, PLANS[0], 0, 0.7)], "mine", sweeps=["s"])
     assert twice.errors.tolist() == [[0.7]], "a sweep that was named comes first"
@@ -140,7 +139,7 @@ def test_recipes_that_came_to_one_plan_are_two_columns() -> None:
     found = collect([row(SMALL, plan, 0, 0.1 + i) for i, plan in enumerate(plans)], "mine")
     assert [plan.label for plan in found.plans] == ["assign 200% role", "assign 300% size", "assign 90% role"]
     assert found.errors.tolist() == [[0.1, 0.1, 1.1]]
-    assert plan_of_row(found.plans[2], trace).rules == plans[1].rules
+    assert PlanTemplate.parse(found.plans[2].template).make(trace).rules == plans[1].rules
 
 
 def test_memory_of_a_simulated_prior_is_peppps() -> None:
@@ -261,11 +260,11 @@ def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.Mo
     status, told = say("list", "--json")
     assert status == 0 and [one["name"] for one in json.loads(told)["priors"] if one["own"]] == ["mine"]
     status, told = say("show", "mine")
-    assert status == 0 and "as written" in told and SMALL in told
+    assert status == 0 and "baseline" in told and SMALL in told
     status, told = say("show", "mine", "--json")
     assert json.loads(told)["entries"] == 6
     status, told = say("add", str(path), "--name", "mine")
-    assert status == 1 and "there is a prior 'mine' already" in told
+    assert status == 1 and "a prior 'mine' exists already" in told
     assert say("make", str(path), str(tmp_path / "file.json"))[0] == 0
     assert load(tmp_path / "file.json").errors.shape == (2, 3)
     assert say("remove", "mine")[0] == 0 and not os.listdir(tmp_path / "own")

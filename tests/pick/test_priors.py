@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paredown.errors import PlanError, PriorError
 from paredown.pick import priors
-from paredown.pick.prior_collection import recipe_row, row_of
+from paredown.pick.prior_collection import row_of, template_row
 from paredown.pick.prior_data import PlanRow, PriorData, TaskRow, join_priors, pooled_noise
 from paredown.pick.priors import (
     add,
@@ -336,8 +336,8 @@ def test_plans_have_names_levels_and_features() -> None:
     assert peppp.features["activation"] == 8 and peppp.features["moment1"] == 14
     stored = row_of(Plan.preset("activations4"))
     assert stored.label == "int4/64@bf16, full" and stored.features["activation"] == 4.25 and stored.features["weight"] == 32
-    assert row_of(Plan()).label == "as written"
-    recipe = recipe_row("assign 40% role")
+    assert row_of(Plan()).label == "baseline"
+    recipe = template_row("assign 40% role")
     assert recipe.plan is None and recipe.features == {"budget": 0.4}
 
 

@@ -7,12 +7,12 @@ import pytest
 
 from paredown.pick.seed_effects import (
     SeedRun,
-    on_one_level,
     runs_of_task,
     seed_effects_of,
     shared_of,
     squares_of,
     variance_parts_of,
+    without_effects_of_seeds,
     without_seed_effects,
 )
 
@@ -85,14 +85,14 @@ def test_runs_that_do_not_vary() -> None:
 
 
 def test_one_seed_leaves_runs_alone_and_their_common_level_open() -> None:
-    found = on_one_level([SeedRun(0, 0.3, 5), SeedRun(4, 0.5, 5)], 2.0)
+    found = without_effects_of_seeds([SeedRun(0, 0.3, 5), SeedRun(4, 0.5, 5)], 2.0)
     assert found.errors.tolist() == [0.3, 0.5] and found.weights.tolist() == [1.0, 1.0] and found.common == pytest.approx(2.0)
-    assert on_one_level([], 2.0).common == 0
+    assert without_effects_of_seeds([], 2.0).common == 0
 
 
 def test_a_second_seed_tells_less_until_several_plans_ran_with_it() -> None:
     once = [SeedRun(plan, 0.1 * plan, 0) for plan in range(6)]
-    found = [on_one_level([*once, *(SeedRun(plan, 0.1 * plan + 0.5, 1) for plan in range(num))], 9.0) for num in (1, 5)]
+    found = [without_effects_of_seeds([*once, *(SeedRun(plan, 0.1 * plan + 0.5, 1) for plan in range(num))], 9.0) for num in (1, 5)]
     assert found[0].weights[-1] < found[1].weights[-1] < 1
     np.testing.assert_allclose(found[1].errors[6:] - found[1].errors[:5], 0.0, atol=0.02)
     assert found[1].common < 9.0, "the mean of two seeds is nearer to that of all"
@@ -112,16 +112,16 @@ def test_the_ratio_of_all_tasks() -> None:
 def test_a_run_that_diverged_is_no_lift_of_its_seed() -> None:
     """Plan 0 diverged with seed 1, with which nothing else ran: the others stay where they are, and it is believed."""
     once = [SeedRun(plan, 0.2, 0) for plan in range(3)]
-    found = on_one_level([*once, SeedRun(0, 1.0, 1)], 3.0, worst=1.0)
+    found = without_effects_of_seeds([*once, SeedRun(0, 1.0, 1)], 3.0, worst=1.0)
     assert found.errors.tolist() == [0.2, 0.2, 0.2, 1.0] and found.weights.tolist() == [1.0] * 4
-    blind = on_one_level([*once, SeedRun(0, 1.0, 1)], 3.0)
+    blind = without_effects_of_seeds([*once, SeedRun(0, 1.0, 1)], 3.0)
     assert blind.errors[3] < 0.9 and blind.errors[0] > 0.25, "what a lift of 0.8 would come to"
 
 
 def test_lifts_are_those_of_the_plans_that_did_not_diverge() -> None:
     calm = [SeedRun(plan, 0.2 + 0.01 * plan + 0.1 * seed, seed) for plan in range(1, 5) for seed in (0, 1)]
     lost = [SeedRun(0, 0.2, 0), SeedRun(0, 1.0, 1)]
-    found, alone = on_one_level([*calm, *lost], 9.0, worst=1.0), on_one_level(calm, 9.0)
+    found, alone = without_effects_of_seeds([*calm, *lost], 9.0, worst=1.0), without_effects_of_seeds(calm, 9.0)
     np.testing.assert_allclose(found.errors[:8], alone.errors, atol=1e-12)
     assert found.errors[8] == pytest.approx(0.2 + alone.errors[0] - calm[0].error), "its other run has the lift of its seed"
     assert found.errors[9] == 1.0

@@ -113,6 +113,8 @@ def summary(prior: PriorData) -> dict[str, Any]:
 
     import numpy as np
 
+    from paredown.pick.priors import FILE_FIELDS
+
     means = [float(row[known].mean()) if (known := np.isfinite(row)).any() else None for row in prior.errors]
     tasks = [
         {**asdict(task), "mean_error": mean, "noise": None if np.isnan(noise) else float(noise), "runs": int(count)}
@@ -124,7 +126,7 @@ def summary(prior: PriorData) -> dict[str, Any]:
         "entries": int(np.isfinite(prior.errors).sum()),
         "runs": int(prior.counts.sum()),
     }
-    plans = [{"label": plan.label, "recipe": plan.recipe, "level": plan.level} for plan in prior.plans]
+    plans = [{"label": plan.label, FILE_FIELDS["template"]: plan.template, "level": plan.level} for plan in prior.plans]
     return {**head, "tasks": tasks, "plans": plans, "provenance": [dict(one) for one in prior.provenance]}
 
 

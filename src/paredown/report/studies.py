@@ -189,11 +189,11 @@ class Labels:
     """The label of every plan that was asked for; two plans never share one."""
 
     def __init__(self, known: Mapping[str, Plan] | None = None) -> None:
-        self._labels: dict[object, str] = {rules_key(plan): label for label, plan in (known or {}).items()}
+        self._labels: dict[object, str] = {plan.key: label for label, plan in (known or {}).items()}
 
     def of(self, plan: Plan) -> str:
         """Its label, the same each time."""
-        key = rules_key(plan)
+        key = plan.key
         if key not in self._labels:
             taken, name = set(self._labels.values()), name_of(plan)
             self._labels[key] = next(
@@ -202,16 +202,11 @@ class Labels:
         return self._labels[key]
 
 
-def rules_key(plan: Plan) -> object:
-    """What a plan says, without its reason."""
-    return plan.rules, plan.recompute
-
-
 def name_of(plan: Plan) -> str:
     """A plan in a few words."""
     if plan.changes_nothing:
         return WRITTEN
-    if (name := _presets().get(rules_key(plan))) is not None:
+    if (name := _presets().get(plan.key)) is not None:
         return name
     roles = [f"{key} {assignment.format or 'as it is'}" for key, assignment in plan.rules if Selector.parse(key).role is not None]
     slots = len(plan.rules) - len(roles)
@@ -229,7 +224,7 @@ def in_words(plan: Plan) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _presets() -> dict[object, str]:
-    return {rules_key(Plan.preset(name)): name for name in reversed(list(PRESETS))}
+    return {Plan.preset(name).key: name for name in reversed(list(PRESETS))}
 
 
 # --- Studies of tasks ---
@@ -242,8 +237,8 @@ LIBRARIES = "libraries"  # beside the roles: workspaces that libraries keep
 def study_of_pick(picked: Picked) -> Study:
     """What a pick says of its task."""
     frontier = picked.frontier
-    counts = Counter(rules_key(trial.plan) for trial in picked.trials)
-    marks = tuple(_mark(point, point.num_trials or counts[rules_key(point.plan)]) for point in frontier.points)
+    counts = Counter(trial.plan.key for trial in picked.trials)
+    marks = tuple(_mark(point, point.num_trials or counts[point.plan.key]) for point in frontier.points)
     written = next((point.label for point in frontier.points if point.plan.changes_nothing), "")
     steps = sorted({point.needs for point in frontier.points if point.trains})
     picks = [BudgetPick(nbytes, frontier.best(nbytes).label) for nbytes in steps]
