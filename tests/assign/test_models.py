@@ -37,7 +37,7 @@ def trace_of(name: str, num: int = 32) -> Trace:
 
 @NAMES
 @pytest.mark.parametrize("share", [90, 70, 50])
-def test_half_of_the_memory_is_enough_or_it_is_said_why_not(name: str, share: int) -> None:
+def test_half_of_the_memory_is_enough_or_the_error_explains(name: str, share: int) -> None:
     trace = trace_of(name)
     budget = footprint(trace).peak_bytes * share // 100
     floor = AssignmentProblem.of(trace, METHODS["role"]).ledger.floor_bytes
@@ -94,25 +94,25 @@ def test_it_trains_as_it_was_planned() -> None:
     session.close()
 
 
-def test_every_slot_is_told() -> None:
+def test_every_slot_is_explained() -> None:
     trace = trace_of("gpt")
     plan = assign(trace, "55%", recompute=False)
-    told = explain_slots(trace, plan)
-    activations = [row for row in told if row.role is Role.ACTIVATION]
+    slots = explain_slots(trace, plan)
+    activations = [row for row in slots if row.role is Role.ACTIVATION]
     assert [row.slot for row in activations] == [slot.name for slot in trace.activations]
     assert sum(row.nbytes for row in activations) == footprint(trace, plan).by_role[Role.ACTIVATION]
-    assert {row.slot for row in told.that("pinned")} <= {slot.name for slot in trace.activations if slot.pin is not None}
-    assert told.that("pinned") and told.that("lowered") and told.that("stays") and told.that("follows")
-    assert "backward exponentiates its errors" in repr(told.that("pinned"))
+    assert {row.slot for row in slots.that("pinned")} <= {slot.name for slot in trace.activations if slot.pin is not None}
+    assert slots.that("pinned") and slots.that("lowered") and slots.that("stays") and slots.that("follows")
+    assert "backward exponentiates its errors" in repr(slots.that("pinned"))
     assert {row.what for row in explain_slots(trace, Plan())} == {"kept", "stays"}
     assert explain_slots(trace, Plan().recomputing("layers.0")).that("again")
 
 
-# --- layers that are computed again -----------------------------------------------------------------------------------------------
+# --- layers that are checkpointed -----------------------------------------------------------------------------------------------
 
 
 def deep_trace() -> Trace:
-    """Of a ViT of eight layers: those of MODELS have two, and computing one of two again saves little of the peak."""
+    """Of a ViT of eight layers: those of MODELS have two, and checkpointing one of two saves little of the peak."""
     return trace_step(MODELS["vit"](num_layers=8), random_batch("vit", 32), loss=cross_entropy, device="cpu")
 
 
@@ -170,18 +170,18 @@ def step_on_gpu(make: Callable[[], nn.Module], batch: tuple[torch.Tensor, torch.
     return trace_step(model, batch, loss=cross_entropy, optimizer="sgdm", device="cuda", autocast=torch.bfloat16)
 
 
-def test_time_is_foreseen_as_it_was_measured() -> None:
-    """One H200: 4 bits add 12.3 and 7.4 ms, computing all layers again 21.4 and 10.6 (results/session.json, results/assign_times.json)."""
+def test_predicted_time_orders_plans_as_measured() -> None:
+    """One H200: 4 bits add 12.3 and 7.4 ms, checkpointing all layers 21.4 and 10.6 (results/session.json, results/assign_times.json)."""
     for make, num, measured in ((resnet50, 256, (12.3, 21.4)), (ViT, 128, (7.4, 10.6))):
         pictures = torch.empty(num, 3, 224, 224, device="meta"), torch.empty(num, dtype=torch.int64, device="meta")
         trace = step_on_gpu(make, pictures)
         every = Plan((), recompute=tuple(repeated_layers(trace)))
-        foreseen = [1e3 * added_seconds(trace, plan) for plan in (Plan.uniform(activation="int4/64@bf16"), every)]
-        assert all(0.6 < a / b < 1.6 for a, b in zip(foreseen, measured, strict=True)), foreseen
+        predicted = [1e3 * added_seconds(trace, plan) for plan in (Plan.uniform(activation="int4/64@bf16"), every)]
+        assert all(0.6 < a / b < 1.6 for a, b in zip(predicted, measured, strict=True)), predicted
         budget = footprint(trace, every).peak_bytes
         plan = assign(trace, budget)
         assert footprint(trace, plan).peak_bytes <= budget
-        assert 1e3 * added_seconds(trace, plan) < 0.95 * foreseen[1], "at the peak of checkpointing it is foreseen to be quicker"
+        assert 1e3 * added_seconds(trace, plan) < 0.95 * predicted[1], "at the peak of checkpointing it is predicted to be quicker"
         assert not any(plan.find((slot.name,), Role.WEIGHT).format for slot in trace.of(Role.WEIGHT))
 
 
@@ -307,7 +307,7 @@ def test_other_bad_input() -> None:
             assign(trace, "50%", levels=levels)
 
 
-def test_what_fits_as_it_is_written_stays_so() -> None:
+def test_a_baseline_that_fits_has_an_empty_plan() -> None:
     trace = trace_of("mlp")
     plan = assign(trace, "100%")
     assert plan.changes_nothing and "within" in plan.reason

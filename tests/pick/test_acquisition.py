@@ -105,7 +105,7 @@ def test_of_equals_the_one_with_least_memory_is_proposed() -> None:
     assert propose("choice", prior, prior.after([]), np.arange(4), np.array([3.0, 2.0, 1.0, 4.0])) == 2
 
 
-def test_beliefs_of_plans_have_their_offsets_and_doubts() -> None:
+def test_the_posterior_of_plans_has_their_offsets_and_variances() -> None:
     kinds = made(num=2)
     prior = Prior(np.array([0, 0, 1]), np.array([0.0, 0.02, 0.0]), np.array([0.0, 1e-4, 0.0]), Mixture(*kinds), 9, 1.0)
     found = kinds_of(prior, prior.after([]), np.array([0, 1, 2]))
@@ -116,7 +116,7 @@ def test_beliefs_of_plans_have_their_offsets_and_doubts() -> None:
 
 
 def test_a_tried_plan_would_run_with_another_seed() -> None:
-    """Beside runs of seed 0, a run of seed 1 is off by its rest and by both lifts; 200,000 draws tell that variance to 2 %."""
+    """Beside runs of seed 0, a run of seed 1 is off by its rest and by both seed effects; 200,000 draws tell that variance to 2 %."""
     rng = np.random.default_rng(3)
     shared, noise = 1.5, 4e-4
     prior = replace(prior_of(np.full(3, 0.3), 0.01 * np.eye(3), noise), shared=shared)
@@ -129,7 +129,7 @@ def test_a_tried_plan_would_run_with_another_seed() -> None:
 
 @pytest.mark.parametrize("design", TURNS)
 def test_a_new_plan_is_tried_before_another_seed_of_an_old_one(design: str) -> None:
-    """Plan 0 is a little less known than plan 1: with noise alone it is proposed again, with lifts the other is."""
+    """Plan 0 is a little less known than plan 1: with noise alone it is proposed again, with seed effects the other is."""
     prior = prior_of(np.full(2, 0.3), np.diag([0.0102, 0.0100]), 2e-3)
     for shared, wanted in ((0.0, 0), (2.0, 1)):
         lifted = replace(prior, shared=shared)

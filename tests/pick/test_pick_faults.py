@@ -41,7 +41,7 @@ def test_trials_that_all_diverge_are_results(tried: Any) -> None:
     tried(lambda plan, seed: {"status": Status.DIVERGED, "error": None, "reason": "the loss is nan at step 3 of 12"})
     found = pick(make_task(), "60%", 4, prior=PRIOR, device="cpu")
     assert found.plan is not None and found.point is not None and all(trial.status is Status.DIVERGED for trial in found.trials)
-    assert found.point.mean > 0.5, "of a blind guess that has 0.75"
+    assert found.point.mean > 0.5, "of random guessing that has 0.75"
     assert any("diverged: the loss is nan" in note for note in found.notes)
 
 
@@ -192,7 +192,7 @@ def test_trials_of_other_sweeps_are_known(tried: Any, tmp_path: Path) -> None:
     assert mark.num_trials == point.num_trials == 4
     assert point.source == "measured" and point.measured == pytest.approx(0.001) and point.mean < 0.1
     before = pick(make_task(), "100%", 0, prior=PRIOR, device="cpu").point
-    assert before is not None and 0 <= found.point.mean < before.mean, "errors below 0 are not foreseen"
+    assert before is not None and 0 <= found.point.mean < before.mean, "predicted errors are not below 0"
 
 
 @pytest.mark.parametrize("status", [Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED, Status.DONE])
@@ -263,7 +263,7 @@ def fewer_entries_than_the_rank(runs: Any) -> Any:
 
 
 CHANGES = {
-    "as it is": lambda runs: runs,
+    "unmodified": lambda runs: runs,
     "constant rows": constant_rows,
     "one row": rows_of_nothing,
     "few entries": fewer_entries_than_the_rank,
@@ -298,4 +298,4 @@ def test_ties_everywhere_are_called_ties(tried: Any) -> None:
     found = pick(make_task(), "60%", 2, prior=poor(CHANGES["all alike"]), device="cpu")
     fits = sum(point.fits is True for point in found.frontier.points)
     assert len(found.ties) >= fits // 2 and "may be as good" in found.reason
-    assert ", ".join(repr(label) for label in found.ties[:3]) in found.reason, "labels with commas are told apart"
+    assert ", ".join(repr(label) for label in found.ties[:3]) in found.reason, "labels with commas are quoted"

@@ -1,4 +1,4 @@
-"""Priors as files: what is read is what was written, wrong files have a sentence, own ones come and go, and torch stays out of it."""
+"""Priors as files: reading returns what was written, wrong files give an error, own priors can be added and removed, without torch."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_files_of_version_1_are_read_without_lifts_where_seeds_may_be_wrong(tmp_
     np.testing.assert_allclose(old.errors, whole.errors, atol=1e-6)
     np.testing.assert_allclose(old.noise, whole.noise, atol=1e-5)
     alone, plain = calm_runs(old), old.runs / 0.9
-    assert np.isnan(alone[0]).all(), "nothing is told of lifts"
+    assert np.isnan(alone[0]).all(), "seed effects are not estimated"
     np.testing.assert_array_equal(alone[1], plain[1])
     priors.write_prior(old, tmp_path / "again.json")
     assert load(tmp_path / "again.json").has_seeds.tolist() == [False, True], "as version 2 it says so"
@@ -160,17 +160,17 @@ def change(**parts: Any) -> Callable[[dict[str, Any]], object]:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no JSON": (b"{", "no JSON"),
+    "no JSON": (b"{", "not JSON"),
     "a list": (b"[]", "a prior is a JSON object"),
-    "no text": (b"\xff\xfe\x00", "no JSON"),
-    "deep": (b"[" * 100_000, "no JSON"),
-    "another version": (change(version=3), "of version 3; this paredown reads 1 to 2"),
+    "no text": (b"\xff\xfe\x00", "not JSON"),
+    "deep": (b"[" * 100_000, "not JSON"),
+    "another version": (change(version=3), "it has version 3; this paredown reads 1 to 2"),
     "seeds that are no facts": (change(seeds=[1, 0]), "seeds is 2 times true or false, or null"),
-    "a version of text": (change(version="1"), "of version '1'"),
+    "a version of text": (change(version="1"), "it has version '1'"),
     "an unknown field": (change(code="import os"), "field 'code' is unknown"),
     "no runs": (lambda value: value.pop("runs"), "field 'runs' is missing"),
     "a mode": (change(mode="magic"), "mode one of store, simulate"),
-    "no tasks": (change(tasks=[]), "tasks is a list of objects, one at least"),
+    "no tasks": (change(tasks=[]), "tasks is a list of at least one object"),
     "a task without data": (change(tasks=[{"name": "a", "family": "cnn"}] * 2), "row 1 of tasks needs name, family, data"),
     "a task of another form": (lambda value: value["tasks"][0].update(path="/root"), "a field 'path', which is unknown"),
     "the same task twice": (lambda value: value["tasks"].__setitem__(0, value["tasks"][1]), "one of its tasks twice"),
@@ -181,11 +181,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "features of text": (lambda value: value["plans"][0].update(features={"weight": "8"}), "features cannot be an object of 1"),
     "fewer rows": (lambda value: value["runs"].pop(), "runs is 2 rows of 3 lists"),
     "a number for a list": (lambda value: value["runs"][0].__setitem__(0, 0.5), "runs is 2 rows of 3 lists"),
-    "NaN": (lambda value: value["runs"][0].__setitem__(0, [float("nan")]), "of task 1 and plan 1 they are a list of 1"),
-    "infinite": (lambda value: value["runs"][0].__setitem__(0, [1e999]), "of task 1 and plan 1"),
-    "a long whole number": (lambda value: value["runs"][0].__setitem__(0, [10**400]), "of task 1 and plan 1"),
-    "truth": (lambda value: value["runs"][0].__setitem__(0, [True]), "of task 1 and plan 1"),
-    "many runs": (lambda value: value["runs"][0].__setitem__(0, [0.5] * 1001), "one has 1001"),
+    "NaN": (lambda value: value["runs"][0].__setitem__(0, [float("nan")]), "those of task 1 and plan 1 are a list of 1"),
+    "infinite": (lambda value: value["runs"][0].__setitem__(0, [1e999]), "those of task 1 and plan 1"),
+    "a long whole number": (lambda value: value["runs"][0].__setitem__(0, [10**400]), "those of task 1 and plan 1"),
+    "truth": (lambda value: value["runs"][0].__setitem__(0, [True]), "those of task 1 and plan 1"),
+    "many runs": (lambda value: value["runs"][0].__setitem__(0, [0.5] * 1001), "one list has 1001"),
     "bytes below zero": (lambda value: value["memory"][0].__setitem__(0, -1), "memory is 2 rows of 3 numbers from 0 up"),
     "provenance": (change(provenance={"device": "x"}), "provenance is a list of objects"),
 }
@@ -215,7 +215,7 @@ def test_files_that_are_not_read() -> None:
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "huge.json").open("wb") as file:
-        file.truncate(1 << 40)  # a hole: it takes no room on the disk
+        file.truncate(1 << 40)  # a sparse file: it takes no space on the disk
     with pytest.raises(PriorError, match=r"huge\.json has 1099511627776 bytes; a prior of more than 67108864 bytes is not read"):
         load(tmp_path / "huge.json")
 
@@ -337,8 +337,8 @@ def test_plans_have_names_levels_and_features() -> None:
     stored = row_of(Plan.preset("activations4"))
     assert stored.label == "int4/64@bf16, full" and stored.features["activation"] == 4.25 and stored.features["weight"] == 32
     assert row_of(Plan()).label == "baseline"
-    recipe = template_row("assign 40% role")
-    assert recipe.plan is None and recipe.features == {"budget": 0.4}
+    template = template_row("assign 40% role")
+    assert template.plan is None and template.features == {"budget": 0.4}
 
 
 def test_a_plan_that_is_wrong_inside_says_so_when_it_is_used() -> None:

@@ -20,7 +20,7 @@ NAN = np.nan
 
 
 def made(num_plans: int, lifts: list[float], rest: float, seed: int = 0) -> np.ndarray:
-    """(plans, seeds): means of plans, lifts of seeds, noise."""
+    """(plans, seeds): means of plans, seed effects of seeds, noise."""
     source = np.random.default_rng(seed)
     return (
         0.3
@@ -31,7 +31,7 @@ def made(num_plans: int, lifts: list[float], rest: float, seed: int = 0) -> np.n
 
 
 def test_variances_are_found() -> None:
-    """2,000 plans tell the rest to 2 %; of the lifts it is their own variance."""
+    """2,000 plans tell the rest to 2 %; of the seed effects it is their own variance."""
     lifts = [0.05, -0.02, -0.03]
     found = variance_parts_of(made(2000, lifts, 0.01))
     assert np.sqrt(found.rest) == pytest.approx(0.01, rel=0.05)
@@ -59,7 +59,7 @@ def test_plans_of_other_seeds_become_comparable() -> None:
     runs[10:, 1:] = NAN
     off = np.nanmean(runs, axis=1) - means
     level = np.nanmean(without_seed_effects(runs[None])[0], axis=1) - means
-    assert abs(off[10:].mean() - off[:10].mean()) > 0.08, "as they are, luck of the seed"
+    assert abs(off[10:].mean() - off[:10].mean()) > 0.08, "unmodified, they have the luck of the seed"
     assert abs(level[10:].mean() - level[:10].mean()) < 0.005, "five deviations of the difference"
 
 
@@ -73,7 +73,7 @@ def test_plans_of_other_seeds_become_comparable() -> None:
         [[0.1, 0.2], [0.2, 0.1]],  # seeds explain nothing
     ],
 )
-def test_nothing_is_taken_off_where_nothing_is_told(runs: list[list[float]]) -> None:
+def test_runs_without_information_on_seeds_are_unmodified(runs: list[list[float]]) -> None:
     given = np.array([runs])
     np.testing.assert_array_equal(without_seed_effects(given), given)
 
@@ -99,7 +99,7 @@ def test_a_second_seed_tells_less_until_several_plans_ran_with_it() -> None:
 
 
 def test_the_ratio_of_all_tasks() -> None:
-    """60 tasks of 30 plans: deviations of 0.02 and 0.01 have the ratio 4 as variances; 180 lifts tell it to a tenth."""
+    """60 tasks of 30 plans: deviations of 0.02 and 0.01 have the ratio 4 as variances; 180 seed effects tell it to a tenth."""
     source = np.random.default_rng(3)
     tasks = np.array([made(30, list(0.02 * source.standard_normal(4)), 0.01, seed) for seed in range(60)])
     assert shared_of(tasks) == pytest.approx(4.0, rel=0.35)
@@ -145,7 +145,7 @@ def test_plans_that_are_not_calm_tell_nothing_of_lifts() -> None:
 
 
 def test_one_more_seed_of_one_plan_switches_nothing_off() -> None:
-    """A run that no other plan shares is explained by its seed whatever it is: lifts of the others stay about where they were."""
+    """A run that no other plan shares is explained by its seed whatever it is: seed effects of the others stay about where they were."""
     runs = np.column_stack([made(10, [0.0, 0.04, -0.04], 0.01), np.full(10, NAN)])
     more = runs.copy()
     more[2, 3] = 0.31
@@ -170,7 +170,7 @@ def test_squares_are_those_of_least_squares() -> None:
 
 
 def test_variances_are_right_on_average_where_plans_have_some_of_the_seeds() -> None:
-    """3,000 tasks: the mean variance of the lifts is known to 3 %, that of the rest to 1 %; 0.1 and 0.03 are three deviations."""
+    """3,000 tasks: the mean variance of the seed effects is known to 3 %, that of the rest to 1 %; 0.1 and 0.03 are three deviations."""
     source = np.random.default_rng(8)
     seen = source.uniform(size=(8, 4)) < 0.7
     parts = []

@@ -286,7 +286,7 @@ def test_few_tasks_make_no_twins_and_gaps_are_filled_by_either() -> None:
 
 
 def of_seeds(num_tasks: int, source: np.random.Generator) -> tuple[PriorData, np.ndarray]:
-    """Eight plans, three seeds of four of them, whose lifts deviate by 0.03 and all else by 0.006; and the means."""
+    """Eight plans, three seeds of four of them, whose seed effects deviate by 0.03 and all else by 0.006; and the means."""
     tasks = [TaskRow(f"task {i}", "cnn", f"data {i}", "error", 10, 0.9) for i in range(num_tasks)]
     means = 0.3 + 0.1 * source.standard_normal((num_tasks, 1)) + 0.02 * source.standard_normal((num_tasks, 8))
     runs = means[..., None] + 0.03 * source.standard_normal((num_tasks, 1, 3)) + 0.006 * source.standard_normal((num_tasks, 8, 3))
@@ -305,7 +305,7 @@ def test_bands_hold_after_trials_of_one_seed() -> None:
         inside.append(abs(estimate.means - mean) <= NINE_OF_TEN * estimate.deviations)
         alone = np.sqrt(estimate.deviations**2 - prior.shared * estimate.posterior.run_noise() ** 2)
         narrow.append(abs(estimate.means - mean) <= NINE_OF_TEN * alone)
-    assert 0.82 < np.mean(inside) < 0.97 and np.mean(narrow) < 0.7, "lifts are what makes them so wide"
+    assert 0.82 < np.mean(inside) < 0.97 and np.mean(narrow) < 0.7, "seed effects are what makes them so wide"
     assert 5 < prior.shared < 60, "25 as variances"
 
 

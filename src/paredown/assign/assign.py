@@ -128,7 +128,7 @@ def _solve(
     if best is not None:
         return problem, best, ()
     problems = [problem, *_with_all_layers(trace, problem_of, recompute)]
-    least = min(problems, key=lambda one: one.ledger.floor_bytes)
+    least = min(problems, key=lambda candidate: candidate.ledger.floor_bytes)
     error = BudgetError(explain_infeasible(least, budget_bytes, has_layers=recompute is not False))
     error.smallest_bytes = least.smallest.peak_bytes
     raise error

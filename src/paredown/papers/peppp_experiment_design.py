@@ -1,13 +1,13 @@
 """The published methods that predict a new task's Pareto front from a few measurements, each a row of `PICKERS`.
 
     ED-MF       least squares on the plans' vectors, at a D-optimal design; the vectors are those of the completed matrix
-    QR-MF       the same at the pivots; `ED-MF relaxed`: at the rounded relaxation; `ED-MF plugged`: the front contains measured errors
+    QR-MF       the same at the pivots; `ED-MF relaxed`: at the rounded relaxation; `ED-MF plugged`: measured errors in the front
     random-MF   the same at random plans
     BO-MF       a Gaussian process over the plans' vectors, plans by expected improvement, starting from five random ones
     BO-full     the same over whole columns of the matrix
     means       the columns' means, without measurements; `most memory`: the same, recommending the largest plan
 
-A picker sees `TaskKnowledge` and calls `measure(plan)` at most as often as it is allowed: it sees no error that it did not measure.
+A picker sees `TaskKnowledge` and calls `measure(plan)` at most the allowed number of times: it sees no error that it did not measure.
 
 Designs choose plans from their vectors alone, before any measurement:
 
@@ -31,7 +31,7 @@ The vectors of plans are singular vectors of the errors; that of a new task foll
 Bayesian optimization over plans, the published baseline, is a Gaussian process with expected improvement:
 
     k(x, y) = exp(-|x - y|^2 / (2 length^2)) + noise [x is y]     mean 0, variance 1; length and noise by maximum likelihood
-    EI = d cdf(d / s) + s pdf(d / s),  d = best - mean - margin   the plan with the LARGEST is next (the released code took the smallest)
+    EI = d cdf(d / s) + s pdf(d / s),  d = best - mean - margin   the plan with the LARGEST is next (the release took the smallest)
 
 >>> squares = squared_distances(np.array([[0.0], [1.0], [2.0], [50.0]]))
 >>> mean, deviation = Process.fitted(squares, [0, 2], np.array([0.5, 0.7])).predict()
@@ -105,7 +105,7 @@ def pivoted(vectors: Array, count: int) -> list[int]:
 
 
 def scattered(num_plans: int, count: int, *, seed: int, num_first: int = 5) -> list[int]:
-    """Random plans, as in the released code: the first ones together, then one at a time, each from a new generator of the same seed."""
+    """Random plans as in the released code: the first ones together, then one at a time, each from a new generator of this seed."""
     chosen = first_at_random(num_plans, min(count, num_first), seed=seed)
     while len(chosen) < min(count, num_plans):
         left = np.setdiff1d(np.arange(num_plans), chosen)
@@ -274,7 +274,7 @@ def plugged(picker: Picker) -> Picker:
 
 
 def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
-    """A picker by expected improvement over points; `is_released`: the plan with the least improvement is next, as in the released code."""
+    """A picker by expected improvement over points; `is_released`: the least improvement is next, as in the released code."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         squares, wanted = squared_distances(points_of(known)), set(counts)

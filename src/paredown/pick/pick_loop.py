@@ -59,7 +59,7 @@ class PickLoop:
     num_done: int = 0  # trials that count as evaluations
     others: list[Trial] = field(default_factory=list[Trial])
     is_settled: bool = False
-    _place: dict[object, int] = field(init=False, repr=False)
+    _index_of: dict[object, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         rows = self.candidates

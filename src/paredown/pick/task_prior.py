@@ -264,8 +264,8 @@ def nearest(family: str, known: Sequence[str]) -> str:
     """The known family that shares most traits with this one; "" where none shares any."""
     if family in known:
         return family
-    own = TRAITS.get(family, set())
-    shared = {other: len(own & TRAITS.get(other, set())) for other in dict.fromkeys(known)}
+    traits = TRAITS.get(family, set())
+    shared = {other: len(traits & TRAITS.get(other, set())) for other in dict.fromkeys(known)}
     best = max(shared, key=lambda other: shared[other], default="")
     return best if best and shared[best] else ""
 
