@@ -289,9 +289,9 @@ def test_other_bad_input() -> None:
         assign(trace, "50%", method="sensitivity")
     with pytest.raises(PlanError, match=r"of another model: none of their 1 slots, 'x:input' the first, is among the \d+ of MLP"):
         assign(trace, "50%", method="sensitivity", sensitivities=Sensitivities({"x:input": {"int8/64@bf16": 1.0}}))
-    with pytest.raises(PlanError, match="method 'role' does not look at sensitivities"):
+    with pytest.raises(PlanError, match="method 'role' does not use sensitivities"):
         assign(trace, "50%", sensitivities=Sensitivities({"x:input": {"int8/64@bf16": 1.0}}))
-    with pytest.raises(PlanError, match="sensitivities are what probe"):
+    with pytest.raises(PlanError, match="sensitivities are the result of probe"):
         assign(trace, "50%", method="sensitivity", sensitivities={})  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"recompute is 'layers\.0': None"):
         assign(trace, "50%", recompute="layers.0")  # type: ignore[arg-type]
@@ -303,7 +303,7 @@ def test_other_bad_input() -> None:
     with pytest.raises(PlanError, match="int99"):
         assign(trace, "50%", levels=("int99",))
     for levels in (("int2/64@bf16", "int8/64@bf16"), ("int8/64@bf16", None)):
-        with pytest.raises(PlanError, match=r"levels go from the best down, and .* is better than int"):
+        with pytest.raises(PlanError, match=r"levels go from the best down, but .* is better than int"):
             assign(trace, "50%", levels=levels)
 
 

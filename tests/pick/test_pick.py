@@ -179,7 +179,7 @@ def test_a_metric_of_ones_own_is_anchored_by_the_first_trial(tried: Any) -> None
     tried(lambda plan, seed: 1000 * as_in_prior(plan, seed))
     task = make_task(metric=mine)
     before, after = (pick(task, "60%", num, prior=PRIOR, device="cpu") for num in (0, 3))
-    assert "errors are in parts of that" in " ".join(before.notes) and before.frontier.metric == "mine"
+    assert "errors are relative to it" in " ".join(before.notes) and before.frontier.metric == "mine"
     assert after.point is not None and 50 < after.point.mean < 500 and after.point.deviation < 200
 
 

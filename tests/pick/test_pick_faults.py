@@ -15,7 +15,7 @@ from paredown.report.studies import study_of_pick
 from paredown.sweeps.sweep import DrawnTrial, TrialSpec
 from paredown.tasks.evaluate import device_name, formats_state
 from paredown.tasks.trial import Status
-from tests.pick.test_pick import PRIOR, as_earlier, bytes_of, make_task, tried
+from tests.pick.test_pick import PRIOR, as_in_prior, bytes_of, make_task, tried
 
 __all__ = ["tried"]
 
@@ -48,7 +48,7 @@ def test_trials_that_all_diverge_are_results(tried: Any) -> None:
 def test_plans_that_diverge_are_not_taken(tried: Any) -> None:
     def rule(plan: Plan, seed: int) -> Any:
         bad = {"status": Status.DIVERGED, "error": None, "reason": "nan"}
-        return bad if plan.rules and not formats_state(plan) else as_earlier(plan, seed)
+        return bad if plan.rules and not formats_state(plan) else as_in_prior(plan, seed)
 
     tried(rule)
     found = pick(make_task(), "90%", 8, prior=PRIOR, device="cpu")
@@ -61,7 +61,7 @@ def test_a_plan_without_memory_is_not_taken(tried: Any) -> None:
 
     def rule(plan: Plan, seed: int) -> Any:
         no_memory = {"status": Status.OUT_OF_MEMORY, "error": None, "reason": "out of memory after 0 of 12 steps"}
-        return no_memory if plan == first else as_earlier(plan, seed)
+        return no_memory if plan == first else as_in_prior(plan, seed)
 
     ran = tried(rule)
     found = pick(make_task(), "60%", 4, prior=PRIOR, device="cpu")
@@ -94,7 +94,7 @@ def test_a_plan_that_fails_is_passed_over(tried: Any) -> None:
     def rule(plan: Plan, seed: int) -> Any:
         if plan == first:
             raise TaskError("no optimizer for this")
-        return as_earlier(plan, seed)
+        return as_in_prior(plan, seed)
 
     tried(rule)
     found = pick(make_task(), "60%", 4, prior=PRIOR, device="cpu")
@@ -131,7 +131,7 @@ def test_only_trials_that_came_to_an_end_are_counted(tried: Any) -> None:
         count += 1
         if count < 3:
             raise RuntimeError("the disk is gone")
-        return as_earlier(plan, seed)
+        return as_in_prior(plan, seed)
 
     tried(rule)
     found = pick(make_task(), "60%", 3, prior=PRIOR, device="cpu")
@@ -154,7 +154,7 @@ def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path) -> None:
         count += 1
         if count == 3:
             raise KeyboardInterrupt
-        return as_earlier(plan, seed)
+        return as_in_prior(plan, seed)
 
     tried(rule)
     with pytest.raises(KeyboardInterrupt):

@@ -106,11 +106,11 @@ def test_poor_matrices_get_an_answer_with_bands(earlier: np.ndarray, levels: np.
 
 
 def test_nothing_known_and_nothing_that_fits_are_sentences() -> None:
-    with pytest.raises(PlanError, match=r"nothing to learn from: the matrix of earlier errors \(2, 3\)"):
+    with pytest.raises(PlanError, match=r"a prior needs errors: the matrix \(2, 3\)"):
         Prior.of(np.full((2, 3), np.nan))
     made = synthetic()
     estimate = Estimate.of(Prior.of(made.errors, made.levels), made.memory[0])
-    with pytest.raises(BudgetError, match=r"no plan fits 0.1; the smallest needs 0.3 \(plan 0, error 0.\d\d \+- 0.\d\d\)"):
+    with pytest.raises(BudgetError, match=r"no plan fits 0.1; the smallest needs 0.3 \(plan 0, error 0.\d\d \+- 0.\d\d, standard deviation\)"):
         estimate.best(0.1)
     with pytest.raises(PlanError, match="leaving one task out needs two"):
         Matrices(np.ones((1, 2)), np.ones((1, 2)))

@@ -104,11 +104,11 @@ def row_error(rows: list[dict[str, Any]], **options: Any) -> str:
 
 
 def test_what_cannot_be_a_prior_has_a_sentence() -> None:
-    assert "no finished trial" in row_error([])
-    assert "none was judged" in row_error([row(SMALL, PLANS[0], 0, None, status=Status.FAILED)])
+    assert "no trial is finished" in row_error([])
+    assert "none has an error" in row_error([row(SMALL, PLANS[0], 0, None, status=Status.FAILED)])
     both = [row(SMALL, PLANS[0], 0, 0.1), row(OTHER, PLANS[0], 0, 0.1, mode="peppp", sweep="t")]
     assert "both modes" in row_error(both)
-    assert "sweep 'u' has no finished trial here. There are: s, t" in row_error(both, sweeps=["u"])
+    assert "sweep 'u' has no finished trial here. Sweeps with some: s, t" in row_error(both, sweeps=["u"])
     assert len(collect(both, "mine", sweeps=["s"]).tasks) == 1
     assert "cannot be read" in row_error([{**both[0], "trial": {"version": 1}}])
 
@@ -131,7 +131,7 @@ def test_tasks_with_open_trials_may_be_left_out() -> None:
     assert [task.text for task in collect(rows, "mine").tasks] == [SMALL, OTHER]
     assert [task.text for task in collect(rows, "mine", is_finished=True).tasks] == [SMALL]
     assert len(collect([*rows[:2], {**open_trial, "sweep": "t"}], "mine", sweeps=["s"], is_finished=True).tasks) == 2
-    assert "no finished trial" in row_error([rows[1], open_trial], is_finished=True)
+    assert "no trial is finished" in row_error([rows[1], open_trial], is_finished=True)
 
 
 def test_templates_that_came_to_one_plan_are_two_columns() -> None:

@@ -134,10 +134,10 @@ def test_files_of_version_1_are_read_without_lifts_where_seeds_may_be_wrong(tmp_
 def test_what_could_not_be_read_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = np.full((1, 1, 1001), 0.3)
     many = PriorData.of_runs("many", "store", [TaskRow("t", "cnn", "d")], [PlanRow("p")], runs)
-    with pytest.raises(PriorError, match=r"many\.json is not written, since it could not be read again: runs .* one has 1001"):
+    with pytest.raises(PriorError, match=r"many\.json is not written, since it could not be read back: runs .* one list has 1001"):
         add(many, "many")
     monkeypatch.setattr(priors, "MOST_BYTES", 100)
-    with pytest.raises(PriorError, match=r"large\.json is not written, .* it has \d+ bytes; priors of up to 100 are read"):
+    with pytest.raises(PriorError, match=r"large\.json is not written, .* it has \d+ bytes; a prior has at most 100"):
         add(made_up_prior(2, 3), "large")
     assert own_priors() == [] and not list(folder.glob("*"))
 
@@ -257,13 +257,13 @@ def test_own_priors_come_and_go(folder: Path) -> None:
     add(made_up_prior(3, 4), "mine")
     assert own_priors() == ["mine"] and available() == [*before, "mine"]
     assert load("mine").name == "mine"
-    with pytest.raises(PriorError, match="there is a prior 'mine' already"):
+    with pytest.raises(PriorError, match="a prior 'mine' exists already"):
         add(made_up_prior(2, 4), "mine")
     add(made_up_prior(2, 4), "mine", replaces=True)
     assert len(load("mine").tasks) == 2
     remove("mine")
     assert available() == before and list(folder.iterdir()) == []
-    with pytest.raises(PriorError, match=r"no prior 'mine' of your own\. You have: none"):
+    with pytest.raises(PriorError, match=r"you have no prior 'mine'\. Your own: none"):
         remove("mine")
 
 
@@ -277,7 +277,7 @@ def test_names_that_are_refused(name: str, folder: Path) -> None:
 
 def test_an_unknown_name_says_what_is_there(folder: Path) -> None:
     add(made_up_prior(2, 2), "mine")
-    with pytest.raises(PriorError, match=r"there is no prior 'mina'. Closest: 'mine'"):
+    with pytest.raises(PriorError, match=r"no prior is named 'mina'. Closest: 'mine'"):
         load("mina")
 
 
@@ -315,7 +315,7 @@ def test_joined_has_every_number_in_its_place() -> None:
     assert np.isnan(both.errors[:3, 6:]).all() and (both.counts[:3, 6:] == 0).all()
     assert [task.name for task in both.tasks[3:]] == ["task 0 (made_up)", "task 1 (made_up)"]
     np.testing.assert_array_equal(both.noise, [*first.noise, *second.noise])
-    with pytest.raises(PriorError, match="priors of one mode are joined"):
+    with pytest.raises(PriorError, match="only priors of one mode can be joined"):
         join_priors([first, made_up_prior(2, 2, mode="simulate")])
 
 

@@ -223,7 +223,7 @@ def test_duplicate_plans_share_what_is_known() -> None:
 
 
 def test_nothing_to_learn_from_is_a_sentence() -> None:
-    with pytest.raises(PriorError, match="prior 'small' has no number to learn from: 1 tasks, 2 plans"):
+    with pytest.raises(PriorError, match="prior 'small' has no error in it: 1 tasks, 2 plans"):
         TaskPrior.of(small(np.full((1, 2), NAN)))
     earlier = made_up_prior(3, 4)
     with pytest.raises(PriorError, match="none of the 4 plans of prior 'made_up' has features"):
