@@ -110,7 +110,9 @@ def test_nothing_known_and_nothing_that_fits_are_sentences() -> None:
         Prior.of(np.full((2, 3), np.nan))
     made = synthetic()
     estimate = Estimate.of(Prior.of(made.errors, made.levels), made.memory[0])
-    with pytest.raises(BudgetError, match=r"no plan fits 0.1; the smallest needs 0.3 \(plan 0, error 0.\d\d \+- 0.\d\d, standard deviation\)"):
+    with pytest.raises(
+        BudgetError, match=r"no plan fits 0.1; the smallest needs 0.3 \(plan 0, error 0.\d\d \+- 0.\d\d, standard deviation\)"
+    ):
         estimate.best(0.1)
     with pytest.raises(PlanError, match="leaving one task out needs two"):
         Matrices(np.ones((1, 2)), np.ones((1, 2)))
