@@ -24,7 +24,7 @@ import torch
 from paredown.errors import PlanError, TaskError
 from paredown.pick import priors
 from paredown.pick.answer import Picked
-from paredown.pick.candidates import TaskStep, candidates
+from paredown.pick.candidates import Candidates, TaskStep, candidates
 from paredown.pick.pick_loop import PickLoop
 from paredown.pick.prior_data import PriorData
 from paredown.pick.task_family import task_family
@@ -73,22 +73,30 @@ def pick(
     try:
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
-        loop = PickLoop(
-            task=task.name,
-            metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
-            unit=_random_guess_error(task),
-            budget_bytes=budget_bytes,
-            step=step,
-            candidates=candidates(step, prior_data, budget, tried_plans),
-            task_prior=TaskPrior.of(prior_data, _family(task)),
-            is_strict=torch_device.type == "cuda",
-            device=device_name(torch_device),
-        )
+        rows = candidates(step, prior_data, budget, tried_plans)
+        loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data, _family(task)), torch_device)
         loop.learn(own_trials, other_trials)
         loop.search(source, evaluations, seed=seed, progress=progress)
     finally:
         source.close()
     return loop.answer(time.perf_counter() - start)
+
+
+def _pick_loop(
+    task: Task, budget_bytes: int, step: TaskStep, rows: Candidates, task_prior: TaskPrior, device: torch.device
+) -> PickLoop:
+    """The state before any trial; on a GPU measured peaks have to fit too."""
+    return PickLoop(
+        task=task.name,
+        metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
+        unit=_random_guess_error(task),
+        budget_bytes=budget_bytes,
+        step=step,
+        candidates=rows,
+        task_prior=task_prior,
+        is_strict=device.type == "cuda",
+        device=device_name(device),
+    )
 
 
 def _prior_data(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> PriorData:
