@@ -27,7 +27,7 @@ import numpy as np
 from measure import RESULTS, machine
 from numpy.typing import NDArray
 
-from paredown.papers.peppp_cross_validation import SETTINGS, Cache, Matrices, PickerScores, judge, trials
+from paredown.papers.peppp_cross_validation import SETTINGS, Cache, Matrices, PickerScores, held_out_tasks, judge
 from paredown.papers.peppp_experiment_design import PICKERS, Picker, Pooled
 from paredown.pick.posterior import Prior, propose
 
@@ -64,7 +64,7 @@ def run(job: Job) -> Found:
     made, found = matrices(), Found()
     cache: Cache = {}
     for setting in job.settings:
-        rows = trials(made, SETTINGS[setting], cache)
+        rows = held_out_tasks(made, SETTINGS[setting], cache)
         for name in job.pickers:
             known = [replace(row, known=replace(row.known, levels=None)) for row in rows] if name == NO_LEVELS else rows
             counts = (0, *COUNTS) if name == OURS else COUNTS

@@ -37,7 +37,7 @@ from paredown.pick.mixture import find_twins
 from paredown.pick.pick_loop import PickLoop
 from paredown.pick.prior_data import PlanRow, PriorData, TaskRow
 from paredown.pick.seed_effects import runs_of_task, without_seed_effects
-from paredown.pick.task_prior import TaskPrior, blind_error, is_calm, scaled
+from paredown.pick.task_prior import TaskPrior, is_calm, random_guess_error, scaled
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
 from paredown.sizes import parse_bytes
@@ -90,13 +90,13 @@ class Case:
         points = np.array([features_of(plan) if not plan.recompute else np.full(len(NAMES), np.nan) for plan in plans.values()])
         rows = tuple(Candidate(self.earlier.plans[c].label, plans[c], int(memory[c]), c, points[c]) for c in self.columns)
         step = TaskStep(lambda plan: 0, None, int(task.full_bytes or 0))
-        unit = task.blind or blind_error(task.metric, task.answers)
-        learned = TaskPrior.of(self.before, task.family)
-        return PickLoop(task.name, task.metric, unit, self.budget_bytes, step, Candidates(rows, points), learned)
+        unit = task.blind or random_guess_error(task.metric, task.answers)
+        task_prior = TaskPrior.of(self.before, task.family)
+        return PickLoop(task.name, task.metric, unit, self.budget_bytes, step, Candidates(rows, points), task_prior)
 
     def looked(self, picking: PickLoop, draw: int) -> Looked:
         """Where trials come from."""
-        place = {(row.plan.rules, row.plan.recompute): row.column for row in picking.candidates.rows}
+        place = {row.plan.key: row.column for row in picking.candidates.rows}
         return Looked(self.earlier.tasks[self.row].name, self.runs, place, draw)
 
 
@@ -155,7 +155,7 @@ def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
             continue
         kin = [other.name for other in earlier.tasks if other.data.partition("/")[0] == task.data]
         full = task.full_bytes or float(np.nanmax(earlier.memory[row]))
-        unit = task.blind or blind_error(task.metric, task.answers) or 1.0
+        unit = task.blind or random_guess_error(task.metric, task.answers) or 1.0
         means = seed_means(earlier.runs[row], is_calm(earlier)[row])
         smooth = level_means(earlier, means) if any(plan.level for plan in earlier.plans) else unit * smoothed(whole, runs[row])
         truths = {"matrix": earlier.errors[row], "seeds": means, "smoothed": smooth}
@@ -185,10 +185,10 @@ def level_means(earlier: PriorData, means: np.ndarray) -> np.ndarray:
     return np.array([np.nanmean(means[names == name]) for name in names])
 
 
-def smoothed(learned: TaskPrior, runs: np.ndarray) -> np.ndarray:
+def smoothed(task_prior: TaskPrior, runs: np.ndarray) -> np.ndarray:
     """Means of the plans of a task by all of its runs (plans, seeds), and by what all tasks are like."""
-    mean, _ = learned.prior.after(runs_of_task(runs)).levels()
-    return mean[learned.prior.levels] + learned.prior.offsets
+    mean, _ = task_prior.prior.after(runs_of_task(runs)).levels()
+    return mean[task_prior.prior.levels] + task_prior.prior.offsets
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------------

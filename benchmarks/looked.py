@@ -101,7 +101,7 @@ class Looked(Measurer):
         return [], []
 
     def measure(self, plan: Plan, seed: int, progress: Any = None) -> list[Trial]:
-        return [Trial(self.task, plan, seed, Status.DONE, error=self.error(self.place[plan.rules, plan.recompute], seed))]
+        return [Trial(self.task, plan, seed, Status.DONE, error=self.error(self.place[plan.key], seed))]
 
     @cached_property
     def runs(self) -> np.ndarray:

@@ -85,7 +85,7 @@ def test_of_twins_one_is_tried_and_both_are_known(bench: Any) -> None:
     case = next(bench.cases(replace(earlier, plans=plans, runs=runs), "100%"))
     np.testing.assert_array_equal(case.truths["seeds"][:6], case.truths["seeds"][6:])
     picking = case.picking()
-    assert picking.learned.twins.tolist() == [*range(6), *range(6)]
+    assert picking.task_prior.twins.tolist() == [*range(6), *range(6)]
     looked, seen = case.looked(picking, draw=0), []
     for _ in range(6):
         plan = picking.next_plan(9)

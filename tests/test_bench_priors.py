@@ -52,7 +52,7 @@ def _loss(part: dict[str, float]) -> str:
     [
         _share("uint2/64@bf16+bf16, lpmm"),
         _share("int4/64@bf16, full"),
-        _share("as it is, lpmm"),
+        _share("unmodified, lpmm"),
         _f("effects_of_tiers", "stored"),
         _f("effects_of_activation_formats", "stored"),
         f"from {STORED['measured_over_predicted']['p0']:.2f} to {STORED['measured_over_predicted']['p100']:.2f}",

@@ -25,7 +25,7 @@ NAMES = [name for name, row in METHODS.items() if not row.needs_sensitivities]
 
 
 def peaks(trace: Trace) -> tuple[int, int]:
-    """What no plan gets below, and the peak of the step as it is written."""
+    """The lower bound of all plans' peaks, and the peak of the baseline."""
     return AssignmentProblem.of(trace, METHODS["role"]).ledger.floor_bytes, footprint(trace).peak_bytes
 
 
@@ -71,7 +71,7 @@ def test_more_budget_is_never_worse(seed: int, method: str, shares: list[float])
 def all_errors_and_peaks(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     """Predicted error and peak of every assignment of the ladder's formats to independent activations, by the definition.
 
-    As it is, a tensor is there from birth to death. Packed, the original is there until it is dropped, the codes from when they are made
+    Unmodified, a tensor is there from birth to death. Packed, the original is there until it is dropped, the codes from when they are made
     until they are released, and a copy whenever it is decoded.
     """
     held = np.zeros((len(trace.activations), len(LADDER), trace.length + 3), dtype=np.int64)

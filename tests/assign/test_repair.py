@@ -1,4 +1,4 @@
-"""Repairs by arithmetic: within the budget whatever is asked for, raised by one level, paid by those that cost least."""
+"""Repairs by arithmetic: within the budget whatever is asked for, raised by one level, while others that cost least are lowered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trace_of(name: str) -> Trace:
 
 @cache
 def packed(name: str, plan: str) -> list[str]:
-    """Slots that wait in a format."""
+    """Slots that are stored in a format."""
     return [slot for slot, chosen in slot_storages(trace_of(name), PLANS[plan]).items() if chosen.format is not None]
 
 
@@ -64,8 +64,8 @@ def test_holds_the_budget_whatever_is_raised(data: st.DataObject) -> None:
     trace, plan, slots = trace_of(name), PLANS[key], packed(name, key)
     raised = data.draw(st.lists(st.sampled_from(slots), max_size=5, unique=True))
     keeps = set(data.draw(st.lists(st.sampled_from(slots), max_size=5)))
-    room = data.draw(st.integers(0, 1 << 18))
-    budget = peak_of(trace, plan) + room
+    slack = data.draw(st.integers(0, 1 << 18))
+    budget = peak_of(trace, plan) + slack
     found = repair(plan, RepairTerms(trace, budget), raised=raised, keeps=keeps)
     assert_sound(trace, plan, found, budget, keeps | set(found.raised))
     before, after = formats(trace, plan), formats(trace, found.plan)
@@ -90,7 +90,7 @@ def test_raises_by_one_level(name: str) -> None:
 
 
 @pytest.mark.parametrize("payer", ["layers.0.mlp.1:input", "layers.0.norm2:input", "layers.0.norm1:input"])
-def test_the_least_sensitive_pay(payer: str) -> None:
+def test_the_least_sensitive_are_lowered(payer: str) -> None:
     trace, plan, slots = trace_of("gpt"), PLANS["int4"], packed("gpt", "int4")
     family = {slot for slot in slots if slot == payer or trace.slot(slot).recomputed_from == payer}
     errors = {
@@ -102,7 +102,7 @@ def test_the_least_sensitive_pay(payer: str) -> None:
     assert payer in {move.slot for move in found.moves if bits_of(move.after) < bits_of(move.before)}
 
 
-def test_refuses_what_nobody_can_pay_for() -> None:
+def test_refuses_what_no_other_slot_can_free() -> None:
     trace, plan = trace_of("gpt"), PLANS["low"]
     peak = peak_of(trace, plan)
     at_peak = [slot for slot in packed("gpt", "low") if peak_of(trace, plan.set(f"activation={slot}", None)) > peak]
@@ -113,19 +113,19 @@ def test_refuses_what_nobody_can_pay_for() -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", "gpt"])
 @pytest.mark.parametrize("key", ["int8", "int4"])
-def test_settles_on_something_better_within_the_budget(name: str, key: str) -> None:
+def test_replan_improves_within_the_budget(name: str, key: str) -> None:
     trace, plan = trace_of(name), PLANS[key]
     budget = peak_of(trace, plan)
     found = replan(plan, RepairTerms(trace, budget))
     assert_sound(trace, plan, found, budget, set())
     again = replan(found.plan, RepairTerms(trace, budget))
-    assert again.moves == (), "once settled it stays"
+    assert again.moves == (), "a second call changes nothing"
     keeps = set(packed(name, key)[:3])
     kept = replan(plan, RepairTerms(trace, budget), keeps=keeps)
     assert_sound(trace, plan, kept, budget, keeps)
 
 
-def test_leaves_a_plan_of_assign_as_it_is() -> None:
+def test_a_plan_of_assign_is_unmodified() -> None:
     trace = trace_of("gpt")
     plan = assign(trace, "75%", levels=(None, "bf16", INT8, INT4, INT2))
     assert replan(plan, RepairTerms(trace, peak_of(trace, plan))).moves == ()
@@ -141,7 +141,7 @@ def test_says_that_the_plan_is_over_the_budget() -> None:
 
 def test_names_that_are_no_slots_are_passed_over() -> None:
     trace, plan = trace_of("gpt"), PLANS["int8"]
-    found = repair(plan, RepairTerms(trace, peak_of(trace, plan)), raised=["nobody"], keeps={"nobody else"})
+    found = repair(plan, RepairTerms(trace, peak_of(trace, plan)), raised=["no slot"], keeps={"no other slot"})
     assert found.plan == plan and not found.moves and not found.raised
 
 

@@ -46,7 +46,7 @@ def test_between_two_it_is_on_the_line_of_their_logarithms() -> None:
 @pytest.mark.parametrize(
     ("errors", "said"),
     [
-        ({"a:input": {"int4/64@bf16": -1.0}}, "a squared error is a number from 0 up"),
+        ({"a:input": {"int4/64@bf16": -1.0}}, "a squared error is a float64 from 0 up"),
         ({"a:input": {"int4/64@bf16": float("nan")}}, "the error of 'int4/64@bf16' is nan"),
         ({"a:input": {"int99": 1.0}}, "'a:input', 'int99'"),
         ({"a:input": 3.0}, "{format: error}, not float"),

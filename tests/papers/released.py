@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paredown.papers.peppp_cross_validation import SETTINGS, Cache, HeldOutTask, Matrices, trials
+from paredown.papers.peppp_cross_validation import SETTINGS, Cache, HeldOutTask, Matrices, held_out_tasks
 
 FOLDER = Path(os.environ.get("PAREDOWN_DATA", "")) / "peppp"
 needs_matrices = pytest.mark.skipif(not (FOLDER / "mem_matrix_full.npy").is_file(), reason="PEPPP's matrices are not there")
@@ -28,4 +28,4 @@ def released() -> Matrices:
 @cache
 def released_trials(setting: str) -> list[HeldOutTask]:
     """Every task left out in turn; completions are made once."""
-    return trials(released(), SETTINGS[setting], KEPT)
+    return held_out_tasks(released(), SETTINGS[setting], KEPT)

@@ -9,7 +9,7 @@ import pytest
 
 from paredown.papers.peppp_experiment_design import (
     Process,
-    _unlikeliness,
+    _negative_log_likelihood,
     embed,
     expected_improvement,
     optimal,
@@ -76,8 +76,8 @@ def test_the_process_conditions_a_joint_normal() -> None:
 
 def test_the_slope_of_the_likelihood() -> None:
     squares, measured, at = squared_distances(RNG.standard_normal((7, 2))), RNG.random(7), np.array([0.3, -1.0])
-    slope = _unlikeliness(at, squares, measured)[1]
+    slope = _negative_log_likelihood(at, squares, measured)[1]
     for axis in range(2):
         aside = 1e-6 * np.eye(2)[axis]
-        up, down = (_unlikeliness(at + sign * aside, squares, measured)[0] for sign in (1, -1))
+        up, down = (_negative_log_likelihood(at + sign * aside, squares, measured)[0] for sign in (1, -1))
         assert slope[axis] == pytest.approx((up - down) / 2e-6, rel=1e-5)

@@ -14,7 +14,7 @@ from paredown.pick.acquisition import (
     is_settled,
     kinds_of,
     propose,
-    value_of_all,
+    value_of_perfect_information,
     variance_reduction,
 )
 from paredown.pick.mixture import Mixture
@@ -55,7 +55,7 @@ def test_all_values_are_what_draws_of_them_say() -> None:
     kinds = made()
     _, tasks = drawn(kinds, np.random.default_rng(2))
     least = tasks.min(axis=1)
-    found = value_of_all(kinds)
+    found = value_of_perfect_information(kinds)
     assert found == pytest.approx(kinds.mean.min() - least.mean(), abs=4 * least.std() / np.sqrt(4096))
     assert found > expected_gains(kinds).max(), "one run tells less than everything"
 
@@ -105,7 +105,7 @@ def test_of_equals_the_one_with_least_memory_is_proposed() -> None:
     assert propose("choice", prior, prior.after([]), np.arange(4), np.array([3.0, 2.0, 1.0, 4.0])) == 2
 
 
-def test_beliefs_of_plans_have_their_offsets_and_doubts() -> None:
+def test_the_posterior_of_plans_has_their_offsets_and_variances() -> None:
     kinds = made(num=2)
     prior = Prior(np.array([0, 0, 1]), np.array([0.0, 0.02, 0.0]), np.array([0.0, 1e-4, 0.0]), Mixture(*kinds), 9, 1.0)
     found = kinds_of(prior, prior.after([]), np.array([0, 1, 2]))
@@ -116,20 +116,20 @@ def test_beliefs_of_plans_have_their_offsets_and_doubts() -> None:
 
 
 def test_a_tried_plan_would_run_with_another_seed() -> None:
-    """Beside runs of seed 0, a run of seed 1 is off by its rest and by both lifts; 200,000 draws tell that variance to 2 %."""
+    """Beside runs of seed 0, a run of seed 1 is off by its rest and by both seed effects; 200,000 draws tell that variance to 2 %."""
     rng = np.random.default_rng(3)
     shared, noise = 1.5, 4e-4
     prior = replace(prior_of(np.full(3, 0.3), 0.01 * np.eye(3), noise), shared=shared)
-    belief = prior.after([SeedRun(0, 0.3, 0), SeedRun(1, 0.3, 0)])
+    posterior = prior.after([SeedRun(0, 0.3, 0), SeedRun(1, 0.3, 0)])
     rest, first, second = np.sqrt(noise * np.array([[1.0], [shared], [shared]])) * rng.standard_normal((3, NUM_DRAWS))
-    found = kinds_of(prior, belief, np.arange(3), tried={0, 1})
+    found = kinds_of(prior, posterior, np.arange(3), tried={0, 1})
     assert found.noise[0, :2] == pytest.approx(np.var(rest + second - first), rel=0.02)
     assert found.noise[0, 2] == pytest.approx(noise), "a plan that was not tried runs with the seed of all"
 
 
 @pytest.mark.parametrize("design", TURNS)
 def test_a_new_plan_is_tried_before_another_seed_of_an_old_one(design: str) -> None:
-    """Plan 0 is a little less known than plan 1: with noise alone it is proposed again, with lifts the other is."""
+    """Plan 0 is a little less known than plan 1: with noise alone it is proposed again, with seed effects the other is."""
     prior = prior_of(np.full(2, 0.3), np.diag([0.0102, 0.0100]), 2e-3)
     for shared, wanted in ((0.0, 0), (2.0, 1)):
         lifted = replace(prior, shared=shared)

@@ -16,7 +16,7 @@ from paredown.pick.answer import Point
 
 def points() -> tuple[Point, ...]:
     return (
-        Point("as written", Plan(), 1000, 0.1, 0.01, on_front=True, fits=False),
+        Point("baseline", Plan(), 1000, 0.1, 0.01, on_front=True, fits=False),
         Point("lpmm", Plan.preset("lpmm"), 400, 0.12, 0.01, 0.125, 420, on_front=True, fits=True, source="measured"),
         Point("no memory", Plan.preset("activations2"), 300, 0.05, 0.2, fits=False, trains=False, source="features"),
     )
@@ -34,14 +34,14 @@ def picked() -> Picked:
 def test_frontiers_are_in_order_and_know_the_best() -> None:
     frontier = picked().frontier
     assert [point.predicted_bytes for point in frontier.points] == [300, 400, 1000]
-    assert [point.label for point in frontier.front()] == ["lpmm", "as written"]
+    assert [point.label for point in frontier.front()] == ["lpmm", "baseline"]
     assert frontier.best("50%").label == "lpmm", "what had no memory is not taken"
-    assert frontier.best(1000).label == "as written"
+    assert frontier.best(1000).label == "baseline"
     with pytest.raises(BudgetError, match="no plan fits 350 B; the smallest, lpmm, needs 400 B"):
         frontier.best(350)
     with pytest.raises(BudgetError, match="the frontier is empty"):
         Frontier(()).best(1)
-    with pytest.raises(PlanError, match=r"no point is called 'mine'. There are: no memory, lpmm, as written"):
+    with pytest.raises(PlanError, match=r"no point has the label 'mine'. Labels: no memory, lpmm, baseline"):
         frontier.find("mine")
 
 
@@ -54,11 +54,11 @@ def test_a_pick_knows_its_point_and_its_cost() -> None:
 
 def test_files_of_version_1_have_one_excess_for_all_points() -> None:
     """What was measured took what it took, the others their prediction and that."""
-    told = picked().frontier.to_json()
-    first = {**told, "version": 1, "excess_bytes": 50}
+    value_json = picked().frontier.to_json()
+    first = {**value_json, "version": 1, "excess_bytes": 50}
     needs = {point.label: point.needs for point in Frontier.from_json(first).points}
-    assert needs == {"as written": 1050, "lpmm": 420, "no memory": 350}
-    assert Frontier.from_json({**first, "excess_bytes": 0}) == Frontier.from_json({**told, "version": 1}) == picked().frontier
+    assert needs == {"baseline": 1050, "lpmm": 420, "no memory": 350}
+    assert Frontier.from_json({**first, "excess_bytes": 0}) == Frontier.from_json({**value_json, "version": 1}) == picked().frontier
     with pytest.raises(PlanError, match="excess_bytes of a frontier is a whole number from 0 up to 2\\^63 - 1, not -1"):
         Frontier.from_json({**first, "excess_bytes": -1})
     with pytest.raises(PlanError, match="field 'excess_bytes' is unknown in a frontier of version 2"):

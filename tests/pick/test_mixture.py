@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import multivariate_normal
 
-from paredown.pick.mixture import LevelSums, Mixture, as_levels, find_levels, offsets
+from paredown.pick.mixture import LevelSums, Mixture, find_levels, offsets, renumbered
 
 LEVELS = np.array([0, 0, 1, 1, 2])
 SEEN = np.array([0.3, np.nan, 0.5, 0.7, np.nan])
@@ -24,18 +24,18 @@ def made() -> Mixture:
 
 def test_a_task_given_its_runs() -> None:
     mixture, known = made(), np.isfinite(SEEN)
-    belief = mixture.given(LevelSums.of(SEEN[None], LEVELS))
+    posterior = mixture.given(LevelSums.of(SEEN[None], LEVELS))
     densities = []
     for kind in range(2):
         joint = mixture.spreads[kind][np.ix_(LEVELS, LEVELS)] + np.diag(mixture.noise[kind][LEVELS])
         middle, inside = mixture.means[kind][LEVELS], joint[np.ix_(known, known)]
         across = mixture.spreads[kind][:, LEVELS[known]]
         gain = across @ np.linalg.inv(inside)
-        assert belief.means[0, kind] == pytest.approx(mixture.means[kind] + gain @ (SEEN - middle)[known])
-        assert belief.spreads[0, kind] == pytest.approx(mixture.spreads[kind] - gain @ across.T)
+        assert posterior.means[0, kind] == pytest.approx(mixture.means[kind] + gain @ (SEEN - middle)[known])
+        assert posterior.spreads[0, kind] == pytest.approx(mixture.spreads[kind] - gain @ across.T)
         densities.append(mixture.shares[kind] * multivariate_normal(middle[known], inside).pdf(SEEN[known]))
-    assert belief.weights[0] == pytest.approx(np.array(densities) / sum(densities))
-    assert belief.log_likelihood == pytest.approx(np.log(sum(densities)))
+    assert posterior.weights[0] == pytest.approx(np.array(densities) / sum(densities))
+    assert posterior.log_likelihood == pytest.approx(np.log(sum(densities)))
 
 
 def test_without_runs_a_task_is_as_the_others() -> None:
@@ -85,7 +85,7 @@ def test_levels_that_were_put_in_are_found() -> None:
     rng = np.random.default_rng(3)
     levels = rng.permutation(np.repeat(np.arange(4), 6))
     tasks = 0.5 + 0.2 * rng.standard_normal((80, 4))[:, levels] + 0.03 * rng.standard_normal((80, 24))
-    assert find_levels(tasks).tolist() == as_levels(levels).tolist()
+    assert find_levels(tasks).tolist() == renumbered(levels).tolist()
     tasks[rng.random(tasks.shape) < 0.3] = np.nan
     assert len(set(find_levels(tasks).tolist())) >= 4
 
@@ -93,4 +93,4 @@ def test_levels_that_were_put_in_are_found() -> None:
 def test_levels_of_few_tasks_and_plans() -> None:
     assert find_levels(np.array([[0.5]])).tolist() == [0]
     assert find_levels(np.array([[0.5, 0.1, 0.3]])).tolist() == [0, 1, 2]
-    assert as_levels(np.array([7, 7, 3, 9, 3])).tolist() == [0, 0, 1, 2, 1]
+    assert renumbered(np.array([7, 7, 3, 9, 3])).tolist() == [0, 0, 1, 2, 1]

@@ -44,7 +44,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Plan, int
 
         def evaluate(task: Task, plan: Plan, *, seed: int = 0, **_: Any) -> Trial:
             ran.append((plan, seed))
-            found = (rule or as_earlier)(plan, seed)
+            found = (rule or as_in_prior)(plan, seed)
             changes = found if isinstance(found, dict) else {"error": found}
             whole = {"status": Status.DONE, "seconds": 1.0, "measured_peak_bytes": 1000, **changes}
             return Trial(task.name, plan, seed, **whole)
@@ -55,7 +55,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Plan, int
     return by
 
 
-def as_earlier(plan: Plan, seed: int) -> float:
+def as_in_prior(plan: Plan, seed: int) -> float:
     """Coarser is worse, with a little noise that plan and seed decide."""
     dice = np.random.default_rng([seed, len(repr(plan.rules))])
     return 0.1 + 0.02 * float(features_of(plan)[:3].sum()) + 0.004 * float(dice.standard_normal())
@@ -70,8 +70,8 @@ def bytes_of(task: Task, plan: Plan) -> int:
 
 def test_a_small_task_from_start_to_end() -> None:
     task = make_task()
-    told: list[tuple[float, int, str]] = []
-    found = pick(task, "70%", 2, prior=PRIOR, device="cpu", progress=lambda *one: told.append(one))
+    calls: list[tuple[float, int, str]] = []
+    found = pick(task, "70%", 2, prior=PRIOR, device="cpu", progress=lambda *one: calls.append(one))
     assert found.plan is not None and found.point is not None
     assert bytes_of(task, found.plan) == found.point.predicted_bytes <= found.budget_bytes
     assert found.full_bytes == bytes_of(task, Plan()) and found.budget_bytes == int(0.7 * found.full_bytes)
@@ -81,8 +81,8 @@ def test_a_small_task_from_start_to_end() -> None:
         found.trials[0].error
         == found.frontier.find(next(p.label for p in found.frontier.points if p.plan == found.trials[0].plan)).measured
     )
-    assert told[0] == (0, 2, told[0][2]) and told[-1][0] == len(found.trials), "progress begins and ends"
-    assert any(0 < done < 1 for done, _, _ in told), "and is told within a trial"
+    assert calls[0] == (0, 2, calls[0][2]) and calls[-1][0] == len(found.trials), "progress begins and ends"
+    assert any(0 < done < 1 for done, _, _ in calls), "and is reported within a trial"
     assert Picked.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
@@ -98,17 +98,17 @@ def test_a_task_of_the_users_own_file(tmp_path: Path, monkeypatch: pytest.Monkey
 # --- with made-up trials --------------------------------------------------------------------------------------------------
 
 
-def test_earlier_tasks_alone_answer_at_once(tried: Any) -> None:
+def test_without_trials_the_prior_alone_decides(tried: Any) -> None:
     ran = tried()
     found = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu")
     assert not ran and not found.trials and found.plan is not None
     assert all(point.deviation > 0 and point.measured is None for point in found.frontier.points)
-    assert "without a trial and from 11 earlier tasks (made_up)" in found.reason
+    assert "without a trial and from 11 prior tasks (made_up)" in found.reason
     assert sum(weight for _, weight in found.used) <= 1 + 1e-9 and found.prior == "made_up"
 
 
 def test_trials_narrow_the_bands_and_find_what_is_best_here(tried: Any) -> None:
-    """In this task, unlike in earlier ones, plans that format optimizer state are bad."""
+    """In this task, unlike in the prior tasks, plans that format optimizer state are bad."""
 
     def rule(plan: Plan, seed: int) -> float:
         return 0.1 + 0.5 * formats_state(plan) + 0.01 * float(features_of(plan)[0])
@@ -157,9 +157,9 @@ def test_a_plan_may_be_tried_again_from_another_seed(tried: Any) -> None:
     dice = np.random.default_rng(0)
     ran = tried(lambda plan, seed: float(0.3 + 0.05 * dice.standard_normal()))
     found = pick(make_task(), "60%", 12, prior=PRIOR, device="cpu", seed=5)
-    keys = [(plan.rules, plan.recompute, seed) for plan, seed in ran]
+    keys = [(plan.key, seed) for plan, seed in ran]
     assert len(set(keys)) == len(keys) and min(seed for _, seed in ran) == 5
-    assert found.ties, "nothing tells them apart for sure"
+    assert found.ties, "the posterior does not separate them"
 
 
 def test_candidates_are_of_all_kinds(tried: Any) -> None:
@@ -167,8 +167,8 @@ def test_candidates_are_of_all_kinds(tried: Any) -> None:
     points = {point.label: point for point in pick(make_task(), "60%", 0, prior=PRIOR, device="cpu").frontier.points}
     assert {"a8/64 half", "a32/64 full", "assign 60%", "safe"} <= points.keys() and points["a32/64 full"].plan == Plan()
     assert points["a8/64 half"].source == "prior" and points["safe"].source == "features"
-    rules = [(point.plan.rules, point.plan.recompute) for point in points.values()]
-    assert len(set(rules)) == len(rules), "plans that say the same are one"
+    rules = [point.plan.key for point in points.values()]
+    assert len(set(rules)) == len(rules), "equal plans are one candidate"
     assert points["assign 60%"].fits and any(key not in tuple(Role) for key, _ in points["assign 60%"].plan.rules)
 
 
@@ -176,10 +176,10 @@ def test_a_metric_of_ones_own_is_anchored_by_the_first_trial(tried: Any) -> None
     def mine(output: Any, answers: Any) -> Any:
         return 1000 * (output.argmax(-1) != answers).float().mean()
 
-    tried(lambda plan, seed: 1000 * as_earlier(plan, seed))
+    tried(lambda plan, seed: 1000 * as_in_prior(plan, seed))
     task = make_task(metric=mine)
     before, after = (pick(task, "60%", num, prior=PRIOR, device="cpu") for num in (0, 3))
-    assert "errors are in parts of that" in " ".join(before.notes) and before.frontier.metric == "mine"
+    assert "errors are relative to it" in " ".join(before.notes) and before.frontier.metric == "mine"
     assert after.point is not None and 50 < after.point.mean < 500 and after.point.deviation < 200
 
 
@@ -188,9 +188,9 @@ def test_a_new_family_says_so(tried: Any, family: str, monkeypatch: pytest.Monke
     from paredown.pick import pick as module
 
     tried()
-    monkeypatch.setattr(module, "family_of_task", lambda *_: family)
+    monkeypatch.setattr(module, "_family", lambda *_: family)
     reason = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu").reason
-    assert f"No earlier task is of family {family!r}" in reason
+    assert f"No prior task is of family {family!r}" in reason
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------------

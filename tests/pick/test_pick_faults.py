@@ -15,7 +15,7 @@ from paredown.report.studies import study_of_pick
 from paredown.sweeps.sweep import DrawnTrial, TrialSpec
 from paredown.tasks.evaluate import device_name, formats_state
 from paredown.tasks.trial import Status
-from tests.pick.test_pick import PRIOR, as_earlier, bytes_of, make_task, tried
+from tests.pick.test_pick import PRIOR, as_in_prior, bytes_of, make_task, tried
 
 __all__ = ["tried"]
 
@@ -27,7 +27,7 @@ def test_nothing_fits_is_an_answer(tried: Any) -> None:
     assert found.plan is None and found.point is None and not ran
     smallest = found.frontier.points[0]
     assert smallest.predicted_bytes == bytes_of(task, smallest.plan) > found.budget_bytes
-    assert found.reason.startswith("no plan of method 'role' fits") and "Held up by" in found.reason
+    assert found.reason.startswith("no plan of method 'role' fits") and "Largest at the peak:" in found.reason
     again = pick(task, smallest.predicted_bytes, 0, prior=PRIOR, device="cpu")
     assert again.plan is not None, "what is said to be the smallest does fit"
 
@@ -41,14 +41,14 @@ def test_trials_that_all_diverge_are_results(tried: Any) -> None:
     tried(lambda plan, seed: {"status": Status.DIVERGED, "error": None, "reason": "the loss is nan at step 3 of 12"})
     found = pick(make_task(), "60%", 4, prior=PRIOR, device="cpu")
     assert found.plan is not None and found.point is not None and all(trial.status is Status.DIVERGED for trial in found.trials)
-    assert found.point.mean > 0.5, "of a blind guess that has 0.75"
+    assert found.point.mean > 0.5, "of random guessing that has 0.75"
     assert any("diverged: the loss is nan" in note for note in found.notes)
 
 
 def test_plans_that_diverge_are_not_taken(tried: Any) -> None:
     def rule(plan: Plan, seed: int) -> Any:
         bad = {"status": Status.DIVERGED, "error": None, "reason": "nan"}
-        return bad if plan.rules and not formats_state(plan) else as_earlier(plan, seed)
+        return bad if plan.rules and not formats_state(plan) else as_in_prior(plan, seed)
 
     tried(rule)
     found = pick(make_task(), "90%", 8, prior=PRIOR, device="cpu")
@@ -61,7 +61,7 @@ def test_a_plan_without_memory_is_not_taken(tried: Any) -> None:
 
     def rule(plan: Plan, seed: int) -> Any:
         no_memory = {"status": Status.OUT_OF_MEMORY, "error": None, "reason": "out of memory after 0 of 12 steps"}
-        return no_memory if plan == first else as_earlier(plan, seed)
+        return no_memory if plan == first else as_in_prior(plan, seed)
 
     ran = tried(rule)
     found = pick(make_task(), "60%", 4, prior=PRIOR, device="cpu")
@@ -94,7 +94,7 @@ def test_a_plan_that_fails_is_passed_over(tried: Any) -> None:
     def rule(plan: Plan, seed: int) -> Any:
         if plan == first:
             raise TaskError("no optimizer for this")
-        return as_earlier(plan, seed)
+        return as_in_prior(plan, seed)
 
     tried(rule)
     found = pick(make_task(), "60%", 4, prior=PRIOR, device="cpu")
@@ -131,7 +131,7 @@ def test_only_trials_that_came_to_an_end_are_counted(tried: Any) -> None:
         count += 1
         if count < 3:
             raise RuntimeError("the disk is gone")
-        return as_earlier(plan, seed)
+        return as_in_prior(plan, seed)
 
     tried(rule)
     found = pick(make_task(), "60%", 3, prior=PRIOR, device="cpu")
@@ -154,7 +154,7 @@ def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path) -> None:
         count += 1
         if count == 3:
             raise KeyboardInterrupt
-        return as_earlier(plan, seed)
+        return as_in_prior(plan, seed)
 
     tried(rule)
     with pytest.raises(KeyboardInterrupt):
@@ -192,7 +192,7 @@ def test_trials_of_other_sweeps_are_known(tried: Any, tmp_path: Path) -> None:
     assert mark.num_trials == point.num_trials == 4
     assert point.source == "measured" and point.measured == pytest.approx(0.001) and point.mean < 0.1
     before = pick(make_task(), "100%", 0, prior=PRIOR, device="cpu").point
-    assert before is not None and 0 <= found.point.mean < before.mean, "errors below 0 are not foreseen"
+    assert before is not None and 0 <= found.point.mean < before.mean, "predicted errors are not below 0"
 
 
 @pytest.mark.parametrize("status", [Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED, Status.DONE])
@@ -263,7 +263,7 @@ def fewer_entries_than_the_rank(runs: Any) -> Any:
 
 
 CHANGES = {
-    "as it is": lambda runs: runs,
+    "unmodified": lambda runs: runs,
     "constant rows": constant_rows,
     "one row": rows_of_nothing,
     "few entries": fewer_entries_than_the_rank,
@@ -289,7 +289,7 @@ def test_plans_that_a_prior_has_twice_are_one(tried: Any) -> None:
     wide = {name: np.concatenate([getattr(PRIOR, name)] * 2, axis=1) for name in names}
     plans = (*PRIOR.plans, *(replace(row, label=f"{row.label} again") for row in PRIOR.plans))
     found = pick(make_task(), "60%", 3, prior=replace(PRIOR, plans=plans, **wide), device="cpu")
-    keys = [(point.plan.rules, point.plan.recompute) for point in found.frontier.points]
+    keys = [point.plan.key for point in found.frontier.points]
     assert len(set(keys)) == len(keys) and found.plan is not None
 
 
@@ -298,4 +298,4 @@ def test_ties_everywhere_are_called_ties(tried: Any) -> None:
     found = pick(make_task(), "60%", 2, prior=poor(CHANGES["all alike"]), device="cpu")
     fits = sum(point.fits is True for point in found.frontier.points)
     assert len(found.ties) >= fits // 2 and "may be as good" in found.reason
-    assert ", ".join(repr(label) for label in found.ties[:3]) in found.reason, "labels with commas are told apart"
+    assert ", ".join(repr(label) for label in found.ties[:3]) in found.reason, "labels with commas are quoted"

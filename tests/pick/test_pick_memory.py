@@ -10,11 +10,11 @@ import pytest
 from paredown import Plan, Trial, pick
 from paredown.pick import pick as pick_module
 from paredown.pick.answer import Frontier, Point
-from paredown.pick.pick_loop import PickLoop, why_none_trains
+from paredown.pick.pick_loop import PickLoop, explain_nothing_trains
 from paredown.report.studies import study_of_pick
 from paredown.sizes import say_bytes
 from paredown.tasks.trial import Status
-from tests.pick.test_pick import PRIOR, as_earlier, make_task, tried
+from tests.pick.test_pick import PRIOR, as_in_prior, make_task, tried
 
 __all__ = ["tried"]
 
@@ -35,7 +35,7 @@ def test_a_trial_that_was_broken_off_says_nothing_of_the_excess(tried: Any) -> N
     def rule(plan: Plan, seed: int) -> Any:
         if len(ran) == 2:
             return {"status": Status.OUT_OF_MEMORY, "error": None, "measured_peak_bytes": 10, "reason": "out of memory"}
-        return {"error": as_earlier(plan, seed), "measured_peak_bytes": predicted[plan] + excess}
+        return {"error": as_in_prior(plan, seed), "measured_peak_bytes": predicted[plan] + excess}
 
     ran = tried(rule)
     found = pick(make_task(), "75%", 3, prior=PRIOR, device="cpu")
@@ -52,7 +52,7 @@ def test_what_trials_take_beyond_their_prediction_counts_for_all_plans(tried: An
     budget = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").budget_bytes
     smallest = min(predicted.values())
     excess = (budget - smallest) // 2 if is_small else budget
-    ran = tried(lambda plan, seed: {"error": as_earlier(plan, seed), "measured_peak_bytes": predicted[plan] + excess})
+    ran = tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": predicted[plan] + excess})
     found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
     if is_small:
         assert found.point is not None and found.point.predicted_bytes + excess <= budget
@@ -78,7 +78,7 @@ def test_a_plan_takes_what_the_nearest_trial_took_beyond(tried: Any) -> None:
     def peak(plan: Plan) -> int:
         return predicted[plan] * (2 if predicted[plan] > middle else 1)
 
-    tried(lambda plan, seed: {"error": as_earlier(plan, seed), "measured_peak_bytes": peak(plan)})
+    tried(lambda plan, seed: {"error": as_in_prior(plan, seed), "measured_peak_bytes": peak(plan)})
     found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
     peaks = {trial.plan: trial.measured_peak_bytes or 0 for trial in found.trials}
     assert max(peaks[plan] - predicted[plan] for plan in peaks) > 0, "a trial that says so"
@@ -120,7 +120,7 @@ def test_a_gpu_without_memory_for_a_plan_has_none_for_larger_ones(tried: Any) ->
 
     def rule(plan: Plan, seed: int) -> Any:
         no_memory = {"status": Status.OUT_OF_MEMORY, "error": None, "reason": "out of memory after 0 of 12 steps"}
-        return no_memory if predicted[plan] > middle else {"error": as_earlier(plan, seed), "measured_peak_bytes": predicted[plan]}
+        return no_memory if predicted[plan] > middle else {"error": as_in_prior(plan, seed), "measured_peak_bytes": predicted[plan]}
 
     ran = tried(rule)
     found = pick(make_task(), "75%", 6, prior=PRIOR, device="cpu")
@@ -139,7 +139,7 @@ def test_the_smallest_that_is_named_is_one_that_may_train() -> None:
     """A plan that had no memory is no advice, however little it was predicted to take."""
     short = Point("short", Plan(), 300, 0.1, 0.1, trains=False, needed_bytes=400)
     other = Point("other", Plan.preset("half"), 350, 0.1, 0.1, needed_bytes=450)
-    assert "with that the smallest, other, needs 450 B" in why_none_trains([short, other], [])
-    assert "the smallest, other, took 420 B" in why_none_trains(
+    assert "with that the smallest, other, needs 450 B" in explain_nothing_trains([short, other], [])
+    assert "the smallest, other, took 420 B" in explain_nothing_trains(
         [short, Point("other", Plan(), 350, 0.1, 0.1, measured_bytes=420)], []
     )

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from paredown.assign.assign import PlanTemplate, make_plans, templates_of
 from paredown.cli import app
 from paredown.errors import PriorError
-from paredown.pick.candidates import plan_of_row
 from paredown.pick.prior_collection import collect, read_rows, row_of_task
 from paredown.pick.prior_data import PlanRow, PriorData, TaskRow
 from paredown.pick.priors import load, prior_to_text, write_prior
@@ -58,7 +57,7 @@ def test_each_number_is_in_its_place() -> None:
         for seed in (0, 2)
     ]
     found = collect(rows, "mine")
-    assert [plan.label for plan in found.plans] == ["as written", "as it is, lpmm", "int4/64@bf16, full"]
+    assert [plan.label for plan in found.plans] == ["baseline", "unmodified, lpmm", "int4/64@bf16, full"]
     assert [task.text for task in found.tasks] == [SMALL, OTHER]
     assert [task.name for task in found.tasks] == [SMALL, OTHER], "digits mlp would be both"
     for i, j in np.ndindex(2, 3):
@@ -92,10 +91,10 @@ def test_trials_that_went_wrong() -> None:
         ),
     ]
     found = collect(rows, "mine")
-    assert found.errors.tolist() == [[0.2, pytest.approx(0.9), 0.8]], "a blind guess at ten digits is wrong nine times of ten"
+    assert found.errors.tolist() == [[0.2, pytest.approx(0.9), 0.8]], "random guessing at ten digits is wrong in 90 % of cases"
     assert found.diverged.tolist() == [[0, 1, 0]]
     unknown = collect([{**r, "task": "nowhere.py:task"} for r in rows], "mine")
-    assert unknown.errors.tolist() == [[0.2, 0.8, 0.8]], "the worst that was seen, where nobody knows what a blind guess has"
+    assert unknown.errors.tolist() == [[0.2, 0.8, 0.8]], "the worst that was seen, where the error of random guessing is not known"
 
 
 def row_error(rows: list[dict[str, Any]], **options: Any) -> str:
@@ -105,11 +104,11 @@ def row_error(rows: list[dict[str, Any]], **options: Any) -> str:
 
 
 def test_what_cannot_be_a_prior_has_a_sentence() -> None:
-    assert "no finished trial" in row_error([])
-    assert "none was judged" in row_error([row(SMALL, PLANS[0], 0, None, status=Status.FAILED)])
+    assert "no trial is finished" in row_error([])
+    assert "none has an error" in row_error([row(SMALL, PLANS[0], 0, None, status=Status.FAILED)])
     both = [row(SMALL, PLANS[0], 0, 0.1), row(OTHER, PLANS[0], 0, 0.1, mode="peppp", sweep="t")]
     assert "both modes" in row_error(both)
-    assert "sweep 'u' has no finished trial here. There are: s, t" in row_error(both, sweeps=["u"])
+    assert "sweep 'u' has no finished trial here. Sweeps with some: s, t" in row_error(both, sweeps=["u"])
     assert len(collect(both, "mine", sweeps=["s"]).tasks) == 1
     assert "cannot be read" in row_error([{**both[0], "trial": {"version": 1}}])
 
@@ -117,30 +116,32 @@ def test_what_cannot_be_a_prior_has_a_sentence() -> None:
 def test_a_sweep_brings_what_other_sweeps_know_of_its_tasks() -> None:
     rates = [row(task, PLANS[0], 0, error, sweep="rates") for task, error in ((SMALL, 0.3), (OTHER, 0.4))]
     found = collect([*rates, row(SMALL, PLANS[1], 0, 0.5, propensity=0.4)], "mine", sweeps=["s"])
-    assert [plan.label for plan in found.plans] == ["as it is, lpmm", "as written"]
+    assert [plan.label for plan in found.plans] == ["unmodified, lpmm", "baseline"]
     assert found.errors.tolist() == [[0.5, 0.3]] and found.propensity.tolist() == [[0.4, 1.0]]
     twice = collect([*rates, row(SMALL, PLANS[0], 0, 0.7)], "mine", sweeps=["s"])
     assert twice.errors.tolist() == [[0.7]], "a sweep that was named comes first"
-    assert [(one["sweeps"], one["trials"]) for one in twice.provenance] == [(["s"], 1)], "and what is not in it is not told of"
+    assert [(one["sweeps"], one["trials"]) for one in twice.provenance] == [(["s"], 1)], (
+        "and provenance has only trials of the prior"
+    )
 
 
-def test_tasks_of_which_trials_wait_may_be_left_out() -> None:
-    waits = {"sweep": "s", "task": OTHER, "mode": "store", "propensity": 0.3, "trial": None}
-    rows = [row(SMALL, PLANS[0], 0, 0.1), row(OTHER, PLANS[0], 0, 0.2), waits]
+def test_tasks_with_open_trials_may_be_left_out() -> None:
+    open_trial = {"sweep": "s", "task": OTHER, "mode": "store", "propensity": 0.3, "trial": None}
+    rows = [row(SMALL, PLANS[0], 0, 0.1), row(OTHER, PLANS[0], 0, 0.2), open_trial]
     assert [task.text for task in collect(rows, "mine").tasks] == [SMALL, OTHER]
     assert [task.text for task in collect(rows, "mine", is_finished=True).tasks] == [SMALL]
-    assert len(collect([*rows[:2], {**waits, "sweep": "t"}], "mine", sweeps=["s"], is_finished=True).tasks) == 2
-    assert "no finished trial" in row_error([rows[1], waits], is_finished=True)
+    assert len(collect([*rows[:2], {**open_trial, "sweep": "t"}], "mine", sweeps=["s"], is_finished=True).tasks) == 2
+    assert "no trial is finished" in row_error([rows[1], open_trial], is_finished=True)
 
 
-def test_recipes_that_came_to_one_plan_are_two_columns() -> None:
+def test_templates_that_came_to_one_plan_are_two_columns() -> None:
     trace = trace_of(SMALL, Path(), "cpu")
     plans = make_plans([PlanTemplate("200%"), PlanTemplate("300%", "size"), PlanTemplate("90%")], trace)
     assert [templates_of(plan) for plan in plans] == [["assign 200% role", "assign 300% size"], ["assign 90% role"]]
     found = collect([row(SMALL, plan, 0, 0.1 + i) for i, plan in enumerate(plans)], "mine")
     assert [plan.label for plan in found.plans] == ["assign 200% role", "assign 300% size", "assign 90% role"]
     assert found.errors.tolist() == [[0.1, 0.1, 1.1]]
-    assert plan_of_row(found.plans[2], trace).rules == plans[1].rules
+    assert PlanTemplate.parse(found.plans[2].template).make(trace).rules == plans[1].rules
 
 
 def test_memory_of_a_simulated_prior_is_peppps() -> None:
@@ -153,7 +154,7 @@ def test_memory_of_a_simulated_prior_is_peppps() -> None:
         memory_bytes(outline, peppp_element(4, 3), peppp_element(6, 7)),
         memory_bytes(outline, "fp32", "fp32"),
     ]
-    assert found.mode == "simulate" and found.levels is None, "the step as it is written is of no level"
+    assert found.mode == "simulate" and found.levels is None, "the baseline is of no level"
     assert peppp_bytes(text, Plan(), Path()) == found.tasks[0].full_bytes
 
 
@@ -183,7 +184,7 @@ def test_no_path_of_the_machine_is_in_a_prior() -> None:
         ("mine.py:small", "small", "own", "small"),
     ],
 )
-def test_tasks_that_are_not_here_are_told_by_their_names(text: str, name: str, family: str, data: str) -> None:
+def test_tasks_that_are_not_here_are_described_by_their_names(text: str, name: str, family: str, data: str) -> None:
     found = row_of_task(text, Path())
     assert (found.name, found.family, found.data, found.answers) == (name, family, data, None)
 
@@ -209,8 +210,8 @@ def test_code_that_an_export_names_runs_only_from_a_folder_that_was_named(
     Path("danger.py").write_text(CODE)
     Path("x.json").write_text(json.dumps([row("danger.py:wipe#path=chosen", PLANS[0], 0, 0.2, mode=mode)]))
     for words in (["add", "x.json"], ["make", "x.json", "y.json"]):
-        status, told = say(*words)
-        assert status == 0, told
+        status, output = say(*words)
+        assert status == 0, output
         assert not Path("imported").exists() and not Path("chosen").exists()
     (task,) = load(tmp_path / "y.json").tasks
     assert (task.name, task.family, task.answers) == ("wipe", "own", None)
@@ -258,14 +259,14 @@ def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PAREDOWN_PRIORS", str(tmp_path / "own"))
     path = stored(tmp_path / "trials.db")
     assert say("add", str(path), "--name", "mine")[0] == 0
-    status, told = say("list", "--json")
-    assert status == 0 and [one["name"] for one in json.loads(told)["priors"] if one["own"]] == ["mine"]
-    status, told = say("show", "mine")
-    assert status == 0 and "as written" in told and SMALL in told
-    status, told = say("show", "mine", "--json")
-    assert json.loads(told)["entries"] == 6
-    status, told = say("add", str(path), "--name", "mine")
-    assert status == 1 and "there is a prior 'mine' already" in told
+    status, output = say("list", "--json")
+    assert status == 0 and [one["name"] for one in json.loads(output)["priors"] if one["own"]] == ["mine"]
+    status, output = say("show", "mine")
+    assert status == 0 and "baseline" in output and SMALL in output
+    status, output = say("show", "mine", "--json")
+    assert json.loads(output)["entries"] == 6
+    status, output = say("add", str(path), "--name", "mine")
+    assert status == 1 and "a prior 'mine' exists already" in output
     assert say("make", str(path), str(tmp_path / "file.json"))[0] == 0
     assert load(tmp_path / "file.json").errors.shape == (2, 3)
     assert say("remove", "mine")[0] == 0 and not os.listdir(tmp_path / "own")
@@ -275,8 +276,8 @@ def test_one_command_adds_and_one_removes(tmp_path: Path, monkeypatch: pytest.Mo
         ["add", str(tmp_path / "none.db")],
         ["add", str(path), "--name", "../x"],
     ):
-        status, told = say(*wrong)
-        assert status == 1 and told.startswith("paredown: ") and told.count("\n") == 1
+        status, output = say(*wrong)
+        assert status == 1 and output.startswith("paredown: ") and output.count("\n") == 1
 
 
 @pytest.mark.filterwarnings("error")
@@ -284,9 +285,9 @@ def test_a_task_without_runs_can_be_shown(tmp_path: Path) -> None:
     tasks, nothing = [TaskRow("a", "cnn", "a"), TaskRow("b", "cnn", "b")], [[np.nan, np.nan]]
     prior = PriorData.of_runs("two", "store", tasks, [PlanRow("p")], np.array([[[0.2, 0.4]], nothing]))
     write_prior(prior, tmp_path / "two.json")
-    status, told = say("show", str(tmp_path / "two.json"), "--json")
-    assert status == 0, told
-    assert [task["mean_error"] for task in json.loads(told)["tasks"]] == [pytest.approx(0.3), None]
+    status, output = say("show", str(tmp_path / "two.json"), "--json")
+    assert status == 0, output
+    assert [task["mean_error"] for task in json.loads(output)["tasks"]] == [pytest.approx(0.3), None]
     assert say("show", str(tmp_path / "two.json"))[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""Priors as files: what is read is what was written, wrong files have a sentence, own ones come and go, and torch stays out of it."""
+"""Priors as files: reading returns what was written, wrong files give an error, own priors can be added and removed, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paredown.errors import PlanError, PriorError
 from paredown.pick import priors
-from paredown.pick.prior_collection import recipe_row, row_of
+from paredown.pick.prior_collection import row_of, template_row
 from paredown.pick.prior_data import PlanRow, PriorData, TaskRow, join_priors, pooled_noise
 from paredown.pick.priors import (
     add,
@@ -124,7 +124,7 @@ def test_files_of_version_1_are_read_without_lifts_where_seeds_may_be_wrong(tmp_
     np.testing.assert_allclose(old.errors, whole.errors, atol=1e-6)
     np.testing.assert_allclose(old.noise, whole.noise, atol=1e-5)
     alone, plain = calm_runs(old), old.runs / 0.9
-    assert np.isnan(alone[0]).all(), "nothing is told of lifts"
+    assert np.isnan(alone[0]).all(), "seed effects are not estimated"
     np.testing.assert_array_equal(alone[1], plain[1])
     priors.write_prior(old, tmp_path / "again.json")
     assert load(tmp_path / "again.json").has_seeds.tolist() == [False, True], "as version 2 it says so"
@@ -134,10 +134,10 @@ def test_files_of_version_1_are_read_without_lifts_where_seeds_may_be_wrong(tmp_
 def test_what_could_not_be_read_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = np.full((1, 1, 1001), 0.3)
     many = PriorData.of_runs("many", "store", [TaskRow("t", "cnn", "d")], [PlanRow("p")], runs)
-    with pytest.raises(PriorError, match=r"many\.json is not written, since it could not be read again: runs .* one has 1001"):
+    with pytest.raises(PriorError, match=r"many\.json is not written, since it could not be read back: runs .* one list has 1001"):
         add(many, "many")
     monkeypatch.setattr(priors, "MOST_BYTES", 100)
-    with pytest.raises(PriorError, match=r"large\.json is not written, .* it has \d+ bytes; priors of up to 100 are read"):
+    with pytest.raises(PriorError, match=r"large\.json is not written, .* it has \d+ bytes; a prior has at most 100"):
         add(made_up_prior(2, 3), "large")
     assert own_priors() == [] and not list(folder.glob("*"))
 
@@ -160,17 +160,17 @@ def change(**parts: Any) -> Callable[[dict[str, Any]], object]:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no JSON": (b"{", "no JSON"),
+    "no JSON": (b"{", "not JSON"),
     "a list": (b"[]", "a prior is a JSON object"),
-    "no text": (b"\xff\xfe\x00", "no JSON"),
-    "deep": (b"[" * 100_000, "no JSON"),
-    "another version": (change(version=3), "of version 3; this paredown reads 1 to 2"),
+    "no text": (b"\xff\xfe\x00", "not JSON"),
+    "deep": (b"[" * 100_000, "not JSON"),
+    "another version": (change(version=3), "it has version 3; this paredown reads 1 to 2"),
     "seeds that are no facts": (change(seeds=[1, 0]), "seeds is 2 times true or false, or null"),
-    "a version of text": (change(version="1"), "of version '1'"),
+    "a version of text": (change(version="1"), "it has version '1'"),
     "an unknown field": (change(code="import os"), "field 'code' is unknown"),
     "no runs": (lambda value: value.pop("runs"), "field 'runs' is missing"),
     "a mode": (change(mode="magic"), "mode one of store, simulate"),
-    "no tasks": (change(tasks=[]), "tasks is a list of objects, one at least"),
+    "no tasks": (change(tasks=[]), "tasks is a list of at least one object"),
     "a task without data": (change(tasks=[{"name": "a", "family": "cnn"}] * 2), "row 1 of tasks needs name, family, data"),
     "a task of another form": (lambda value: value["tasks"][0].update(path="/root"), "a field 'path', which is unknown"),
     "the same task twice": (lambda value: value["tasks"].__setitem__(0, value["tasks"][1]), "one of its tasks twice"),
@@ -181,11 +181,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "features of text": (lambda value: value["plans"][0].update(features={"weight": "8"}), "features cannot be an object of 1"),
     "fewer rows": (lambda value: value["runs"].pop(), "runs is 2 rows of 3 lists"),
     "a number for a list": (lambda value: value["runs"][0].__setitem__(0, 0.5), "runs is 2 rows of 3 lists"),
-    "NaN": (lambda value: value["runs"][0].__setitem__(0, [float("nan")]), "of task 1 and plan 1 they are a list of 1"),
-    "infinite": (lambda value: value["runs"][0].__setitem__(0, [1e999]), "of task 1 and plan 1"),
-    "a long whole number": (lambda value: value["runs"][0].__setitem__(0, [10**400]), "of task 1 and plan 1"),
-    "truth": (lambda value: value["runs"][0].__setitem__(0, [True]), "of task 1 and plan 1"),
-    "many runs": (lambda value: value["runs"][0].__setitem__(0, [0.5] * 1001), "one has 1001"),
+    "NaN": (lambda value: value["runs"][0].__setitem__(0, [float("nan")]), "those of task 1 and plan 1 are a list of 1"),
+    "infinite": (lambda value: value["runs"][0].__setitem__(0, [1e999]), "those of task 1 and plan 1"),
+    "a long whole number": (lambda value: value["runs"][0].__setitem__(0, [10**400]), "those of task 1 and plan 1"),
+    "truth": (lambda value: value["runs"][0].__setitem__(0, [True]), "those of task 1 and plan 1"),
+    "many runs": (lambda value: value["runs"][0].__setitem__(0, [0.5] * 1001), "one list has 1001"),
     "bytes below zero": (lambda value: value["memory"][0].__setitem__(0, -1), "memory is 2 rows of 3 numbers from 0 up"),
     "provenance": (change(provenance={"device": "x"}), "provenance is a list of objects"),
 }
@@ -215,7 +215,7 @@ def test_files_that_are_not_read() -> None:
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "huge.json").open("wb") as file:
-        file.truncate(1 << 40)  # a hole: it takes no room on the disk
+        file.truncate(1 << 40)  # a sparse file: it takes no space on the disk
     with pytest.raises(PriorError, match=r"huge\.json has 1099511627776 bytes; a prior of more than 67108864 bytes is not read"):
         load(tmp_path / "huge.json")
 
@@ -257,13 +257,13 @@ def test_own_priors_come_and_go(folder: Path) -> None:
     add(made_up_prior(3, 4), "mine")
     assert own_priors() == ["mine"] and available() == [*before, "mine"]
     assert load("mine").name == "mine"
-    with pytest.raises(PriorError, match="there is a prior 'mine' already"):
+    with pytest.raises(PriorError, match="a prior 'mine' exists already"):
         add(made_up_prior(2, 4), "mine")
     add(made_up_prior(2, 4), "mine", replaces=True)
     assert len(load("mine").tasks) == 2
     remove("mine")
     assert available() == before and list(folder.iterdir()) == []
-    with pytest.raises(PriorError, match=r"no prior 'mine' of your own\. You have: none"):
+    with pytest.raises(PriorError, match=r"you have no prior 'mine'\. Your own: none"):
         remove("mine")
 
 
@@ -277,7 +277,7 @@ def test_names_that_are_refused(name: str, folder: Path) -> None:
 
 def test_an_unknown_name_says_what_is_there(folder: Path) -> None:
     add(made_up_prior(2, 2), "mine")
-    with pytest.raises(PriorError, match=r"there is no prior 'mina'. Closest: 'mine'"):
+    with pytest.raises(PriorError, match=r"no prior is named 'mina'. Closest: 'mine'"):
         load("mina")
 
 
@@ -315,7 +315,7 @@ def test_joined_has_every_number_in_its_place() -> None:
     assert np.isnan(both.errors[:3, 6:]).all() and (both.counts[:3, 6:] == 0).all()
     assert [task.name for task in both.tasks[3:]] == ["task 0 (made_up)", "task 1 (made_up)"]
     np.testing.assert_array_equal(both.noise, [*first.noise, *second.noise])
-    with pytest.raises(PriorError, match="priors of one mode are joined"):
+    with pytest.raises(PriorError, match="only priors of one mode can be joined"):
         join_priors([first, made_up_prior(2, 2, mode="simulate")])
 
 
@@ -336,9 +336,9 @@ def test_plans_have_names_levels_and_features() -> None:
     assert peppp.features["activation"] == 8 and peppp.features["moment1"] == 14
     stored = row_of(Plan.preset("activations4"))
     assert stored.label == "int4/64@bf16, full" and stored.features["activation"] == 4.25 and stored.features["weight"] == 32
-    assert row_of(Plan()).label == "as written"
-    recipe = recipe_row("assign 40% role")
-    assert recipe.plan is None and recipe.features == {"budget": 0.4}
+    assert row_of(Plan()).label == "baseline"
+    template = template_row("assign 40% role")
+    assert template.plan is None and template.features == {"budget": 0.4}
 
 
 def test_a_plan_that_is_wrong_inside_says_so_when_it_is_used() -> None:

@@ -7,12 +7,12 @@ import pytest
 
 from paredown.pick.seed_effects import (
     SeedRun,
-    on_one_level,
     runs_of_task,
     seed_effects_of,
     shared_of,
     squares_of,
     variance_parts_of,
+    without_effects_of_seeds,
     without_seed_effects,
 )
 
@@ -20,7 +20,7 @@ NAN = np.nan
 
 
 def made(num_plans: int, lifts: list[float], rest: float, seed: int = 0) -> np.ndarray:
-    """(plans, seeds): means of plans, lifts of seeds, noise."""
+    """(plans, seeds): means of plans, seed effects of seeds, noise."""
     source = np.random.default_rng(seed)
     return (
         0.3
@@ -31,7 +31,7 @@ def made(num_plans: int, lifts: list[float], rest: float, seed: int = 0) -> np.n
 
 
 def test_variances_are_found() -> None:
-    """2,000 plans tell the rest to 2 %; of the lifts it is their own variance."""
+    """2,000 plans tell the rest to 2 %; of the seed effects it is their own variance."""
     lifts = [0.05, -0.02, -0.03]
     found = variance_parts_of(made(2000, lifts, 0.01))
     assert np.sqrt(found.rest) == pytest.approx(0.01, rel=0.05)
@@ -59,7 +59,7 @@ def test_plans_of_other_seeds_become_comparable() -> None:
     runs[10:, 1:] = NAN
     off = np.nanmean(runs, axis=1) - means
     level = np.nanmean(without_seed_effects(runs[None])[0], axis=1) - means
-    assert abs(off[10:].mean() - off[:10].mean()) > 0.08, "as they are, luck of the seed"
+    assert abs(off[10:].mean() - off[:10].mean()) > 0.08, "unmodified, they have the luck of the seed"
     assert abs(level[10:].mean() - level[:10].mean()) < 0.005, "five deviations of the difference"
 
 
@@ -73,7 +73,7 @@ def test_plans_of_other_seeds_become_comparable() -> None:
         [[0.1, 0.2], [0.2, 0.1]],  # seeds explain nothing
     ],
 )
-def test_nothing_is_taken_off_where_nothing_is_told(runs: list[list[float]]) -> None:
+def test_runs_without_information_on_seeds_are_unmodified(runs: list[list[float]]) -> None:
     given = np.array([runs])
     np.testing.assert_array_equal(without_seed_effects(given), given)
 
@@ -85,21 +85,21 @@ def test_runs_that_do_not_vary() -> None:
 
 
 def test_one_seed_leaves_runs_alone_and_their_common_level_open() -> None:
-    found = on_one_level([SeedRun(0, 0.3, 5), SeedRun(4, 0.5, 5)], 2.0)
+    found = without_effects_of_seeds([SeedRun(0, 0.3, 5), SeedRun(4, 0.5, 5)], 2.0)
     assert found.errors.tolist() == [0.3, 0.5] and found.weights.tolist() == [1.0, 1.0] and found.common == pytest.approx(2.0)
-    assert on_one_level([], 2.0).common == 0
+    assert without_effects_of_seeds([], 2.0).common == 0
 
 
 def test_a_second_seed_tells_less_until_several_plans_ran_with_it() -> None:
     once = [SeedRun(plan, 0.1 * plan, 0) for plan in range(6)]
-    found = [on_one_level([*once, *(SeedRun(plan, 0.1 * plan + 0.5, 1) for plan in range(num))], 9.0) for num in (1, 5)]
+    found = [without_effects_of_seeds([*once, *(SeedRun(plan, 0.1 * plan + 0.5, 1) for plan in range(num))], 9.0) for num in (1, 5)]
     assert found[0].weights[-1] < found[1].weights[-1] < 1
     np.testing.assert_allclose(found[1].errors[6:] - found[1].errors[:5], 0.0, atol=0.02)
     assert found[1].common < 9.0, "the mean of two seeds is nearer to that of all"
 
 
 def test_the_ratio_of_all_tasks() -> None:
-    """60 tasks of 30 plans: deviations of 0.02 and 0.01 have the ratio 4 as variances; 180 lifts tell it to a tenth."""
+    """60 tasks of 30 plans: deviations of 0.02 and 0.01 have the ratio 4 as variances; 180 seed effects tell it to a tenth."""
     source = np.random.default_rng(3)
     tasks = np.array([made(30, list(0.02 * source.standard_normal(4)), 0.01, seed) for seed in range(60)])
     assert shared_of(tasks) == pytest.approx(4.0, rel=0.35)
@@ -112,16 +112,16 @@ def test_the_ratio_of_all_tasks() -> None:
 def test_a_run_that_diverged_is_no_lift_of_its_seed() -> None:
     """Plan 0 diverged with seed 1, with which nothing else ran: the others stay where they are, and it is believed."""
     once = [SeedRun(plan, 0.2, 0) for plan in range(3)]
-    found = on_one_level([*once, SeedRun(0, 1.0, 1)], 3.0, worst=1.0)
+    found = without_effects_of_seeds([*once, SeedRun(0, 1.0, 1)], 3.0, worst=1.0)
     assert found.errors.tolist() == [0.2, 0.2, 0.2, 1.0] and found.weights.tolist() == [1.0] * 4
-    blind = on_one_level([*once, SeedRun(0, 1.0, 1)], 3.0)
+    blind = without_effects_of_seeds([*once, SeedRun(0, 1.0, 1)], 3.0)
     assert blind.errors[3] < 0.9 and blind.errors[0] > 0.25, "what a lift of 0.8 would come to"
 
 
 def test_lifts_are_those_of_the_plans_that_did_not_diverge() -> None:
     calm = [SeedRun(plan, 0.2 + 0.01 * plan + 0.1 * seed, seed) for plan in range(1, 5) for seed in (0, 1)]
     lost = [SeedRun(0, 0.2, 0), SeedRun(0, 1.0, 1)]
-    found, alone = on_one_level([*calm, *lost], 9.0, worst=1.0), on_one_level(calm, 9.0)
+    found, alone = without_effects_of_seeds([*calm, *lost], 9.0, worst=1.0), without_effects_of_seeds(calm, 9.0)
     np.testing.assert_allclose(found.errors[:8], alone.errors, atol=1e-12)
     assert found.errors[8] == pytest.approx(0.2 + alone.errors[0] - calm[0].error), "its other run has the lift of its seed"
     assert found.errors[9] == 1.0
@@ -145,7 +145,7 @@ def test_plans_that_are_not_calm_tell_nothing_of_lifts() -> None:
 
 
 def test_one_more_seed_of_one_plan_switches_nothing_off() -> None:
-    """A run that no other plan shares is explained by its seed whatever it is: lifts of the others stay about where they were."""
+    """A run that no other plan shares is explained by its seed whatever it is: seed effects of the others stay about where they were."""
     runs = np.column_stack([made(10, [0.0, 0.04, -0.04], 0.01), np.full(10, NAN)])
     more = runs.copy()
     more[2, 3] = 0.31
@@ -170,7 +170,7 @@ def test_squares_are_those_of_least_squares() -> None:
 
 
 def test_variances_are_right_on_average_where_plans_have_some_of_the_seeds() -> None:
-    """3,000 tasks: the mean variance of the lifts is known to 3 %, that of the rest to 1 %; 0.1 and 0.03 are three deviations."""
+    """3,000 tasks: the mean variance of the seed effects is known to 3 %, that of the rest to 1 %; 0.1 and 0.03 are three deviations."""
     source = np.random.default_rng(8)
     seen = source.uniform(size=(8, 4)) < 0.7
     parts = []

@@ -45,7 +45,7 @@ def fixed_plans(name: str, tmp_path: Path) -> list[Plan]:
     return list(load_sweep(tmp_path / "fixed.toml").sweep.plans)
 
 
-def recipes(name: str) -> set[str]:
+def templates(name: str) -> set[str]:
     found = [table for table in tables(name)["plans"] if "assign" in table]
     return {f"assign {a} {m}" for table in found for a, m in product(table["assign"], table["method"])}
 
@@ -74,14 +74,14 @@ def test_the_simulated_prior_is_that_of_its_sweeps(simulated: PriorData, tmp_pat
     assert {task.text for task in simulated.tasks} <= {text for name in names for text in tables(name)["tasks"]}
     assert len(simulated.tasks) == COMPLETE + SUPERCLASSES
     assert [plan.key for plan in simulated.plans] == [row_of(plan).key for plan in fixed_plans("simulated", tmp_path)]
-    assert [plan.label for plan in simulated.plans] == ["as written", *(f"{a} {b}" for a, b in product(LOW_FORMATS, HIGH_FORMATS))]
+    assert [plan.label for plan in simulated.plans] == ["baseline", *(f"{a} {b}" for a, b in product(LOW_FORMATS, HIGH_FORMATS))]
 
 
 def test_the_stored_prior_is_that_of_its_sweep(stored: PriorData, tmp_path: Path) -> None:
     assert [task.text for task in stored.tasks] == tables(STORED)["tasks"]
     fixed = {row_of(plan).key for plan in fixed_plans(STORED, tmp_path)}
     assert {plan.key for plan in stored.plans if plan.plan is not None} == fixed
-    assert {plan.recipe for plan in stored.plans if plan.plan is None} == recipes(STORED)
+    assert {plan.template for plan in stored.plans if plan.plan is None} == templates(STORED)
     assert [task.family for task in stored.tasks] == ["vit", "vit", *["cnn"] * 9, "gpt", "gpt"]
     assert [task.metric for task in stored.tasks] == [*["error"] * COMPLETE, "loss", "loss"]
     assert len(stored.tasks) == 13 and len(stored.plans) >= 24
@@ -130,11 +130,11 @@ def test_numbers_are_possible(name: str) -> None:
 
 
 def check_rows(found: PriorData, num_rows: int) -> np.ndarray:
-    """Complete, three seeds of eight plans, noise known; by how much full precision is better than a blind guess."""
+    """Complete, three seeds of eight plans, noise known; by how much full precision is better than random guessing."""
     assert np.isfinite(found.errors[:num_rows]).all()
     assert ((found.counts[:num_rows] >= 3).sum(axis=1) >= 8).all(), "three seeds"
     assert (found.noise[:num_rows] > 0).all()
-    full = found.errors[:num_rows, [plan.label for plan in found.plans].index("as written")]
+    full = found.errors[:num_rows, [plan.label for plan in found.plans].index("baseline")]
     blind = np.array([task.blind for task in found.tasks[:num_rows]], dtype=np.float64)
     return blind - full
 
@@ -145,7 +145,7 @@ def test_rows_of_the_stored_prior(stored: PriorData) -> None:
 
 
 def test_rows_of_the_simulated_prior(simulated: PriorData) -> None:
-    """At full precision a tenth of the way from a blind guess to no error, at least; most noise is that of formats that do not learn."""
+    """At full precision a tenth of the way from random guessing to no error, at least; most noise is that of formats that do not learn."""
     assert (check_rows(simulated, COMPLETE) > [0.1 * (task.blind or np.nan) for task in simulated.tasks[:COMPLETE]]).all()
 
 
@@ -170,7 +170,7 @@ def test_measured_bytes_stand_beside_predicted_ones(stored: PriorData) -> None:
     ratio = stored.measured / stored.memory
     assert ((ratio > 0.85) & (ratio < 1.25)).all()
     assert np.median(abs(ratio - 1)) < 0.1
-    plain = stored.row("cifar10 resnet18"), [plan.label for plan in stored.plans].index("as written")
+    plain = stored.row("cifar10 resnet18"), [plan.label for plan in stored.plans].index("baseline")
     assert abs(ratio[plain] - 1) < 0.02
 
 

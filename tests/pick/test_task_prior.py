@@ -16,7 +16,7 @@ from paredown.pick.posterior import Estimate
 from paredown.pick.prior_data import PlanRow, PriorData, TaskRow, join_priors
 from paredown.pick.priors import made_up_prior
 from paredown.pick.seed_effects import SeedRun
-from paredown.pick.task_prior import TaskPrior, blind_error, nearest, noise_ratios, scaled
+from paredown.pick.task_prior import TaskPrior, nearest, noise_ratios, random_guess_error, scaled
 
 MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "runs")
 NINE_OF_TEN = 1.645
@@ -57,7 +57,7 @@ def test_errors_are_in_parts_of_a_blind_guess() -> None:
 
 def test_a_task_may_say_itself_what_a_guess_has() -> None:
     assert scaled(small([[0.2, 0.1]], blind=0.4))[0, :, 0].tolist() == [0.5, 0.25]
-    assert blind_error("error", None) is None and blind_error("error", 1) is None
+    assert random_guess_error("error", None) is None and random_guess_error("error", 1) is None
 
 
 # --- families -----------------------------------------------------------------------------------------------------------
@@ -80,28 +80,28 @@ def of_families(num: int = 8, seed: int = 0) -> PriorData:
 
 @pytest.mark.parametrize(("family", "best"), [("cnn", 1), ("gpt", 0)])
 def test_ones_own_family_comes_first(family: str, best: int) -> None:
-    learned = TaskPrior.of(of_families(), family)
-    assert learned.family == family
-    estimate = Estimate.of(learned.prior, np.ones(2))
+    task_prior = TaskPrior.of(of_families(), family)
+    assert task_prior.family == family
+    estimate = Estimate.of(task_prior.prior, np.ones(2))
     assert estimate.best(1).plan == best
-    used = dict(learned.used(estimate.belief))
-    weight = sum(used[task.name] for task in learned.earlier.tasks if task.family == family)
+    used = dict(task_prior.used(estimate.posterior))
+    weight = sum(used[task.name] for task in task_prior.prior_data.tasks if task.family == family)
     assert weight > 0.7 and sum(used.values()) == pytest.approx(1)
 
 
 def test_measurements_overrule_the_family() -> None:
     """A task of family "cnn" that behaves like those of "gpt"."""
-    learned = TaskPrior.of(of_families(), "cnn")
-    after = Estimate.of(learned.prior, np.ones(2), {0: [0.4 / 0.9, 0.4 / 0.9], 1: [0.55 / 0.9, 0.55 / 0.9]})
+    task_prior = TaskPrior.of(of_families(), "cnn")
+    after = Estimate.of(task_prior.prior, np.ones(2), {0: [0.4 / 0.9, 0.4 / 0.9], 1: [0.55 / 0.9, 0.55 / 0.9]})
     assert after.best(1).plan == 0
-    assert after.belief.weights[0][-2] < 0.2, "the family's own kind has become unlikely"
+    assert after.posterior.weights[0][-2] < 0.2, "the family's own kind has become unlikely"
 
 
 def test_a_task_like_none_before_speaks_for_itself() -> None:
     """Earlier tasks say that plans are within 0.15 of each other; here one is far better, in three runs."""
-    learned = TaskPrior.of(of_families(), "cnn")
-    after = Estimate.of(learned.prior, np.ones(2), {0: [0.05, 0.06, 0.04], 1: [0.9, 0.88]})
-    assert after.belief.weights[0][-1] > 0.9 and after.best(1).plan == 0 and not after.best(1).ties
+    task_prior = TaskPrior.of(of_families(), "cnn")
+    after = Estimate.of(task_prior.prior, np.ones(2), {0: [0.05, 0.06, 0.04], 1: [0.9, 0.88]})
+    assert after.posterior.weights[0][-1] > 0.9 and after.best(1).plan == 0 and not after.best(1).ties
     assert after.means == pytest.approx([0.05, 0.89], abs=0.05)
 
 
@@ -117,10 +117,10 @@ def test_a_task_may_be_quieter_or_noisier_than_most() -> None:
 
 
 def test_a_new_family_starts_from_the_nearest() -> None:
-    learned = TaskPrior.of(of_families(), "vit")
-    assert (learned.wanted, learned.family) == ("vit", "gpt"), "attention, norms and residuals"
+    task_prior = TaskPrior.of(of_families(), "vit")
+    assert (task_prior.wanted, task_prior.family) == ("vit", "gpt"), "attention, norms and residuals"
     own = TaskPrior.of(of_families(), "gpt").prior.mixture.shares[-2]  # the last one is of tasks like none before
-    assert 0 < learned.prior.mixture.shares[-2] < own, "with more doubt"
+    assert 0 < task_prior.prior.mixture.shares[-2] < own, "with more doubt"
     assert TaskPrior.of(of_families(), "unheard of").family == "" and nearest("cnn", []) == ""
 
 
@@ -138,8 +138,8 @@ def test_plans_left_out_of_the_matrix_lie_in_their_bands() -> None:
         for level in np.unique(levels):
             out, keep = np.flatnonzero(levels == level), np.flatnonzero(levels != level)
             for i, task in enumerate(earlier.tasks):
-                learned = TaskPrior.of(columns_of(earlier, keep.tolist()).without([task.name]), task.family)
-                prior = learned.covering(
+                task_prior = TaskPrior.of(columns_of(earlier, keep.tolist()).without([task.name]), task.family)
+                prior = task_prior.covering(
                     np.append(np.arange(len(keep)), -1), np.vstack([points[keep], points[out].mean(axis=0)]), points[keep]
                 )
                 measured = {int(j): float(runs[i, keep[j], 0]) for j in rng.choice(len(keep), 3, replace=False)}
@@ -152,9 +152,9 @@ def test_plans_left_out_of_the_matrix_lie_in_their_bands() -> None:
 
 def test_an_unseen_plan_teaches_and_is_taught() -> None:
     earlier = made_up_prior()
-    learned, points = TaskPrior.of(earlier, "cnn"), points_of(earlier)
+    task_prior, points = TaskPrior.of(earlier, "cnn"), points_of(earlier)
     new = features_of(Plan.uniform(activation="int6/64@bf16"))
-    prior = learned.covering(np.append(np.arange(30), -1), np.vstack([points, new]), points)
+    prior = task_prior.covering(np.append(np.arange(30), -1), np.vstack([points, new]), points)
     before, after = Estimate.of(prior, np.ones(31)), Estimate.of(prior, np.ones(31), {30: 0.9})
     assert before.deviations[30] > after.deviations[30] and after.means[30] > before.means[30]
     assert after.means[:30].mean() > before.means[:30].mean(), "a bad run of one plan is bad news for all"
@@ -205,9 +205,9 @@ BAD = {
 @pytest.mark.parametrize("runs", BAD.values(), ids=BAD)
 def test_poor_priors_get_an_answer_with_bands(runs: list[list[float]]) -> None:
     earlier = small(np.array(runs))
-    learned = TaskPrior.of(earlier, "cnn")
+    task_prior = TaskPrior.of(earlier, "cnn")
     points = points_of(earlier)
-    prior = learned.covering(np.array([0, 1, 2, -1]), np.vstack([points, points[0] + 1]), points)
+    prior = task_prior.covering(np.array([0, 1, 2, -1]), np.vstack([points, points[0] + 1]), points)
     for measured in ({}, {0: 0.4}, {0: 1.0, 1: 1.0, 2: [1.0, 1.0], 3: 1.0}, {3: NAN}):
         estimate = Estimate.of(prior, np.arange(1.0, 5.0), measured)
         assert np.isfinite(estimate.means).all() and np.isfinite(estimate.deviations).all()
@@ -223,7 +223,7 @@ def test_duplicate_plans_share_what_is_known() -> None:
 
 
 def test_nothing_to_learn_from_is_a_sentence() -> None:
-    with pytest.raises(PriorError, match="prior 'small' has no number to learn from: 1 tasks, 2 plans"):
+    with pytest.raises(PriorError, match="prior 'small' has no error in it: 1 tasks, 2 plans"):
         TaskPrior.of(small(np.full((1, 2), NAN)))
     earlier = made_up_prior(3, 4)
     with pytest.raises(PriorError, match="none of the 4 plans of prior 'made_up' has features"):
@@ -246,9 +246,9 @@ def with_twins(num_tasks: int = 8) -> PriorData:
 
 def test_plans_that_are_the_same_to_the_last_bit_count_once() -> None:
     earlier = with_twins()
-    learned = TaskPrior.of(earlier)
-    assert learned.twins.tolist() == [0, 1, 2, 0, 1, 2, 6, 7, 8, 6, 10, 8, 12, 13, 14, 12, 13, 14]
-    assert learned.sums.count.tolist() == [[3, 4, 3]] * 8
+    task_prior = TaskPrior.of(earlier)
+    assert task_prior.twins.tolist() == [0, 1, 2, 0, 1, 2, 6, 7, 8, 6, 10, 8, 12, 13, 14, 12, 13, 14]
+    assert task_prior.sums.count.tolist() == [[3, 4, 3]] * 8
 
 
 def test_an_own_column_leaves_twins_as_they_were() -> None:
@@ -258,10 +258,10 @@ def test_an_own_column_leaves_twins_as_they_were() -> None:
         "own",
         "simulate",
         [TaskRow("own", "cnn", "own", "error", 10, 0.9)],
-        [PlanRow("mine", level="level 0", recipe="mine")],
+        [PlanRow("mine", level="level 0", template="mine")],
         np.full((1, 1, 1), 0.3),
     )
-    plans = tuple(replace(plan, recipe=plan.label) for plan in earlier.plans)
+    plans = tuple(replace(plan, template=plan.label) for plan in earlier.plans)
     found = TaskPrior.of(join_priors([replace(earlier, plans=plans), own]))
     assert found.twins.tolist() == [*TaskPrior.of(earlier).twins.tolist(), 18]
 
@@ -286,7 +286,7 @@ def test_few_tasks_make_no_twins_and_gaps_are_filled_by_either() -> None:
 
 
 def of_seeds(num_tasks: int, source: np.random.Generator) -> tuple[PriorData, np.ndarray]:
-    """Eight plans, three seeds of four of them, whose lifts deviate by 0.03 and all else by 0.006; and the means."""
+    """Eight plans, three seeds of four of them, whose seed effects deviate by 0.03 and all else by 0.006; and the means."""
     tasks = [TaskRow(f"task {i}", "cnn", f"data {i}", "error", 10, 0.9) for i in range(num_tasks)]
     means = 0.3 + 0.1 * source.standard_normal((num_tasks, 1)) + 0.02 * source.standard_normal((num_tasks, 8))
     runs = means[..., None] + 0.03 * source.standard_normal((num_tasks, 1, 3)) + 0.006 * source.standard_normal((num_tasks, 8, 3))
@@ -303,9 +303,9 @@ def test_bands_hold_after_trials_of_one_seed() -> None:
     for runs, mean in zip(new.runs / 0.9, means / 0.9, strict=True):
         estimate = Estimate.after(prior, np.ones(8), [SeedRun(plan, float(runs[plan, 0]), 7) for plan in (0, 2, 4, 6)])
         inside.append(abs(estimate.means - mean) <= NINE_OF_TEN * estimate.deviations)
-        alone = np.sqrt(estimate.deviations**2 - prior.shared * estimate.belief.run_noise() ** 2)
+        alone = np.sqrt(estimate.deviations**2 - prior.shared * estimate.posterior.run_noise() ** 2)
         narrow.append(abs(estimate.means - mean) <= NINE_OF_TEN * alone)
-    assert 0.82 < np.mean(inside) < 0.97 and np.mean(narrow) < 0.7, "lifts are what makes them so wide"
+    assert 0.82 < np.mean(inside) < 0.97 and np.mean(narrow) < 0.7, "seed effects are what makes them so wide"
     assert 5 < prior.shared < 60, "25 as variances"
 
 

@@ -59,7 +59,7 @@ NO_ERRORS = [None, "0.1", [], float("nan"), -1.0, 10**400, 10**6000, "9" * 6000,
 @pytest.mark.parametrize("error", NO_ERRORS, ids=lambda error: str(type(error).__name__))
 def test_sensitivities_with_an_error_that_is_no_number_are_refused(error: Any) -> None:
     with pytest.raises(
-        PlanError, match=r"sensitivities of 'a': the error of 'int8/64@bf16' is .* a squared error is a number from 0 up"
+        PlanError, match=r"sensitivities of 'a': the error of 'int8/64@bf16' is .* a squared error is a float64 from 0 up"
     ):
         Sensitivities.from_json(measured(errors={"a": {"int8/64@bf16": error}}))
 

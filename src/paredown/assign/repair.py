@@ -1,10 +1,10 @@
-"""Another plan within the same budget, while a model trains: `repair` raises slots and lowers others for it, `replan` plans anew.
+"""Another plan within the same budget while a model trains: `repair` raises slots and lowers others, `replan` sets all formats.
 
-    repair(plan, terms, raised=["attn:query"])      one level up for these, and who costs the least error for a byte pays
-    settle(plan, terms)                             the best formats of all activations, where that is clearly better
+    repair(plan, terms, raised=["attn:query"])      these slots one level up; others go down, the least error per byte first
+    replan(plan, terms)                             the best formats of all activations, where they are clearly better
 
-Formats of weights, gradients and optimizer state stay what they are: they cannot be changed in the middle of a run. The budget is never
-exceeded: if nobody can pay for all that should be raised, the last of them are refused.
+Formats of weights, gradients and optimizer state are unmodified: they cannot change during a run. The budget is never exceeded: if
+the other slots cannot free enough for all that should be raised, the last of these are refused.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from paredown.trace.operations import Use
 from paredown.trace.trace import Trace
 
 LEVELS: Ladder = (None, Format.parse("bf16"), *LADDER[1:])
-NOW = "now"  # the option that the plan has
-CLEARLY = 0.9  # a plan is settled anew if its predicted error is below this share of what it was
+CURRENT = "current"  # name of the option that the plan has
+CLEARLY_BETTER = 0.9  # `replan` needs a predicted error below this share of the current one
 
 
 @dataclass(frozen=True)
 class SlotMove:
-    """A slot that got another format; None is as it is."""
+    """A slot whose format changed; None is unmodified."""
 
     slot: str
     before: Format | None
@@ -47,7 +47,7 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """A plan, the slots that moved, and of those that should be raised which were and which were not."""
+    """The new plan, the slots that moved, and which of the slots to raise were raised and which refused."""
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -57,7 +57,7 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """Within which a plan is repaired: the step, the budget, who is how sensitive, and the levels that activations may have."""
+    """Constraints of a repair: the step, the budget, the sensitivities of slots, and the formats that activations may have."""
 
     trace: Trace
     budget_bytes: int
@@ -66,49 +66,53 @@ class RepairTerms:
 
 
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
-    """`plan` with the slots `raised`, the worst first, one level up, and others but those that it `keeps` down as far as it takes."""
+    """`plan` with the slots `raised`, the worst first, one level up, and others, except `keeps`, lowered as far as the budget needs."""
     check(plan, terms)
     state = RepairState.of(plan, terms)
-    up = [name for name in dict.fromkeys(raised) if state.can_rise(name)]
-    now = {name: state.bits_now(name) for name in keeps if name in state.item_of}
-    best, count, refused = state.now, 0, len(up) + 1  # `count` can be paid for, `refused` cannot
-    while refused - count > 1:
-        middle = (count + refused) // 2
-        risen = state.risen(up[:middle])
-        found = state.paid(risen, now | {name: state.bits_at(name, risen) for name in up[:middle]}, terms.budget_bytes)
-        best, count, refused = (found, middle, refused) if found is not None else (best, count, middle)
-    return state.repaired(best, raised=up[:count], refused=up[count:])
+    packed = [name for name in dict.fromkeys(raised) if state.can_rise(name)]
+    min_bits = {name: state.current_bits(name) for name in keeps if name in state.item_of}
+    best, count, too_many = state.current, 0, len(packed) + 1  # `count` slots fit the budget, `too_many` do not
+    while too_many - count > 1:
+        middle = (count + too_many) // 2
+        risen = state.risen(packed[:middle])
+        affordable = state.lowered_to_fit(
+            risen, min_bits | {name: state.bits_at(name, risen) for name in packed[:middle]}, terms.budget_bytes
+        )
+        best, count, too_many = (affordable, middle, too_many) if affordable is not None else (best, count, middle)
+    return state.repaired(best, raised=packed[:count], refused=packed[count:])
 
 
 def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> RepairedPlan:
-    """The plan of least predicted error for activations, none of `keeps` lower than it is; `plan` itself where that is little better."""
+    """The plan of least predicted error for activations, none of `keeps` lower than now; `plan` itself if that is not clearly better."""
     check(plan, terms)
     state = RepairState.of(plan, terms)
-    floors = {name: state.bits_now(name) for name in keeps if name in state.item_of}
-    found = state.paid(state.ledger.starts, floors, terms.budget_bytes)
-    if found is None or state.ledger.error(found) > CLEARLY * state.ledger.error(state.now):
+    min_bits = {name: state.current_bits(name) for name in keeps if name in state.item_of}
+    chosen = state.lowered_to_fit(state.ledger.starts, min_bits, terms.budget_bytes)
+    if chosen is None or state.ledger.error(chosen) > CLEARLY_BETTER * state.ledger.error(state.current):
         return RepairedPlan(plan)
-    return state.repaired(found)
+    return state.repaired(chosen)
 
 
 def check(plan: Plan, terms: RepairTerms) -> None:
-    """Refuse a plan that is not within the budget itself."""
+    """Raise BudgetError if the plan itself is not within the budget."""
     peak, budget = footprint(terms.trace, plan).peak_bytes, terms.budget_bytes
     if peak > budget:
-        raise BudgetError(f"the plan to repair needs {say_bytes(peak)}, more than the budget of {say_bytes(budget)}.")
+        raise BudgetError(
+            f"the plan to repair needs {say_bytes(peak)}, more than the budget of {say_bytes(budget)}. Raise the budget."
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class RepairState:
-    """A plan on the ledger of its trace: `now` has the row of each item; `bits[row, slot]` are those of a value."""
+    """A plan on the ledger of its trace: `current` has the row of each item; `bits[slot][row]` are bits per value."""
 
     trace: Trace
     plan: Plan
     ledger: Ledger
-    now: Ints
-    bits: dict[str, dict[int, float]]  # of a slot, by row
+    current: Ints
+    bits: dict[str, dict[int, float]]  # by slot and row
     item_of: dict[str, int]
-    totals: Ints  # bytes times ticks of each row
+    totals: Ints  # bytes of each row, summed over ticks
 
     @staticmethod
     def of(plan: Plan, terms: RepairTerms) -> RepairState:
@@ -116,51 +120,54 @@ class RepairState:
         trace, levels, measured = checkpointed_trace(terms.trace, plan.recompute), terms.levels, terms.sensitivities
         error_of = expected_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
-        items = [_with_now(item, chosen, error_of) for item in activation_items(trace, lambda _: levels, error_of, is_free=False)]
+        items = [
+            _with_current(item, chosen, error_of) for item in activation_items(trace, lambda _: levels, error_of, is_free=False)
+        ]
         ledger = Ledger.of(trace, [*items, _parameters(trace, plan)])
         bits: dict[str, dict[int, float]] = {}
-        now = ledger.starts.copy()
+        current = ledger.starts.copy()
         for number, item in enumerate(items):
-            for place, option in enumerate(item.options):
-                row = int(ledger.starts[number]) + place
-                if option.name == NOW:
-                    now[number] = row
+            for offset, option in enumerate(item.options):
+                row = int(ledger.starts[number]) + offset
+                if option.name == CURRENT:
+                    current[number] = row
                 for (name, _), format in option.formats:
                     bits.setdefault(name, {})[row] = bits_of(format)
         item_of = {slot.name: number for number, item in enumerate(items) for slot in item.slots}
         totals = np.array([option.total for item in ledger.items for option in item.options], dtype=np.int64)
-        return RepairState(trace, plan, ledger, now, bits, item_of, totals)
+        return RepairState(trace, plan, ledger, current, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
-        """Bits of a value of a slot when these rows are chosen; infinity for as it is."""
+        """Bits per value of a slot when these rows are chosen; infinity for unmodified."""
         return self.bits[name][int(chosen[self.item_of[name]])]
 
-    def bits_now(self, name: str) -> float:
-        """Bits of a value of a slot under the plan."""
-        return self.bits_at(name, self.now)
+    def current_bits(self, name: str) -> float:
+        """Bits per value of a slot under the plan."""
+        return self.bits_at(name, self.current)
 
     def can_rise(self, name: str) -> bool:
         """Whether a slot is packed."""
-        return name in self.item_of and self.bits_now(name) < inf
+        return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """Rows where these slots are one level up, and none of those that depend on them is lower."""
-        chosen = self.now.copy()
+        """Rows where these slots are one level up, and none of the slots in their items is lower."""
+        chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]
             slots = [slot.name for slot in self.ledger.items[item].slots]
-            now = int(chosen[item])
+            current_row = int(chosen[item])
             rows = [
                 row
                 for row in self.bits[name]
-                if self.bits[name][row] > self.bits[name][now] and all(self.bits[s][row] >= self.bits[s][now] for s in slots)
+                if self.bits[name][row] > self.bits[name][current_row]
+                and all(self.bits[other][row] >= self.bits[other][current_row] for other in slots)
             ]
             if rows:
                 chosen[item] = min(rows, key=lambda row: (int(self.totals[row]), self._option(row).error))
         return chosen
 
-    def paid(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """`chosen` with items lowered, the least error for a byte first, until the peak is within the budget; None if it cannot be.
+    def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
+        """`chosen` with items lowered, the least error per byte first, until the peak is within the budget; None if it cannot be.
 
         `floors`: the least bits of some slots.
         """
@@ -180,20 +187,20 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """The row that costs least error for a byte that it frees at the tick."""
-        now = chosen[self.ledger.item_of[allowed]]
+        """The row of least added error per byte that it frees at the tick."""
+        current = chosen[self.ledger.item_of[allowed]]
         column, totals = self.ledger.held[:, tick], self.totals
-        freed = column[now] - column[allowed]
-        is_lower = (freed > 0) & (totals[allowed] < totals[now])  # of all ticks together too: it never comes back
-        rows, now, freed = (part[is_lower] for part in (allowed, now, freed))
+        freed = column[current] - column[allowed]
+        is_lower = (freed > 0) & (totals[allowed] < totals[current])  # also summed over all ticks, so that the loop ends
+        rows, current, freed = (part[is_lower] for part in (allowed, current, freed))
         if not len(rows):
             return None
-        cost = np.maximum(self.ledger.errors[rows] - self.ledger.errors[now], 0) / freed
+        cost = np.maximum(self.ledger.errors[rows] - self.ledger.errors[current], 0) / freed
         return int(rows[np.lexsort((rows, -freed, cost))[0]])
 
     def repaired(self, chosen: Ints, *, raised: Sequence[str] = (), refused: Sequence[str] = ()) -> RepairedPlan:
-        """The plan of these rows, and how it differs."""
-        before, after = self._formats(self.now), self._formats(chosen)
+        """The plan of these rows, with the slots that changed."""
+        before, after = self._formats(self.current), self._formats(chosen)
         moves = tuple(SlotMove(name, before[name], after[name]) for name in before if before[name] != after[name])
         rules = dict(self.plan.rules)
         slots = {slot.name: slot for slot in self.trace.activations}
@@ -213,21 +220,21 @@ class RepairState:
 
 
 def bits_of(format: Format | None) -> float:
-    """Bits of a value; infinity for as it is."""
+    """Bits per value; infinity for unmodified."""
     return inf if format is None else float(format.bits_per_value)
 
 
-def _with_now(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
-    """The item with one more option, behind the others: what the plan gives now."""
+def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
+    """The item with one more option, the last: what the plan gives it."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
-    now = StorageOption(NOW, error, tuple(activation_intervals(item.slots, chosen)), keys)
-    return Item(item.name, item.slots, (*item.options, now))
+    current = StorageOption(CURRENT, error, tuple(activation_intervals(item.slots, chosen)), keys)
+    return Item(item.name, item.slots, (*item.options, current))
 
 
 def _parameters(trace: Trace, plan: Plan) -> Item:
-    """Weights, gradients and optimizer state, which stay as the plan has them."""
+    """Weights, gradients and optimizer state as one item, stored as in the plan."""
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)

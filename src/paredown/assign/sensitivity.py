@@ -1,10 +1,10 @@
-"""How much gradients suffer when one slot alone is rounded: `Sensitivities`, measured by `probe` and read by `assign`.
+"""Gradient error when one slot alone is quantized: `Sensitivities`, measured by `probe`, and the role table, which predicts them.
 
 An error is the sum over parameters of |difference|^2 / |gradient|^2: relative for each parameter, squared, and additive over slots
 (the errors of single tensors added up to 0.99 of the error of all of them together, on a ResNet and on a GPT).
 
-A format that was not probed is interpolated: an error falls as 4^-bits, where bits are the significant ones of the element (int8 has 7,
-e4m3 4, int4 3; `plan/storage.py`), between two that were measured on the line through their logarithms.
+The error of a format that was not probed is interpolated: errors fall as 4^-bits, with the significant bits of the element (int8
+has 7, e4m3 4, int4 3; plan/storage.py), and between two measured formats on the line through their logarithms.
 
 >>> measured = Sensitivities({"fc1:input": {"int4/64@bf16": 0.08}, "fc2:input": {"int4/64@bf16": 0.004, "int8/64@bf16": 0.00001}})
 >>> measured.of("fc1:input", "int4/64@bf16"), measured.of("fc1:input", "int2/64@bf16"), measured.of("fc3:input", "int4/64@bf16")
@@ -15,15 +15,12 @@ Sensitivities of 2 slots at step 0, the worst first
   fc1:input             -          0.08
   fc2:input         1e-05         0.004
 
-What rounding a slot does to gradients, before anything was measured: the role table.
+The role table has a factor for each operation; the error is the factor times 4^-bits, and more where rounding is stochastic. It
+does not grow with the size of the tensor: the input of a linear layer enters the gradient of that layer's weight alone, whatever
+its length, so that at equal error the larger tensor is the better one to quantize.
 
-A squared error, relative for each parameter, as `Sensitivities` have it: the row of the operation times 4^-bits, bits being the significant
-ones of the format's element, and more where it is rounded stochastically. It does not grow with the size of the tensor: the input of a
-linear layer enters the gradient of that layer's weight alone, however long it is, so that at equal error the larger tensor is the
-better one to lower.
-
-The rows of activations are medians over six networks of `paredown.models` after 60 steps, one slot in int8 at a time
-(docs/decisions/013). They lie close together: what sets slots apart is what was pinned before, the size, and `probe`.
+The factors of activations are medians over six networks of `paredown.models` after 60 steps, one slot in int8 at a time
+(docs/decisions/013). They differ little: slots differ more by pins, by size, and by what `probe` measures.
 
 >>> slot_error([Saver("fc:input", "linear", "input", Use.VALUE)], Format.parse("int8/64@bf16")) == 0.55 * 4.0**-7
 True
@@ -53,16 +50,39 @@ from paredown.trace.operations import Use
 from paredown.trace.trace import Saver
 
 VERSION = 1  # of the JSON
-SHOWN = 12  # slots that repr prints
+NUM_SHOWN_SLOTS = 12  # by repr
 NAN = float("nan")
-LARGEST = 1e300  # an infinite error, so that all are numbers of JSON
+LARGEST = 1e300  # stands for an infinite error, which JSON does not have
+STOCHASTIC_FACTOR = 2.5  # over the error of rounding to nearest
+OTHER_FACTOR = 1.0  # of an operation without a row
+OP_FACTORS: Mapping[str, float] = MappingProxyType(
+    {
+        "conv": 0.6,
+        "linear": 0.55,
+        "matmul": 0.6,
+        "mul": 0.65,
+        "batch_norm": 1.1,
+        "layer_norm": 0.5,
+        "group_norm": 0.5,
+        "rms_norm": 0.5,
+        "gelu": 0.55,
+        "silu": 0.55,
+        "scaled_dot_product_attention": 0.15,  # for each operand; errors grow with the logits, which is why it is pinned
+    }
+)
+# Backward subtracts a sum over the output from the gradient of every logit, and after some training the difference is small
+# (measured factors of 1 to 8 in 2 bits).
+OPERAND_FACTORS: Mapping[tuple[str, str], float] = MappingProxyType({("scaled_dot_product_attention", "output"): 3.0})
+# For parameters, not measured: the error of a weight enters every later forward pass, that of a moment the next updates.
+ROLE_FACTORS: Mapping[Role, float] = MappingProxyType({Role.WEIGHT: 16.0, Role.MOMENT1: 4.0, Role.MOMENT2: 4.0, Role.GRADIENT: 1.0})
+RESIDUE_BITS = 8  # significant bits that a residue adds to its weight
 
 
 @dataclass(frozen=True, repr=False)
 class Sensitivities:
-    """Squared gradient errors by slot and format, as they were measured at a step of training.
+    """Squared gradient errors by slot and format, measured at a step of training.
 
-    A slot has the name that it has in a trace; one that is no activation has its role in front ("moment1=fc.weight").
+    A slot has its name in the trace; a slot that is no activation has its role as a prefix ("moment1=fc.weight").
     """
 
     errors: Mapping[str, Mapping[str, float]] = field(hash=False)
@@ -84,7 +104,7 @@ class Sensitivities:
         return row[text] if text in row else _interpolated(row, text)
 
     def known(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that were probed."""
+        """The names that were probed."""
         return [name for name in names if self.errors.get(name)]
 
     def __len__(self) -> int:
@@ -93,10 +113,10 @@ class Sensitivities:
     def __repr__(self) -> str:
         formats = sorted({text for row in self.errors.values() for text in row}, key=lambda text: (-_bits(text), text))
         worst = sorted(self.errors, key=lambda name: -max(self.errors[name].values(), default=0.0))
-        rows = [(name, self.errors[name]) for name in worst[:SHOWN]]
+        rows = [(name, self.errors[name]) for name in worst[:NUM_SHOWN_SLOTS]]
         cells = [[name, *(f"{row[text]:.3g}" if text in row else "-" for text in formats)] for name, row in rows]
         lines = Table(["", *formats], cells, right=range(1, len(formats) + 1)).lines()
-        more = [f"  ... {len(worst) - SHOWN} more"] if len(worst) > SHOWN else []
+        more = [f"  ... {len(worst) - NUM_SHOWN_SLOTS} more"] if len(worst) > NUM_SHOWN_SLOTS else []
         head = f"Sensitivities of {len(worst)} slot{'s' * (len(worst) != 1)} at step {self.step}, the worst first"
         return "\n".join([head, *(f"  {line}" for line in lines), *more])
 
@@ -125,31 +145,29 @@ class Sensitivities:
 
 
 def _row(name: str, row: Any) -> dict[str, float]:
-    """The errors of one slot, formats in their one spelling."""
+    """The errors of one slot by canonical format text."""
     if not is_text(name):
         raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
     if not isinstance(row, Mapping):
         raise PlanError(f"sensitivities of {name!r} are {{format: error}}, not {type(row).__name__}.")
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for text, error in row.items():
         try:
             format = str(find_format(text))
         except (FormatError, TypeError) as reason:
             raise PlanError(f"sensitivities of {brief(name)}, {brief(text)}: {reason}") from None
-        found[format] = _error(error, f"sensitivities of {brief(name)}: the error of {brief(text)}")
-    return found
+        errors[format] = _error(error, f"sensitivities of {brief(name)}: the error of {brief(text)}")
+    return errors
 
 
 def _error(error: Any, what: str) -> float:
-    """A squared error as a number of JSON; an infinite one is LARGEST."""
+    """A squared error as a finite number; LARGEST for an infinite one."""
     try:
-        value = NAN if isinstance(error, str | bytes | bool) else float(error)  # numbers of numpy and torch are floats too
+        value = NAN if isinstance(error, str | bytes | bool) else float(error)  # accepts scalars of numpy and torch
     except (TypeError, ValueError, OverflowError):
         value = NAN
     if not value >= 0:
-        raise PlanError(
-            f"{what} is {brief(error)}; a squared error is a number from 0 up that a float64 holds. Probe the slot again."
-        )
+        raise PlanError(f"{what} is {brief(error)}; a squared error is a float64 from 0 up. Probe the slot again.")
     return min(value, LARGEST)
 
 
@@ -159,7 +177,7 @@ def _bits(text: str) -> int:
 
 
 def _interpolated(row: Mapping[str, float], text: str) -> float:
-    """The error of a format by its significant bits: between the nearest two that were measured, or 4 times as much for a bit less."""
+    """The error of a format by its significant bits: between the nearest two measured formats, or 4 times the error per bit less."""
     bits = _bits(text)
     points = sorted((_bits(measured), error) for measured, error in row.items())
     below = [point for point in points if point[0] <= bits]
@@ -174,41 +192,22 @@ def _interpolated(row: Mapping[str, float], text: str) -> float:
     return exp((1 - share) * log(more) + share * log(less))
 
 
-# --- What rounding a slot does to gradients, before anything was measured ---
-
-STOCHASTIC = 2.5  # times the error of rounding to nearest
-OTHER = 1.0  # an operation without a row
-OF_OPS: Mapping[str, float] = MappingProxyType(
-    {
-        "conv": 0.6,
-        "linear": 0.55,
-        "matmul": 0.6,
-        "mul": 0.65,
-        "batch_norm": 1.1,
-        "layer_norm": 0.5,
-        "group_norm": 0.5,
-        "rms_norm": 0.5,
-        "gelu": 0.55,
-        "silu": 0.55,
-        "scaled_dot_product_attention": 0.15,  # of each operand; its errors grow with the logits, for which it is pinned
-    }
-)
-# Backward subtracts a sum over the output from the gradient of every logit, and after some training little is left (1 to 8 in 2 bits).
-OF_OPERANDS: Mapping[tuple[str, str], float] = MappingProxyType({("scaled_dot_product_attention", "output"): 3.0})
-# Of parameters, and not measured: a weight's rounding enters every forward pass from then on, a moment's the next updates.
-OF_ROLES: Mapping[Role, float] = MappingProxyType({Role.WEIGHT: 16.0, Role.MOMENT1: 4.0, Role.MOMENT2: 4.0, Role.GRADIENT: 1.0})
-RESIDUE_BITS = 8  # that a residue adds to its weight
+# --- the role table ----------------------------------------------------------------------------------------------------
 
 
 def slot_error(savers: Iterable[Saver], format: Format) -> float:
-    """The predicted error of an activation in `format`: those of the operations that need its values, added."""
-    rows = [OF_OPERANDS.get((saver.op, saver.operand)) or OF_OPS.get(saver.op, OTHER) for saver in savers if saver.use is Use.VALUE]
+    """The predicted error of an activation in `format`: the sum over operations that need its values."""
+    factors = [
+        OPERAND_FACTORS.get((saver.op, saver.operand)) or OP_FACTORS.get(saver.op, OTHER_FACTOR)
+        for saver in savers
+        if saver.use is Use.VALUE
+    ]
     is_stochastic = default_rounding(format.element.width, is_sum=False) is Rounding.STOCHASTIC
-    return sum(rows) * 4.0 ** -significant_bits(format) * (STOCHASTIC if is_stochastic else 1.0)
+    return sum(factors) * 4.0 ** -significant_bits(format) * (STOCHASTIC_FACTOR if is_stochastic else 1.0)
 
 
 def parameter_error(formats: Mapping[Role, Format]) -> float:
     """The predicted error of a parameter with its gradient and moments in these formats."""
     residue = RESIDUE_BITS * (Role.RESIDUE in formats)
     bits = {role: significant_bits(format) + residue * (role is Role.WEIGHT) for role, format in formats.items()}
-    return sum(OF_ROLES.get(role, 0.0) * 4.0**-count for role, count in bits.items())
+    return sum(ROLE_FACTORS.get(role, 0.0) * 4.0**-count for role, count in bits.items())

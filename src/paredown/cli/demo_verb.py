@@ -104,10 +104,10 @@ def _picked(shown: DemoOutput, task: Task, budget: str, evaluations: int, prior:
 
     with progress_bar("2. short trials") as report:
         picked = pick(task, budget, evaluations, prior=prior, device="cpu", progress=report)
-    labels = {_key(point.plan): point.label for point in picked.frontier.points}
+    labels = {point.plan.key: point.label for point in picked.frontier.points}
     trials = [
         (
-            labels.get(_key(trial.plan), "a plan"),
+            labels.get(trial.plan.key, "a plan"),
             f"{trial.error:.4f}" if trial.error is not None else trial.status.value,
             f"{trial.seconds or 0:.1f}",
         )
@@ -123,10 +123,6 @@ def _picked(shown: DemoOutput, task: Task, budget: str, evaluations: int, prior:
         [*points, *_wrapped(picked.reason)],
     )
     return picked
-
-
-def _key(plan: Any) -> Any:
-    return plan.rules, plan.recompute
 
 
 def _trained(shown: DemoOutput, task: Task, picked: Picked) -> list[TrainingRun]:

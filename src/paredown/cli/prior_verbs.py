@@ -115,6 +115,8 @@ def summary(prior: PriorData) -> dict[str, Any]:
 
     import numpy as np
 
+    from paredown.pick.priors import FILE_FIELDS
+
     means = [float(row[known].mean()) if (known := np.isfinite(row)).any() else None for row in prior.errors]
     tasks = [
         {**asdict(task), "mean_error": mean, "noise": None if np.isnan(noise) else float(noise), "runs": int(count)}
@@ -126,8 +128,8 @@ def summary(prior: PriorData) -> dict[str, Any]:
         "entries": int(np.isfinite(prior.errors).sum()),
         "runs": int(prior.counts.sum()),
     }
-    # "recipe" is the name of "template" in version 0.1
-    plans = [{"label": p.label, "template": p.recipe, "recipe": p.recipe, "level": p.level} for p in prior.plans]
+    # the field "recipe" is the name of "template" in version 0.1
+    plans = [{"label": p.label, "template": p.template, FILE_FIELDS["template"]: p.template, "level": p.level} for p in prior.plans]
     return {**head, "tasks": tasks, "plans": plans, "provenance": [dict(source) for source in prior.provenance]}
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         plan_of,
         total_bytes,
     )
-    from paredown.papers.peppp_cross_validation import SETTINGS, Matrices, judge, trials
+    from paredown.papers.peppp_cross_validation import SETTINGS, Matrices, held_out_tasks, judge
     from paredown.papers.peppp_experiment_design import PICKERS, Pooled
 
 __all__ = [
@@ -28,13 +28,13 @@ __all__ = [
     "Pooled",
     "demote",
     "groups_of",
+    "held_out_tasks",
     "high_plan",
     "judge",
     "low_ratio",
     "memory_factor",
     "plan_of",
     "total_bytes",
-    "trials",
 ]
 
 __getattr__ = loader(
@@ -54,7 +54,7 @@ __getattr__ = loader(
             "Matrices",
             "SETTINGS",
             "judge",
-            "trials",
+            "held_out_tasks",
         ),
         "peppp_experiment_design": (
             "PICKERS",

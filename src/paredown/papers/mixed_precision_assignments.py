@@ -1,28 +1,29 @@
-"""The assignments that the mixed-precision paper compares, as plans for `apply(plan, model, mode="simulate")`.
+""" "Training with Mixed-Precision Floating-Point Assignments": precision demotion, and the assignments that the paper compares it with.
 
-    all_high, all_low         one level for everything (gradients of parameters stay high)
-    operator                  HFP8: what a product takes and its weight in e4m3, the gradient of what it made in e5m2; the ends are high
-    amp                       torch's autocast: products low, losses and softmax high, the rest as wide as the widest that it takes
+Demotion: groups of tensors are lowered, the largest first. Counted are, for each value of an outline, the tensor itself and its
+gradient, and for each parameter the same. A group is the output of one matrix product, everything after it up to the next product,
+and the parameters that are applied to it. Starting from all high, whole groups are lowered until the share of low numbers reaches a
+ratio. Gradients of parameters are always high, so that the share ends below 1.
 
-`FORMATS` are those of HFP8, written as this library writes elements: every code is a number, 1-4-3 has the bias 11 (exponents from -10
-to 4), rounding is to nearest with ties away from zero; forward what is too large becomes the largest value, backward infinity, for the loss
-scaler to see. Otherwise than in the paper's code NaN stays NaN.
+    ratio_low = numbers in low tensors / all numbers         bytes relative to float32 = (2 - ratio_low) / 4, for 16 and 8 bits
+
+This is the sum over all tensors of a step, not a peak, and excludes optimizer state.
+
+Baselines, as plans for `apply(plan, model, mode="simulate")`:
+
+    all_high, all_low         one level for everything (gradients of parameters are high)
+    operator                  HFP8: inputs and weights of products in e4m3, gradients of outputs in e5m2; first and last layer high
+    amp                       torch's autocast: products low, losses and softmax high, the rest as wide as its widest input
+
+`FORMATS` are those of HFP8 in this library's notation: every code is a number, 1-4-3 has the bias 11 (exponents from -10 to 4),
+rounding is to nearest with ties away from zero; on overflow, forward values saturate and backward values become infinite, for the
+loss scaler to detect. Unlike in the paper's code, NaN stays NaN.
 
 >>> from paredown.formats.element import Element
 >>> [(Element.parse(text).max_value, Element.parse(text).smallest) for text in (FORMATS.forward, FORMATS.backward)]
 [(30.0, 0.0001220703125), (114688.0, 1.52587890625e-05)]
 >>> Element.parse(FORMATS.high).max_value
 8581545984.0
-
-Precision demotion of "Training with Mixed-Precision Floating-Point Assignments": groups of tensors go low, largest first.
-
-Counted are, for each value of an outline, the tensor itself and its gradient, and for each parameter the same; a group is what one product
-made, everything after it up to the next product, and the parameters that take it. Starting from all high, whole groups go low until
-the share of low numbers reaches a ratio. Gradients of parameters stay high always, so that the share ends below 1.
-
-    ratio_low = numbers in low tensors / all numbers         bytes against float32 = (2 - ratio_low) / 4, for 16 and 8 bits
-
-It is the sum over all tensors of a step, not a peak, and nothing that an optimizer keeps is in it.
 """
 
 from __future__ import annotations
@@ -40,14 +41,23 @@ from paredown.plan.storage import Assignment
 from paredown.roles import Role
 from paredown.simulate.outline import INPUT, Outline
 
-Low = frozenset[tuple[Role, str]]  # the tensors that are low, by role and name
+Low = frozenset[tuple[Role, str]]  # role and name of each low tensor
 ALL_HIGH: Low = frozenset()
 BYTES_FP32 = 4
+# Operations that torch.autocast runs in float32 on CUDA, of those that this library names
+AMP_HIGH = frozenset(
+    {
+        "softmax", "log_softmax", "layer_norm", "group_norm", "norm", "rsqrt", "exp", "log", "pow", "sum", "prod", "cumsum", "dist",
+        "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy_with_logits",
+        "cosine_similarity", "softplus",
+    }
+)  # fmt: skip
+ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """One tensor in the paper's sense."""
+    """One tensor as the paper counts it."""
 
     role: Role
     name: str
@@ -56,45 +66,45 @@ class Counted:
 
     @property
     def key(self) -> tuple[Role, str]:
-        """What tells it from the others."""
+        """Role and name, which identify the tensor."""
         return self.role, self.name
 
     @property
     def may_be_low(self) -> bool:
-        """All but the gradients of parameters."""
+        """Whether the tensor may be low: all but the gradients of parameters."""
         return self.role is not Role.GRADIENT
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that go low together."""
+    """Tensors that are lowered together."""
 
     number: int
     tensors: tuple[Counted, ...]
 
     @property
     def numel(self) -> int:
-        """Numbers in all of them."""
+        """Numbers in all tensors of the group."""
         return sum(tensor.numel for tensor in self.tensors)
 
 
 def tensors_of(outline: Outline) -> list[Counted]:
-    """Every tensor that is counted, with its group: a parameter belongs to that of the first value it meets."""
-    group, groups, found = -1, list[int](), list[Counted]()
-    seen: set[str] = set()
+    """Every counted tensor with its group; a parameter belongs to the group of the first value that it is applied to."""
+    group, groups, tensors = -1, list[int](), list[Counted]()
+    counted_weights: set[str] = set()
     for value in outline.values:
         group += value.is_product or value.op == INPUT or group < 0
         groups.append(group)
-        found += [Counted(role, value.name, value.numel, group) for role in (Role.ACTIVATION, Role.ERROR)]
-        first = groups[value.sources[0]] if value.sources else group
-        for name in (name for name in value.weights if name not in seen):
-            seen.add(name)
-            found += [Counted(role, name, outline.weights[name], first) for role in (Role.WEIGHT, Role.GRADIENT)]
-    return found
+        tensors += [Counted(role, value.name, value.numel, group) for role in (Role.ACTIVATION, Role.ERROR)]
+        input_group = groups[value.sources[0]] if value.sources else group
+        for name in (name for name in value.weights if name not in counted_weights):
+            counted_weights.add(name)
+            tensors += [Counted(role, name, outline.weights[name], input_group) for role in (Role.WEIGHT, Role.GRADIENT)]
+    return tensors
 
 
 def groups_of(outline: Outline) -> list[TensorGroup]:
-    """All groups in the order of their opening."""
+    """All groups in the order of their first value."""
     tensors = tensors_of(outline)
     numbers = sorted({tensor.group for tensor in tensors})
     return [TensorGroup(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
@@ -112,7 +122,7 @@ def low_ratio(outline: Outline, low: Low) -> float:
 
 
 def memory_factor(ratio: float) -> float:
-    """How many times smaller than float32 all tensors are, in 16 bits and 8.
+    """How many times smaller than in float32 all tensors are, with 16 and 8 bits.
 
     >>> memory_factor(0.0), memory_factor(1.0)
     (2.0, 4.0)
@@ -124,17 +134,17 @@ def memory_factor(ratio: float) -> float:
 
 
 def decreasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """The largest first: the paper's own."""
+    """The groups by falling size: the paper's order."""
     return sorted(groups, key=lambda group: (-group.numel, group.number))
 
 
 def increasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """The smallest first."""
+    """The groups by rising size."""
     return sorted(groups, key=lambda group: (group.numel, group.number))
 
 
 def shuffled(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """By chance."""
+    """The groups in random order."""
     return random.Random(seed).sample(list(groups), len(groups))
 
 
@@ -146,9 +156,9 @@ ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
 
 
 def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
-    """The tensors of the fewest groups in this order that reach `ratio`; of all groups where none do."""
+    """The low tensors: the fewest groups in this order that reach `ratio`, or all groups where none do."""
     if order not in ORDERS or not 0 <= ratio <= 1:
-        raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; found {ratio} and {order!r}.")
+        raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; these are {ratio} and {order!r}.")
     groups = ORDERS[order](groups_of(outline), seed)
     needed = ratio * sum(group.numel for group in groups)
     low: set[tuple[Role, str]] = set()
@@ -156,51 +166,27 @@ def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: i
     for group in groups:
         if reached >= needed:
             break
-        low |= _lowered(group.tensors)
+        low |= _may_be_low(group.tensors)
         reached += sum(tensor.numel for tensor in group.tensors if tensor.may_be_low)
     return frozenset(low)
 
 
 def demote_top(outline: Outline, count: int) -> Low:
-    """The tensors of the `count` largest groups."""
+    """The low tensors: those of the `count` largest groups."""
     groups = decreasing(groups_of(outline), 0)[:count]
-    return frozenset(key for group in groups for key in _lowered(group.tensors))
+    return frozenset(key for group in groups for key in _may_be_low(group.tensors))
 
 
-def _lowered(tensors: Iterable[Counted]) -> set[tuple[Role, str]]:
+def _may_be_low(tensors: Iterable[Counted]) -> set[tuple[Role, str]]:
     return {tensor.key for tensor in tensors if tensor.may_be_low}
 
 
-# --- The assignments that the mixed-precision paper compares, as plans for `apply(plan, model, mode="simulate")` ---
-
-# The lists of torch.autocast on CUDA, as far as this library names operations
-AMP_HIGH = frozenset(
-    (
-        *(
-            "softmax",
-            "log_softmax",
-            "layer_norm",
-            "group_norm",
-            "norm",
-            "rsqrt",
-            "exp",
-            "log",
-            "pow",
-            "sum",
-            "prod",
-            "cumsum",
-            "dist",
-        ),
-        *("nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy_with_logits"),
-        *("cosine_similarity", "softplus"),
-    )
-)
-ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT)
+# --- plans -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Formats:
-    """What high and low mean: low has a format forward and another one backward."""
+    """The formats of high and low: low has one format in forward and another one in backward."""
 
     forward: str = "e4m3b11f"
     backward: str = "e5m2f"
@@ -219,17 +205,17 @@ FORMATS = Formats()
 
 
 def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str = "") -> Plan:
-    """Everything high but what is `low`, which is named slot by slot."""
-    high = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
-    names = [
+    """The plan with everything high except the tensors `low`, which have a rule each."""
+    high_rules = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
+    low_rules = [
         (slot_key(name, role), formats.of(role, is_low=True)) for role, name in sorted(low, key=lambda key: (key[0].value, key[1]))
     ]
     share = f"{low_ratio(outline, low):.1%} of all numbers low"
-    return Plan((*high, *names), reason=f"{reason}: {share}" if reason else share)
+    return Plan((*high_rules, *low_rules), reason=f"{reason}: {share}" if reason else share)
 
 
 def high_plan(formats: Formats = FORMATS) -> Plan:
-    """Everything high: also what promotion raises tensors to."""
+    """The plan with everything high, to which promotion raises tensors."""
     return Plan(tuple((role.value, formats.of(role, is_low=False)) for role in ROLES), reason="everything high")
 
 
@@ -237,18 +223,18 @@ def high_plan(formats: Formats = FORMATS) -> Plan:
 
 
 def operator(outline: Outline) -> Low:
-    """HFP8: the operands of products, but for the first one and the last."""
-    products = [place for place, value in enumerate(outline.values) if value.is_product]
+    """HFP8: the operands of products are low, except for the first and the last product."""
+    products = [index for index, value in enumerate(outline.values) if value.is_product]
     low: set[tuple[Role, str]] = set()
-    for value in (outline.values[place] for place in products):
+    for value in (outline.values[index] for index in products):
         low |= {(Role.ACTIVATION, outline.values[source].name) for source in value.sources}
         low |= {(Role.WEIGHT, name) for name in value.weights} | {(Role.ERROR, value.name)}
     return frozenset(low) - _ends(outline, products)
 
 
 def _ends(outline: Outline, products: list[int]) -> Low:
-    """What stays high: the first product with what it takes and makes, the group of the last one and what it takes."""
-    first, last = (outline.values[place] for place in (products[0], products[-1]))
+    """What stays high: the first product with its inputs and output, the group of the last product, and its inputs."""
+    first, last = (outline.values[index] for index in (products[0], products[-1]))
     values = [first, *(outline.values[source] for source in (*first.sources, *last.sources))]
     kept = {(role, value.name) for value in values for role in (Role.ACTIVATION, Role.ERROR)}
     kept |= {(Role.WEIGHT, name) for name in (*first.weights, *last.weights)}
@@ -256,7 +242,7 @@ def _ends(outline: Outline, products: list[int]) -> Low:
 
 
 def amp(outline: Outline) -> Low:
-    """torch.autocast: the widest input decides for operations that no list names."""
+    """torch.autocast: products are low; an operation that no list names is low if all of its inputs are."""
     is_low: list[bool] = []
     low: set[tuple[Role, str]] = set()
     for value in outline.values:

@@ -1,11 +1,11 @@
-"""How good a picker is: every task of a matrix in turn is the new one, and the others are what was known before.
+"""Leave-one-task-out cross-validation of pickers: every task of a matrix in turn is the new one, and the others are the prior.
 
-Settings of the PEPPP paper, by how much of the earlier tasks was looked at, and whether memory has a cap (the median of all):
+Settings of the PEPPP paper, by which entries of the prior tasks are observed, and whether memory has a cap (the median of all):
 
-    I full   II full, cap   III a fifth at random   IV a fifth at random, cap   V cheap plans first   VI cheap plans first, cap
+    I full   II full, cap   III 20 % at random   IV 20 % at random, cap   V cheap plans first   VI cheap plans first, cap
 
-Nothing of the new task is seen but what the picker measures. `V leaky` and `VI leaky` are as released: the new task's row is sampled and
-completed among the others.
+A picker sees of the new task only what it measures. `V leaky` and `VI leaky` are as in PEPPP's released code: the new task's row is
+sampled and completed among the others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paredown.papers.peppp_experiment_design import Picker, TaskKnowledge
 from paredown.pick.pareto import Scores, Truth
 
 Array = NDArray[np.float64]
-SHARE = 0.2  # of entries that are looked at, or the largest propensity of one
+SHARE = 0.2  # of entries that are observed, or the largest propensity of one
 
 
 @dataclass(frozen=True)
 class CrossValidationSetting:
-    """What is known of earlier tasks, and whether there is a cap."""
+    """Which entries of the prior tasks are observed, and whether memory has a cap."""
 
     sampling: str
     has_cap: bool
@@ -52,7 +52,7 @@ SETTINGS: Mapping[str, CrossValidationSetting] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Matrices:
-    """Errors and memory of tasks (rows) under plans (columns); `levels`: the same number for plans that may differ by noise alone."""
+    """Errors and memory of tasks (rows) under plans (columns); `levels`: equal numbers for plans that may differ by noise alone."""
 
     errors: Array
     memory: Array
@@ -65,42 +65,42 @@ class Matrices:
             self.errors.shape[:1] + (self.errors.shape[1:] if self.levels is None else self.levels.shape),
         ]
         if len(set(shapes)) > 1 or self.errors.ndim != 2:
-            raise PlanError(f"errors and memory are (tasks, plans), with a level for each plan: these are {shapes}.")
+            raise PlanError(f"errors and memory are (tasks, plans), with a level for each plan; these are {shapes}.")
         if len(self.errors) < 2:
-            raise PlanError("leaving one task out needs two or more; this is one.")
+            raise PlanError("leaving one task out needs two tasks or more; this is one.")
 
     @cached_property
     def denoised(self) -> Array:
-        """Errors as means over the plans of a level."""
+        """Errors averaged over the plans of a level."""
         if self.levels is None:
             return self.errors
-        is_of = self.levels[:, None] == np.unique(self.levels)[None]  # (num_plans, num_levels)
-        return (self.errors @ is_of / is_of.sum(axis=0)) @ is_of.T
+        membership = self.levels[:, None] == np.unique(self.levels)[None]  # (num_plans, num_levels)
+        return (self.errors @ membership / membership.sum(axis=0)) @ membership.T
 
 
 @dataclass(frozen=True)
-class EarlierRows:
-    """The rows known before, with gaps and without; one for each task that is left out and each way of sampling."""
+class PriorRows:
+    """Errors of the prior tasks, with gaps and completed."""
 
     errors: Array
     completed: Array
 
 
-def earlier_tasks(matrices: Matrices, left_out: int, setting: CrossValidationSetting, *, seed: int = 0) -> EarlierRows:
-    """What was known before `left_out` came: sampled, and completed where there are gaps."""
+def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSetting, *, seed: int = 0) -> PriorRows:
+    """The prior of the task `left_out`: the other rows, sampled, and completed where there are gaps."""
     rows = [row for row in range(len(matrices.errors)) if setting.is_leaky or row != left_out]
     errors, memory = matrices.errors[rows], matrices.memory[rows]
     if setting.sampling == "full":
-        return EarlierRows(errors, errors)
+        return PriorRows(errors, errors)
     propensities = propensities_of(memory, setting.sampling)
     observed = np.where(_is_observed(propensities, setting.sampling, seed), errors, np.nan)
     completed = complete(observed, propensities=propensities if setting.sampling == "cheap" else None).values
     kept = np.array(rows) != left_out
-    return EarlierRows(observed[kept], completed[kept])
+    return PriorRows(observed[kept], completed[kept])
 
 
 def propensities_of(memory: Array, sampling: str) -> Array:
-    """How likely each entry is to be looked at: alike, or by the rank of its memory, the least first."""
+    """Probability of each entry to be observed: equal, or by the rank of its memory, the least memory most likely."""
     if sampling == "uniform":
         return np.full(memory.shape, SHARE)
     ranks = np.argsort(np.argsort((1 / memory).ravel())).reshape(memory.shape)
@@ -108,25 +108,25 @@ def propensities_of(memory: Array, sampling: str) -> Array:
 
 
 def _is_observed(propensities: Array, sampling: str, seed: int) -> NDArray[np.bool_]:
-    dice = np.random.RandomState(seed)
-    if sampling == "uniform":  # as released
-        return dice.choice([True, False], size=propensities.shape, p=[SHARE, 1 - SHARE])
-    return dice.random_sample(propensities.shape) < propensities
+    rng = np.random.RandomState(seed)
+    if sampling == "uniform":  # as in the released code
+        return rng.choice([True, False], size=propensities.shape, p=[SHARE, 1 - SHARE])
+    return rng.random_sample(propensities.shape) < propensities
 
 
 @dataclass(frozen=True)
 class PickerScores:
-    """Scores of one picker with `count` measurements, over all tasks."""
+    """Scores of one picker after `count` measurements, over all tasks."""
 
     count: int
     rows: tuple[Scores, ...]
 
     def values(self, name: str) -> Array:
-        """One score of every task."""
+        """One score for every task."""
         return np.array([getattr(row, name) for row in self.rows])
 
     def mean(self, name: str) -> float:
-        """Its mean over tasks."""
+        """The mean of a score over tasks."""
         return float(self.values(name).mean())
 
     def standard_error(self, name: str) -> float:
@@ -136,7 +136,7 @@ class PickerScores:
 
 @dataclass(frozen=True)
 class HeldOutTask:
-    """What is left out, and what is known: a row of a cross-validation, ready for any picker."""
+    """A task that is left out, and what a picker may know of it."""
 
     known: TaskKnowledge
     truth: Truth
@@ -144,36 +144,39 @@ class HeldOutTask:
     def judge(self, picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Scores]:
         """Scores by the number of measurements."""
         errors = self.truth.errors[self.truth.feasible]
-        found = picker(self.known, lambda plan: float(errors[plan]), counts)
-        return {count: self.truth.scores(p.drawn, p.expected, p.predicted, is_released=is_released) for count, p in found.items()}
+        predictions = picker(self.known, lambda plan: float(errors[plan]), counts)
+        return {
+            count: self.truth.scores(prediction.drawn, prediction.expected, prediction.predicted, is_released=is_released)
+            for count, prediction in predictions.items()
+        }
 
 
-Cache = dict[tuple[str, bool], list[EarlierRows]]
+Cache = dict[tuple[str, bool], list[PriorRows]]
 
 
-def trials(matrices: Matrices, setting: CrossValidationSetting, cache: Cache | None = None) -> list[HeldOutTask]:
-    """One for each task. `cache`: keeps the earlier tasks of a way of sampling, which settings with and without a cap share."""
+def held_out_tasks(matrices: Matrices, setting: CrossValidationSetting, cache: Cache | None = None) -> list[HeldOutTask]:
+    """A held-out task for each row. `cache`: keeps the prior rows of a sampling, which settings with and without a cap share."""
     cache, key, rows = {} if cache is None else cache, (setting.sampling, setting.is_leaky), range(len(matrices.errors))
     if key not in cache:
-        cache[key] = [earlier_tasks(matrices, row, setting) for row in rows]
+        cache[key] = [prior_rows(matrices, row, setting) for row in rows]
     cap = float(np.median(matrices.memory)) if setting.has_cap else np.inf
-    return [_trial(matrices, row, cache[key][row], cap) for row in rows]
+    return [_held_out_task(matrices, row, cache[key][row], cap) for row in rows]
 
 
-def _trial(matrices: Matrices, row: int, earlier: EarlierRows, cap: float) -> HeldOutTask:
+def _held_out_task(matrices: Matrices, row: int, prior: PriorRows, cap: float) -> HeldOutTask:
     memory, errors = matrices.memory[row], matrices.errors[row]
     feasible = np.flatnonzero(memory <= cap)
     if not len(feasible):
         raise BudgetError(f"no plan of task {row} fits {cap:.6g}; the smallest needs {memory.min():.6g}.")
     most = matrices.memory.max()
     levels = None if matrices.levels is None else matrices.levels[feasible]
-    known = TaskKnowledge(earlier.errors[:, feasible], earlier.completed[:, feasible], memory[feasible] / most, levels, seed=row)
+    known = TaskKnowledge(prior.errors[:, feasible], prior.completed[:, feasible], memory[feasible] / most, levels, seed=row)
     return HeldOutTask(known, Truth(memory / most, errors, feasible, matrices.denoised[row]))
 
 
 def judge(
     rows: Sequence[HeldOutTask], picker: Picker, counts: Sequence[int], *, is_released: bool = False
 ) -> dict[int, PickerScores]:
-    """Scores of a picker over all trials, by the number of measurements."""
-    found = [row.judge(picker, counts, is_released=is_released) for row in rows]
-    return {count: PickerScores(count, tuple(scores[count] for scores in found)) for count in counts}
+    """Scores of a picker over all held-out tasks, by the number of measurements."""
+    scores_of_tasks = [row.judge(picker, counts, is_released=is_released) for row in rows]
+    return {count: PickerScores(count, tuple(scores[count] for scores in scores_of_tasks)) for count in counts}

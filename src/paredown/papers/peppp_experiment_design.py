@@ -1,17 +1,17 @@
-"""The published ways to learn a new task's frontier from a few measurements, each a row of `PICKERS`.
+"""The published methods that predict a new task's Pareto front from a few measurements, each a row of `PICKERS`.
 
     ED-MF       least squares on the plans' vectors, at a D-optimal design; the vectors are those of the completed matrix
-    QR-MF       the same at the pivots; `ED-MF relaxed`: at the rounded relaxation; `ED-MF plugged`: the front has what was measured
+    QR-MF       the same at the pivots; `ED-MF relaxed`: at the rounded relaxation; `ED-MF plugged`: measured errors in the front
     random-MF   the same at random plans
-    BO-MF       a Gaussian process over the plans' vectors, plans by expected improvement, begun at five random ones
+    BO-MF       a Gaussian process over the plans' vectors, plans by expected improvement, starting from five random ones
     BO-full     the same over whole columns of the matrix
-    means       the columns' means: what is known without measuring; `most memory`: the same, recommending the largest plan
+    means       the columns' means, without measurements; `most memory`: the same, recommending the largest plan
 
-A picker sees `TaskKnowledge` and asks `measure(plan)`, at most as often as it is told: it cannot look at what it did not pay for.
+A picker sees `TaskKnowledge` and calls `measure(plan)` at most the allowed number of times: it sees no error that it did not measure.
 
-Which plans to try on a new task, from the plans' vectors alone: before anything is measured.
+Designs choose plans from their vectors alone, before any measurement:
 
-    optimal      D-optimal: the pivots of a QR decomposition, then one after the other whatever adds most to log det(Y_S Y_S^T)
+    optimal      D-optimal: the pivots of a QR decomposition, then one by one the plan that adds most to log det(Y_S Y_S^T)
     relaxed      D-optimal: the largest shares v of max log det(Y diag(v) Y^T), 0 <= v <= 1, sum(v) = count
     pivoted      the pivots alone
     scattered    at random
@@ -20,7 +20,7 @@ Which plans to try on a new task, from the plans' vectors alone: before anything
 >>> optimal(vectors, 2), pivoted(vectors, 2)
 ([0, 2], [0, 2])
 
-Plans and tasks as short vectors: the singular vectors of the errors, and a new task's vector from a few measurements.
+The vectors of plans are singular vectors of the errors; that of a new task follows from a few measurements:
 
     E = U S V^T,  Y = the first k rows of V^T (k, num_plans);  x = argmin |x Y_S - e_S|;  predicted errors = x Y
 
@@ -28,7 +28,7 @@ Plans and tasks as short vectors: the singular vectors of the errors, and a new 
 >>> predict(vectors, [0], [0.4]).round(3).tolist()
 [0.4, 0.2]
 
-Bayesian optimisation over plans, the published baseline: a Gaussian process and expected improvement.
+Bayesian optimization over plans, the published baseline, is a Gaussian process with expected improvement:
 
     k(x, y) = exp(-|x - y|^2 / (2 length^2)) + noise [x is y]     mean 0, variance 1; length and noise by maximum likelihood
     EI = d cdf(d / s) + s pdf(d / s),  d = best - mean - margin   the plan with the LARGEST is next (the release took the smallest)
@@ -52,11 +52,20 @@ from paredown.pick.mixture import Posterior
 from paredown.pick.posterior import Prior, luck, propose
 
 Array = NDArray[np.float64]
-SMALLEST_SHARE = 1e-6  # keeps log det finite where the relaxation gives a plan nothing
+Measure = Callable[[int], float]
+SMALLEST_SHARE = 1e-6  # added to every share, so that log det is finite
+RANK = 5  # published: the first five singular values of PEPPP's matrix are 78 % of their sum
+START = (20.0, 1.0)  # of the fit: length, noise
+BOUNDS = (1e-5, 1e5)
+JITTER = 1e-10
+MARGIN = 0.01
+
+
+# --- designs -----------------------------------------------------------------------------------------------------------
 
 
 def optimal(vectors: Array, count: int) -> list[int]:
-    """Greedy D-optimal design, begun with as many pivots as the vectors are long."""
+    """Greedy D-optimal design, starting from as many pivots as the vectors have components."""
     chosen = pivoted(vectors, min(count, len(vectors)))
     inverse = np.linalg.pinv(vectors[:, chosen] @ vectors[:, chosen].T)
     while len(chosen) < min(count, vectors.shape[1]):
@@ -83,8 +92,8 @@ def relaxed(vectors: Array, count: int) -> list[int]:
 
     total = LinearConstraint(np.ones((1, num_plans)), count, count)
     start = np.full(num_plans, count / num_plans)
-    found = minimize(loss, start, jac=True, bounds=[(0.0, 1.0)] * num_plans, constraints=total, method="SLSQP")
-    return np.argsort(-found.x, kind="stable")[:count].tolist()
+    solution = minimize(loss, start, jac=True, bounds=[(0.0, 1.0)] * num_plans, constraints=total, method="SLSQP")
+    return np.argsort(-solution.x, kind="stable")[:count].tolist()
 
 
 def pivoted(vectors: Array, count: int) -> list[int]:
@@ -96,7 +105,7 @@ def pivoted(vectors: Array, count: int) -> list[int]:
 
 
 def scattered(num_plans: int, count: int, *, seed: int, num_first: int = 5) -> list[int]:
-    """At random. As released: the first ones together, then one at a time, each from a generator with the same seed."""
+    """Random plans as in the released code: the first ones together, then one at a time, each from a new generator of this seed."""
     chosen = first_at_random(num_plans, min(count, num_first), seed=seed)
     while len(chosen) < min(count, num_plans):
         left = np.setdiff1d(np.arange(num_plans), chosen)
@@ -105,7 +114,7 @@ def scattered(num_plans: int, count: int, *, seed: int, num_first: int = 5) -> l
 
 
 def first_at_random(num_plans: int, count: int, *, seed: int) -> list[int]:
-    """Different plans at random, as numpy's first generator picks them."""
+    """Different random plans, drawn by numpy's legacy generator."""
     return np.random.RandomState(seed).choice(num_plans, count, replace=False).tolist()
 
 
@@ -114,33 +123,26 @@ DESIGNS: Mapping[str, Callable[[Array, int], list[int]]] = MappingProxyType(
 )
 
 
-# --- Plans and tasks as short vectors ---
-
-RANK = 5  # published: the first five singular values of PEPPP's matrix are 78 % of their sum
+# --- vectors of plans and tasks ----------------------------------------------------------------------------------------
 
 
 def embed(errors: Array, rank: int = RANK) -> Array:
-    """(k, num_plans): the first right singular vectors, orthonormal; k is `rank` or as many as there are."""
+    """(k, num_plans): the first right singular vectors, orthonormal; k is `rank` or the number of singular vectors."""
     return np.linalg.svd(errors, full_matrices=False)[2][:rank]
 
 
 def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | Array) -> Array:
-    """Errors of all plans from those measured on the chosen ones: least squares, the shortest answer where there are many."""
+    """Errors of all plans from those measured on the chosen ones: the least squares solution of minimum norm."""
     task = np.linalg.lstsq(vectors[:, list(chosen)].T, np.asarray(measured, dtype=float), rcond=None)[0]
     return task @ vectors
 
 
-# --- Bayesian optimisation over plans, the published baseline ---
-
-START = (20.0, 1.0)  # length, noise
-BOUNDS = (1e-5, 1e5)
-JITTER = 1e-10
-MARGIN = 0.01
+# --- Bayesian optimization ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Process:
-    """A Gaussian process that saw `measured` at the chosen points; `squares` are squared distances of all from all."""
+    """A Gaussian process given `measured` at the chosen points; `squares` are squared distances between all points."""
 
     squares: Array
     chosen: list[int]
@@ -150,67 +152,65 @@ class Process:
 
     @staticmethod
     def fitted(squares: Array, chosen: list[int], measured: Array) -> Process:
-        """The process whose length and noise make the measurements most likely."""
+        """The process whose length and noise have the highest likelihood."""
         from scipy.optimize import minimize
 
         near = squares[np.ix_(chosen, chosen)]
         bounds = [(np.log(BOUNDS[0]), np.log(BOUNDS[1]))] * 2
-        found = minimize(_unlikeliness, np.log(START), args=(near, measured), jac=True, method="L-BFGS-B", bounds=bounds)
-        length, noise = np.exp(found.x)
+        fit = minimize(_negative_log_likelihood, np.log(START), args=(near, measured), jac=True, method="L-BFGS-B", bounds=bounds)
+        length, noise = np.exp(fit.x)
         return Process(squares, chosen, measured, float(length), float(noise))
 
     def predict(self) -> tuple[Array, Array]:
-        """Mean and standard deviation at every point, those of one more measurement."""
+        """Mean and standard deviation of one more measurement at every point."""
         from scipy.linalg import cho_factor, cho_solve
 
-        across = np.exp(-self.squares[:, self.chosen] / (2 * self.length**2))  # (num_points, num_chosen)
-        inside = across[self.chosen] + (self.noise + JITTER) * np.eye(len(self.chosen))
-        factor = cho_factor(inside, lower=True)
-        variance = 1 + self.noise - (across.T * cho_solve(factor, across.T)).sum(axis=0)
-        return across @ cho_solve(factor, self.measured), np.sqrt(np.maximum(variance, 0.0))
+        covariance = np.exp(-self.squares[:, self.chosen] / (2 * self.length**2))  # (num_points, num_chosen)
+        chosen_covariance = covariance[self.chosen] + (self.noise + JITTER) * np.eye(len(self.chosen))
+        factor = cho_factor(chosen_covariance, lower=True)
+        variance = 1 + self.noise - (covariance.T * cho_solve(factor, covariance.T)).sum(axis=0)
+        return covariance @ cho_solve(factor, self.measured), np.sqrt(np.maximum(variance, 0.0))
 
 
 def squared_distances(points: Array) -> Array:
-    """Of all points (num_points, anything) from all."""
+    """Squared distances between all points (num_points, anything)."""
     return ((points[:, None] - points[None]) ** 2).sum(axis=-1)
 
 
-def _unlikeliness(logs: Array, squares: Array, measured: Array) -> tuple[float, Array]:
-    """-log likelihood, up to a constant, and its gradient by log length and log noise."""
+def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tuple[float, Array]:
+    """Negative log likelihood, up to a constant, and its gradient in log length and log noise."""
     from scipy.linalg import cho_solve
 
     length, noise = np.exp(logs)
     eye = np.eye(len(measured))
-    near = np.exp(-squares / (2 * length**2))
-    lower = np.linalg.cholesky(near + (noise + JITTER) * eye)
+    kernel = np.exp(-squares / (2 * length**2))
+    lower = np.linalg.cholesky(kernel + (noise + JITTER) * eye)
     solved, inverse = cho_solve((lower, True), measured), cho_solve((lower, True), eye)
-    pull = np.outer(solved, solved) - inverse
-    slopes = [(pull * near * squares / length**2).sum(), noise * np.trace(pull)]
+    sensitivity = np.outer(solved, solved) - inverse
+    slopes = [(sensitivity * kernel * squares / length**2).sum(), noise * np.trace(sensitivity)]
     return float(0.5 * measured @ solved + np.log(np.diag(lower)).sum()), -0.5 * np.array(slopes)
 
 
 def expected_improvement(mean: Array, deviation: Array, best: float, margin: float = MARGIN) -> Array:
-    """By how much less than `best` a measurement is expected to be, counting only what is less."""
+    """Expected amount by which a measurement is below `best`, 0 where it is above."""
     from scipy.stats import norm
 
     gain, deviation = best - mean - margin, deviation + 1e-12
     return gain * norm.cdf(gain / deviation) + deviation * norm.pdf(gain / deviation)
 
 
-# --- The published ways to learn a new task's frontier from a few measurements, each a row of `PICKERS` ---
-
-Measure = Callable[[int], float]
+# --- pickers -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TaskKnowledge:
-    """What a picker may know of a new task, its feasible plans alone.
+    """What a picker may know of a new task, for its feasible plans alone.
 
-    `earlier`: errors of earlier tasks (tasks, plans), NaN where nobody looked; `completed`: the same without gaps. `levels`: a number for
-    each plan, the same for plans that may differ by noise alone, None where that is not known; `seed`: for pickers that throw dice.
+    `prior_errors`: errors of the prior tasks (tasks, plans), NaN where not observed; `completed`: the same without gaps. `levels`:
+    equal numbers for plans that may differ by noise alone, None where that is not known; `seed`: for pickers that draw at random.
     """
 
-    earlier: Array
+    prior_errors: Array
     completed: Array
     memory: Array
     levels: NDArray[np.intp] | None = None
@@ -221,8 +221,8 @@ class TaskKnowledge:
 class Prediction:
     """Errors of every plan after some measurements.
 
-    `predicted`: means; `expected`: the same with what was measured in its place, to recommend by; `drawn`: what the front is drawn from.
-    `deviations`: standard deviations of one run of each plan about its mean; None where a way has none.
+    `predicted`: means; `expected`: the same with measured errors in place, for recommendations; `drawn`: what the front is drawn
+    from. `deviations`: standard deviations of one run of each plan about its mean; None where a picker has none.
     """
 
     chosen: tuple[int, ...]
@@ -236,79 +236,83 @@ Picker = Callable[[TaskKnowledge, Measure, Iterable[int]], dict[int, Prediction]
 
 
 def plain(chosen: list[int], measured: Array, predicted: Array) -> Prediction:
-    """As published: the front is drawn from predictions alone."""
+    """The published prediction: the front is drawn from predictions alone."""
     return Prediction(tuple(chosen), predicted, with_measured(predicted, chosen, measured), predicted)
 
 
 def with_measured(predicted: Array, chosen: list[int], measured: Array) -> Array:
-    """`predicted` with what was measured in its place."""
+    """`predicted` with measured errors in place."""
     expected = predicted.copy()
     expected[chosen] = measured
     return expected
 
 
 def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
-    """Least squares at a design (of vectors, count and seed)."""
+    """A picker by least squares at a design (a function of vectors, count and seed)."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         vectors = embed(known.completed)
-        found: dict[int, Prediction] = {}
+        predictions: dict[int, Prediction] = {}
         for count in counts:
             chosen = design(vectors, count, known.seed)
             measured = np.array([measure(plan) for plan in chosen])
-            found[count] = plain(chosen, measured, predict(vectors, chosen, measured))
-        return found
+            predictions[count] = plain(chosen, measured, predict(vectors, chosen, measured))
+        return predictions
 
     return pick
 
 
 def plugged(picker: Picker) -> Picker:
-    """The same with the front drawn from what was measured too."""
+    """The picker with a front that is drawn from measured errors too."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-        return {count: replace(found, drawn=found.expected) for count, found in picker(known, measure, counts).items()}
+        return {
+            count: replace(prediction, drawn=prediction.expected) for count, prediction in picker(known, measure, counts).items()
+        }
 
     return pick
 
 
 def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
-    """Expected improvement over points; `is_released`: the plan with the least of it is next."""
+    """A picker by expected improvement over points; `is_released`: the least improvement is next, as in the released code."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         squares, wanted = squared_distances(points_of(known)), set(counts)
         chosen = first_at_random(len(squares), RANK, seed=known.seed)
-        found: dict[int, Prediction] = {}
+        predictions: dict[int, Prediction] = {}
         for count in range(RANK, max(wanted) + 1):
             measured = np.array([measure(plan) for plan in chosen])
             mean, deviation = Process.fitted(squares, chosen, measured).predict()
             if count in wanted:
-                found[count] = plain(chosen, measured, mean)
+                predictions[count] = plain(chosen, measured, mean)
             gains = expected_improvement(mean, deviation, measured.min()) * (-1 if is_released else 1)
             gains[chosen] = -np.inf
             chosen = [*chosen, int(gains.argmax())]
-        return found
+        return predictions
 
     return pick
 
 
 def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Nothing is measured: means over earlier tasks."""
+    """Means over prior tasks, without measurements."""
     means = known.completed.mean(axis=0)
     return {count: plain([], np.empty(0), means) for count in counts}
 
 
 def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Nothing is measured, and a random one of the plans that need most memory is recommended."""
-    dice = np.random.RandomState(known.seed).permutation(len(known.memory))
-    ranks = np.empty(len(dice))
-    ranks[np.lexsort((dice, -known.memory))] = np.arange(len(dice))
-    return {count: replace(found, expected=ranks) for count, found in averaged(known, measure, counts).items()}
+    """Means over prior tasks, recommending a random one of the plans of most memory, without measurements."""
+    order = np.random.RandomState(known.seed).permutation(len(known.memory))
+    ranks = np.empty(len(order))
+    ranks[np.lexsort((order, -known.memory))] = np.arange(len(order))
+    return {count: replace(prediction, expected=ranks) for count, prediction in averaged(known, measure, counts).items()}
 
 
 PICKERS: Mapping[str, Picker] = MappingProxyType(
     {
         "ED-MF": factorised(lambda vectors, count, seed: DESIGNS["optimal"](vectors, count)),
-        "ED-MF+5": factorised(lambda vectors, count, seed: DESIGNS["optimal"](vectors, count + RANK)),  # as released: five more
+        "ED-MF+5": factorised(
+            lambda vectors, count, seed: DESIGNS["optimal"](vectors, count + RANK)
+        ),  # the released code takes five more
         "ED-MF plugged": plugged(factorised(lambda vectors, count, seed: DESIGNS["optimal"](vectors, count))),
         "ED-MF relaxed": factorised(lambda vectors, count, seed: DESIGNS["relaxed"](vectors, count)),
         "QR-MF": factorised(lambda vectors, count, seed: DESIGNS["pivoted"](vectors, count)),
@@ -324,38 +328,38 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pooled:
-    """The picker. `turns`: which design chooses the next plan, over and over."""
+    """This library's picker: a posterior over levels. `turns`: the designs that choose the next plan, in turn."""
 
     turns: tuple[str, ...] = ("knowledge", "improvement")
     num_kinds: int = 2
 
     def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         """Predictions after each of `counts` measurements."""
-        wanted, prior = set(counts), Prior.of(known.earlier, known.levels, self.num_kinds)
-        seen = np.full(len(known.memory), np.nan)
-        found: dict[int, Prediction] = {}
+        wanted, prior = set(counts), Prior.of(known.prior_errors, known.levels, self.num_kinds)
+        measured = np.full(len(known.memory), np.nan)
+        predictions: dict[int, Prediction] = {}
         chosen: list[int] = []
         for count in range(max(wanted) + 1):
-            belief = prior.given(seen)
+            posterior = prior.given(measured)
             if count in wanted:
-                found[count] = predicted(prior, belief, chosen, seen)
-            if len(chosen) < len(seen) and count < max(wanted):
-                chosen.append(propose(self.turns[count % len(self.turns)], prior, belief, known.memory, seen))
-                seen[chosen[-1]] = prior.finite(measure(chosen[-1]))
-        return found
+                predictions[count] = predicted(prior, posterior, chosen, measured)
+            if len(chosen) < len(measured) and count < max(wanted):
+                chosen.append(propose(self.turns[count % len(self.turns)], prior, posterior, known.memory, measured))
+                measured[chosen[-1]] = prior.finite(measure(chosen[-1]))
+        return predictions
 
 
-def predicted(prior: Prior, belief: Posterior, chosen: list[int], seen: Array) -> Prediction:
-    """Errors of all plans, with deviations of one run."""
-    levels, measured = prior.levels, seen[chosen]
-    mean, deviation = belief.levels()
-    noise = belief.run_noise()
-    lucky = noise * np.array([luck(int(size)) for size in np.bincount(levels)])
+def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Array) -> Prediction:
+    """Errors of all plans from the posterior, with standard deviations of one run."""
+    levels, measured = prior.levels, errors[chosen]
+    mean, deviation = posterior.levels()
+    noise = posterior.run_noise()
+    luck_of_level = noise * np.array([luck(int(size)) for size in np.bincount(levels)])
     means = mean[levels] + prior.offsets
     return Prediction(
         tuple(chosen),
         means,
         with_measured(means, chosen, measured),
-        with_measured(means - lucky[levels], chosen, measured),
+        with_measured(means - luck_of_level[levels], chosen, measured),
         np.sqrt((deviation**2 + noise**2)[levels] + prior.doubt),
     )

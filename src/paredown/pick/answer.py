@@ -1,12 +1,12 @@
-"""What `pick` answers: a `Picked`, with the `Frontier` of all plans that it knows of, a `Point` each.
+"""What `pick` returns: a `Picked`, with the `Frontier` of all plans, a `Point` each.
 
 >>> points = (
 ...     Point("lpmm", Plan.preset("lpmm"), 400, 0.12, 0.01, on_front=True),
-...     Point("as written", Plan(), 1000, 0.10, 0.01, on_front=True),
+...     Point("baseline", Plan(), 1000, 0.10, 0.01, on_front=True),
 ... )
 >>> frontier = Frontier(points, "error", full_bytes=1000)
 >>> frontier.best("60%").label, frontier.best(1000).label
-('lpmm', 'as written')
+('lpmm', 'baseline')
 >>> frontier.best("10%")
 Traceback (most recent call last):
     ...
@@ -27,19 +27,19 @@ from paredown.serial import COUNT, SUMMED, TEXT, Check, brief, check_fields, is_
 from paredown.sizes import parse_bytes, say_bytes
 from paredown.tasks.trial import Trial
 
-VERSION = 2  # of the JSON: 1 has what all points take beyond their prediction, 2 what each of them needs
+VERSION = 2  # of the JSON: 1 has one excess over prediction for all points, 2 the bytes that each point needs
 SOURCES = ("measured", "prior", "features")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A plan for a task: bytes at the peak, and the error that training under it has on average, as far as is known.
+    """A plan for a task: its peak bytes, and the posterior mean and standard deviation of its error.
 
-    `mean` and `deviation` are of the mean over runs, in units of the task's metric; `measured` is the mean of the finished trials, None
-    where there is none. `source`: whether it was measured, is a plan of earlier tasks, or is judged by its features alone. `fits`: whether
-    it is within the budget; None where no budget was given. `trains`: False where a trial had no memory, on a GPU also one of a smaller
-    plan, or failed. `num_trials`: behind `measured`, those that a store knew included. `needed_bytes`: what it is expected to take where
-    trials took more than predicted.
+    `mean` and `deviation` (a standard deviation) are of the mean error over runs, in the task's metric; `measured` is the mean
+    error of the finished trials, None without one. `source`: "measured", "prior" (a plan of the prior) or "features" (predicted
+    from similar plans). `fits`: whether it is within the budget; None without a budget. `trains`: False where a trial ran out of
+    memory, on a GPU also one of a smaller plan, or failed. `num_trials`: the trials behind `measured`, those of a store included.
+    `needed_bytes`: the expected peak where trials took more than predicted.
     """
 
     label: str
@@ -61,7 +61,7 @@ class Point:
 
     @property
     def needs(self) -> int:
-        """The bytes that a budget has to have for it."""
+        """Peak bytes that a budget has to allow for this plan."""
         return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Point:
 
     @staticmethod
     def from_json(value: Any) -> Point:
-        """The point whose `to_json` is `value`; PlanError says why it is none."""
+        """The point whose `to_json` is `value`; PlanError names what is wrong with another value."""
         parts = _parts(value, Point, "point")
         parts["plan"] = Plan.from_json(parts["plan"])
         return Point(**parts)
@@ -78,7 +78,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """All points, the least bytes first; `full_bytes`: of the step as it is written, which percentages are of."""
+    """All points by rising bytes, from which the Pareto front is taken; `full_bytes`: of the baseline, for budgets in percent."""
 
     points: tuple[Point, ...]
     metric: str = "error"
@@ -89,25 +89,25 @@ class Frontier:
         check_fields(self, FRONTIER_CHECKS, "frontier", PlanError)
 
     def front(self) -> tuple[Point, ...]:
-        """The points that no other is expected to beat in both bytes and error."""
+        """The Pareto front: points that no other point is expected to beat in both bytes and error."""
         return tuple(point for point in self.points if point.on_front)
 
     def best(self, budget: int | str) -> Point:
-        """The point of least mean error within the budget, of equals the one of fewest bytes."""
+        """The point of least mean error within the budget; among equals the one of fewest bytes."""
         budget_bytes = parse_bytes(budget, whole=self.full_bytes)
-        within = [point for point in self.points if point.trains and point.needs <= budget_bytes]
-        if not within:
-            raise BudgetError(self._why(budget_bytes))
-        return min(within, key=lambda point: (point.mean, point.predicted_bytes))
+        fitting = [point for point in self.points if point.trains and point.needs <= budget_bytes]
+        if not fitting:
+            raise BudgetError(self._infeasible(budget_bytes))
+        return min(fitting, key=lambda point: (point.mean, point.predicted_bytes))
 
     def find(self, label: str) -> Point:
-        """The point of that label."""
+        """The point with this label."""
         for point in self.points:
             if point.label == label:
                 return point
-        raise PlanError(f"no point is called {label!r}. There are: {', '.join(point.label for point in self.points)}.")
+        raise PlanError(f"no point has the label {label!r}. Labels: {', '.join(point.label for point in self.points)}.")
 
-    def _why(self, budget_bytes: int) -> str:
+    def _infeasible(self, budget_bytes: int) -> str:
         if not self.points:
             return f"no plan fits {say_bytes(budget_bytes)}: the frontier is empty."
         least = min(self.points, key=lambda point: (not point.trains, point.needs))
@@ -121,21 +121,21 @@ class Frontier:
 
     @staticmethod
     def from_json(value: Any) -> Frontier:
-        """The frontier whose `to_json` is `value`; PlanError says why it is none."""
+        """The frontier whose `to_json` is `value`; PlanError names what is wrong with another value."""
         value, excess = _without_excess(value)
         parts = _parts(value, Frontier, "frontier")
         points = (Point.from_json(point) for point in _list(parts["points"], "points"))
-        parts["points"] = tuple(_beyond(point, excess) if excess else point for point in points)
+        parts["points"] = tuple(_with_excess(point, excess) if excess else point for point in points)
         return Frontier(**parts)
 
 
 @dataclass(frozen=True)
 class Picked:
-    """The plan to take for a task within a budget, and why; `plan` None: nothing fits, and `reason` says what would.
+    """The plan to train a task with within a budget, and why; `plan` None: nothing fits, and `reason` names what would.
 
-    `ties`: labels of other plans that fit and may be as good. `trials`: what was measured for it. `seconds`: what that took.
-    `prior`: which earlier tasks were learned from; `used`: those that weigh most, (name, weight), weights of all adding up to 1. `label`:
-    the picked point's; `notes`: what else was found.
+    `ties`: labels of other plans that fit and may be as good. `trials`: what `pick` ran, in `seconds`. `prior`: name of the prior;
+    `used`: the prior tasks of most weight, (name, weight), where the weights of all tasks add up to 1. `label`: of the picked
+    point. `notes`: further facts, such as failed trials.
     """
 
     task: str
@@ -157,7 +157,7 @@ class Picked:
 
     @property
     def point(self) -> Point | None:
-        """The point of the plan that was picked; None where nothing fits."""
+        """The point of the picked plan; None where nothing fits."""
         return None if self.plan is None else self.frontier.find(self.label)
 
     def __repr__(self) -> str:
@@ -174,7 +174,7 @@ class Picked:
 
     @staticmethod
     def from_json(value: Any) -> Picked:
-        """The pick whose `to_json` is `value`; PlanError says why it is none."""
+        """The pick whose `to_json` is `value`; PlanError names what is wrong with another value."""
         parts = _parts(value, Picked, "pick")
         parts["plan"] = None if parts["plan"] is None else Plan.from_json(parts["plan"])
         parts["frontier"] = Frontier.from_json(parts["frontier"])
@@ -184,19 +184,21 @@ class Picked:
         return Picked(**parts)
 
 
-# --- what may stand where -----------------------------------------------------------------------------------------------
+# --- checks of the fields and of JSON -----------------------------------------------------------------------------------------------
 
 
-def _are(kind: type, value: Any) -> bool:
+def _is_tuple_of(kind: type, value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(part, kind) for part in value)
 
 
 def _is_used(value: Any) -> bool:
-    return _are(tuple, value) and all(len(pair) == 2 and isinstance(pair[0], str) and SUMMED.holds(pair[1]) for pair in value)
+    return _is_tuple_of(tuple, value) and all(
+        len(pair) == 2 and isinstance(pair[0], str) and SUMMED.holds(pair[1]) for pair in value
+    )
 
 
 PLAN = Check(lambda value: isinstance(value, Plan), "a Plan")
-TEXTS = Check(lambda value: _are(str, value), "texts")
+TEXTS = Check(lambda value: _is_tuple_of(str, value), "texts")
 FLAG = Check(lambda value: isinstance(value, bool), "true or false")
 FROM_0 = Check(lambda value: SUMMED.holds(value) and value >= 0, "a finite number from 0 up")
 Checks = Mapping[str, Check]
@@ -215,7 +217,7 @@ POINT_CHECKS: Checks = {
     "source": Check(lambda value: value in SOURCES, f"one of {', '.join(SOURCES)}"),
 }
 FRONTIER_CHECKS: Checks = {
-    "points": Check(lambda value: _are(Point, value), "points"),
+    "points": Check(lambda value: _is_tuple_of(Point, value), "points"),
     "metric": TEXT,
     "full_bytes": or_none(COUNT),
 }
@@ -225,14 +227,14 @@ PICKED_CHECKS: Checks = {
     **dict.fromkeys(("ties", "notes"), TEXTS),
     "plan": or_none(PLAN),
     "frontier": Check(lambda value: isinstance(value, Frontier), "a Frontier"),
-    "trials": Check(lambda value: _are(Trial, value), "trials"),
+    "trials": Check(lambda value: _is_tuple_of(Trial, value), "trials"),
     "seconds": SUMMED,
     "used": Check(_is_used, "pairs of a name and a weight"),
 }
 
 
 def _without_excess(value: Any) -> tuple[Any, int]:
-    """A frontier's JSON without the excess that version 1 has for all points, and that."""
+    """The JSON of a frontier without `excess_bytes`, which version 1 has for all points, and that number."""
     if not isinstance(value, dict) or value.get("version") != 1 or "excess_bytes" not in value:
         return value, 0
     excess = value["excess_bytes"]
@@ -241,14 +243,14 @@ def _without_excess(value: Any) -> tuple[Any, int]:
     return {name: part for name, part in value.items() if name != "excess_bytes"}, excess
 
 
-def _beyond(point: Point, excess_bytes: int) -> Point:
-    """A point of version 1: what was measured took what it took, the others their prediction and the excess."""
+def _with_excess(point: Point, excess_bytes: int) -> Point:
+    """A point of version 1 with its needed bytes: the measured peak, or else the prediction plus the excess."""
     needs = point.measured_bytes or point.predicted_bytes + excess_bytes
     return replace(point, needed_bytes=needs if needs > point.predicted_bytes else None)
 
 
 def _parts(value: Any, kind: Any, what: str) -> dict[str, Any]:
-    """The fields of a JSON object, the version looked at and left out."""
+    """The fields of a JSON object, its version checked and removed."""
     names = [row.name for row in fields(kind)]
     needed = {row.name for row in fields(kind) if row.default is MISSING}
     return object_parts(value, what, names, needed, VERSION, PlanError)

@@ -1,12 +1,12 @@
-"""What no other plan beats in both memory and error, the area that it covers, and how a predicted front differs from the true one.
+"""Pareto front of memory and error, the area that it dominates, and scores of a predicted front against the true one.
 
-    convergence             mean over the predicted front of the distance to the nearest point of the true one
-    hypervolume difference  |area predicted - area true|, up to memory 1 and error `top`
-    regret                  error of the plan recommended within a budget, less the least there; mean over all budgets
-    mean regret             the same of means over runs that differ by noise alone, recommending by predictions: luck is not counted
-    rmse                    of the predictions
+    convergence             mean over the predicted front of the distance to the nearest point of the true front
+    hypervolume difference  |predicted area - true area|, up to memory 1 and error `top`
+    regret                  error of the plan recommended within a budget, less the least error there; mean over all budgets
+    mean regret             the same with means over runs that differ by noise alone, recommended by prediction: luck is not counted
+    rmse                    root mean squared error of the predictions
 
-Memory is in parts of the most of all tasks, error in parts of top = max(1, the predicted front's largest error).
+Memory is relative to the largest of all tasks, error relative to top = max(1, the predicted front's largest error).
 
 >>> memory, errors = np.array([0.2, 0.4, 0.4, 0.8]), np.array([0.9, 0.5, 0.7, 0.6])
 >>> undominated(memory, errors).tolist()
@@ -27,22 +27,22 @@ Mask = NDArray[np.bool_]
 
 
 def undominated(memory: Array, errors: Array, *, keeps_equals: bool = True) -> Mask:
-    """Which plans are on the front: no other is at most as large in both, and less in one.
+    """Which plans are on the Pareto front: no other plan is at most as large in both memory and error, and smaller in one.
 
-    Without `keeps_equals`, as released, plans that are equal in both remove each other.
+    Without `keeps_equals`, as in PEPPP's released code, plans that are equal in both remove each other.
     """
     order = np.lexsort((errors, memory))
     sizes, heights = memory[order], errors[order]
     lowest = np.minimum.accumulate(heights)
-    best = np.concatenate([[np.inf], lowest[:-1]])  # of those before
+    lowest_before = np.concatenate([[np.inf], lowest[:-1]])
     is_same = np.concatenate([[False], (sizes[1:] == sizes[:-1]) & (heights[1:] == heights[:-1])])
-    first = np.maximum.accumulate(np.where(is_same, 0, np.arange(len(order))))  # of its group of equals
-    kept = heights < best[first]
+    first_of_equals = np.maximum.accumulate(np.where(is_same, 0, np.arange(len(order))))
+    kept_in_order = heights < lowest_before[first_of_equals]
     if not keeps_equals:
-        kept &= np.bincount(first, minlength=len(order))[first] == 1
-    found = np.zeros(len(order), dtype=bool)
-    found[order] = kept
-    return found
+        kept_in_order &= np.bincount(first_of_equals, minlength=len(order))[first_of_equals] == 1
+    is_on_front = np.zeros(len(order), dtype=bool)
+    is_on_front[order] = kept_in_order
+    return is_on_front
 
 
 def hypervolume(memory: Array, errors: Array, top: float) -> float:
@@ -53,13 +53,13 @@ def hypervolume(memory: Array, errors: Array, top: float) -> float:
 
 
 def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
-    """The release's: errors are put in order and memories left as the columns are, which need not be in order."""
+    """As in PEPPP's released code: errors are sorted, while memories keep the order of the columns."""
     return float(np.diff(np.append(memory, 1.0)) @ (top - np.sort(errors)[::-1]))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How good one prediction is; the five are described above."""
+    """The five scores of one prediction; the head of this file defines them."""
 
     convergence: float
     hypervolume: float
@@ -70,9 +70,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class Truth:
-    """A task as it is: memory in parts of the most of all tasks, and errors, of all plans; which of them are feasible.
+    """Memory of all plans on a task, relative to the largest of all tasks, and their true errors; `feasible`: indices of allowed plans.
 
-    `means` are the means of `errors` over runs that differ by noise alone, `errors` themselves where that is not known.
+    `means` are the means of `errors` over runs that differ by noise alone, or `errors` themselves where that is not known.
     """
 
     memory: Array
@@ -81,17 +81,17 @@ class Truth:
     means: Array
 
     def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
-        """Those of a front drawn from `drawn`, plans recommended by `expected`, and errors `predicted`, of the feasible plans."""
+        """Scores of a front from the errors `drawn`, recommendations by `expected`, and errors `predicted`, of feasible plans."""
         memory, errors = self.memory[self.feasible], self.errors[self.feasible]
         front = undominated(memory, drawn, keeps_equals=not is_released)
-        true = undominated(self.memory, self.errors, keeps_equals=not is_released)
+        true_front = undominated(self.memory, self.errors, keeps_equals=not is_released)
         top = max(1.0, float(drawn[front].max()))
         area = released_hypervolume if is_released else hypervolume
-        areas = area(memory[front], drawn[front], top), area(self.memory[true], self.errors[true], top)
-        here = np.stack([drawn[front] / top, memory[front]], axis=1)
-        there = np.stack([self.errors[true] / top, self.memory[true]], axis=1)
+        areas = area(memory[front], drawn[front], top), area(self.memory[true_front], self.errors[true_front], top)
+        predicted_points = np.stack([drawn[front] / top, memory[front]], axis=1)
+        true_points = np.stack([self.errors[true_front] / top, self.memory[true_front]], axis=1)
         return Scores(
-            convergence=distance(here, there),
+            convergence=distance(predicted_points, true_points),
             hypervolume=abs(areas[0] - areas[1]),
             regret=regret(memory, expected, errors),
             mean_regret=regret(memory, predicted, self.means[self.feasible]),
@@ -105,7 +105,7 @@ def distance(points: Array, others: Array) -> float:
 
 
 def regret(memory: Array, expected: Array, errors: Array) -> float:
-    """Mean over all budgets that make a difference of what recommending by `expected` loses."""
+    """Mean, over all budgets at which the feasible plans change, of the excess error when recommending by `expected`."""
     lost: list[float] = []
     for budget in np.unique(memory):
         fits = np.flatnonzero(memory <= budget)

@@ -1,9 +1,9 @@
-"""`pick(task, budget)`: the plan to train a task with within a budget, from earlier tasks and a few trials.
+"""`pick(task, budget)`: the plan to train a task with within a budget, from a prior and a few trials.
 
-    candidates and their bytes  ->  what earlier tasks say of them  ->  trials, one after the other  ->  the frontier and the plan
+    candidates and their bytes  ->  posterior of their errors  ->  trials chosen by acquisition  ->  Pareto front and the picked plan
 
-Only plans within the budget are tried. Trials are those that are worth most to the choice (pick/acquisition.py); the last one is for the
-plan that is about to be taken, if it was not tried. No trial at all is fine: then earlier tasks alone answer, with their bands.
+Only plans within the budget are tried. Acquisition chooses the trials that are worth most to the choice (pick/acquisition.py); the last
+trial runs the plan that is about to be picked, if it was not tried yet. With `evaluations=0` the prior alone decides.
 
 >>> from paredown.pick.priors import made_up_prior
 >>> picked = pick("digits#model=mlp,steps=30", "80%", evaluations=0, prior=made_up_prior(), device="cpu")
@@ -26,9 +26,9 @@ from paredown.pick import priors
 from paredown.pick.answer import Picked
 from paredown.pick.candidates import Candidates, TaskStep, candidates
 from paredown.pick.pick_loop import PickLoop
-from paredown.pick.prior_collection import family_of_task
 from paredown.pick.prior_data import PriorData
-from paredown.pick.task_prior import TaskPrior, blind_error
+from paredown.pick.task_family import task_family
+from paredown.pick.task_prior import TaskPrior, random_guess_error
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
@@ -42,7 +42,7 @@ from paredown.tasks.task import Task
 from paredown.tasks.training import TrainingSetup
 from paredown.trace.trace import Trace
 
-MODES = {"store": "store", "simulate": "simulate", "peppp": "simulate"}  # and the mode of the prior that is asked
+PRIOR_MODES = {"store": "store", "simulate": "simulate", "peppp": "simulate"}  # mode of `pick` -> mode of the prior that it reads
 
 
 def pick(
@@ -59,71 +59,78 @@ def pick(
 ) -> Picked:
     """The plan of least expected error whose predicted peak is within `budget`, after at most `evaluations` trials.
 
-    `prior`: earlier tasks, by name or as they are; all that is known in this mode unless given. `store`: where trials are kept, a path or
-    an URL; with it a pick that was interrupted goes on. `seed`: of the first trial of each plan. `progress` is told (trials done, trials
-    at most, a sentence).
+    `prior`: the name or file of a prior, or its data; without one, all priors of this mode are joined. `store`: path or URL of the
+    database that keeps the trials; with one, an interrupted pick continues. `seed`: of the first trial of each plan. `progress` is
+    called with (trials done, most trials, a sentence).
     """
-    begun = time.perf_counter()
-    found = _checked(task, evaluations, mode)
-    earlier = _earlier(prior, mode)
-    place = find_device(device)
-    step = task_step(found, place.type, mode, earlier)
+    start = time.perf_counter()
+    task = _checked_task(task, evaluations, mode)
+    prior_data = _prior_data(prior, mode)
+    torch_device = find_device(device)
+    step = task_step(task, torch_device.type, mode, prior_data)
     budget_bytes = parse_bytes(budget, whole=step.full_bytes)
-    runs = measurer(Runner(found, mode, None if device is None else str(place)), store, f"pick {budget_bytes} bytes")
+    source = measurer(Runner(task, mode, None if device is None else str(torch_device)), store, f"pick {budget_bytes} bytes")
     try:
-        own, others = runs.known()
-        rows = candidates(step, earlier, budget, [(f"trial of {trial.task}", trial.plan) for trial in (*own, *others)])
-        picking = _begun(found, budget_bytes, step, rows, TaskPrior.of(earlier, _family(found)), place)
-        picking.learn(own, others)
-        picking.search(runs, evaluations, seed=seed, told=progress)
+        own_trials, other_trials = source.known()
+        tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
+        rows = candidates(step, prior_data, budget, tried_plans)
+        loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data, _family(task)), torch_device)
+        loop.learn(own_trials, other_trials)
+        loop.search(source, evaluations, seed=seed, progress=progress)
     finally:
-        runs.close()
-    return picking.answer(time.perf_counter() - begun)
+        source.close()
+    return loop.answer(time.perf_counter() - start)
 
 
-def _begun(task: Task, budget_bytes: int, step: TaskStep, rows: Candidates, learned: TaskPrior, place: torch.device) -> PickLoop:
-    """What is known before any trial; on a GPU measured peaks have to fit too."""
-    about: dict[str, Any] = {"task": task.name, "metric": _metric(task), "unit": blind_of(task), "budget_bytes": budget_bytes}
-    where: dict[str, Any] = {"is_strict": place.type == "cuda", "device": device_name(place)}
-    return PickLoop(**about, step=step, candidates=rows, learned=learned, **where)
+def _pick_loop(
+    task: Task, budget_bytes: int, step: TaskStep, rows: Candidates, task_prior: TaskPrior, device: torch.device
+) -> PickLoop:
+    """The state before any trial; on a GPU measured peaks have to fit too."""
+    return PickLoop(
+        task=task.name,
+        metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
+        unit=_random_guess_error(task),
+        budget_bytes=budget_bytes,
+        step=step,
+        candidates=rows,
+        task_prior=task_prior,
+        is_strict=device.type == "cuda",
+        device=device_name(device),
+    )
 
 
-def _earlier(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> PriorData:
+def _prior_data(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> PriorData:
     if isinstance(prior, PriorData):
         return prior
-    return priors.known_prior(MODES[mode]) if prior is None else priors.load(prior)
+    return priors.known_prior(PRIOR_MODES[mode]) if prior is None else priors.load(prior)
 
 
-def _checked(task: Any, evaluations: Any, mode: Any) -> Task:
-    """The task, once all that was asked for makes sense."""
+def _checked_task(task: Any, evaluations: Any, mode: Any) -> Task:
+    """The task, by its name or itself; TaskError where the task, `evaluations` or `mode` is not allowed."""
     if not isinstance(evaluations, int) or isinstance(evaluations, bool) or evaluations < 0:
-        raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: earlier tasks alone answer).")
-    if mode not in MODES:
-        raise TaskError(f"mode {mode!r} is unknown. Allowed: {', '.join(MODES)}.")
-    found = find_task(task) if isinstance(task, str) else task
-    if not isinstance(found, Task):
-        raise TaskError(f"pick takes a Task, or its name, and a budget, not {type(found).__name__}.")
-    return found
-
-
-def _metric(task: Task) -> str:
-    return task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric")
+        raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: the prior alone decides).")
+    if mode not in PRIOR_MODES:
+        raise TaskError(f"mode {mode!r} is unknown. Allowed: {', '.join(PRIOR_MODES)}.")
+    task = find_task(task) if isinstance(task, str) else task
+    if not isinstance(task, Task):
+        raise TaskError(f"pick takes a Task, or its name, and a budget, not {type(task).__name__}.")
+    return task
 
 
 def _family(task: Task) -> str:
-    with torch.random.fork_rng(devices=[]):  # making a model draws numbers
-        return family_of_task(task)
+    with torch.random.fork_rng(devices=[]):  # building a model draws random numbers
+        return task_family(task)
 
 
-def blind_of(task: Task) -> float | None:
-    """The error of a guess that knows nothing; None where that is not known."""
+def _random_guess_error(task: Task) -> float | None:
+    """The error of random guessing in the task's metric; None where it is not known."""
     if task.metric == "loss":
         return task.blind_loss
-    return blind_error(task.metric, task.data.num_answers) if isinstance(task.metric, str) else None
+    return random_guess_error(task.metric, task.data.num_answers) if isinstance(task.metric, str) else None
 
 
-def task_step(task: Task, device: str, mode: str, earlier: PriorData) -> TaskStep:
-    """The step of a task, to be planned for: bytes are those that it stores; of PEPPP's configurations those that PEPPP counts."""
+def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> TaskStep:
+    """The step of a task, with the bytes of each plan: those that the step stores, or for PEPPP's configurations those of PEPPP's count."""
 
     def trace_of(plan: Plan) -> Trace:
         return trace_task(task, device, formats_state(plan))
@@ -131,18 +138,18 @@ def task_step(task: Task, device: str, mode: str, earlier: PriorData) -> TaskSte
     def bytes_of(plan: Plan) -> int:
         return footprint(trace_of(plan), plan).peak_bytes
 
-    if mode != "store" and any(row.plan is not None and is_peppp(Plan.from_json(row.plan)) for row in earlier.plans):
-        counted = partial(_counted_bytes, outline_of_task(task))
-        return TaskStep(counted, None, counted(Plan()))
+    if mode != "store" and any(row.plan is not None and is_peppp(Plan.from_json(row.plan)) for row in prior_data.plans):
+        count_bytes = partial(_peppp_bytes, outline_of_task(task))
+        return TaskStep(count_bytes, None, count_bytes(Plan()))
     return TaskStep(bytes_of, trace_of if mode == "store" else None, bytes_of(Plan()))
 
 
 def is_peppp(plan: Plan) -> bool:
-    """Whether a plan has what tells PEPPP's configurations: low weights and high masters."""
+    """Whether a plan has the form of PEPPP's configurations: a format for all weights and one for all master weights."""
     return all(plan.find(("*",), role).format is not None for role in (Role.WEIGHT, Role.MASTER))
 
 
-def _counted_bytes(outline: Outline, plan: Plan) -> int:
+def _peppp_bytes(outline: Outline, plan: Plan) -> int:
     if not (is_peppp(plan) or plan.changes_nothing):
         raise PlanError("PEPPP counts the memory of its own configurations.")
     plan.check(outline.slots())
@@ -153,7 +160,7 @@ def _counted_bytes(outline: Outline, plan: Plan) -> int:
 
 
 def outline_of_task(task: Task) -> Outline:
-    """All values of a task's model."""
-    setting = TrainingSetup(task, Plan(), 0, torch.device("cpu"))
-    x, _ = next(task.data.batches(task.batch, seed=0, device=setting.device))
-    return outline(setting.model(), (x,))
+    """The outline of a task's model: every value of its forward pass on the first batch."""
+    setup = TrainingSetup(task, Plan(), 0, torch.device("cpu"))
+    x, _ = next(task.data.batches(task.batch, seed=0, device=setup.device))
+    return outline(setup.model(), (x,))

@@ -1,6 +1,8 @@
-"""A pick in the making: what is known of each plan, what is tried next, and what is answered in the end.
+"""The loop of one pick: the posterior of every candidate's error, which plan is tried next, and the answer.
 
-A pick in sentences: why this plan, how sure that is, what it rests on and what it cost.
+    trials so far  ->  posterior  ->  acquisition  ->  the next trial, until `evaluations` trials ran or no trial is worth its cost
+
+The answer is a `Picked`: the plan, the Pareto front, and sentences for why this plan, how sure that is, and what the trials cost.
 """
 
 from __future__ import annotations
@@ -20,126 +22,27 @@ from paredown.pick.pareto import undominated
 from paredown.pick.posterior import BudgetChoice, Estimate, Prior
 from paredown.pick.seed_effects import SeedRun
 from paredown.pick.task_prior import WORST, TaskPrior
-from paredown.plan.plan import Plan
 from paredown.sizes import say_bytes
 from paredown.sweeps.measurement import Measurer, TrialCallback
 from paredown.tasks.trial import Status, Trial
 
-NAMED = 3  # ties that a reason names
-TURNED = "With convolutions, Task(..., channels_last=True) spares a GPU the room to turn tensors round."
-UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)  # trials that say nothing of an error
-
-
-@dataclass(frozen=True)
-class AnswerText:
-    """What is told of: the budget, the step as it is written, the trials, earlier tasks, and trials of the task known besides."""
-
-    budget_bytes: int
-    full_bytes: int
-    trials: tuple[Trial, ...]
-    learned: TaskPrior
-    others: tuple[Trial, ...] = ()
-
-    def why(self, point: Point, ties: Sequence[str], num_fits: int, *, is_settled: bool) -> str:
-        """Why this plan."""
-        share = f"{100 * point.predicted_bytes / max(self.full_bytes, 1):.0f} % of the step as it is written"
-        peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(self.budget_bytes)} ({share})"
-        error = f"error {point.mean:.4f} +- {point.deviation:.4f}, {self._rests_on(point)}"
-        more = f", {say_bytes(point.needs)} with what trials took beyond" if point.needs > point.predicted_bytes else ""
-        parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", _ties(ties, num_fits), self._family()]
-        parts += [self._settled()] if is_settled else []
-        return " ".join(part for part in parts if part)
-
-    def notes(self, point: Point, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:
-        """What else is to be known."""
-        found: list[str] = []
-        if self.trials:
-            found.append(self._cost())
-        bad = [trial for trial in self.trials if trial.status in (Status.DIVERGED, Status.OUT_OF_MEMORY, Status.FAILED)]
-        found += [f"seed {trial.seed}, {trial.status.value}: {trial.reason}" for trial in bad]
-        if point.measured_bytes is not None and point.measured_bytes > self.budget_bytes:
-            found.append(
-                f"its measured peak, {say_bytes(point.measured_bytes)}, is above the budget: scratch inside of operators is in it"
-            )
-        if point.source == "features":
-            found.append("no earlier task was trained under it: it is judged by plans that are like it")
-        if num_left_out:
-            found.append(f"{num_left_out} plans of earlier tasks cannot be made for this step")
-        if not has_unit and all(trial.error is None for trial in (*self.trials, *self.others)):
-            found.append("what a blind guess has in this metric is not known: errors are in parts of that")
-        return tuple(found)
-
-    def _rests_on(self, point: Point) -> str:
-        num, known = (sum(trial.status not in UNFINISHED for trial in trials) for trials in (self.trials, self.others))
-        earlier = self.learned.prior.num_tasks
-        own = f"after {num} trial{'s' * (num != 1)}"
-        trials = f"{own} of its own and {known} known" if known else own if num else "without a trial"
-        measured = "" if point.measured is None else f" (measured {point.measured:.4f})"
-        return f"{trials}{measured} and from {earlier} earlier task{'s' * (earlier != 1)} ({self.learned.earlier.name})"
-
-    def _family(self) -> str:
-        learned = self.learned
-        if learned.wanted and not learned.family:
-            return f"No earlier task is of family {learned.wanted!r} or like it: all of them count alike."
-        if learned.family != learned.wanted:
-            return f"No earlier task is of family {learned.wanted!r}: those of {learned.family!r}, the nearest, came first."
-        return ""
-
-    def _settled(self) -> str:
-        return f"Stopped early: more trials could not be expected to lower the error by more than {ENOUGH:.0%} of what one run varies by."
-
-    def _cost(self) -> str:
-        seconds = sum(trial.seconds or 0.0 for trial in self.trials)
-        peak = max((trial.measured_peak_bytes or trial.predicted_peak_bytes or 0 for trial in self.trials), default=0)
-        return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)} took {seconds:.1f} s and at most {say_bytes(peak)}"
-
-
-def why_none_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
-    """Plans fit by what was predicted, and none of them could be trained."""
-    last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
-    said = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
-    if excess := max((point.needs - point.predicted_bytes for point in within), default=0):
-        said += f" Trials took up to {say_bytes(excess)} more than predicted; {_least(within)} {TURNED}"
-    head = f"{len(within)} plans fit by their predicted peaks and none could be trained within the budget."
-    return f"{head}{said} Raise the budget, or lower the batch."
-
-
-def _least(points: Sequence[Point]) -> str:
-    least = min(points, key=lambda point: (not point.trains, point.needs))
-    if least.measured_bytes is not None:
-        return f"the smallest, {least.label}, took {say_bytes(least.measured_bytes)}."
-    return f"with that the smallest, {least.label}, needs {say_bytes(least.needs)}."
-
-
-def why_nothing_is_small_enough(least: Point, budget_bytes: int) -> str:
-    """No plan fits, and no search says more."""
-    smallest = f"the smallest, {least.label}, needs {say_bytes(least.predicted_bytes)}"
-    return f"no plan fits {say_bytes(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
-
-
-def _ties(ties: Sequence[str], num_fits: int) -> str:
-    if num_fits == 1:
-        return "No other plan fits."
-    if not ties:
-        return f"None of the {num_fits - 1} other plans that fit is likely to be better."
-    more = f" and {len(ties) - NAMED} more" if len(ties) > NAMED else ""
-    named = ", ".join(map(repr, ties[:NAMED]))  # labels have commas of their own
-    return f"{len(ties)} of the {num_fits - 1} other plans that fit may be as good: {named}{more}."
-
-
-# --- A pick in the making ---
-
+NUM_NAMED_TIES = 3  # labels in a reason
+CHANNELS_LAST_ADVICE = "With convolutions, Task(..., channels_last=True) avoids copies to another memory layout on a GPU."
+UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)  # trials without an error
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
-MOST_USED = 8  # earlier tasks that an answer names
-MOST_FAILURES = 3  # trials that may fail, and none succeed: then it is not the plan
+MOST_USED = 8  # prior tasks that an answer names
+SMALLEST = "smallest"  # label of a plan that is added to the front where nothing fits
+MOST_FAILURES = 3  # failed trials without a successful one: then the task is at fault, not the plan
 
 
 @dataclass
 class PickLoop:
-    """`unit`: the error of a blind guess; where it is not known, what makes the first trial as good as earlier tasks were under its plan.
+    """State of one pick: the candidates with their prior, the trials so far, and whether another trial is worth its cost.
 
-    `is_strict`: measured peaks above the budget do not fit either, as on a GPU. `device`: what trials call the one that is planned for.
+    `unit`: the error of random guessing, relative to which posteriors count; where it is None, the first trial sets it: its error
+    equals the prior's mean for its plan. `is_strict`: a measured peak above the budget does not fit either, as on a GPU. `device`:
+    name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
     """
 
     task: str
@@ -148,7 +51,7 @@ class PickLoop:
     budget_bytes: int
     step: TaskStep
     candidates: Candidates
-    learned: TaskPrior
+    task_prior: TaskPrior
     is_strict: bool = False
     device: str = ""
     prior: Prior = field(init=False)
@@ -156,52 +59,53 @@ class PickLoop:
     num_done: int = 0  # trials that count as evaluations
     others: list[Trial] = field(default_factory=list[Trial])
     is_settled: bool = False
-    _place: dict[object, int] = field(init=False, repr=False)
+    _index_of: dict[object, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         rows = self.candidates
-        self.prior = self.learned.covering(rows.columns, rows.features, rows.points)
-        self._place = {_key(row.plan): i for i, row in enumerate(rows.rows)}
+        self.prior = self.task_prior.covering(rows.columns, rows.features, rows.points)
+        self._index_of = {row.plan.key: i for i, row in enumerate(rows.rows)}
 
-    # --- what is known ------------------------------------------------------------------------------------------------
+    # --- the posterior ------------------------------------------------------------------------------------------------
 
-    def learn(self, own: Iterable[Trial], others: Iterable[Trial] = ()) -> None:
-        """Trials that are there: made for this pick, or known besides."""
-        own = list(own)
-        self.trials += own
-        self.num_done += len(own)
+    def learn(self, own_trials: Iterable[Trial], others: Iterable[Trial] = ()) -> None:
+        """Add finished trials: those of this pick, and `others` of the same task that a store has."""
+        own_trials = list(own_trials)
+        self.trials += own_trials
+        self.num_done += len(own_trials)
         self.others += others
         self._stop_if_all_failed(MOST_FAILURES)
 
-    def _stop_if_all_failed(self, least: int) -> None:
-        """TaskError where there are trials, at least so many, and none did anything but fail: that says nothing of plans."""
-        num = len(self.trials)
-        if num >= least and all(trial.status is Status.FAILED for trial in self.trials):
-            raise TaskError(f"task {self.task!r}: {num} trial{'s' * (num != 1)} of {num} failed. {self.trials[-1].reason}")
+    def _stop_if_all_failed(self, min_trials: int) -> None:
+        """Raise TaskError if there are at least `min_trials` trials and all of them failed: the task is at fault, not a plan."""
+        num_trials = len(self.trials)
+        if num_trials >= min_trials and all(trial.status is Status.FAILED for trial in self.trials):
+            failed = f"{num_trials} trial{'s' * (num_trials != 1)} of {num_trials} failed"
+            raise TaskError(f"task {self.task!r}: {failed}. {self.trials[-1].reason}")
 
     @property
     def known(self) -> list[tuple[int, Trial]]:
-        """All trials, with the plan of each."""
-        return self._placed((*self.trials, *self.others))
+        """All trials of a candidate, each with the index of its plan."""
+        return self._indexed((*self.trials, *self.others))
 
     @property
-    def _here(self) -> list[tuple[int, Trial]]:
-        """Those whose bytes, or lack of them, count: trials of this device; made for this pick also where they do not say."""
-        own = [trial for trial in self.trials if trial.device in ("", self.device)]
-        return self._placed((*own, *(trial for trial in self.others if trial.device == self.device)))
+    def _on_this_device(self) -> list[tuple[int, Trial]]:
+        """Trials whose peak memory counts: those on this device, and those of this pick that name no device."""
+        own_trials = [trial for trial in self.trials if trial.device in ("", self.device)]
+        return self._indexed((*own_trials, *(trial for trial in self.others if trial.device == self.device)))
 
-    def _placed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
-        return [(self._place[_key(trial.plan)], trial) for trial in trials if _key(trial.plan) in self._place]
+    def _indexed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
+        return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
 
     def runs(self) -> list[SeedRun]:
-        """Trials that came to an end, their errors in parts of a blind guess."""
-        found = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
-        errors = [min(WORST, trial.error / self._unit) if trial.error is not None else WORST for _, trial in found]
-        return [SeedRun(plan, error, trial.seed) for (plan, trial), error in zip(found, errors, strict=True)]
+        """Finished trials as runs, with errors relative to random guessing."""
+        finished = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
+        errors = [min(WORST, trial.error / self._unit) if trial.error is not None else WORST for _, trial in finished]
+        return [SeedRun(plan, error, trial.seed) for (plan, trial), error in zip(finished, errors, strict=True)]
 
     @property
     def _unit(self) -> float:
-        """What one part of a blind guess is in the task's metric."""
+        """The error of random guessing in the task's metric, or its substitute from the first trial."""
         if self.unit is not None:
             return self.unit
         first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
@@ -211,91 +115,96 @@ class PickLoop:
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
-        """Plans that cannot be trained here: a trial had no memory, or failed. Failures of other sweeps may be theirs, not the plan's.
+        """Plans that cannot be trained here: a trial ran out of memory, or a trial of this pick failed or was killed.
 
-        Where measured peaks count, those that are predicted to take as much as one without memory are not tried either.
+        Failures in other sweeps may have another cause than the plan, and do not count. Where measured peaks count, plans whose
+        predicted peak is at least that of a plan that ran out of memory are blocked too, except those that ran.
         """
-        failed = {plan for plan, trial in self._placed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
-        short = {plan for plan, trial in self._here if trial.status is Status.OUT_OF_MEMORY}
-        if short and self.is_strict:
-            least, fine = self.candidates.memory[list(short)].min(), {plan for plan, _ in self._peaks}
-            short |= set(np.flatnonzero(self.candidates.memory >= least).tolist()) - fine
-        return failed | short
+        failed = {plan for plan, trial in self._indexed(self.trials) if trial.status in (Status.FAILED, Status.KILLED)}
+        out_of_memory = {plan for plan, trial in self._on_this_device if trial.status is Status.OUT_OF_MEMORY}
+        if out_of_memory and self.is_strict:
+            least, ran = self.candidates.memory[list(out_of_memory)].min(), {plan for plan, _ in self._peaks}
+            out_of_memory |= set(np.flatnonzero(self.candidates.memory >= least).tolist()) - ran
+        return failed | out_of_memory
 
     @property
     def _peaks(self) -> list[tuple[int, int]]:
-        """Measured peaks of trials here that were not broken off: what those had reached is not what they need."""
-        ended = [(plan, trial) for plan, trial in self._here if trial.status not in UNFINISHED]
+        """(plan, measured peak bytes) of finished trials on this device; the peak of an unfinished trial is only a lower bound."""
+        ended = [(plan, trial) for plan, trial in self._on_this_device if trial.status not in UNFINISHED]
         return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
 
     def expected(self) -> Array:
-        """The peaks of plans: predicted, and where measured ones count, what the trial of the nearest prediction took beyond its own."""
+        """Expected peak bytes of each plan, (plans,): predicted, plus the excess of the nearest measured plan over its prediction.
+
+        Without measured peaks, or where they do not count (on a CPU), the prediction alone.
+        """
         memory, peaks = self.candidates.memory, self._peaks
         if not (peaks and self.is_strict):
             return memory.copy()
-        tried, most = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
+        tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
         distance = np.abs(memory[:, None] - memory[tried])
-        distance[tried, np.arange(len(tried))] = -1.0  # its own trial is nearer than that of a plan of the same size
+        distance[tried, np.arange(len(tried))] = -1.0  # a plan's own trial comes before that of another plan of the same size
         nearest = distance == distance.min(axis=1, keepdims=True)
-        excess = np.where(nearest, most - memory[tried], -np.inf).max(axis=1)
+        excess = np.where(nearest, measured - memory[tried], -np.inf).max(axis=1)
         return memory + np.maximum(excess, 0.0)
 
     def needed(self) -> Array:
-        """Bytes that plans need: those that are expected; endless where they do not train."""
+        """Expected peak bytes, infinite for plans that cannot be trained, (plans,)."""
         memory = self.expected()
         memory[list(self.blocked())] = np.inf
         return memory
 
     def fits(self) -> Indices:
-        """Plans that may be taken."""
+        """Indices of the plans within the budget that can be trained."""
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
-    # --- what is tried ------------------------------------------------------------------------------------------------
+    # --- trials ------------------------------------------------------------------------------------------------
 
-    def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, told: TrialCallback | None = None) -> None:
-        """Trials, until there are `evaluations` of them or nothing more is worth one; TaskError where all of them failed."""
+    def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, progress: TrialCallback | None = None) -> None:
+        """Run trials until there are `evaluations` of them or none is worth its cost; TaskError if all failed."""
         while self.num_done < evaluations and not self.is_settled:
             plan = self.next_plan(evaluations - self.num_done)
             if plan is None:
                 break
             label, done = self.candidates.rows[plan].label, self.num_done
 
-            def step(now: int, of: int, loss: float, done: int = done, label: str = label) -> None:
-                if told is not None:
-                    told(done + now / max(of, 1), evaluations, f"{label}: step {now} of {of}, training loss {loss:.4g}")
+            def step(current_step: int, num_steps: int, loss: float, done: int = done, label: str = label) -> None:
+                if progress is not None:
+                    text = f"{label}: step {current_step} of {num_steps}, training loss {loss:.4g}"
+                    progress(done + current_step / max(num_steps, 1), evaluations, text)
 
-            if told is not None:
-                told(done, evaluations, f"trying {label}")
-            found = measurer.measure(self.candidates.rows[plan].plan, self._fresh_seed(plan, seed), step)
-            self.learn(found)
-            if told is not None:
-                told(self.num_done, evaluations, "; ".join(f"{label}: {_said(trial)}" for trial in found))
+            if progress is not None:
+                progress(done, evaluations, f"trying {label}")
+            trials = measurer.measure(self.candidates.rows[plan].plan, self._fresh_seed(plan, seed), step)
+            self.learn(trials)
+            if progress is not None:
+                progress(self.num_done, evaluations, "; ".join(f"{label}: {_outcome(trial)}" for trial in trials))
         self._stop_if_all_failed(1)
 
     def _fresh_seed(self, plan: int, seed: int) -> int:
-        """The first from `seed` on that this plan was not tried with."""
-        taken = {trial.seed for one, trial in self.known if one == plan}
+        """The first seed from `seed` up with which this plan was not tried."""
+        taken = {trial.seed for other, trial in self.known if other == plan}
         return next(number for number in count(seed) if number not in taken)
 
     def next_plan(self, num_left: int) -> int | None:
-        """The plan to try next; None where nothing can fit, or nothing more is worth a trial."""
+        """Index of the plan to try next; None where no plan can fit, or no trial is worth its cost."""
         fits, runs = self.fits(), self.runs()
         if not len(fits):
             return self._smallest_untried()
-        belief, memory = self.prior.after(runs), self.candidates.memory
+        posterior, memory = self.prior.after(runs), self.candidates.memory
         best, tried = self.choice().plan, {run.plan for run in runs}
-        known = {self._twin(plan) for plan in tried}
-        if self._twin(best) in known and is_settled(self.prior, belief, fits):
+        known_twins = {self._twin(plan) for plan in tried}
+        if self._twin(best) in known_twins and is_settled(self.prior, posterior, fits):
             self.is_settled = True
             return None
-        if self._twin(best) not in known and num_left == 1:
+        if self._twin(best) not in known_twins and num_left == 1:
             return best
-        telling = np.array([plan for plan in fits if plan in tried or self._twin(plan) not in known], dtype=np.intp)
+        informative = np.array([plan for plan in fits if plan in tried or self._twin(plan) not in known_twins], dtype=np.intp)
         turn = TURNS[min(len(self.known), len(TURNS) - 1)]
-        return propose(turn, self.prior, belief, telling, memory, tried=tried) if len(telling) else None
+        return propose(turn, self.prior, posterior, informative, memory, tried=tried) if len(informative) else None
 
     def _smallest_untried(self) -> int | None:
-        """The plan that is expected to take least, where that is a guess by other trials: before nothing is said to fit, it is tried."""
+        """The untried plan of least expected peak: before the answer is that nothing fits, it is measured."""
         needed = self.needed()
         within = np.flatnonzero((self.candidates.memory <= self.budget_bytes) & np.isfinite(needed))
         if not (len(within) and self.is_strict and self._peaks):
@@ -305,22 +214,22 @@ class PickLoop:
         return None if least in tried else least
 
     def _twin(self, plan: int) -> int:
-        """The same number for plans that come to the same runs: trying a second one tells nothing."""
+        """The same number for plans whose runs were equal to the last bit on all prior tasks: one trial serves all of them."""
         column = self.candidates.rows[plan].column
-        return int(self.learned.twins[column]) if column >= 0 else -1 - plan
+        return int(self.task_prior.twins[column]) if column >= 0 else -1 - plan
 
-    # --- what is answered ---------------------------------------------------------------------------------------------
+    # --- the answer ---------------------------------------------------------------------------------------------
 
     def estimate(self) -> Estimate:
-        """What is believed of all plans, in parts of a blind guess."""
+        """The posterior of every plan's error, relative to random guessing."""
         return Estimate.after(self.prior, self.needed(), self.runs())
 
     def choice(self) -> BudgetChoice:
-        """The plan to take; BudgetError where nothing fits."""
+        """The plan of least expected error within the budget; BudgetError where nothing fits."""
         return self.estimate().best(self.budget_bytes)
 
     def answer(self, seconds: float) -> Picked:
-        """All of it."""
+        """The answer after the trials so far; `seconds`: what the pick took."""
         estimate = self.estimate()
         points = self._points(estimate)
         answer = Picked(
@@ -332,24 +241,24 @@ class PickLoop:
             full_bytes=self.step.full_bytes,
             trials=tuple(self.trials),
             seconds=seconds,
-            prior=self.learned.earlier.name,
-            used=tuple(self.learned.used(estimate.belief)[:MOST_USED]),
+            prior=self.task_prior.prior_data.name,
+            used=tuple(self.task_prior.used(estimate.posterior)[:MOST_USED]),
         )
         try:
             choice = estimate.best(self.budget_bytes)
         except BudgetError:
-            smallest, reason = self._nothing(points)
+            smallest, reason = self._infeasible(points)
             return replace(answer, frontier=self._frontier([*points, *smallest]), reason=reason)
-        return self._taken(answer, points[choice.plan], tuple(points[plan].label for plan in choice.ties))
+        return self._with_choice(answer, points[choice.plan], tuple(points[plan].label for plan in choice.ties))
 
-    def _taken(self, answer: Picked, point: Point, ties: tuple[str, ...]) -> Picked:
-        telling = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.learned, tuple(self.others))
-        reason = telling.why(point, ties, len(self.fits()), is_settled=self.is_settled)
-        notes = telling.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
+    def _with_choice(self, answer: Picked, point: Point, ties: tuple[str, ...]) -> Picked:
+        text = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.task_prior, tuple(self.others))
+        reason = text.reason(point, ties, len(self.fits()), is_settled=self.is_settled)
+        notes = text.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
         return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)
 
     def _points(self, estimate: Estimate) -> list[Point]:
-        """A point for each plan, in the order of the candidates."""
+        """A point for each candidate, in their order."""
         rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
         front = undominated(estimate.memory, estimate.means) & np.isfinite(estimate.memory)
         return [
@@ -374,44 +283,144 @@ class PickLoop:
     def _frontier(self, points: Sequence[Point]) -> Frontier:
         return Frontier(tuple(points), self.metric, self.step.full_bytes)
 
-    def _nothing(self, points: Sequence[Point]) -> tuple[list[Point], str]:
-        """The smallest plan there is, where it is none of the points, and the sentences that say why nothing fits."""
+    def _infeasible(self, points: Sequence[Point]) -> tuple[list[Point], str]:
+        """The smallest plan there is, unless it is one of `points`, and the sentences for why nothing fits."""
         within = [point for point in points if point.predicted_bytes <= self.budget_bytes]
         if within:
-            return [], why_none_trains(within, self.trials)
+            return [], explain_nothing_trains(within, self.trials)
         least = min(points, key=lambda point: point.predicted_bytes)
         if self.step.trace_of is None:
-            return [], why_nothing_is_small_enough(least, self.budget_bytes)
+            return [], explain_nothing_fits(least, self.budget_bytes)
         try:
-            self.step.made(self.budget_bytes)
+            self.step.assigned(self.budget_bytes)
         except BudgetError as error:
             smallest = error.smallest_bytes
             if smallest is None or smallest >= least.predicted_bytes:
                 return [], f"{error} The smallest plan is {least.label}."
-            return self._smallest(smallest), f"{error} It is the plan {SMALLEST!r} of the frontier."
-        return [], why_nothing_is_small_enough(least, self.budget_bytes)
+            return self._smallest(smallest), f"{error} It is the plan {SMALLEST!r} of the Pareto front."
+        return [], explain_nothing_fits(least, self.budget_bytes)
 
     def _smallest(self, nbytes: int) -> list[Point]:
-        """The plan of the smallest peak, judged by its features."""
-        plan = self.step.made(nbytes)
+        """A point for the plan of the smallest peak, with an error predicted from its features."""
+        plan = self.step.assigned(nbytes)
         rows = self.candidates
-        prior = self.learned.covering(np.array([-1]), self.step.features(plan)[None], rows.points)
-        found = Estimate.of(prior, np.array([float(nbytes)]))
-        mean, deviation = float(found.means[0]) * self._unit, float(found.deviations[0]) * self._unit
+        prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], rows.points)
+        estimate = Estimate.of(prior, np.array([float(nbytes)]))
+        mean, deviation = float(estimate.means[0]) * self._unit, float(estimate.deviations[0]) * self._unit
         return [Point(SMALLEST, plan, self.step.bytes_of(plan), mean, deviation, on_front=True, fits=False, source="features")]
 
 
-SMALLEST = "smallest"
-
-
-def _key(plan: Plan) -> object:
-    return plan.rules, plan.recompute
-
-
 def _mean(errors: Iterable[float | None]) -> float | None:
-    found = [error for error in errors if error is not None]
-    return float(np.mean(found)) if found else None
+    finite = [error for error in errors if error is not None]
+    return float(np.mean(finite)) if finite else None
 
 
-def _said(trial: Trial) -> str:
+def _outcome(trial: Trial) -> str:
     return f"error {trial.error:.4g}" if trial.error is not None else f"{trial.status.value}, {trial.reason}"
+
+
+# --- the answer in sentences ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AnswerText:
+    """The sentences of an answer, from budget, baseline bytes, trials of this pick, prior, and other known trials."""
+
+    budget_bytes: int
+    full_bytes: int
+    trials: tuple[Trial, ...]
+    task_prior: TaskPrior
+    others: tuple[Trial, ...] = ()
+
+    def reason(self, point: Point, ties: Sequence[str], num_fits: int, *, is_settled: bool) -> str:
+        """Why this plan: its peak, its expected error, and how many other plans may be as good."""
+        share = f"{100 * point.predicted_bytes / max(self.full_bytes, 1):.0f} % of the baseline"
+        peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(self.budget_bytes)} ({share})"
+        error = f"error {point.mean:.4f} +- {point.deviation:.4f} (standard deviation), {self._evidence(point)}"
+        more = (
+            f", {say_bytes(point.needs)} with what trials took beyond their prediction"
+            if point.needs > point.predicted_bytes
+            else ""
+        )
+        parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", _ties(ties, num_fits), self._family()]
+        parts += [_stopped_early()] if is_settled else []
+        return " ".join(part for part in parts if part)
+
+    def notes(self, point: Point, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:
+        """Further facts: the cost, failed trials, a measured peak above the budget, plans that were left out."""
+        notes: list[str] = []
+        if self.trials:
+            notes.append(self._cost())
+        bad = [trial for trial in self.trials if trial.status in (Status.DIVERGED, Status.OUT_OF_MEMORY, Status.FAILED)]
+        notes += [f"seed {trial.seed}, {trial.status.value}: {trial.reason}" for trial in bad]
+        if point.measured_bytes is not None and point.measured_bytes > self.budget_bytes:
+            notes.append(
+                f"its measured peak, {say_bytes(point.measured_bytes)}, is above the budget: it includes the workspace of operators"
+            )
+        if point.source == "features":
+            notes.append("no prior task was trained under it: its error is predicted from similar plans")
+        if num_left_out:
+            notes.append(f"{num_left_out} plans of the prior cannot be made for this step")
+        if not has_unit and all(trial.error is None for trial in (*self.trials, *self.others)):
+            notes.append("the error of random guessing is not known in this metric: errors are relative to it")
+        return tuple(notes)
+
+    def _evidence(self, point: Point) -> str:
+        num_own, num_others = (sum(trial.status not in UNFINISHED for trial in trials) for trials in (self.trials, self.others))
+        num_tasks = self.task_prior.prior.num_tasks
+        after = f"after {num_own} trial{'s' * (num_own != 1)}"
+        trials = f"{after} of its own and {num_others} known before" if num_others else after if num_own else "without a trial"
+        measured = "" if point.measured is None else f" (measured {point.measured:.4f})"
+        return f"{trials}{measured} and from {num_tasks} prior task{'s' * (num_tasks != 1)} ({self.task_prior.prior_data.name})"
+
+    def _family(self) -> str:
+        prior = self.task_prior
+        if prior.wanted and not prior.family:
+            return f"No prior task is of family {prior.wanted!r} or a similar one: all prior tasks have equal weight."
+        if prior.family != prior.wanted:
+            return f"No prior task is of family {prior.wanted!r}: tasks of the nearest, {prior.family!r}, have more weight."
+        return ""
+
+    def _cost(self) -> str:
+        seconds = sum(trial.seconds or 0.0 for trial in self.trials)
+        peak = max((trial.measured_peak_bytes or trial.predicted_peak_bytes or 0 for trial in self.trials), default=0)
+        return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)} took {seconds:.1f} s and at most {say_bytes(peak)}"
+
+
+def _stopped_early() -> str:
+    return (
+        f"Stopped early: more trials are not expected to lower the error by more than {ENOUGH:.0%} of one run's standard deviation."
+    )
+
+
+def explain_nothing_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
+    """Why no plan is picked although some fit by prediction: none of them could be trained within the budget."""
+    last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
+    details = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
+    if excess := max((point.needs - point.predicted_bytes for point in within), default=0):
+        details += f" Trials took up to {say_bytes(excess)} more than predicted; {_least(within)} {CHANNELS_LAST_ADVICE}"
+    head = f"{len(within)} plans fit by their predicted peaks and none could be trained within the budget."
+    return f"{head}{details} Raise the budget, or lower the batch."
+
+
+def _least(points: Sequence[Point]) -> str:
+    least = min(points, key=lambda point: (not point.trains, point.needs))
+    if least.measured_bytes is not None:
+        return f"the smallest, {least.label}, took {say_bytes(least.measured_bytes)}."
+    return f"with that the smallest, {least.label}, needs {say_bytes(least.needs)}."
+
+
+def explain_nothing_fits(least: Point, budget_bytes: int) -> str:
+    """Why no plan is picked: the smallest predicted peak is above the budget."""
+    smallest = f"the smallest, {least.label}, needs {say_bytes(least.predicted_bytes)}"
+    return f"no plan fits {say_bytes(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
+
+
+def _ties(ties: Sequence[str], num_fits: int) -> str:
+    if num_fits == 1:
+        return "No other plan fits."
+    if not ties:
+        return f"None of the {num_fits - 1} other plans that fit is likely to be better."
+    more = f" and {len(ties) - NUM_NAMED_TIES} more" if len(ties) > NUM_NAMED_TIES else ""
+    named = ", ".join(map(repr, ties[:NUM_NAMED_TIES]))  # quoted, since labels contain commas
+    return f"{len(ties)} of the {num_fits - 1} other plans that fit may be as good: {named}{more}."

@@ -1,35 +1,31 @@
-"""A prior out of trials: of a store, or of the JSON that `paredown sweep export` wrote.
+"""A prior made from trials: those of a store, or of the JSON that `paredown sweep export` writes.
 
-    done, stopped                    the error that was measured
-    diverged                         the error of a blind guess (of an unknown task: its worst error), and counted
-    out of memory, killed, failed    as if it had not run: the entry is missing
+    done, stopped                    the measured error
+    diverged                         the error of random guessing (where that is not known: the task's worst error), and counted
+    out of memory, killed, failed    no entry
 
-Tasks that are found here tell their model's family and their answers; of others the name says what it says. Code that a task names is run
-only out of a folder that the caller named. Nothing of the machine is kept but names of devices and versions.
-
-What a task is to a prior: the family of its model, its data, its metric, and how well a blind guess does.
+The row of a task has its model's family and its number of answers where the task can be loaded, and else what its name contains.
+Code that a task names runs only from a folder that the caller names. A prior contains names of devices and versions, and nothing
+else about a machine.
 
 >>> row_of_task("digits#model=mlp,steps=5", Path("."))
 TaskRow(name='digits mlp', family='mlp', data='digits', metric='error', answers=10, blind=0.9, full_bytes=None, steps=5, source='', \
 text='digits#model=mlp,steps=5')
 
-What a plan is called in a table, the level it belongs to, and its features: numbers that tell plans apart.
+The column of a plan has a label, a level and features: bits per value by role, 32 for a role without a rule; for PEPPP's
+configurations also exponent and mantissa bits of both formats. Rules for single slots do not count.
 
 >>> row = row_of(Plan.uniform(activation="int4/64@bf16", weight="bf16"))
 >>> row_of(Plan.uniform(activation="int4/64@bf16", **TIERS["lpmm"])).label, row.label, row.features["activation"]
 ('int4/64@bf16, lpmm', '2 rules, 02432e', 4.25)
 >>> row_of(Plan()).label
-'as written'
-
-Features are bits a value by role, 32 where a plan says nothing of it; of PEPPP's configurations also exponent and mantissa bits of the low
-format. Plans that name single slots have the roles that they give a format to everywhere.
+'baseline'
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,13 +35,13 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import nn
 
 from paredown.assign.assign import templates_of
 from paredown.errors import ParedownError, PriorError
 from paredown.formats.catalog import TIERS
 from paredown.pick.prior_data import Array, PlanRow, PriorData, TaskRow
+from paredown.pick.task_family import task_family
+from paredown.pick.task_prior import random_guess_error
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_json
@@ -55,140 +51,25 @@ from paredown.tasks.lookup import cached_task, parse_options, portable_text
 from paredown.tasks.task import Task
 from paredown.tasks.trial import Status, Trial
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-# families of the models that tasks by name have, for tasks whose data is not here
+# family by model name, for tasks that cannot be loaded here
 FAMILIES = {"mlp": "mlp", "vit": "vit", "gpt": "gpt", "lstm": "lstm"}
-OWN = "own"
-
-
-def family_of(model: nn.Module) -> str:
-    """ "vit", "gpt", "lstm", "cnn" or "mlp": attention over tokens of a text is gpt, over others vit.
-
-    >>> from paredown.models import MODELS
-    >>> [family_of(MODELS[name]()) for name in ("resnet18", "convnext", "vit", "gpt", "lstm", "mlp")]
-    ['cnn', 'cnn', 'vit', 'gpt', 'lstm', 'mlp']
-    """
-    modules = list(model.modules())
-    if any("attention" in type(module).__name__.lower() for module in modules):
-        return "gpt" if any(isinstance(module, nn.Embedding) for module in modules) else "vit"
-    if any(isinstance(module, RECURRENT) for module in modules):
-        return "lstm"
-    return "cnn" if any(isinstance(module, CONVOLUTIONS) for module in modules) else "mlp"
-
-
-def family_of_task(task: Task) -> str:
-    """The family of a task's model, which is made without memory where it can be."""
-    try:
-        with torch.device("meta"):
-            return family_of(task.make_model(0))
-    except Exception:  # code of the user's, which may not bear a model without numbers
-        return family_of(task.make_model(0))
-
-
-def blind_error(task: Task) -> float | None:
-    """The error of a blind guess: equal odds for every answer."""
-    answers = task.data.num_answers
-    if answers is None:
-        return None
-    return {"error": 1 - 1 / answers, "loss": math.log(answers)}.get(task.metric if isinstance(task.metric, str) else "")
-
-
-def row_of_task(text: str, folder: Path | None) -> TaskRow:
-    """The row of a task by name; of one that cannot be found here, or is code and no folder is named, what its name says."""
-    portable = portable_text(text)
-    head, _, tail = portable.partition("#")
-    data = PurePath(head.partition(":")[2] or head).name
-    data = data.removesuffix(".gz").rpartition(".")[0] or data
-    options, task = _options(tail), _task(text, folder)
-    if "superclass" in options:
-        data = f"{data}/{options['superclass']}"
-    is_text = head.startswith("text:")
-    model = options.get("model", "gpt" if is_text else "resnet18") if ".py:" not in head else ""
-    name = f"{data} {model}".strip()
-    if task is None:
-        family = FAMILIES.get(model, "cnn" if model else OWN)
-        return TaskRow(name, family, data, "loss" if is_text else "error", text=portable)
-    metric = task.metric if isinstance(task.metric, str) else "own"
-    return TaskRow(
-        name, family_of_task(task), data, metric, task.data.num_answers, blind_error(task), steps=task.steps, text=portable
-    )
-
-
-def _options(text: str) -> dict[str, Any]:
-    try:
-        return parse_options(text)
-    except ParedownError:
-        return {}
-
-
-def _task(text: str, folder: Path | None) -> Task | None:
-    try:
-        return cached_task(text, folder)
-    except ParedownError:
-        return None
-
-
-# --- What a plan is called in a table, the level it belongs to, and its features ---
-
+OWN = "own"  # family of other models, and metric that is a function
 PLAIN_BITS = 32.0
 ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
-PEPPP = re.compile(r"(e\d+m\d+)b\d+fns")
-
-
-def row_of(plan: Plan) -> PlanRow:
-    """The column of a plan."""
-    given = {key: str(assignment.format) for key, assignment in plan.rules if assignment.format is not None}
-    low, high = (PEPPP.fullmatch(given.get(role, "")) for role in ("weight", "master"))
-    if low and high:
-        return PlanRow(f"{low[1]} {high[1]}", plan.to_json(), "", low[1], _peppp_features(low[1], high[1]))
-    return PlanRow(_label(plan, given), plan.to_json(), "", "", _features(plan))
-
-
-def recipe_row(recipe: str) -> PlanRow:
-    """The column of a recipe, whose plans differ from task to task; its feature is the budget's share."""
-    share = re.search(r"([\d.]+)%", recipe)
-    return PlanRow(recipe, None, recipe, "", {"budget": float(share[1]) / 100} if share else {})
-
-
-def _label(plan: Plan, given: dict[str, str]) -> str:
-    if plan.changes_nothing:
-        return "as written"
-    state = {key: text for key, text in given.items() if key != "activation"}
-    tier = next((name for name, formats in TIERS.items() if dict(formats) == state), None)
-    if tier is None or len(given) != len(plan.rules) or plan.recompute:
-        told = hashlib.sha256(repr((plan.rules, plan.recompute)).encode()).hexdigest()[:6]
-        return f"{len(plan.rules)} rules, {told}"
-    return f"{given.get('activation', 'as it is')}, {tier}"
-
-
-def _features(plan: Plan) -> dict[str, float]:
-    of_role = {key: assignment.format for key, assignment in plan.rules}
-    formats = {role.value: of_role.get(role.value) for role in ROLES}
-    return {role: PLAIN_BITS if format is None else format.bits_per_value for role, format in formats.items() if role != "master"}
-
-
-def _peppp_features(low: str, high: str) -> dict[str, float]:
-    narrow, wide = parse_peppp(low), parse_peppp(high)
-    lows = dict.fromkeys(("activation", "error", "weight", "gradient"), 1.0 + sum(narrow))
-    highs = dict.fromkeys(("master", "moment1"), 1.0 + sum(wide))
-    finer = {"exponent": float(narrow[0]), "mantissa": float(narrow[1])}
-    return {**lows, **highs, **finer, "wide_exponent": float(wide[0]), "wide_mantissa": float(wide[1])}
-
-
-# --- A prior out of trials ---
-
-AS_WRITTEN = row_of(Plan()).key
+PEPPP_FORMAT = re.compile(r"(e\d+m\d+)b\d+fns")
 COUNTED = (Status.DONE, Status.STOPPED, Status.DIVERGED)
-NEEDED = ("sweep", "task", "mode", "trial")
-CHECKS: dict[str, Check] = {**dict.fromkeys(("sweep", "task", "mode"), TEXT), "propensity": or_none(NUMBER)}  # of a row
+REQUIRED = ("sweep", "task", "mode", "trial")
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("sweep", "task", "mode"), TEXT),
+    "propensity": or_none(NUMBER),
+}  # of a row of an export
 Rows = Sequence[Mapping[str, Any]]
 
 
 class CollectedTrial(NamedTuple):
-    """A trial that counts, and where it belongs."""
+    """A trial that counts, with its task and its column."""
 
-    task: str  # its text
+    task: str  # the text of the task
     column: str  # the key of its PlanRow
     trial: Trial
     propensity: float
@@ -197,7 +78,7 @@ class CollectedTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Entries, with the rows and columns that they belong to, by text and by key."""
+    """The trials of a prior, its tasks by text, and its columns by key."""
 
     mode: str
     entries: list[CollectedTrial]
@@ -217,37 +98,39 @@ def read_rows(source: str | Path) -> Rows:
 
 
 def _exported(path: Path) -> Rows:
-    found = read_json(path, "export of a sweep", PriorError, name=path.name)
-    if not isinstance(found, list) or not all(isinstance(row, dict) and row.keys() >= set(NEEDED) for row in found):
-        raise PriorError(f"{path.name} is no export of a sweep: paredown sweep export {path.name} --store FILE writes one.")
-    for row in found:
+    rows = read_json(path, "export of a sweep", PriorError, name=path.name)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= set(REQUIRED) for row in rows):
+        raise PriorError(f"{path.name} is not an export of a sweep, which paredown sweep export {path.name} --store FILE writes.")
+    for row in rows:
         check_fields({"propensity": None, **row}, CHECKS, f"row of {path.name}", PriorError)
-    return found
+    return rows
 
 
 def collect(
     rows: Rows, name: str, *, sweeps: Iterable[str] = (), folder: Path | None = None, is_finished: bool = False
 ) -> PriorData:
-    """The prior of all trials, or of all on the tasks of some sweeps; tasks are looked for in `folder`, without one none that are code.
+    """The prior of all trials, or of those on the tasks of `sweeps`; tasks in files of code are loaded from `folder` alone.
 
-    `is_finished`: only tasks of which these sweeps have nothing left to run; of others a sample would be what happened to run first.
+    `is_finished`: take only tasks with no open trials in these sweeps; of others, the finished trials are a biased sample.
     """
     sweeps = set(sweeps)
-    waiting = {row["task"] for row in rows if row["trial"] is None and (not sweeps or row["sweep"] in sweeps)}
-    finished = [row for row in rows if row["trial"] is not None and not (is_finished and row["task"] in waiting)]
+    open_tasks = {row["task"] for row in rows if row["trial"] is None and (not sweeps or row["sweep"] in sweeps)}
+    finished = [row for row in rows if row["trial"] is not None and not (is_finished and row["task"] in open_tasks)]
     unknown = sorted(sweeps - {str(row["sweep"]) for row in finished})
     if unknown:
-        raise PriorError(f"sweep {unknown[0]!r} has no finished trial here. There are: {', '.join(_names(finished)) or 'none'}.")
-    texts = {row["task"] for row in finished if not sweeps or row["sweep"] in sweeps}
-    wanted = sorted((row for row in finished if row["task"] in texts), key=lambda row: bool(sweeps) and row["sweep"] not in sweeps)
-    modes = {_mode(row) for row in wanted}
-    if len(modes) != 1:
-        told = (
-            "there is no finished trial" if not modes else "sweeps of both modes, store and simulate, are there: name those of one"
+        raise PriorError(
+            f"sweep {unknown[0]!r} has no finished trial here. Sweeps with some: {', '.join(_names(finished)) or 'none'}."
         )
-        raise PriorError(f"no prior can be made: {told}.")
+    texts = {row["task"] for row in finished if not sweeps or row["sweep"] in sweeps}
+    selected = sorted(
+        (row for row in finished if row["task"] in texts), key=lambda row: bool(sweeps) and row["sweep"] not in sweeps
+    )
+    modes = {_mode(row) for row in selected}
+    if len(modes) != 1:
+        mixed = "the sweeps have both modes, store and simulate; name sweeps of one mode"
+        raise PriorError(f"no prior can be made: {mixed if modes else 'no trial is finished'}.")
     folder = None if folder is None else folder.resolve()
-    return _earlier(name, _table(wanted, modes.pop(), folder), folder)
+    return _prior_data(name, _table(selected, modes.pop(), folder), folder)
 
 
 def _mode(row: Mapping[str, Any]) -> str:
@@ -259,26 +142,26 @@ def _names(rows: Rows) -> list[str]:
 
 
 def _table(rows: Rows, mode: str, folder: Path | None) -> Table:
-    """What counts, once for each task, plan and seed; columns in the order in which they came."""
+    """The trials that count, once for each task, plan and seed; columns in the order of their first trial."""
     plans: dict[str, PlanRow] = {}
-    found: dict[tuple[str, str, int], CollectedTrial] = {}
+    entries: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:
         trial = _trial(row)
         if trial.status not in COUNTED:
             continue
-        for column in [recipe_row(one) for one in templates_of(trial.plan)] or [
+        for column in [template_row(text) for text in templates_of(trial.plan)] or [
             row_of(replace(trial.plan, made_for={}, reason=""))
         ]:
             plans.setdefault(column.key, column)
-            place = str(row["task"]), column.key, trial.seed
-            odds = float(row.get("propensity") or 1.0)
-            new = CollectedTrial(*place[:2], trial, odds, str(row["sweep"]))
-            kept = found.setdefault(place, new)
-            found[place] = kept._replace(propensity=max(odds, kept.propensity))
-    if not found:
-        raise PriorError(f"no prior can be made: of {len(rows)} trials none was judged and none diverged.")
-    texts = dict.fromkeys(place[0] for place in found)
-    return Table(mode, list(found.values()), {text: row_of_task(text, folder) for text in texts}, plans)
+            entry_key = str(row["task"]), column.key, trial.seed
+            propensity = float(row.get("propensity") or 1.0)
+            entry = CollectedTrial(*entry_key[:2], trial, propensity, str(row["sweep"]))
+            kept = entries.setdefault(entry_key, entry)
+            entries[entry_key] = kept._replace(propensity=max(propensity, kept.propensity))
+    if not entries:
+        raise PriorError(f"no prior can be made: of {len(rows)} trials none has an error and none diverged.")
+    texts = dict.fromkeys(entry_key[0] for entry_key in entries)
+    return Table(mode, list(entries.values()), {text: row_of_task(text, folder) for text in texts}, plans)
 
 
 def _trial(row: Mapping[str, Any]) -> Trial:
@@ -288,40 +171,40 @@ def _trial(row: Mapping[str, Any]) -> Trial:
         raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
 
 
-def _earlier(name: str, table: Table, folder: Path | None) -> PriorData:
-    """The matrices."""
-    at_task, at_plan = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
-    shape, seeds = (len(at_task), len(at_plan)), _places(table.entries)
-    depth = 1 + max(seeds.values())
-    sheets = {word: np.full((*shape, depth), np.nan) for word in ("runs", "memory", "measured")}
+def _prior_data(name: str, table: Table, folder: Path | None) -> PriorData:
+    """The matrices of the prior."""
+    row_of_task_text, column_of = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
+    shape, seed_index = (len(row_of_task_text), len(column_of)), _seed_indices(table.entries)
+    depth = 1 + max(seed_index.values())
+    by_seed = {word: np.full((*shape, depth), np.nan) for word in ("runs", "memory", "measured")}
     diverged, propensity = np.zeros(shape), np.zeros(shape)
     for entry in table.entries:
-        place, trial = (at_task[entry.task], at_plan[entry.column]), entry.trial
-        at = (*place, seeds[entry.task, trial.seed])
-        sheets["runs"][at] = np.inf if trial.status is Status.DIVERGED else trial.error
-        sheets["memory"][at] = _bytes(entry, table.mode, folder)
-        sheets["measured"][at] = trial.measured_peak_bytes if trial.measured_peak_bytes is not None else np.nan
-        diverged[place] += trial.status is Status.DIVERGED
-        propensity[place] = max(propensity[place], entry.propensity)
-    memory, measured = (_mean(sheets[word]) for word in ("memory", "measured"))
-    full = memory[:, at_plan[AS_WRITTEN]] if AS_WRITTEN in at_plan else np.full(shape[0], np.nan)
-    tasks = [
-        replace(row, full_bytes=None if np.isnan(f) else float(f)) for row, f in zip(_told_apart(table, name), full, strict=True)
-    ]
-    told = {"diverged": diverged, "propensity": propensity, "provenance": provenance_of(table.entries)}
-    runs = _guessed(sheets["runs"], [row.blind for row in tasks])
-    return PriorData.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **told)
+        pair, trial = (row_of_task_text[entry.task], column_of[entry.column]), entry.trial
+        index = (*pair, seed_index[entry.task, trial.seed])
+        by_seed["runs"][index] = np.inf if trial.status is Status.DIVERGED else trial.error
+        by_seed["memory"][index] = _bytes(entry, table.mode, folder)
+        by_seed["measured"][index] = trial.measured_peak_bytes if trial.measured_peak_bytes is not None else np.nan
+        diverged[pair] += trial.status is Status.DIVERGED
+        propensity[pair] = max(propensity[pair], entry.propensity)
+    memory, measured = (_mean(by_seed[word]) for word in ("memory", "measured"))
+    baseline = row_of(Plan()).key
+    full = memory[:, column_of[baseline]] if baseline in column_of else np.full(shape[0], np.nan)
+    rows = zip(_distinct_task_rows(table, name), full, strict=True)
+    tasks = [replace(row, full_bytes=None if np.isnan(nbytes) else float(nbytes)) for row, nbytes in rows]
+    fields = {"diverged": diverged, "propensity": propensity, "provenance": provenance_of(table.entries)}
+    runs = _with_diverged(by_seed["runs"], [row.blind for row in tasks])
+    return PriorData.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **fields)
 
 
-def _places(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], int]:
-    """Of each task and seed, which of the task's seeds it is."""
+def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], int]:
+    """The index of each seed among the seeds of its task, by task and seed."""
     pairs = sorted({(entry.task, entry.trial.seed) for entry in entries})
     first = {task: i for i, (task, _) in reversed(list(enumerate(pairs)))}
     return {pair: i - first[pair[0]] for i, pair in enumerate(pairs)}
 
 
 def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
-    """Predicted peak bytes; where arithmetic is simulated and no step stores what a plan speaks of, PEPPP's count."""
+    """Predicted peak bytes; in simulate mode PEPPP's count, where the plan is one of its configurations."""
     if mode == "simulate":
         try:
             return peppp_bytes(entry.task, entry.trial.plan, folder)
@@ -332,39 +215,117 @@ def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
 
 
 def _mean(sheet: Array) -> Array:
-    """Over seeds, NaN where there is none."""
+    """Mean over seeds, NaN where there is none."""
     counts = np.isfinite(sheet).sum(axis=2)
     return np.where(counts > 0, np.nansum(sheet, axis=2) / np.maximum(counts, 1), np.nan)
 
 
-def _guessed(runs: Array, blind: Sequence[float | None]) -> Array:
-    """Runs that diverged with the error of a blind guess; where that is not known, with the worst that their task had."""
+def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
+    """The runs, where those that diverged (infinite) have the error of random guessing, or else the worst of their task."""
     finite = np.where(np.isinf(runs), np.nan, runs)
     worst = [np.nanmax(row) if np.isfinite(row).any() else 1.0 for row in finite]
-    instead = np.array([w if b is None else b for w, b in zip(worst, blind, strict=True)])
-    return np.where(np.isinf(runs), instead[:, None, None], runs)
+    replacement = np.array([w if b is None else b for w, b in zip(worst, blind, strict=True)])
+    return np.where(np.isinf(runs), replacement[:, None, None], runs)
 
 
-def _told_apart(table: Table, source: str) -> list[TaskRow]:
-    """Rows whose names differ: by their whole texts where the short ones do not tell them apart, then by number."""
-    count, taken = Counter(row.name for row in table.tasks.values()), Counter[str]()
-    found: list[TaskRow] = []
+def _distinct_task_rows(table: Table, source: str) -> list[TaskRow]:
+    """The rows of tasks with names that differ: by the whole text where short names are equal, then by a number."""
+    count, used = Counter(row.name for row in table.tasks.values()), Counter[str]()
+    rows: list[TaskRow] = []
     for row in table.tasks.values():
         name = row.name if count[row.name] == 1 else row.text
-        taken[name] += 1
-        found.append(replace(row, source=source, name=name if taken[name] == 1 else f"{name} ({taken[name]})"))
-    return found
+        used[name] += 1
+        rows.append(replace(row, source=source, name=name if used[name] == 1 else f"{name} ({used[name]})"))
+    return rows
 
 
 def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ...]:
-    """Commit, device and versions of the trials that are in a prior, how many each, their sweeps and the day on which this was made."""
-    found: dict[str, list[CollectedTrial]] = {}
-    for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may stand in two columns
+    """Commit, device and versions of the trials of a prior, with the number of trials, their sweeps and today's date."""
+    groups: dict[str, list[CollectedTrial]] = {}
+    for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may be in two columns
         trial = entry.trial
-        told = {"commit": trial.commit, "device": trial.device, "versions": dict(trial.versions)}
-        found.setdefault(json.dumps({word: part for word, part in told.items() if part}, sort_keys=True), []).append(entry)
+        origin = {"commit": trial.commit, "device": trial.device, "versions": dict(trial.versions)}
+        groups.setdefault(json.dumps({field: value for field, value in origin.items() if value}, sort_keys=True), []).append(entry)
     day = datetime.now(UTC).date().isoformat()
     return tuple(
-        {**json.loads(told), "trials": len(of), "sweeps": sorted({entry.sweep for entry in of}), "collected": day}
-        for told, of in found.items()
+        {**json.loads(origin), "trials": len(group), "sweeps": sorted({entry.sweep for entry in group}), "collected": day}
+        for origin, group in groups.items()
     )
+
+
+# --- rows and columns --------------------------------------------------------------------------------------------------
+
+
+def row_of_task(text: str, folder: Path | None) -> TaskRow:
+    """The row of a task by its text; of a task that cannot be loaded, or is code without a folder, what the text contains."""
+    portable = portable_text(text)
+    head, _, tail = portable.partition("#")
+    data = PurePath(head.partition(":")[2] or head).name
+    data = data.removesuffix(".gz").rpartition(".")[0] or data
+    options, task = _options(tail), _task(text, folder)
+    if "superclass" in options:
+        data = f"{data}/{options['superclass']}"
+    is_text = head.startswith("text:")
+    model = options.get("model", "gpt" if is_text else "resnet18") if ".py:" not in head else ""
+    name = f"{data} {model}".strip()
+    if task is None:
+        family = FAMILIES.get(model, "cnn" if model else OWN)
+        return TaskRow(name, family, data, "loss" if is_text else "error", text=portable)
+    metric, answers = task.metric if isinstance(task.metric, str) else OWN, task.data.num_answers
+    return TaskRow(
+        name, task_family(task), data, metric, answers, random_guess_error(metric, answers), steps=task.steps, text=portable
+    )
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        return parse_options(text)
+    except ParedownError:
+        return {}
+
+
+def _task(text: str, folder: Path | None) -> Task | None:
+    try:
+        return cached_task(text, folder)
+    except ParedownError:
+        return None
+
+
+def row_of(plan: Plan) -> PlanRow:
+    """The column of a plan: its label, level and features."""
+    formats = {key: str(assignment.format) for key, assignment in plan.rules if assignment.format is not None}
+    low, high = (PEPPP_FORMAT.fullmatch(formats.get(role, "")) for role in ("weight", "master"))
+    if low and high:
+        return PlanRow(f"{low[1]} {high[1]}", plan.to_json(), "", low[1], _peppp_features(low[1], high[1]))
+    return PlanRow(_label(plan, formats), plan.to_json(), "", "", _features(plan))
+
+
+def template_row(template: str) -> PlanRow:
+    """The column of a template, whose plan differs from task to task; its feature is the budget's share of the baseline."""
+    share = re.search(r"([\d.]+)%", template)
+    return PlanRow(template, None, template, "", {"budget": float(share[1]) / 100} if share else {})
+
+
+def _label(plan: Plan, formats: dict[str, str]) -> str:
+    if plan.changes_nothing:
+        return "baseline"
+    state = {key: text for key, text in formats.items() if key != "activation"}
+    tier = next((name for name, tier_formats in TIERS.items() if dict(tier_formats) == state), None)
+    if tier is None or len(formats) != len(plan.rules) or plan.recompute:
+        digest = hashlib.sha256(repr(plan.key).encode()).hexdigest()[:6]
+        return f"{len(plan.rules)} rules, {digest}"
+    return f"{formats.get('activation', 'unmodified')}, {tier}"
+
+
+def _features(plan: Plan) -> dict[str, float]:
+    of_role = {key: assignment.format for key, assignment in plan.rules}
+    formats = {role.value: of_role.get(role.value) for role in ROLES}
+    return {role: PLAIN_BITS if format is None else format.bits_per_value for role, format in formats.items() if role != "master"}
+
+
+def _peppp_features(low: str, high: str) -> dict[str, float]:
+    narrow, wide = parse_peppp(low), parse_peppp(high)
+    lows = dict.fromkeys(("activation", "error", "weight", "gradient"), 1.0 + sum(narrow))
+    highs = dict.fromkeys(("master", "moment1"), 1.0 + sum(wide))
+    element_bits = {"exponent": float(narrow[0]), "mantissa": float(narrow[1])}
+    return {**lows, **highs, **element_bits, "wide_exponent": float(wide[0]), "wide_mantissa": float(wide[1])}

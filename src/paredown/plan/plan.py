@@ -110,6 +110,14 @@ class Plan:
             if key == next_key:
                 raise PlanError(f"key {key!r} has two rules; a key has one. Leave one of them out.")
 
+    @property
+    def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...]]:
+        """Rules and checkpointed modules: equal for plans that store every slot alike, whatever their reasons and `made_for`.
+
+        Priors, picks, sweeps and reports use it to recognize a plan.
+        """
+        return self.rules, self.recompute
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.rules, self.reason, dict(self.made_for), self.recompute)  # a copy starts with an empty cache
 

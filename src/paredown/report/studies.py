@@ -187,11 +187,11 @@ class Labels:
     """Labels of plans, made on first use; plans with different rules never share one."""
 
     def __init__(self, known: Mapping[str, Plan] | None = None) -> None:
-        self._labels: dict[object, str] = {rules_key(plan): label for label, plan in (known or {}).items()}
+        self._labels: dict[object, str] = {plan.key: label for label, plan in (known or {}).items()}
 
     def of(self, plan: Plan) -> str:
         """The label of a plan; the same plan has the same label."""
-        key = rules_key(plan)
+        key = plan.key
         if key not in self._labels:
             taken, name = set(self._labels.values()), name_of(plan)
             self._labels[key] = next(
@@ -200,16 +200,11 @@ class Labels:
         return self._labels[key]
 
 
-def rules_key(plan: Plan) -> object:
-    """The rules and checkpointed modules of a plan, without its reason: equal for plans that do the same."""
-    return plan.rules, plan.recompute
-
-
 def name_of(plan: Plan) -> str:
     """A short name of a plan: its preset, or its formats by role."""
     if plan.changes_nothing:
         return BASELINE
-    if (name := _presets().get(rules_key(plan))) is not None:
+    if (name := _presets().get(plan.key)) is not None:
         return name
     roles = [f"{key} {assignment.format or 'unmodified'}" for key, assignment in plan.rules if Selector.parse(key).role is not None]
     slots = len(plan.rules) - len(roles)
@@ -227,7 +222,7 @@ def in_words(plan: Plan) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _presets() -> dict[object, str]:
-    return {rules_key(Plan.preset(name)): name for name in reversed(list(PRESETS))}
+    return {Plan.preset(name).key: name for name in reversed(list(PRESETS))}
 
 
 # --- studies from picks, trials and footprints -----------------------------------------------------------------------
@@ -240,8 +235,8 @@ LIBRARIES = "libraries"  # beside the roles: workspaces of libraries such as cuB
 def study_of_pick(picked: Picked) -> Study:
     """The study of a pick."""
     frontier = picked.frontier
-    counts = Counter(rules_key(trial.plan) for trial in picked.trials)
-    marks = tuple(_mark(point, point.num_trials or counts[rules_key(point.plan)]) for point in frontier.points)
+    counts = Counter(trial.plan.key for trial in picked.trials)
+    marks = tuple(_mark(point, point.num_trials or counts[point.plan.key]) for point in frontier.points)
     written = next((point.label for point in frontier.points if point.plan.changes_nothing), "")
     steps = sorted({point.needs for point in frontier.points if point.trains})
     picks = [BudgetPick(nbytes, frontier.best(nbytes).label) for nbytes in steps]

@@ -100,8 +100,9 @@ class TrialSpec:
 
     def key(self, sweep: str) -> str:
         """What tells this trial from the others of a store: the same for the same words, on any machine."""
-        rules = [[key, assignment.to_json()] for key, assignment in self.plan.rules]
-        plan = [rules, list(self.plan.recompute)] if self.plan.recompute else rules
+        plan_rules, recompute = self.plan.key
+        rules = [[key, assignment.to_json()] for key, assignment in plan_rules]
+        plan = [rules, list(recompute)] if recompute else rules
         told = [sweep, self.task, plan, self.seed, self.settings.mode, self.settings.device]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -134,7 +135,7 @@ class Sweep:
             object.__setattr__(self, word, values)
             if not values:
                 raise SweepError(f"sweep {self.name!r} has no {word}; it needs one at least.")
-            told = [(value.rules, value.recompute) if isinstance(value, Plan) else value for value in values]
+            told = [value.key if isinstance(value, Plan) else value for value in values]
             if len(set(told)) != len(told):
                 twice = next(value for value, said in zip(values, told, strict=True) if told.count(said) > 1)
                 raise SweepError(f"sweep {self.name!r} has one of its {word} twice: {twice!r}. Leave one out.")
@@ -267,8 +268,8 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
     sweep = Sweep(**plain, plans=plans, settings=settings)
     if recipes:
         pairs = tuple((task, plan) for task in sweep.tasks for plan in _made(task, recipes, folder, settings.device))
-        known = {(plan.rules, plan.recompute) for plan in plans}
-        sweep = replace(sweep, pairs=tuple((t, p) for t, p in pairs if (p.rules, p.recompute) not in known))
+        known = {plan.key for plan in plans}
+        sweep = replace(sweep, pairs=tuple((t, p) for t, p in pairs if p.key not in known))
     return SweepFile(sweep, _beside(value.get("store"), folder), folder)
 
 
