@@ -15,8 +15,8 @@ from paredown import Picked, Plan, Role, TaskError, Trial, footprint, pick
 from paredown.pick.candidates import features_of
 from paredown.pick.priors import made_up_prior
 from paredown.sweeps import measurement
-from paredown.tasks.evaluate import formats_state, trace_task
 from paredown.tasks.task import OptimizerSettings, Task
+from paredown.tasks.task_trace import formats_state, trace_task
 from paredown.tasks.trial import Status
 from tests.tasks.made import NUM_CLASSES, examples
 from tests.tasks.made import make_task as small_task
@@ -62,7 +62,7 @@ def as_earlier(plan: Plan, seed: int) -> float:
 
 
 def bytes_of(task: Task, plan: Plan) -> int:
-    return footprint(trace_task(task, "cpu", formats_state(plan)), plan).peak_bytes
+    return footprint(trace_task(task, plan, "cpu"), plan).peak_bytes
 
 
 # --- with real trials -----------------------------------------------------------------------------------------------------

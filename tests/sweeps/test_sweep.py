@@ -17,7 +17,8 @@ from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, peppp_plan
 from paredown.sweeps.status import say_plan
 from paredown.sweeps.sweep import SamplingMethod, Sweep, TrialSettings, TrialSpec, cheap_odds, draw_pairs, load_sweep
-from paredown.tasks.evaluate import trace_of
+from paredown.tasks.lookup import find_task
+from paredown.tasks.task_trace import trace_task
 
 PLANS = tuple(Plan.uniform(activation=f"int{bits}/{block}@bf16") for bits in (2, 4, 8) for block in (32, 64))
 TASKS = tuple(f"task{i}" for i in range(20))
@@ -221,7 +222,7 @@ def test_a_file_may_have_plans_that_are_made_for_each_task(tmp_path: Path) -> No
     recipes = {(task, recipe) for task, plan in sweep.pairs for recipe in plan.made_for["recipe"].split("; ")}
     assert recipes == {(t, f"assign {b} {m}") for t in tasks for b in ("90%", "95%") for m in ("role", "size")}
     for task, plan in sweep.pairs:
-        trace = trace_of(task, tmp_path, "cpu")
+        trace = trace_task(find_task(task), Plan.preset("lpmm"), "cpu")
         assert footprint(trace, plan).fits(plan.made_for["recipe"].split()[1])
     assert sweep.num_pairs == 2 + len(sweep.pairs) == len(drawn)
 

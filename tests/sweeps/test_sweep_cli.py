@@ -29,7 +29,7 @@ from paredown.sweeps.status import count
 from paredown.sweeps.store import EndedTrial, Store
 from paredown.sweeps.sweep import TrialSpec
 from paredown.sweeps.worker import WorkerOptions, work
-from paredown.tasks.evaluate import predicted_bytes
+from paredown.tasks.task_trace import predicted_bytes
 from tests.support.postgres import PASSWORD
 from tests.support.trials import done, draw
 from tests.support.work import ROOT

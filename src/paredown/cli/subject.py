@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from paredown.assign.assign import assign
 from paredown.errors import PlanError, TaskError, TraceError
@@ -45,10 +45,9 @@ from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import closest
 from paredown.serial import read_json
 from paredown.sizes import parse_bytes
-from paredown.tasks.evaluate import formats_state
 from paredown.tasks.lookup import DTYPES, WITH_FILE, WITHOUT_FILE, call_user_function, find_task, parse_options
 from paredown.tasks.task import RULES, Task
-from paredown.tasks.training import make_optimizer
+from paredown.tasks.task_trace import formats_state, resized, trace_task
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step
 
@@ -209,17 +208,19 @@ class Subject:
         """The step that `plan` is arithmetic on, as trials of a task predict it; with another batch size where one is given."""
         key = self.batch_size if batch_size is None else batch_size, formats_state(plan or Plan())
         if key not in self._traces:
-            keeps: dict[str, Any] = {"loss": self.loss, "optimizer": self._optimizer(is_formatted=key[1])}
-            where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
             with _said(f"{self.name}: one step cannot be followed"):
-                self._traces[key] = trace_step(self.model, resized(self.batch, self.batch_size, key[0]), **keeps, **where)
+                self._traces[key] = self._new_trace(plan, key[0])
         return self._traces[key]
 
-    def _optimizer(self, *, is_formatted: bool) -> Any:
-        """The task's own where a plan leaves its state as it is: that takes scratch."""
-        if self.task is None or is_formatted or self.optimizer != self.task.recipe.optimizer:
-            return self.optimizer
-        return make_optimizer(self.task.recipe, self.model)
+    def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
+        """Of the task, with the optimizer and autocast of the command line; of the model where there is no task."""
+        if self.task is None:
+            batch = resized(self.batch, self.batch_size, batch_size)
+            where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
+            return trace_step(self.model, batch, loss=self.loss, optimizer=self.optimizer, **where)
+        task = self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
+        optimizer = None if self.optimizer == task.recipe.optimizer else self.optimizer
+        return trace_task(task, plan, self.device, batch_size=batch_size, optimizer=optimizer)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
         """The predicted peak under a plan."""
@@ -246,19 +247,6 @@ def _said(what: str) -> Generator[None]:
         raise TraceError(f"{what}: {error}") from error
     except Exception as error:
         raise TraceError(f"{what}: {type(error).__name__}: {error}.") from error
-
-
-def resized(batch: Any, now: int, size: int) -> Any:
-    """The batch with `size` examples instead of `now`: shapes without numbers, on the meta device."""
-
-    def change(tensor: Tensor) -> Tensor:
-        if not tensor.ndim or len(tensor) != now:
-            return tensor
-        made = torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-        is_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-        return made.to(memory_format=torch.channels_last) if is_last else made
-
-    return batch if size == now else tree_map_only(Tensor, change, batch)
 
 
 def find_subject(text: str, asked: SubjectOptions) -> Subject:

@@ -139,7 +139,7 @@ def sweep_run(
     from paredown.sweeps.runner import TaskFolder, add_sweep, engine_for, make_engine
     from paredown.sweeps.sweep import load_sweep
     from paredown.sweeps.worker import WorkerOptions, beat_every
-    from paredown.tasks.evaluate import predicted_bytes
+    from paredown.tasks.task_trace import predicted_bytes
     from paredown.tasks.trial import Status
 
     found = load_sweep(file)

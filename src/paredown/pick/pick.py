@@ -32,14 +32,14 @@ from paredown.pick.task_prior import TaskPrior, blind_error
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.simulate.outline import Outline, outline
+from paredown.simulate.outline import Outline
 from paredown.simulate.peppp import plan_bytes
 from paredown.sizes import parse_bytes
 from paredown.sweeps.measurement import Runner, TrialCallback, measurer
-from paredown.tasks.evaluate import device_name, find_device, formats_state, trace_task
+from paredown.tasks.evaluate import device_name, find_device
 from paredown.tasks.lookup import find_task
 from paredown.tasks.task import Task
-from paredown.tasks.training import TrainingSetup
+from paredown.tasks.task_trace import outline_task, trace_task
 from paredown.trace.trace import Trace
 
 MODES = {"store": "store", "simulate": "simulate", "peppp": "simulate"}  # and the mode of the prior that is asked
@@ -126,13 +126,13 @@ def task_step(task: Task, device: str, mode: str, earlier: PriorData) -> TaskSte
     """The step of a task, to be planned for: bytes are those that it stores; of PEPPP's configurations those that PEPPP counts."""
 
     def trace_of(plan: Plan) -> Trace:
-        return trace_task(task, device, formats_state(plan))
+        return trace_task(task, plan, device)
 
     def bytes_of(plan: Plan) -> int:
         return footprint(trace_of(plan), plan).peak_bytes
 
     if mode != "store" and any(row.plan is not None and is_peppp(Plan.from_json(row.plan)) for row in earlier.plans):
-        counted = partial(_counted_bytes, outline_of_task(task))
+        counted = partial(_counted_bytes, outline_task(task))
         return TaskStep(counted, None, counted(Plan()))
     return TaskStep(bytes_of, trace_of if mode == "store" else None, bytes_of(Plan()))
 
@@ -150,10 +150,3 @@ def _counted_bytes(outline: Outline, plan: Plan) -> int:
         return int(plan_bytes(outline, plan))
     except IndexError:
         raise PlanError("PEPPP counts the memory of its own network.") from None
-
-
-def outline_of_task(task: Task) -> Outline:
-    """All values of a task's model."""
-    setting = TrainingSetup(task, Plan(), 0, torch.device("cpu"))
-    x, _ = next(task.data.batches(task.batch, seed=0, device=setting.device))
-    return outline(setting.model(), (x,))

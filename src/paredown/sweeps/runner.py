@@ -20,12 +20,12 @@ from paredown.sweeps.engines.ray import RayEngine
 from paredown.sweeps.store import AddResult, Store
 from paredown.sweeps.sweep import Cost, Sweep, TrialSpec
 from paredown.sweeps.worker import WorkerOptions, work
-from paredown.tasks.evaluate import evaluate, make_setting, predicted_bytes
+from paredown.tasks.evaluate import evaluate, make_setting
 from paredown.tasks.lookup import WITH_FILE, cached_task, find_file, is_inside
 from paredown.tasks.training import TrainingSetup
 from paredown.tasks.trial import Trial
 
-__all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", "predicted_bytes", "run_sweep"]
+__all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", "run_sweep"]
 
 
 @dataclass(frozen=True)

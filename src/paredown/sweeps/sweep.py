@@ -273,11 +273,12 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
 
 
 def _made(task: str, recipes: list[PlanTemplate], folder: Path, device: str | None) -> list[Plan]:
-    """What recipes come to on a task, traced for the device where its trials run."""
-    from paredown.tasks.evaluate import trace_of  # torch takes seconds, and sweeps without recipes need none here
+    """The plans of templates for a task, traced for the device where its trials run; as in `pick`, for plans that format state."""
+    from paredown.tasks.lookup import cached_task  # importing torch takes seconds, and sweeps without templates need none here
+    from paredown.tasks.task_trace import trace_task
 
     try:
-        return make_plans(recipes, trace_of(task, folder, device))
+        return make_plans(recipes, trace_task(cached_task(task, folder), Plan.preset("lpmm"), device))
     except ParedownError as error:
         raise SweepError(f"task {task!r}: {error}") from None
 

@@ -17,8 +17,6 @@ down each allocation and release, temporaries inside of operators included, from
 are done; by then all state of the optimizer is there.
 
 Where a trial ran: device, versions and the commit of paredown; no path, no host, no user.
-
-What tasks take, by arithmetic on a trace of one step: nothing is trained.
 """
 
 
@@ -49,17 +47,11 @@ from torch import autograd
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.selectors import Selector
-from paredown.roles import Role
-from paredown.simulate.outline import Outline, outline
-from paredown.simulate.peppp import plan_bytes
-from paredown.tasks.data import Pair
-from paredown.tasks.lookup import cached_task, find_task
+from paredown.tasks.lookup import find_task
 from paredown.tasks.task import Task
-from paredown.tasks.training import Loop, LossCurve, ProgressCallback, TrainingSetup, judge, make_optimizer, train, with_scores
+from paredown.tasks.task_trace import trace_task
+from paredown.tasks.training import Loop, LossCurve, ProgressCallback, TrainingSetup, judge, train, with_scores
 from paredown.tasks.trial import Status, Trial
-from paredown.trace.trace import Trace
-from paredown.trace.trace_step import trace_step
 
 STEPS = 3  # that are measured on a CPU
 
@@ -303,7 +295,7 @@ def _predicted(setting: TrainingSetup) -> int | None:
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None
     try:
-        return footprint(trace_task(setting.task, setting.device.type, formats_state(setting.plan)), setting.plan).peak_bytes
+        return footprint(trace_task(setting.task, setting.plan, setting.device.type), setting.plan).peak_bytes
     except TraceError:
         return None
     except PlanError as error:
@@ -315,20 +307,6 @@ def _predicted(setting: TrainingSetup) -> int | None:
 
 # Keys of simulated plans that speak of values that no step stores: asked once for all formats
 _refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
-
-
-@lru_cache(maxsize=4)
-def trace_task(task: Task, device: str, formats_state: bool) -> Trace:
-    """The step of a task as it is written; plans are arithmetic on it."""
-    setting = TrainingSetup(task, Plan(), 0, torch.device("cpu"))
-    model, (x, answers) = setting.model(), next(task.data.batches(task.batch, seed=0, device=setting.device))
-    keeps = task.recipe.optimizer if formats_state else make_optimizer(task.recipe, model)
-    return trace_step(model, (x, answers), loss=task.loss, optimizer=keeps, device=device, autocast=task.autocast)
-
-
-def formats_state(plan: Plan) -> bool:
-    """Whether a plan speaks of the model's memory: its optimizer then takes no scratch as torch's does."""
-    return any(Selector.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR) for key, _ in plan.rules)
 
 
 # --- the same numbers again -------------------------------------------------------------------------------------------
@@ -363,40 +341,3 @@ def deterministic(device: torch.device) -> Generator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             for (place, name, _), value in zip(settings, kept, strict=True):
                 setattr(place, name, value)
-
-
-# --- What tasks take, by arithmetic on a trace of one step ---
-
-
-def predicted_bytes(task: str, plan: Plan, folder: Path) -> int:
-    """What a plan takes on a task; what `cheap_first` ranks by. Plans that speak of values that no step stores: by PEPPP's count."""
-    try:
-        return footprint(trace_of(task, folder), plan).peak_bytes
-    except PlanError:
-        return int(peppp_bytes(task, plan, folder))
-
-
-def peppp_bytes(task: str, plan: Plan, folder: Path | None) -> float:
-    """PEPPP's memory of a step: every tensor of it, in the words of the plan."""
-    return plan_bytes(_outline(task, folder), plan)
-
-
-@lru_cache(maxsize=4)
-def trace_of(text: str, folder: Path, device: str | None = None) -> Trace:
-    """The step of a task by name, for a GPU where there is one, unless given."""
-    task, batch = _first(text, folder)
-    kind = None if device is None else device.partition(":")[0]
-    model = TrainingSetup(task, Plan(), 0, torch.device("cpu")).model()
-    return trace_step(model, batch, loss=task.loss, optimizer=task.recipe.optimizer, device=kind, autocast=task.autocast)
-
-
-@lru_cache(maxsize=4)
-def _outline(text: str, folder: Path | None) -> Outline:
-    task, (x, _) = _first(text, folder)
-    return outline(TrainingSetup(task, Plan(), 0, torch.device("cpu")).model(), (x,))
-
-
-def _first(text: str, folder: Path | None) -> tuple[Task, Pair]:
-    """A task and its first batch."""
-    task = cached_task(text, folder)
-    return task, next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
