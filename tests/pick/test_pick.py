@@ -202,7 +202,7 @@ def test_a_new_family_says_so(tried: Any, family: str, monkeypatch: pytest.Monke
         ({"evaluations": -1}, "evaluations is -1; it is a whole number from 0 up"),
         ({"evaluations": 2.5}, "evaluations is 2.5"),
         ({"mode": "dream"}, "mode 'dream' is unknown. Allowed: store, simulate, peppp"),
-        ({"device": "tpu"}, "device 'tpu' is not here"),
+        ({"device": "tpu"}, "device 'tpu' is not available on this machine"),
     ],
 )
 def test_wrong_arguments_are_sentences(arguments: dict[str, Any], said: str) -> None:

@@ -86,7 +86,7 @@ def test_what_a_task_does_harms_no_other(store: Store) -> None:
 def test_when_the_process_dies_its_trials_run_again_alone(store: Store) -> None:
     said: list[str] = []
     sweep = Sweep("s", ("well", "kill"), PLANS, settings=SIMULATED)
-    assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=2), duty=WorkerOptions(say=said.append)) == 4
+    assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=2), options=WorkerOptions(say=said.append)) == 4
     assert outcomes(store) == {"well": {("done", "")}, "kill": {("done", "")}}
     assert {row["trial"]["device"] for row in rows(store) if row["task"] == "kill"} == {"alone"}
     assert any("SIGKILL" in sentence and "It will run again" in sentence for sentence in said)

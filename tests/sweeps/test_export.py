@@ -102,5 +102,5 @@ def test_a_merge_between_databases(tmp_path: Path, new_postgres: Callable[[], st
 
 def test_a_store_is_not_merged_with_itself(store: Store, tmp_path: Path) -> None:
     (tmp_path / "link.db").symlink_to(tmp_path / "t.db")
-    with Store(tmp_path / "link.db") as again, pytest.raises(StoreError, match="is both stores"):
+    with Store(tmp_path / "link.db") as again, pytest.raises(StoreError, match="is the source and the target"):
         merge(store, again)

@@ -139,8 +139,8 @@ def test_deaths_are_counted_and_end_as_killed(address: str) -> None:
         assert count(store) == [SweepCounts("s", by_status={"killed": 2})]
         reasons = [row["reason"] for row in rows(store)]
         assert reasons == [
-            f"its process was ended by SIGKILL; so it went {MAX_ATTEMPTS} times, and it is not tried again",
-            f"its worker died; so it went {MAX_ATTEMPTS} times, and it is not tried again",
+            f"its process was ended by SIGKILL; this happened in {MAX_ATTEMPTS} attempts, and the trial is not run again",
+            f"its worker died; this happened in {MAX_ATTEMPTS} attempts, and the trial is not run again",
         ]
 
 

@@ -16,7 +16,7 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, peppp_plan
 from paredown.sweeps.status import say_plan
-from paredown.sweeps.sweep import SamplingMethod, Sweep, TrialSettings, TrialSpec, cheap_odds, draw_pairs, load_sweep
+from paredown.sweeps.sweep import SamplingMethod, Sweep, TrialSettings, TrialSpec, cheap_first_propensities, draw_pairs, load_sweep
 from paredown.tasks.lookup import find_task
 from paredown.tasks.task_trace import trace_task
 
@@ -63,7 +63,7 @@ def test_cheap_first_has_the_papers_odds_and_runs_the_cheapest_first() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=40), st.floats(0.01, 1.0))
 def test_odds_fall_with_bytes_from_share_to_none(sizes: list[int], share: float) -> None:
-    odds = cheap_odds(np.array(sizes, dtype=float), share)
+    odds = cheap_first_propensities(np.array(sizes, dtype=float), share)
     assert odds.max() == pytest.approx(share) and odds.min() == 0
     assert sorted(odds) == pytest.approx([share * k / (len(sizes) - 1) for k in range(len(sizes))])
     for (a, p), (b, q) in product(zip(sizes, odds, strict=True), repeat=2):
@@ -135,7 +135,7 @@ def test_plans_that_differ_in_what_is_computed_again_are_two() -> None:
     plans = Plan(), Plan((), recompute=("layers.0",))
     drawn = Sweep("s", ("a",), plans, seeds=(0,)).draw()
     assert [one.spec.plan for one in drawn] == list(plans)
-    assert [say_plan(plan) for plan in plans] == ["nothing packed", "layers.0 computed again"]
+    assert [say_plan(plan) for plan in plans] == ["baseline", "layers.0 checkpointed"]
 
 
 TOML = """
@@ -184,13 +184,13 @@ def test_a_url_stays_what_it_is(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (("seeds", "seed"), r"widths.toml: 'seed' is unknown. Did you mean 'seeds'\?"),
-        (("[0, 4]", "3"), "seeds is of type list, not int"),
+        (("[0, 4]", "3"), "seeds must be of type list, not int"),
         (("[0, 4]", '["a"]'), "seeds is a list of int alone"),
         (("[0, 4]", "[true]"), "seeds is a list of int alone"),
         (('"simulate"', '"fake"'), "mode 'fake' is unknown. Allowed: store, simulate"),
         (("= 60", "= -1"), "timeout_seconds is more than 0"),
         (('preset = "activations4"', 'preset = "activation4"'), "plan 2 of the file: preset 'activation4' is unknown"),
-        (('preset = "activations4"', 'preset = "activations4"\nweight = "int8"'), "plan 2 of the file: preset stands alone"),
+        (('preset = "activations4"', 'preset = "activations4"\nweight = "int8"'), "plan 2 of the file: preset allows no other key"),
         (('"plan.json"', '"gone.json"'), "plan 3 of the file: .*No such file"),
         (('weight = "int8/64@e8m0"', 'weights = "int8/64@e8m0"'), "plan 4 of the file: .*'weights' is no role"),
         (("tasks = [", "tasks = "), "cannot be read"),
@@ -241,7 +241,7 @@ def test_a_file_may_have_peppps_configurations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ('assign = "40%"\nweight = "bf16"', "assign goes with method alone; leave out weight"),
+        ('assign = "40%"\nweight = "bf16"', "assign allows only method beside it; leave out weight"),
         ('assign = "40%"\nmethod = "magic"', "method 'magic' is unknown"),
         ('assign = "0%"', "no plan of method 'role' fits"),
         ('peppp_low = "e4m3"', "peppp_high is missing"),

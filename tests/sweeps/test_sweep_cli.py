@@ -191,7 +191,7 @@ def test_export_and_merge(finished_store: str, tmp_path: Path) -> None:
         (("sweep", "status"), "which store?"),
         (("sweep", "status", "--store", "none.db"), "there is no store none.db"),
         (("worker", "--store", "none.db"), "there is no store none.db"),
-        (("sweep", "run", "none.toml"), "there is no sweep none.toml"),
+        (("sweep", "run", "none.toml"), "there is no sweep file none.toml"),
         (("sweep", "merge", "none.db", "--store", "x.db"), "there is no store none.db"),
         (("sweep", "status", "--store", "mysql://u:hidden@h/d"), "this one starts with 'mysql://'"),
     ],
@@ -260,7 +260,7 @@ def test_a_worker_runs_nothing_but_what_its_folder_has(tmp_path: Path) -> None:
         assert count(store)[0].by_status == {"done": 1} and count(store)[0].waiting == len(names) + 1
     folder = TaskFolder(inside)
     for name in names:
-        with pytest.raises(Exception, match="folder that tasks may come from"):
+        with pytest.raises(Exception, match="tasks folder"):
             folder(TrialSpec(name, Plan(), 0))
     assert not mark.exists()
 

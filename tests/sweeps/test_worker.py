@@ -142,7 +142,7 @@ def test_everything_is_in_the_store_before_it_is_told(store: Store, make: Callab
         written = {row["key"]: row["trial"] for row in rows(store)}
         assert written[claim.key] == trial.to_json()
 
-    assert work(store, make(act), WorkerOptions(told=told)) == 4
+    assert work(store, make(act), WorkerOptions(on_result=told)) == 4
 
 
 def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(store: Store) -> None:
@@ -152,7 +152,7 @@ def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(sto
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        work(store, LocalEngine(act, slots=2, preload=PRELOAD), WorkerOptions(told=stop))
+        work(store, LocalEngine(act, slots=2, preload=PRELOAD), WorkerOptions(on_result=stop))
     found = count(store)[0]
     assert found.finished >= 1 and found.running == 0
     assert [claim.attempt for claim in store.claim("w", 9)] == [1] * found.waiting
@@ -162,9 +162,9 @@ def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(sto
 def test_refused_tasks_are_left_to_others(store: Store) -> None:
     said: list[str] = []
     store.add("s", draw("noop", "theirs.py:task", seeds=range(3)))
-    duty = WorkerOptions(refuses=lambda task: "no such file." if "theirs" in task else None, say=said.append)
+    options = WorkerOptions(refuses=lambda task: "no such file." if "theirs" in task else None, say=said.append)
     with pytest.raises(SweepError, match=r"3 trials left to other workers; task 'theirs.py:task': no such file\."):
-        work(store, InlineEngine(act), duty)
+        work(store, InlineEngine(act), options)
     assert count(store) == [SweepCounts("s", waiting=3, by_status={"done": 3})]
     assert said == ["task 'theirs.py:task' is left to other workers: no such file."]
     assert [claim.attempt for claim in store.claim("w", 9)] == [1, 1, 1]
@@ -175,7 +175,7 @@ def test_a_worker_waits_for_the_trials_of_a_dead_one(store: Store) -> None:
     store.claim("dead", 2)
     said: list[str] = []
     assert work(store, InlineEngine(act), WorkerOptions(beat_seconds=0.1, patience_seconds=0.6, say=said.append)) == 3
-    assert said == ["a worker has not been heard of: 2 trials of it will run again."]
+    assert said == ["a worker has stopped counting heartbeats: 2 of its trials will run again."]
 
 
 def test_a_worker_leaves_the_trials_of_a_living_one(store: Store) -> None:
@@ -203,7 +203,7 @@ def test_a_worker_that_stays_takes_new_trials(store: Store) -> None:
 
     store.add("s", draw("noop"))
     with pytest.raises(KeyboardInterrupt):
-        work(store, InlineEngine(act), WorkerOptions(told=told, stays=True))
+        work(store, InlineEngine(act), WorkerOptions(on_result=told, stays=True))
     assert seen == ["noop", "nap:0"]
 
 
@@ -219,7 +219,7 @@ def test_a_store_that_is_lost_ends_the_worker_with_a_sentence(store: Store, monk
     exchange = store.exchange
     monkeypatch.setattr(store, "exchange", lambda *a, **k: lost() if a[1] else exchange(*a, **k))
     with pytest.raises(StoreError, match="gone"):
-        work(store, engine, WorkerOptions(told=lambda *one: told.append(one)))
+        work(store, engine, WorkerOptions(on_result=lambda *one: told.append(one)))
     assert not told and count(store)[0].running == 1, "others free it: this worker is not heard of any more"
 
 
