@@ -1,4 +1,4 @@
-"""`paredown sweep` and `paredown worker`: real trials, killed and started again, and what is said on the way."""
+"""`paredown sweep` and `paredown worker`: real trials, killed and started again, and the printed messages."""
 
 from __future__ import annotations
 
@@ -106,9 +106,11 @@ def kill_and_go_on(folder: Path, address: str, *more: str, num_seeds: int) -> No
     with Store(address) as store:
         found = rows(store)
         assert [row["status"] for row in found] == ["done"] * num_trials
-        told, keys = before + after, {row["key"] for row in found}
-        assert len(set(told)) == len(told) and set(told) <= keys, "none was announced twice, nor without being there"
-        assert len(keys - set(told)) <= 2, "but for those that the kill met between being written and being announced, one a slot"
+        reported, keys = before + after, {row["key"] for row in found}
+        assert len(set(reported)) == len(reported) and set(reported) <= keys, "none was announced twice, nor without being there"
+        assert len(keys - set(reported)) <= 2, (
+            "but for those that the kill met between being written and being announced, one a slot"
+        )
         assert all(row["trial"]["measured_peak_bytes"] > 0 for row in found)
     last = json.loads(out.splitlines()[-1])
     assert (last["event"], last["finished"], last["total"]) == ("progress", num_trials, num_trials)

@@ -1,4 +1,4 @@
-"""Workers: what trials do to their processes, what is told, and what is left when a worker stops."""
+"""Workers: trials that harm their process, callbacks, and what remains in the store when a worker stops."""
 
 from __future__ import annotations
 
@@ -138,11 +138,11 @@ print(work(store, LocalEngine(act, preload=["tests.support.trials"])))
 def test_everything_is_in_the_store_before_it_is_told(store: Store, make: Callable[..., Engine]) -> None:
     store.add("s", draw("noop", seeds=range(4)))
 
-    def told(claim: Claim, trial: Trial) -> None:
+    def on_result(claim: Claim, trial: Trial) -> None:
         written = {row["key"]: row["trial"] for row in rows(store)}
         assert written[claim.key] == trial.to_json()
 
-    assert work(store, make(act), WorkerOptions(on_result=told)) == 4
+    assert work(store, make(act), WorkerOptions(on_result=on_result)) == 4
 
 
 def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(store: Store) -> None:
@@ -179,7 +179,7 @@ def test_a_worker_waits_for_the_trials_of_a_dead_one(store: Store) -> None:
 
 
 def test_a_worker_leaves_the_trials_of_a_living_one(store: Store) -> None:
-    """Another worker is slow and beats; this one waits for it and takes nothing: ten looks without a beat would be needed."""
+    """Another worker is slow and beats; this one does not release its trials, which would need ten readings without a heartbeat."""
     store.add("s", draw("nap:3"))
     quick = WorkerOptions(beat_seconds=0.1, patience_seconds=2.0)
     slow = threading.Thread(target=work, args=(store, InlineEngine(act), quick))
@@ -194,7 +194,7 @@ def test_a_worker_leaves_the_trials_of_a_living_one(store: Store) -> None:
 def test_a_worker_that_stays_takes_new_trials(store: Store) -> None:
     seen: list[str] = []
 
-    def told(claim: Claim, trial: Trial) -> None:
+    def on_result(claim: Claim, trial: Trial) -> None:
         seen.append(trial.task)
         if len(seen) == 1:
             store.add("s", draw("nap:0"))
@@ -203,7 +203,7 @@ def test_a_worker_that_stays_takes_new_trials(store: Store) -> None:
 
     store.add("s", draw("noop"))
     with pytest.raises(KeyboardInterrupt):
-        work(store, InlineEngine(act), WorkerOptions(on_result=told, stays=True))
+        work(store, InlineEngine(act), WorkerOptions(on_result=on_result, stays=True))
     assert seen == ["noop", "nap:0"]
 
 
@@ -214,13 +214,13 @@ def test_a_store_that_is_lost_ends_the_worker_with_a_sentence(store: Store, monk
         raise StoreError("the store is gone")
 
     engine = LocalEngine(act, preload=PRELOAD)
-    told: list[object] = []
+    results: list[object] = []
     monkeypatch.setattr(worker_module, "IDLE_SECONDS", 5.0)
     exchange = store.exchange
     monkeypatch.setattr(store, "exchange", lambda *a, **k: lost() if a[1] else exchange(*a, **k))
     with pytest.raises(StoreError, match="gone"):
-        work(store, engine, WorkerOptions(on_result=lambda *one: told.append(one)))
-    assert not told and count(store)[0].running == 1, "others free it: this worker is not heard of any more"
+        work(store, engine, WorkerOptions(on_result=lambda *result: results.append(result)))
+    assert not results and count(store)[0].running == 1, "others free it: this worker is not heard of any more"
 
 
 def test_nothing_of_workers_or_stores_asks_a_wall_clock() -> None:

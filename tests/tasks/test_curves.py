@@ -1,4 +1,4 @@
-"""What a curve of losses tells: when a run diverged, when it is hopeless, and that it is read seldom."""
+"""Loss curves: when a run has diverged, when it is stopped as hopeless, and how often the device is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files as data: what is found in them, and sentences where something is missing."""
+"""Data files: the examples that are read from them, and errors for files with missing or wrong contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials that go wrong: diverged, hopeless and without memory are results; errors of the user pass, wrong questions get a sentence."""
+"""Trials that diverge, are stopped or run out of memory are results; exceptions of the user propagate; wrong arguments are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks by name: what is found, under which name, and sentences for what is not."""
+"""Tasks by name: which task a text names, the name of that task, and errors for texts that name none."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_every_model_of_text_learns_texts(model: str, here: Path) -> None:
     assert (task.metric, task.blind_loss) == ("loss", pytest.approx(math.log(256)))
 
 
-def test_options_reach_task_recipe_data_and_model() -> None:
+def test_options_reach_task_optimizer_data_and_model() -> None:
     task = find_task(
         "digits#model=vit,steps=7,batch=16,lr=0.002,schedule=constant,max_norm=2,loss_scale=1024,autocast=bf16,dim=32,shift=1"
     )
     assert (task.steps, task.batch, task.autocast) == (7, 16, torch.bfloat16)
-    recipe = task.recipe
-    assert (recipe.optimizer, recipe.lr, recipe.schedule, recipe.max_norm, recipe.loss_scale) == (
+    settings = task.recipe
+    assert (settings.optimizer, settings.lr, settings.schedule, settings.max_norm, settings.loss_scale) == (
         "adamw",
         0.002,
         "constant",
@@ -266,7 +266,7 @@ def test_tasks_that_do_not_fit_together(changes: dict[str, Any], said: str) -> N
         replace(make_task(), **changes)
 
 
-def test_recipes_that_cannot_be() -> None:
+def test_optimizer_settings_that_are_refused() -> None:
     for changes, said in (({"max_norm": 0.0}, "max_norm is 0.0"), ({"optimizer": "adam"}, "Closest: 'adamw'")):
         with pytest.raises(TaskError, match=said):
             OptimizerSettings(**changes)

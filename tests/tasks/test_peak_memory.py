@@ -1,4 +1,4 @@
-"""Measured peaks: known tensors are counted to the byte, and a footprint is met."""
+"""Measured peak memory: known tensors are counted to the byte, and a footprint agrees with a measured peak."""
 
 from __future__ import annotations
 

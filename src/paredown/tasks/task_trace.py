@@ -13,9 +13,10 @@ The optimizer's temporaries depend on the plan, and so does the trace:
   step allocates temporaries as large as all parameters on CUDA, or as the largest parameter on a CPU. These count at the peak.
 - A plan with such rules trains with the fused kernels of `paredown.optim`, which allocate none.
 
-Measured baselines of AdamW decide that the first case counts: an MLP on digits of width 2048 has a peak of 155.2 MB on one H200 (torch
-2.11); its trace predicts 154.1 MB with the temporaries of the optimizer, and 137.0 MB without. For the MLP above, of width 256, the peak
-on a CPU is 1,893,952 bytes; the trace predicts 1,630,624 with temporaries and 1,402,536 without (tests/tasks/test_task_trace.py).
+Measured peaks of the AdamW baseline show that these temporaries must count. An MLP of width 2048 on digits has a peak of 155.2 MB on one
+H200 (torch 2.11); its trace predicts 154.1 MB with the temporaries, and 137.0 MB without. The MLP above, of width 256, has a peak of
+1,893,952 bytes on a CPU; its trace predicts 1,630,624 with the temporaries and 1,402,536 without (tests/tasks/test_task_trace.py). The
+rest on a CPU: torch's AdamW has two temporaries of a parameter at a time there, and the trace counts one.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def outline_task(task: Task) -> Outline:
 
 @lru_cache(maxsize=4)
 def _task_by_name(text: str, folder: Path | None) -> Task:
-    """One Task for a name, so that the caches above are found for tasks of the user's code too."""
+    """The same Task for the same name, so that traces of tasks of the user's code, which `cached_task` makes anew, are cached too."""
     return cached_task(text, folder)
 
 

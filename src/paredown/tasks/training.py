@@ -152,19 +152,19 @@ def task_learning_rate(task: Task, step: int) -> float:
     return task.recipe.lr if task.recipe.schedule == "constant" else learning_rate(step, task.steps, task.recipe.lr)
 
 
-def make_optimizer(recipe: OptimizerSettings, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
-    """The optimizer that `recipe` names; in store mode of `paredown.optim`, with the formats of the model's session."""
-    kind, implied = RULES[recipe.optimizer]
-    options = {"lr": recipe.lr, **implied, **recipe.options}
+def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
+    """The optimizer that `settings` names; in store mode of `paredown.optim`, with the formats of the model's session."""
+    kind, implied = RULES[settings.optimizer]
+    options = {"lr": settings.lr, **implied, **settings.options}
     is_torchs = mode != "store" and hasattr(torch.optim, kind)
     made: Any = getattr(torch.optim if is_torchs else optim, kind)
     device = next((p.device for p in model.parameters()), CPU)
     if is_torchs and device.type == "cuda":  # fused, learning rate in a tensor: the same numbers as in a captured graph
-        options |= {"lr": torch.tensor(float(recipe.lr), device=device), **FUSED[kind]}
+        options |= {"lr": torch.tensor(float(settings.lr), device=device), **FUSED[kind]}
     try:
         return made(model.parameters(), **options, **({} if is_torchs else {"seed": seed}))
     except TypeError as error:
-        raise TaskError(f"optimizer {recipe.optimizer!r} cannot be made of {', '.join(options)}: {error}.") from None
+        raise TaskError(f"optimizer {settings.optimizer!r} cannot be made of {', '.join(options)}: {error}.") from None
 
 
 @dataclass(frozen=True)
@@ -215,10 +215,10 @@ class Loop:
     scaler: torch.amp.GradScaler | None = field(init=False)
 
     def __post_init__(self) -> None:
-        recipe, device = self.setting.task.recipe, self.setting.device
+        settings, device = self.setting.task.recipe, self.setting.device
         self.model.train()
-        self.optimizer = make_optimizer(recipe, self.model, seed=self.setting.seed, mode=self.setting.mode)
-        scale = recipe.loss_scale
+        self.optimizer = make_optimizer(settings, self.model, seed=self.setting.seed, mode=self.setting.mode)
+        scale = settings.loss_scale
         self.scaler = None if scale is None else torch.amp.GradScaler(device.type, init_scale=scale)
 
     def step(self, x: Tensor, answers: Tensor, lr: float) -> Tensor:

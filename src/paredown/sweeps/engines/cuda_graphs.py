@@ -69,16 +69,16 @@ MAX_CACHED_TESTS = 8  # tasks whose test examples are kept on the device
 
 def why_alone(setting: TrainingSetup) -> str | None:
     """Why a training cannot share a graph, or None."""
-    recipe, mode = setting.task.recipe, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
+    settings, mode = setting.task.recipe, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
     if not isinstance(mode, Simulate):
         return "it is not simulated, and tensors that are stored in different formats have different sizes"
     if mode.raised is not None or mode.first_weights == "exact":
         return "what happens in a step depends on the steps before"
-    if RULES[recipe.optimizer].kind not in FUSED:
-        return f"torch has no {recipe.optimizer} that reads its learning rate from memory"
-    if recipe.options.get("dampening"):
+    if RULES[settings.optimizer].kind not in FUSED:
+        return f"torch has no {settings.optimizer} that reads its learning rate from memory"
+    if settings.options.get("dampening"):
         return "the first step of SGD with dampening differs from the others"
-    if recipe.loss_scale is not None:
+    if settings.loss_scale is not None:
         return "torch.amp.GradScaler synchronizes with the device in each step"
     if not all(is_live(assignment.format) for _, assignment in setting.plan.rules):
         return "formats with blocks or tables are fixed in a graph"
@@ -87,9 +87,9 @@ def why_alone(setting: TrainingSetup) -> str | None:
 
 def kind_of(setting: TrainingSetup) -> Any:
     """The key of a group of runs that can share graphs: everything that is fixed when a graph is captured."""
-    task, recipe = setting.task, replace(setting.task.recipe, lr=1.0, schedule="constant")
+    task, settings = setting.task, replace(setting.task.recipe, lr=1.0, schedule="constant")
     mode = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
-    options = tuple(sorted((name, repr(value)) for name, value in recipe.options.items()))
+    options = tuple(sorted((name, repr(value)) for name, value in settings.options.items()))
     x, answers = next(iter(task.data.tests(1, device=torch.device("cpu"))))
     shapes = (x.shape[1:], x.dtype, answers.shape[1:], answers.dtype, task.batch, getattr(task.data, "look", None))
     fixed = (
@@ -98,10 +98,10 @@ def kind_of(setting: TrainingSetup) -> Any:
         task.judge,
         task.autocast,
         task.channels_last,
-        recipe.optimizer,
+        settings.optimizer,
         options,
-        recipe.max_norm,
-        recipe.loss_factor,
+        settings.max_norm,
+        settings.loss_factor,
     )
     return (*fixed, mode, shapes, str(setting.device), rounding_key(setting.plan))
 

@@ -166,27 +166,27 @@ def check_run(run: RunTrial) -> None:
         )
 
 
-def _ended(one: TrialProcess) -> EndedTrial | None:
+def _ended(running: TrialProcess) -> EndedTrial | None:
     """The result of a trial, or how its process died; None while it runs."""
-    spec = one.claim.spec
-    if one.pipe.poll():
-        trial = _receive(one)
-        one.process.join(END_SECONDS)
-        reason = "" if trial else cause_of(one.process.exitcode)
-        exited = trial is None and (one.process.exitcode or 0) >= 0
-        _kill(one)
-        return EndedTrial(one.claim, failed(spec, reason) if exited else trial, reason)
-    if one.deadline is not None and time.monotonic() >= one.deadline:
-        _kill(one)
+    spec = running.claim.spec
+    if running.pipe.poll():
+        trial = _receive(running)
+        running.process.join(END_SECONDS)
+        reason = "" if trial else cause_of(running.process.exitcode)
+        exited = trial is None and (running.process.exitcode or 0) >= 0
+        _kill(running)
+        return EndedTrial(running.claim, failed(spec, reason) if exited else trial, reason)
+    if running.deadline is not None and time.monotonic() >= running.deadline:
+        _kill(running)
         reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
-        return EndedTrial(one.claim, failed(spec, reason, Status.KILLED))
+        return EndedTrial(running.claim, failed(spec, reason, Status.KILLED))
     return None
 
 
-def _receive(one: TrialProcess) -> Trial | None:
+def _receive(running: TrialProcess) -> Trial | None:
     """The trial that the child sent; None where the pipe was closed without a result."""
     try:
-        return Trial.from_json(json.loads(one.pipe.recv_bytes()))
+        return Trial.from_json(json.loads(running.pipe.recv_bytes()))
     except (EOFError, OSError):
         return None
 
@@ -202,9 +202,9 @@ def cause_of(exitcode: int | None) -> str:
     return f"its process was ended by {name}{hint}"
 
 
-def _kill(one: TrialProcess) -> None:
-    kill_group(one.process)
-    one.pipe.close()
+def _kill(running: TrialProcess) -> None:
+    kill_group(running.process)
+    running.pipe.close()
 
 
 def kill_group(process: BaseProcess) -> None:
