@@ -120,7 +120,7 @@ def test_what_a_graph_has_fixed_tells_groups_apart() -> None:
 @pytest.mark.parametrize(
     ("changes", "mode", "text", "why"),
     [
-        ({}, "store", "e4m3fn", "other sizes"),
+        ({}, "store", "e4m3fn", "different sizes"),
         ({}, Simulate(raised=Plan()), "e4m3fn", "depends on the steps before"),
         ({"recipe": OptimizerSettings("lion", 0.01)}, "simulate", "e4m3fn", "no lion"),
         ({"recipe": OptimizerSettings("sgd", 0.01, loss_scale=8.0)}, "simulate", "e4m3fn", "GradScaler"),

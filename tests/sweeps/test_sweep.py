@@ -95,7 +95,7 @@ def test_a_pair_that_is_drawn_runs_with_every_seed() -> None:
         ({"method": "cheapest"}, "method 'cheapest' is unknown. Allowed: full, uniform, cheap_first"),
         ({"share": 0.0, "method": "uniform"}, "share is above 0"),
         ({"share": 0.5}, "share 0.5 needs a method that samples"),
-        ({"name": " "}, "a sweep has a name"),
+        ({"name": " "}, "a sweep needs a name"),
     ],
 )
 def test_wrong_sweeps_are_refused(wrong: dict[str, object], said: str) -> None:
@@ -104,9 +104,9 @@ def test_wrong_sweeps_are_refused(wrong: dict[str, object], said: str) -> None:
 
 
 def test_a_draw_of_nothing_and_a_draw_without_costs_say_so() -> None:
-    with pytest.raises(SweepError, match=r"took none of 1 pairs \(share 0.001, draw_seed 0\)"):
+    with pytest.raises(SweepError, match=r"none of 1 pairs was drawn \(share 0.001, draw_seed 0\)"):
         Sweep("s", ("a",), (Plan(),), method="uniform", share=0.001).draw()
-    with pytest.raises(SweepError, match="give draw"):
+    with pytest.raises(SweepError, match="pass draw"):
         Sweep("s", ("a",), (Plan(),), method="cheap_first").draw()
 
 
