@@ -139,13 +139,13 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: bytes |
 
 
 def test_a_store_to_read_must_be_there(address: str, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"there is no store .*`paredown sweep run` makes it"):
+    with pytest.raises(StoreError, match=r"there is no store .*`paredown sweep run` creates it"):
         Store(address, may_create=False)
     assert not list(tmp_path.iterdir()), "looking made nothing"
 
 
 def test_a_missing_folder_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="The folder must be there"):
+    with pytest.raises(StoreError, match="Its folder must exist"):
         Store(tmp_path / "nowhere" / "t.db")
 
 
