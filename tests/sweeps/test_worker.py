@@ -59,7 +59,7 @@ def test_a_killed_process_is_tried_again_and_then_given_up(store: Store, tmp_pat
     assert work(store, LocalEngine(act, slots=3, preload=PRELOAD), WorkerOptions(say=said.append)) == 3
     found = outcomes(store)
     assert found["kill_once"] == found["noop"] == ("done", "")
-    assert found["kill"][0] == "killed" and "SIGKILL" in found["kill"][1] and "5 times" in found["kill"][1]
+    assert found["kill"][0] == "killed" and "SIGKILL" in found["kill"][1] and "5 attempts" in found["kill"][1]
     assert len(said) == 4 + 1 and all("It will run again" in sentence for sentence in said)
 
 
