@@ -20,7 +20,7 @@ from paredown.sweeps.runner import TaskFolder, add_sweep
 from paredown.sweeps.status import count
 from paredown.sweeps.store import Store
 from paredown.sweeps.sweep import load_sweep
-from paredown.tasks.evaluate import predicted_bytes
+from paredown.tasks.task_trace import predicted_bytes
 
 FOLDER = Path(__file__).parent / "sweeps"
 MAIN = "from paredown.cli import main; main()"

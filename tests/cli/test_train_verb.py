@@ -82,7 +82,7 @@ def test_a_training_that_diverges_is_exit_4(folder: Path) -> None:
 
 def test_out_of_memory_names_the_role_and_the_next_plan_down(folder: Path) -> None:
     value = asked_json("train", "tasks.py:hungry", "--device", "cpu", status=4)
-    assert value["runs"][0]["status"] == "out_of_memory" and "asked for 20.00 MiB more" in value["runs"][0]["reason"]
+    assert value["runs"][0]["status"] == "out_of_memory" and "requested 20.00 MiB more" in value["runs"][0]["reason"]
     assert value["advice"].startswith("activation grew most, to ") and "The next plan down is " in value["advice"]
     label = value["advice"].split("'")[1]
     down = asked_json("estimate", "tasks.py:hungry", "--device", "cpu", "--plan", "baseline", "--plan", label)["plans"]

@@ -15,8 +15,8 @@ from paredown import Picked, Plan, Role, TaskError, Trial, footprint, pick
 from paredown.pick.candidates import features_of
 from paredown.pick.priors import made_up_prior
 from paredown.sweeps import measurement
-from paredown.tasks.evaluate import formats_state, trace_task
 from paredown.tasks.task import OptimizerSettings, Task
+from paredown.tasks.task_trace import formats_state, trace_task
 from paredown.tasks.trial import Status
 from tests.tasks.made import NUM_CLASSES, examples
 from tests.tasks.made import make_task as small_task
@@ -62,7 +62,7 @@ def as_in_prior(plan: Plan, seed: int) -> float:
 
 
 def bytes_of(task: Task, plan: Plan) -> int:
-    return footprint(trace_task(task, "cpu", formats_state(plan)), plan).peak_bytes
+    return footprint(trace_task(task, plan, "cpu"), plan).peak_bytes
 
 
 # --- with real trials -----------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_new_family_says_so(tried: Any, family: str, monkeypatch: pytest.Monke
         ({"evaluations": -1}, "evaluations is -1; it is a whole number from 0 up"),
         ({"evaluations": 2.5}, "evaluations is 2.5"),
         ({"mode": "dream"}, "mode 'dream' is unknown. Allowed: store, simulate, peppp"),
-        ({"device": "tpu"}, "device 'tpu' is not here"),
+        ({"device": "tpu"}, "device 'tpu' is not available on this machine"),
     ],
 )
 def test_wrong_arguments_are_sentences(arguments: dict[str, Any], said: str) -> None:

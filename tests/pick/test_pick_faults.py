@@ -13,7 +13,8 @@ import torch
 from paredown import Plan, TaskError, Trial, pick
 from paredown.report.studies import study_of_pick
 from paredown.sweeps.sweep import DrawnTrial, TrialSpec
-from paredown.tasks.evaluate import device_name, formats_state
+from paredown.tasks.evaluate import device_name
+from paredown.tasks.task_trace import formats_state
 from paredown.tasks.trial import Status
 from tests.pick.test_pick import PRIOR, as_in_prior, bytes_of, make_task, tried
 

@@ -27,8 +27,8 @@ from paredown.simulate.peppp import memory_bytes, peppp_element, peppp_plan
 from paredown.sweeps.export import export
 from paredown.sweeps.store import EndedTrial, Store
 from paredown.sweeps.sweep import Sweep, TrialSettings
-from paredown.tasks.evaluate import peppp_bytes, trace_of
-from paredown.tasks.lookup import cached_task
+from paredown.tasks.lookup import cached_task, find_task
+from paredown.tasks.task_trace import outline_task, peppp_bytes, trace_task
 from paredown.tasks.trial import Status, Trial
 
 SMALL, OTHER = "digits#model=mlp,steps=5", "digits#model=mlp,steps=6"
@@ -135,7 +135,7 @@ def test_tasks_with_open_trials_may_be_left_out() -> None:
 
 
 def test_templates_that_came_to_one_plan_are_two_columns() -> None:
-    trace = trace_of(SMALL, Path(), "cpu")
+    trace = trace_task(find_task(SMALL), Plan.preset("lpmm"), "cpu")
     plans = make_plans([PlanTemplate("200%"), PlanTemplate("300%", "size"), PlanTemplate("90%")], trace)
     assert [templates_of(plan) for plan in plans] == [["assign 200% role", "assign 300% size"], ["assign 90% role"]]
     found = collect([row(SMALL, plan, 0, 0.1 + i) for i, plan in enumerate(plans)], "mine")
@@ -147,9 +147,7 @@ def test_templates_that_came_to_one_plan_are_two_columns() -> None:
 def test_memory_of_a_simulated_prior_is_peppps() -> None:
     text = "digits#batch=8,model=sumlast18,width=8,steps=5"
     found = collect([row(text, peppp_plan((4, 3), (6, 7)), 0, 0.5, mode="peppp"), row(text, Plan(), 0, 0.4, mode="peppp")], "mine")
-    from paredown.tasks.evaluate import _outline  # type: ignore[attr-defined]
-
-    outline = _outline(text, Path().resolve())
+    outline = outline_task(find_task(text))
     assert found.memory[0].tolist() == [
         memory_bytes(outline, peppp_element(4, 3), peppp_element(6, 7)),
         memory_bytes(outline, "fp32", "fp32"),

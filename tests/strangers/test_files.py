@@ -153,7 +153,7 @@ def test_a_picture_of_unknown_pixel_format_or_of_too_many_pixels_is_a_sentence(t
     large[18:26] = (10_000).to_bytes(4, "little") * 2  # Pillow itself warns of this one
     for data, said in ((unknown, "pixel format"), (bomb, "exceeds limit"), (large, "exceeds limit")):
         (tmp_path / "a" / "0.img").write_bytes(data)
-        with pytest.raises(pare.TaskError, match=rf"a/0\.img is no picture that can be read: .*{said}.* Replace it, or remove it"):
+        with pytest.raises(pare.TaskError, match=rf"a/0\.img is not a readable picture: .*{said}.* Replace it, or remove it"):
             read_folder(tmp_path, side=4)
 
 

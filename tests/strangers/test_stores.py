@@ -161,8 +161,8 @@ ODD_ROWS = {
         "propensity of a trial in the store is a finite",
     ),
     "no UTF-8": ("update paredown_trials set task = cast(? as text)", b"\xff\xfe", "ould not decode to UTF-8"),
-    "a version of 6,000 digits": ("update paredown_meta set value = ?", "9" * 6000, "has no version that can be read"),
-    "a version in raised digits": ("update paredown_meta set value = ?", "\u00b2", "has no version that can be read"),
+    "a version of 6,000 digits": ("update paredown_meta set value = ?", "9" * 6000, "has no readable version"),
+    "a version in raised digits": ("update paredown_meta set value = ?", "\u00b2", "has no readable version"),
 }
 
 
@@ -194,5 +194,5 @@ def test_a_result_that_is_not_finite_is_not_exported(name: str, number: str, tmp
 def test_a_schema_that_is_no_utf_8_is_a_sentence(tmp_path: Path, store_bytes: bytes) -> None:
     path = tmp_path / "odd.db"
     path.write_bytes(store_bytes.replace(b"CREATE INDEX paredown_trials_turn", b"CREATE \xffNDEX paredown_trials_turn"))
-    with pytest.raises(StoreError, match=r"it holds bytes that are no UTF-8 where text stands\. It is damaged"):
+    with pytest.raises(StoreError, match=r"a column of text has bytes that are not UTF-8\. It is damaged"):
         looked_at(path)

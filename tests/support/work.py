@@ -36,11 +36,11 @@ def main(address: str, kind: str = "inline", slots: str = "1") -> None:
     if jump := os.environ.get("CLOCK_JUMPS"):
         clock = time.time
         time.time = lambda: clock() + float(jump) * (int(clock() * 5) % 2)  # back and forth, five times a second
-    duty = WorkerOptions(
-        told=told, say=lambda text: print(text, file=sys.stderr), beat_seconds=BEAT_SECONDS, patience_seconds=PATIENCE_SECONDS
+    options = WorkerOptions(
+        on_result=told, say=lambda text: print(text, file=sys.stderr), beat_seconds=BEAT_SECONDS, patience_seconds=PATIENCE_SECONDS
     )
     with Store(address, patience_seconds=30) as store:
-        work(store, make_engine(kind, int(slots)), duty)
+        work(store, make_engine(kind, int(slots)), options)
 
 
 def start(address: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""Stores to test on: a file of SQLite, and a database of a real PostgreSQL server where one can be had."""
+"""Stores for tests: a file of SQLite, and a database of a real PostgreSQL server where one is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings side by side give what each gives alone: on the CPU, where nothing is captured, and from captured graphs on a GPU."""
+"""Trials in parallel lanes equal trials alone: on the CPU, where nothing is captured, and from captured graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ def test_what_a_graph_has_fixed_tells_groups_apart() -> None:
 @pytest.mark.parametrize(
     ("changes", "mode", "text", "why"),
     [
-        ({}, "store", "e4m3fn", "other sizes"),
+        ({}, "store", "e4m3fn", "different sizes"),
         ({}, Simulate(raised=Plan()), "e4m3fn", "depends on the steps before"),
         ({"recipe": OptimizerSettings("lion", 0.01)}, "simulate", "e4m3fn", "no lion"),
-        ({"recipe": OptimizerSettings("sgd", 0.01, loss_scale=8.0)}, "simulate", "e4m3fn", "scaler"),
+        ({"recipe": OptimizerSettings("sgd", 0.01, loss_scale=8.0)}, "simulate", "e4m3fn", "GradScaler"),
         ({"recipe": OptimizerSettings("sgdm", 0.01, {"dampening": 0.5})}, "simulate", "e4m3fn", "dampening"),
         ({}, "simulate", "int8/64@bf16", "blocks or tables"),
     ],

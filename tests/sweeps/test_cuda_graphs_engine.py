@@ -1,4 +1,4 @@
-"""Trials side by side in one process: results, faults, and what is tried again alone. On the CPU here, where nothing is captured."""
+"""Trials in parallel in one process: results, faults, and which trials run again alone. On the CPU, where nothing is captured."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_a_task_does_harms_no_other(store: Store) -> None:
 def test_when_the_process_dies_its_trials_run_again_alone(store: Store) -> None:
     said: list[str] = []
     sweep = Sweep("s", ("well", "kill"), PLANS, settings=SIMULATED)
-    assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=2), duty=WorkerOptions(say=said.append)) == 4
+    assert run_sweep(sweep, store, GraphsEngine(Blobs(), lanes=2), options=WorkerOptions(say=said.append)) == 4
     assert outcomes(store) == {"well": {("done", "")}, "kill": {("done", "")}}
     assert {row["trial"]["device"] for row in rows(store) if row["task"] == "kill"} == {"alone"}
     assert any("SIGKILL" in sentence and "It will run again" in sentence for sentence in said)
@@ -125,9 +125,9 @@ def test_waiting_does_not_count_as_time_of_a_trial(store: Store, monkeypatch: py
     for claim in (first, second):
         engine.start(claim)
     trial = Trial("well", first.spec.plan, 0, Status.DONE, error=0.5)
-    told = [((first, cuda_graphs.BEGUN),), ((first, cuda_graphs.KNOWN, trial), (second, cuda_graphs.BEGUN)), (), ()]
+    sent = [((first, cuda_graphs.BEGUN),), ((first, cuda_graphs.ENDED, trial), (second, cuda_graphs.BEGUN)), (), ()]
     ended: list[list[EndedTrial]] = []
-    for at, events in zip((0.0, 3.9, 7.8, 7.9), told, strict=True):
+    for at, events in zip((0.0, 3.9, 7.8, 7.9), sent, strict=True):
         seconds[0] = at
         for claim, *event in events:
             cuda_graphs._send(theirs, claim.key, *event)

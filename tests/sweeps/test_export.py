@@ -1,4 +1,4 @@
-"""Export and merge: files that say what the store says, and two stores that become one."""
+"""Export and merge: files have the rows of the store, and a merged store has the trials of both."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_merge_has_every_trial_once_and_every_result(new_address: Callable[[],
         assert merge(into, source) == MergeResult(num_new=3, num_results=3, num_both=2)
         assert merge(into, source) == MergeResult(0, 0, 5), "again: nothing is left to do"
         found = count(into)[0]
-        assert (found.total, found.finished, found.running) == (304, 5, 0), "what runs there waits here"
+        assert (found.total, found.finished, found.running) == (304, 5, 0), "a trial that runs in the source is open in the target"
         assert [claim.attempt for claim in into.claim("w", 1)] == [1]
         assert count(source)[0].total == 303, "the source stays"
 
@@ -102,5 +102,5 @@ def test_a_merge_between_databases(tmp_path: Path, new_postgres: Callable[[], st
 
 def test_a_store_is_not_merged_with_itself(store: Store, tmp_path: Path) -> None:
     (tmp_path / "link.db").symlink_to(tmp_path / "t.db")
-    with Store(tmp_path / "link.db") as again, pytest.raises(StoreError, match="is both stores"):
+    with Store(tmp_path / "link.db") as again, pytest.raises(StoreError, match="is the source and the target"):
         merge(store, again)

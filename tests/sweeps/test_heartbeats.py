@@ -1,4 +1,4 @@
-"""Heartbeats: who stands still for long enough is dead, whatever the watcher itself went through."""
+"""Heartbeats: a worker whose counter does not change for long enough is dead, also when the watching worker was suspended."""
 
 from __future__ import annotations
 

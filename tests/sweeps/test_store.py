@@ -1,4 +1,4 @@
-"""A store on both databases: trials are added once, claimed by one, finished once; and what happens between commit and answer."""
+"""A store on both databases: trials are added once, claimed by one worker, finished once, also when a reply is lost after a commit."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def test_deaths_are_counted_and_end_as_killed(address: str) -> None:
         assert count(store) == [SweepCounts("s", by_status={"killed": 2})]
         reasons = [row["reason"] for row in rows(store)]
         assert reasons == [
-            f"its process was ended by SIGKILL; so it went {MAX_ATTEMPTS} times, and it is not tried again",
-            f"its worker died; so it went {MAX_ATTEMPTS} times, and it is not tried again",
+            f"its process was ended by SIGKILL; this happened in {MAX_ATTEMPTS} attempts, and the trial is not run again",
+            f"its worker died; this happened in {MAX_ATTEMPTS} attempts, and the trial is not run again",
         ]
 
 
@@ -188,15 +188,15 @@ def test_a_lost_answer_loses_and_doubles_nothing(address: str, when: str, monkey
             return found
 
         monkeypatch.setattr(store.database, "_run", broken)
-        told: list[str] = []
+        reported: list[str] = []
         written, claims = store.exchange("w", [], 2)
         while claims:
             results_now = [ended(claim) for claim in claims]
             written, claims = store.exchange("w", results_now, 2)
-            told += [one.claim.key for one, fate in zip(results_now, written, strict=True) if fate.fate is WriteOutcome.COUNTED]
+            reported += [one.claim.key for one, fate in zip(results_now, written, strict=True) if fate.fate is WriteOutcome.COUNTED]
         monkeypatch.undo()
-        assert len(told) == len(set(told)) == 10
-        assert set(results(store)) == set(told)
+        assert len(reported) == len(set(reported)) == 10
+        assert set(results(store)) == set(reported)
         assert {row.attempts for row in store.database.read(lambda c: c.execute(select(TRIALS)).all())} == {1}
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong with databases, done for real: full disks, read-only paths, other files, a server that is killed; and secrets."""
+"""Faults of databases, provoked: full disks, read-only paths, other files, a server that is killed; and passwords in messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ended(claim: Claim, size: int = 0) -> EndedTrial:
 
 
 def test_a_full_disk_is_waited_for_and_nothing_is_lost(tmp_path: Path) -> None:
-    """SQLite's own limit of pages gives the error of a full disk; space comes back while the worker waits."""
+    """SQLite's own limit of pages gives the error of a full disk; space is freed while the worker retries."""
     said: list[str] = []
     with Store(tmp_path / "t.db", patience_seconds=30, say=said.append) as store:
         store.add("s", draw("a", seeds=range(3)))
@@ -139,13 +139,13 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: bytes |
 
 
 def test_a_store_to_read_must_be_there(address: str, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"there is no store .*`paredown sweep run` makes it"):
+    with pytest.raises(StoreError, match=r"there is no store .*`paredown sweep run` creates it"):
         Store(address, may_create=False)
     assert not list(tmp_path.iterdir()), "looking made nothing"
 
 
 def test_a_missing_folder_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="The folder must be there"):
+    with pytest.raises(StoreError, match="Its folder must exist"):
         Store(tmp_path / "nowhere" / "t.db")
 
 
@@ -167,16 +167,16 @@ def test_a_server_that_is_killed_and_restarted_loses_nothing(postgres: Postgres,
         store.add("s", draw("a", seeds=range(30)))
         killer = threading.Timer(0.3, lambda: (postgres.kill(), time.sleep(2.0), postgres.start()))
         killer.start()
-        told: list[str] = []
+        reported: list[str] = []
         claims = store.claim("w", 1)
         while claims:
             time.sleep(0.05)
             results = [ended(claim) for claim in claims]
             written, claims = store.exchange("w", results, 1)
-            told += [one.claim.key for one, fate in zip(results, written, strict=True) if fate.trial]
+            reported += [one.claim.key for one, fate in zip(results, written, strict=True) if fate.trial]
         killer.join()
         found = {row["key"] for row in rows(store) if row["status"] == "done"}
-        assert len(told) == 30 and set(told) == found, "what was announced is there, once"
+        assert len(reported) == 30 and set(reported) == found, "what was announced is there, once"
     assert any("the server does not answer" in sentence for sentence in said)
 
 

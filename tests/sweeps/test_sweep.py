@@ -1,4 +1,4 @@
-"""Sweeps: what is drawn, with which odds, in which order; and what a TOML file says, or gets wrong."""
+"""Sweeps: which pairs are drawn, with which probabilities, in which order; sweep files, and errors in them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, peppp_plan
 from paredown.sweeps.status import say_plan
-from paredown.sweeps.sweep import SamplingMethod, Sweep, TrialSettings, TrialSpec, cheap_odds, draw_pairs, load_sweep
-from paredown.tasks.evaluate import trace_of
+from paredown.sweeps.sweep import SamplingMethod, Sweep, TrialSettings, TrialSpec, cheap_first_propensities, draw_pairs, load_sweep
+from paredown.tasks.lookup import find_task
+from paredown.tasks.task_trace import trace_task
 
 PLANS = tuple(Plan.uniform(activation=f"int{bits}/{block}@bf16") for bits in (2, 4, 8) for block in (32, 64))
 TASKS = tuple(f"task{i}" for i in range(20))
@@ -62,7 +63,7 @@ def test_cheap_first_has_the_papers_odds_and_runs_the_cheapest_first() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=40), st.floats(0.01, 1.0))
 def test_odds_fall_with_bytes_from_share_to_none(sizes: list[int], share: float) -> None:
-    odds = cheap_odds(np.array(sizes, dtype=float), share)
+    odds = cheap_first_propensities(np.array(sizes, dtype=float), share)
     assert odds.max() == pytest.approx(share) and odds.min() == 0
     assert sorted(odds) == pytest.approx([share * k / (len(sizes) - 1) for k in range(len(sizes))])
     for (a, p), (b, q) in product(zip(sizes, odds, strict=True), repeat=2):
@@ -94,7 +95,7 @@ def test_a_pair_that_is_drawn_runs_with_every_seed() -> None:
         ({"method": "cheapest"}, "method 'cheapest' is unknown. Allowed: full, uniform, cheap_first"),
         ({"share": 0.0, "method": "uniform"}, "share is above 0"),
         ({"share": 0.5}, "share 0.5 needs a method that samples"),
-        ({"name": " "}, "a sweep has a name"),
+        ({"name": " "}, "a sweep needs a name"),
     ],
 )
 def test_wrong_sweeps_are_refused(wrong: dict[str, object], said: str) -> None:
@@ -103,9 +104,9 @@ def test_wrong_sweeps_are_refused(wrong: dict[str, object], said: str) -> None:
 
 
 def test_a_draw_of_nothing_and_a_draw_without_costs_say_so() -> None:
-    with pytest.raises(SweepError, match=r"took none of 1 pairs \(share 0.001, draw_seed 0\)"):
+    with pytest.raises(SweepError, match=r"none of 1 pairs was drawn \(share 0.001, draw_seed 0\)"):
         Sweep("s", ("a",), (Plan(),), method="uniform", share=0.001).draw()
-    with pytest.raises(SweepError, match="give draw"):
+    with pytest.raises(SweepError, match="pass draw"):
         Sweep("s", ("a",), (Plan(),), method="cheap_first").draw()
 
 
@@ -126,15 +127,15 @@ def test_keys_tell_trials_apart_and_ignore_what_does_not_matter() -> None:
         TrialSpec("a", PLANS[0], 0, TrialSettings(timeout_seconds=9)),
     ]
     assert {spec.key("s") for spec in same} == {base.key("s")}
-    told = b'["s", "a", [["activation", {"format": "int2/32@bf16", "overflow": null, "rounding": null}]], 0, "store", null]'
-    assert base.key("s") == hashlib.sha256(told).hexdigest()[:32], "keys are in stores: they never change"
+    text = b'["s", "a", [["activation", {"format": "int2/32@bf16", "overflow": null, "rounding": null}]], 0, "store", null]'
+    assert base.key("s") == hashlib.sha256(text).hexdigest()[:32], "keys are in stores: they never change"
 
 
 def test_plans_that_differ_in_what_is_computed_again_are_two() -> None:
     plans = Plan(), Plan((), recompute=("layers.0",))
     drawn = Sweep("s", ("a",), plans, seeds=(0,)).draw()
     assert [one.spec.plan for one in drawn] == list(plans)
-    assert [say_plan(plan) for plan in plans] == ["nothing packed", "layers.0 computed again"]
+    assert [say_plan(plan) for plan in plans] == ["baseline", "layers.0 checkpointed"]
 
 
 TOML = """
@@ -183,13 +184,13 @@ def test_a_url_stays_what_it_is(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (("seeds", "seed"), r"widths.toml: 'seed' is unknown. Did you mean 'seeds'\?"),
-        (("[0, 4]", "3"), "seeds is of type list, not int"),
-        (("[0, 4]", '["a"]'), "seeds is a list of int alone"),
-        (("[0, 4]", "[true]"), "seeds is a list of int alone"),
+        (("[0, 4]", "3"), "seeds must be of type list, not int"),
+        (("[0, 4]", '["a"]'), "seeds must be a list of int"),
+        (("[0, 4]", "[true]"), "seeds must be a list of int"),
         (('"simulate"', '"fake"'), "mode 'fake' is unknown. Allowed: store, simulate"),
-        (("= 60", "= -1"), "timeout_seconds is more than 0"),
+        (("= 60", "= -1"), "timeout_seconds is -1; it must be above 0"),
         (('preset = "activations4"', 'preset = "activation4"'), "plan 2 of the file: preset 'activation4' is unknown"),
-        (('preset = "activations4"', 'preset = "activations4"\nweight = "int8"'), "plan 2 of the file: preset stands alone"),
+        (('preset = "activations4"', 'preset = "activations4"\nweight = "int8"'), "plan 2 of the file: preset allows no other key"),
         (('"plan.json"', '"gone.json"'), "plan 3 of the file: .*No such file"),
         (('weight = "int8/64@e8m0"', 'weights = "int8/64@e8m0"'), "plan 4 of the file: .*'weights' is no role"),
         (("tasks = [", "tasks = "), "cannot be read"),
@@ -218,10 +219,10 @@ def test_a_file_may_have_plans_that_are_made_for_each_task(tmp_path: Path) -> No
     sweep = load_sweep(tmp_path / "s.toml").sweep
     drawn = sweep.draw()
     assert [one.spec.task for one in drawn] == sorted((one.spec.task for one in drawn), key=tasks.index), "task by task"
-    recipes = {(task, recipe) for task, plan in sweep.pairs for recipe in plan.made_for["recipe"].split("; ")}
-    assert recipes == {(t, f"assign {b} {m}") for t in tasks for b in ("90%", "95%") for m in ("role", "size")}
+    templates = {(task, text) for task, plan in sweep.pairs for text in plan.made_for["recipe"].split("; ")}
+    assert templates == {(t, f"assign {b} {m}") for t in tasks for b in ("90%", "95%") for m in ("role", "size")}
     for task, plan in sweep.pairs:
-        trace = trace_of(task, tmp_path, "cpu")
+        trace = trace_task(find_task(task), Plan.preset("lpmm"), "cpu")
         assert footprint(trace, plan).fits(plan.made_for["recipe"].split()[1])
     assert sweep.num_pairs == 2 + len(sweep.pairs) == len(drawn)
 
@@ -240,7 +241,7 @@ def test_a_file_may_have_peppps_configurations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ('assign = "40%"\nweight = "bf16"', "assign goes with method alone; leave out weight"),
+        ('assign = "40%"\nweight = "bf16"', "assign allows only method beside it; leave out weight"),
         ('assign = "40%"\nmethod = "magic"', "method 'magic' is unknown"),
         ('assign = "0%"', "no plan of method 'role' fits"),
         ('peppp_low = "e4m3"', "peppp_high is missing"),

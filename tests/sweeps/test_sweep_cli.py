@@ -1,4 +1,4 @@
-"""`paredown sweep` and `paredown worker`: real trials, killed and started again, and what is said on the way."""
+"""`paredown sweep` and `paredown worker`: real trials, killed and started again, and the printed messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paredown.sweeps.status import count
 from paredown.sweeps.store import EndedTrial, Store
 from paredown.sweeps.sweep import TrialSpec
 from paredown.sweeps.worker import WorkerOptions, work
-from paredown.tasks.evaluate import predicted_bytes
+from paredown.tasks.task_trace import predicted_bytes
 from tests.support.postgres import PASSWORD
 from tests.support.trials import done, draw
 from tests.support.work import ROOT
@@ -106,9 +106,11 @@ def kill_and_go_on(folder: Path, address: str, *more: str, num_seeds: int) -> No
     with Store(address) as store:
         found = rows(store)
         assert [row["status"] for row in found] == ["done"] * num_trials
-        told, keys = before + after, {row["key"] for row in found}
-        assert len(set(told)) == len(told) and set(told) <= keys, "none was announced twice, nor without being there"
-        assert len(keys - set(told)) <= 2, "but for those that the kill met between being written and being announced, one a slot"
+        reported, keys = before + after, {row["key"] for row in found}
+        assert len(set(reported)) == len(reported) and set(reported) <= keys, "none was announced twice, nor without being there"
+        assert len(keys - set(reported)) <= 2, (
+            "but for those that the kill met between being written and being announced, one a slot"
+        )
         assert all(row["trial"]["measured_peak_bytes"] > 0 for row in found)
     last = json.loads(out.splitlines()[-1])
     assert (last["event"], last["finished"], last["total"]) == ("progress", num_trials, num_trials)
@@ -191,7 +193,7 @@ def test_export_and_merge(finished_store: str, tmp_path: Path) -> None:
         (("sweep", "status"), "which store?"),
         (("sweep", "status", "--store", "none.db"), "there is no store none.db"),
         (("worker", "--store", "none.db"), "there is no store none.db"),
-        (("sweep", "run", "none.toml"), "there is no sweep none.toml"),
+        (("sweep", "run", "none.toml"), "there is no sweep file none.toml"),
         (("sweep", "merge", "none.db", "--store", "x.db"), "there is no store none.db"),
         (("sweep", "status", "--store", "mysql://u:hidden@h/d"), "this one starts with 'mysql://'"),
     ],
@@ -260,7 +262,7 @@ def test_a_worker_runs_nothing_but_what_its_folder_has(tmp_path: Path) -> None:
         assert count(store)[0].by_status == {"done": 1} and count(store)[0].waiting == len(names) + 1
     folder = TaskFolder(inside)
     for name in names:
-        with pytest.raises(Exception, match="folder that tasks may come from"):
+        with pytest.raises(Exception, match="tasks folder"):
             folder(TrialSpec(name, Plan(), 0))
     assert not mark.exists()
 

@@ -1,4 +1,4 @@
-"""Workers: what trials do to their processes, what is told, and what is left when a worker stops."""
+"""Workers: trials that harm their process, callbacks, and what remains in the store when a worker stops."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_killed_process_is_tried_again_and_then_given_up(store: Store, tmp_pat
     assert work(store, LocalEngine(act, slots=3, preload=PRELOAD), WorkerOptions(say=said.append)) == 3
     found = outcomes(store)
     assert found["kill_once"] == found["noop"] == ("done", "")
-    assert found["kill"][0] == "killed" and "SIGKILL" in found["kill"][1] and "5 times" in found["kill"][1]
+    assert found["kill"][0] == "killed" and "SIGKILL" in found["kill"][1] and "5 attempts" in found["kill"][1]
     assert len(said) == 4 + 1 and all("It will run again" in sentence for sentence in said)
 
 
@@ -138,11 +138,11 @@ print(work(store, LocalEngine(act, preload=["tests.support.trials"])))
 def test_everything_is_in_the_store_before_it_is_told(store: Store, make: Callable[..., Engine]) -> None:
     store.add("s", draw("noop", seeds=range(4)))
 
-    def told(claim: Claim, trial: Trial) -> None:
+    def on_result(claim: Claim, trial: Trial) -> None:
         written = {row["key"]: row["trial"] for row in rows(store)}
         assert written[claim.key] == trial.to_json()
 
-    assert work(store, make(act), WorkerOptions(told=told)) == 4
+    assert work(store, make(act), WorkerOptions(on_result=on_result)) == 4
 
 
 def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(store: Store) -> None:
@@ -152,7 +152,7 @@ def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(sto
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        work(store, LocalEngine(act, slots=2, preload=PRELOAD), WorkerOptions(told=stop))
+        work(store, LocalEngine(act, slots=2, preload=PRELOAD), WorkerOptions(on_result=stop))
     found = count(store)[0]
     assert found.finished >= 1 and found.running == 0
     assert [claim.attempt for claim in store.claim("w", 9)] == [1] * found.waiting
@@ -162,9 +162,9 @@ def test_an_interrupted_worker_writes_what_has_ended_and_gives_the_rest_back(sto
 def test_refused_tasks_are_left_to_others(store: Store) -> None:
     said: list[str] = []
     store.add("s", draw("noop", "theirs.py:task", seeds=range(3)))
-    duty = WorkerOptions(refuses=lambda task: "no such file." if "theirs" in task else None, say=said.append)
+    options = WorkerOptions(refuses=lambda task: "no such file." if "theirs" in task else None, say=said.append)
     with pytest.raises(SweepError, match=r"3 trials left to other workers; task 'theirs.py:task': no such file\."):
-        work(store, InlineEngine(act), duty)
+        work(store, InlineEngine(act), options)
     assert count(store) == [SweepCounts("s", waiting=3, by_status={"done": 3})]
     assert said == ["task 'theirs.py:task' is left to other workers: no such file."]
     assert [claim.attempt for claim in store.claim("w", 9)] == [1, 1, 1]
@@ -175,11 +175,11 @@ def test_a_worker_waits_for_the_trials_of_a_dead_one(store: Store) -> None:
     store.claim("dead", 2)
     said: list[str] = []
     assert work(store, InlineEngine(act), WorkerOptions(beat_seconds=0.1, patience_seconds=0.6, say=said.append)) == 3
-    assert said == ["a worker has not been heard of: 2 trials of it will run again."]
+    assert said == ["a worker has stopped counting heartbeats: 2 of its trials will run again."]
 
 
 def test_a_worker_leaves_the_trials_of_a_living_one(store: Store) -> None:
-    """Another worker is slow and beats; this one waits for it and takes nothing: ten looks without a beat would be needed."""
+    """Another worker is slow and beats; this one does not release its trials, which would need ten readings without a heartbeat."""
     store.add("s", draw("nap:3"))
     quick = WorkerOptions(beat_seconds=0.1, patience_seconds=2.0)
     slow = threading.Thread(target=work, args=(store, InlineEngine(act), quick))
@@ -194,7 +194,7 @@ def test_a_worker_leaves_the_trials_of_a_living_one(store: Store) -> None:
 def test_a_worker_that_stays_takes_new_trials(store: Store) -> None:
     seen: list[str] = []
 
-    def told(claim: Claim, trial: Trial) -> None:
+    def on_result(claim: Claim, trial: Trial) -> None:
         seen.append(trial.task)
         if len(seen) == 1:
             store.add("s", draw("nap:0"))
@@ -203,7 +203,7 @@ def test_a_worker_that_stays_takes_new_trials(store: Store) -> None:
 
     store.add("s", draw("noop"))
     with pytest.raises(KeyboardInterrupt):
-        work(store, InlineEngine(act), WorkerOptions(told=told, stays=True))
+        work(store, InlineEngine(act), WorkerOptions(on_result=on_result, stays=True))
     assert seen == ["noop", "nap:0"]
 
 
@@ -214,13 +214,13 @@ def test_a_store_that_is_lost_ends_the_worker_with_a_sentence(store: Store, monk
         raise StoreError("the store is gone")
 
     engine = LocalEngine(act, preload=PRELOAD)
-    told: list[object] = []
+    results: list[object] = []
     monkeypatch.setattr(worker_module, "IDLE_SECONDS", 5.0)
     exchange = store.exchange
     monkeypatch.setattr(store, "exchange", lambda *a, **k: lost() if a[1] else exchange(*a, **k))
     with pytest.raises(StoreError, match="gone"):
-        work(store, engine, WorkerOptions(told=lambda *one: told.append(one)))
-    assert not told and count(store)[0].running == 1, "others free it: this worker is not heard of any more"
+        work(store, engine, WorkerOptions(on_result=lambda *result: results.append(result)))
+    assert not results and count(store)[0].running == 1, "others free it: this worker is not heard of any more"
 
 
 def test_nothing_of_workers_or_stores_asks_a_wall_clock() -> None:

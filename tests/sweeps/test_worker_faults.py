@@ -1,4 +1,4 @@
-"""Workers as processes, killed for real: nothing finished is lost, nothing is finished twice."""
+"""Worker processes that are killed: no finished trial is lost, and none is finished twice."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_many_trials_in_many_workers(address: str, num_trials: int, num_workers:
     with Store(address) as store:
         seeds = range(num_trials // 2)
         store.add("s", draw("noop", seeds=seeds, plans=PLANS))
-        told = finish(*(start(address) for _ in range(num_workers)))
-        assert len(told) == num_trials and sorted(told) == finished_keys(store), "0 lost, 0 doubled"
+        reported = finish(*(start(address) for _ in range(num_workers)))
+        assert len(reported) == num_trials and sorted(reported) == finished_keys(store), "0 lost, 0 doubled"
         assert {row["trial"]["error"] for row in rows(store)} == {(s % 97 + 1) / 100 + r / 1000 for s in seeds for r in (0, 1)}
         assert store.beats() == {}
 
@@ -67,8 +67,8 @@ def test_a_worker_killed_in_a_trial(address: str) -> None:
         store.add("s", draw("nap:0.3", seeds=range(12)))
         victim, other = start(address), start(address)
         wait_for(lambda: count(store)[0].finished >= 2)
-        told = kill(victim) + finish(other)
-        assert sorted(told) == finished_keys(store) and len(told) == len(set(told)) == 12
+        reported = kill(victim) + finish(other)
+        assert sorted(reported) == finished_keys(store) and len(reported) == len(set(reported)) == 12
 
 
 def test_a_parent_killed_takes_its_trials_along_and_the_next_one_goes_on(address: str, tmp_path: Path) -> None:
@@ -78,21 +78,21 @@ def test_a_parent_killed_takes_its_trials_along_and_the_next_one_goes_on(address
         store.add("s", draw("noop", f"orphan:{ids}", timeout=None))
         parent = start(address, "local", "2")
         wait_for(lambda: ids.exists() and ids.read_text() and count(store)[0].finished == 1)
-        told = kill(parent)
+        reported = kill(parent)
         assert all(is_gone(int(process)) for process in ids.read_text().split()), "nothing goes on training"
         store.add("s", draw("noop", f"orphan:{ids}", timeout=1.0))  # waiting trials only: it is still held
         second = start(address, "local", "2", "")
         wait_for(lambda: count(store)[0].running == 1 and len(store.beats()) == 1)
         second.terminate()
         second.communicate()
-        assert len(told) == 1 and finished_keys(store) == told
+        assert len(reported) == 1 and finished_keys(store) == reported
 
 
 def test_two_parents_on_one_store(address: str) -> None:
     with Store(address) as store:
         store.add("s", draw("nap:0.05", seeds=range(30)))
-        told = finish(start(address, "local", "2"), start(address, "local", "2"))
-        assert len(told) == 30 and sorted(told) == finished_keys(store)
+        reported = finish(start(address, "local", "2"), start(address, "local", "2"))
+        assert len(reported) == 30 and sorted(reported) == finished_keys(store)
 
 
 @pytest.mark.parametrize("jump", ["86400", "-86400"])
@@ -102,9 +102,9 @@ def test_a_clock_that_jumps_frees_and_loses_nothing(tmp_path: Path, jump: str) -
         store.add("s", draw("nap:0.4", seeds=range(12)))
         workers = [start(address, CLOCK_JUMPS=jump), start(address)]
         outputs = [worker.communicate(timeout=PATIENCE) for worker in workers]
-        told = announced(*(out for out, _ in outputs))
-        assert len(told) == 12 and sorted(told) == finished_keys(store)
-        assert not any("not been heard of" in error for _, error in outputs)
+        reported = announced(*(out for out, _ in outputs))
+        assert len(reported) == 12 and sorted(reported) == finished_keys(store)
+        assert not any("stopped counting heartbeats" in error for _, error in outputs)
         assert {row.attempts for row in store.database.read(attempts)} == {1}
 
 
@@ -125,8 +125,8 @@ def test_workers_outlive_a_server_that_is_killed(postgres: Postgres, new_postgre
         postgres.kill()
         time.sleep(1.5)
         postgres.start()
-        told = finish(*workers)
-        assert len(told) == 40 and sorted(told) == finished_keys(store)
+        reported = finish(*workers)
+        assert len(reported) == 40 and sorted(reported) == finished_keys(store)
 
 
 def test_a_stopped_worker_that_wakes_up_changes_nothing(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_a_stopped_worker_that_wakes_up_changes_nothing(tmp_path: Path) -> None:
         sleeper = start(address)
         wait_for(mark.exists)
         os.kill(sleeper.pid, signal.SIGSTOP)
-        told = finish(start(address))
+        reported = finish(start(address))
         Path(f"{mark}.go").touch()
         os.kill(sleeper.pid, signal.SIGCONT)
         out, error = sleeper.communicate(timeout=PATIENCE)
-        assert len(told) == 2 and sorted(told) == finished_keys(store)
-        assert announced(out) == [] and "another worker had finished it before" in error
+        assert len(reported) == 2 and sorted(reported) == finished_keys(store)
+        assert announced(out) == [] and "another worker has finished it already" in error

@@ -1,4 +1,4 @@
-"""Small tasks and files that the tests of runs share."""
+"""Small tasks and files that the tests of tasks and sweeps share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_task(make_model: Callable[[int], nn.Module] = net, **changes: Any) -> T
 
 
 def run(task: Task, plan: Plan | None = None, **options: Any) -> Trial:
-    """A trial on the CPU; as it is written without a plan."""
+    """A trial on the CPU; the baseline without a plan."""
     return evaluate(task, plan if plan is not None else Plan(), device="cpu", **options)
 
 

@@ -1,4 +1,4 @@
-"""What a curve of losses tells: when a run diverged, when it is hopeless, and that it is read seldom."""
+"""Loss curves: when a run has diverged, when it is stopped as hopeless, and how often the device is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paredown.tasks.training import POINTS, LossCurve
+from paredown.tasks.training import MAX_POINTS, LossCurve
 from paredown.tasks.trial import Status
 
 BLIND = math.log(10)
@@ -37,7 +37,7 @@ def test_points_are_means_since_the_last_one() -> None:
 @pytest.mark.parametrize("steps", [1, 99, 100, 101, 199, 200, 1234])
 def test_a_run_is_read_at_most_so_often_and_at_its_end(steps: int) -> None:
     curve = run(lambda step: 1.0, steps)
-    assert len(curve.points) <= POINTS
+    assert len(curve.points) <= MAX_POINTS
     assert curve.points[-1][0] == steps and curve.verdict is None
 
 

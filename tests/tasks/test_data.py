@@ -1,4 +1,4 @@
-"""Batches are shuffled, seeded and complete; test examples are apart; pictures are normalised, shifted and mirrored as they should be."""
+"""Batches are shuffled, seeded and complete; test examples are separate; pictures are normalized, shifted and mirrored correctly."""
 
 from __future__ import annotations
 

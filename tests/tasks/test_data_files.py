@@ -1,4 +1,4 @@
-"""Files as data: what is found in them, and sentences where something is missing."""
+"""Data files: the examples that are read from them, and errors for files with missing or wrong contents."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_floats_stay_floats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"x_test": None}, r"a.npz has no x_test; it has x_train \(30, 6, 6\), y_train \(30,\), y_test \(9,\). Needed are x_train"),
+        ({"x_test": None}, r"a.npz has no x_test; it has x_train \(30, 6, 6\), y_train \(30,\), y_test \(9,\). It needs x_train"),
         ({"x_test": None, "y_test": None}, "has no x_test, no y_test"),
         ({"y_train": np.zeros(30, np.int64), "y_test": np.zeros(9, np.int64)}, "all 30 training examples are of class 0"),
         ({"x_test": np.zeros((0, 6, 6), np.uint8), "y_test": np.zeros(0, np.int64)}, "the test split is empty"),
@@ -104,7 +104,7 @@ def test_floats_stay_floats(tmp_path: Path) -> None:
         ({"y_train": np.zeros((30, 5))}, r"y_train of a.npz is \(30, 5\) of float64; labels are"),
         ({"x_train": np.zeros((30, 36), np.uint8)}, r"x_train of a.npz is \(30, 36\) of uint8; pictures are"),
         ({"y_train": np.arange(29) % 3}, "30 training examples and 29 answers"),
-        ({"x_train": np.array([{}] * 30, dtype=object)}, "no .npz that can be read: .*without objects"),
+        ({"x_train": np.array([{}] * 30, dtype=object)}, "not a readable .npz: .*without objects"),
     ],
 )
 def test_files_that_make_no_task(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_files_that_are_no_npz(tmp_path: Path) -> None:
     for number, read in enumerate((b"", b"hello", whole[: len(whole) // 2])):
         path = tmp_path / f"{number}.npz"
         path.write_bytes(read)
-        with pytest.raises(TaskError, match=rf"{number}\.npz is no \.npz that can be read"):
+        with pytest.raises(TaskError, match=rf"{number}\.npz is not a readable \.npz"):
             read_arrays(path)
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(TaskError, match="it is one array"):
+    with pytest.raises(TaskError, match="it is a single array"):
         read_arrays(tmp_path / "one.npy")
 
 
@@ -189,7 +189,7 @@ def test_idx_files_that_are_cut_off_or_missing(tmp_path: Path) -> None:
     whole = (folder / "t10k-images-idx3-ubyte").read_bytes()
     for read in (whole[:-1], whole[:7], b"", b"\0\0\x0d\x03" + whole[4:]):
         (folder / "t10k-images-idx3-ubyte").write_bytes(read)
-        with pytest.raises(TaskError, match="t10k-images-idx3-ubyte in set is no idx file of bytes, or is cut off"):
+        with pytest.raises(TaskError, match="t10k-images-idx3-ubyte in set is not an idx file of uint8, or is truncated"):
             read_folder(folder)
     (folder / "t10k-images-idx3-ubyte").unlink()
     with pytest.raises(TaskError, match=r"set has neither t10k-images-idx3-ubyte nor t10k-images-idx3-ubyte\.gz"):
@@ -220,7 +220,7 @@ def test_folders_of_classes(tmp_path: Path) -> None:
     assert (data.num_train, data.num_test, data.class_names) == (12, 4, ("a", "b"))
     assert np.array_equal(data.x_train[6].numpy(), pictures(6, 4, 5, 3, seed=ord("b"))[0][0].transpose(2, 0, 1))
     write_pictures(tmp_path / "set" / "test", "c", 1)
-    with pytest.raises(TaskError, match="set/test has class 'c', which train has not"):
+    with pytest.raises(TaskError, match="set/test has class 'c', which train does not have"):
         read_folder(tmp_path / "set")
 
 
@@ -229,7 +229,7 @@ def test_folders_without_a_split_and_of_any_size(tmp_path: Path) -> None:
     data = read_folder(tmp_path)
     assert (data.num_train, data.num_test) == (16, 4)
     write_pictures(tmp_path, "c", 10, size=(8, 8))
-    with pytest.raises(TaskError, match=r"different sizes, \(4, 5\) and \(8, 8\) among them: say side=32"):
+    with pytest.raises(TaskError, match=r"different sizes, \(4, 5\) and \(8, 8\) among them: resize them with the option side=32"):
         read_folder(tmp_path)
     assert read_folder(tmp_path, side=6).x_train.shape == (24, 3, 6, 6)
 
@@ -254,7 +254,7 @@ def test_folders_that_make_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_no_picture_is_named(tmp_path: Path) -> None:
     write_pictures(tmp_path, "ab", 5)
     (tmp_path / "a" / "note.txt").write_text("hello")
-    with pytest.raises(TaskError, match=r"a/note\.txt is no picture that can be read: UnidentifiedImageError"):
+    with pytest.raises(TaskError, match=r"a/note\.txt is not a readable picture: UnidentifiedImageError"):
         read_folder(tmp_path)
 
 

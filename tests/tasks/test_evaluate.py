@@ -1,4 +1,4 @@
-"""`evaluate`: the training as it is written, or under a plan, the same again; what it measures, and what it says of its place."""
+"""`evaluate`: the baseline and trainings under a plan, reproducibility, measured numbers, and the recorded device and versions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_without_rules_it_is_torchs_training_to_the_bit(seed: int) -> None:
 
 
 PLANS = {
-    "as written": Plan(),
+    "baseline": Plan(),
     "activations4": Plan.preset("activations4"),
     "lpmm": Plan.preset("lpmm"),
     "both": Plan.uniform(activation="int4/64@bf16", weight="int8/64@e8m0", gradient="int8/64@bf16", moment1="int8/64@bf16"),
@@ -137,14 +137,14 @@ def test_data_and_its_order_are_no_part_of_a_peak() -> None:
 
 
 def test_progress_is_told_and_the_curve_is_the_same() -> None:
-    told: list[tuple[int, int, float]] = []
-    trial = run(make_task(steps=9), progress=lambda *row: told.append(row))
-    assert told == [(step, 9, loss) for step, loss in trial.curve]
-    assert len(told) == 9
+    reported: list[tuple[int, int, float]] = []
+    trial = run(make_task(steps=9), progress=lambda *row: reported.append(row))
+    assert reported == [(step, 9, loss) for step, loss in trial.curve]
+    assert len(reported) == 9
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    "settings",
     [
         OptimizerSettings("sgd", 0.1),
         OptimizerSettings("sgdm", 0.1, {"nesterov": True}, "constant"),
@@ -153,9 +153,9 @@ def test_progress_is_told_and_the_curve_is_the_same() -> None:
         OptimizerSettings("adamw", 0.01, loss_scale=1024.0, max_norm=1.0),
     ],
 )
-@pytest.mark.parametrize("plan", ["as written", "lpmm"])
-def test_recipes_learn(recipe: OptimizerSettings, plan: str) -> None:
-    trial = run(make_task(recipe=recipe, steps=20), PLANS[plan])
+@pytest.mark.parametrize("plan", ["baseline", "lpmm"])
+def test_optimizers_learn(settings: OptimizerSettings, plan: str) -> None:
+    trial = run(make_task(recipe=settings, steps=20), PLANS[plan])
     assert trial.status is Status.DONE
     assert trial.curve[-1][1] < 0.7 * trial.curve[0][1]
 

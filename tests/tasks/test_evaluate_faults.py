@@ -1,4 +1,4 @@
-"""Trials that go wrong: diverged, hopeless and without memory are results; errors of the user pass, wrong questions get a sentence."""
+"""Trials that diverge, are stopped or run out of memory are results; exceptions of the user propagate; wrong arguments are errors."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def fails(error: BaseException) -> Callable[[], Any]:
 NO_MEMORY: dict[str, tuple[Callable[[], Any], str]] = {
     "CUDA's": (
         fails(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 7 bytes, process 123 has")),
-        "out of memory after 2 of 12 steps, asked for 2.50 GiB more",
+        "out of memory after 2 of 12 steps, requested 2.50 GiB more",
     ),
     "Python's": (fails(MemoryError()), "out of memory after 2 of 12 steps"),
     "a CPU's, for real": (
         lambda: torch.empty(2**60, dtype=torch.uint8),
-        f"out of memory after 2 of 12 steps, asked for {2**60} bytes more",
+        f"out of memory after 2 of 12 steps, requested {2**60} bytes more",
     ),
     "a library's": (
         fails(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")),
@@ -165,11 +165,11 @@ def test_a_plan_for_another_model_is_refused() -> None:
         ((make_task(), "lpmm"), {}, "a Task, or its name, and a Plan, not Task and str"),
         ((3, Plan()), {}, "not int and Plan"),
         (("digit", Plan()), {}, "task 'digit' is unknown"),
-        ((make_task(), Plan()), {"seed": -1}, "seed -1 is none"),
-        ((make_task(), Plan()), {"seed": 0.5}, "seed 0.5 is none"),
-        ((make_task(), Plan()), {"device": "mps"}, "device 'mps' is not here. Allowed: cpu"),
-        ((make_task(), Plan()), {"device": "cuda:99"}, "device 'cuda:99' is not here. Allowed: cpu"),
-        ((make_task(), Plan()), {"device": "gpu"}, "device 'gpu' is not here"),
+        ((make_task(), Plan()), {"seed": -1}, "seed is -1"),
+        ((make_task(), Plan()), {"seed": 0.5}, "seed is 0.5"),
+        ((make_task(), Plan()), {"device": "mps"}, "device 'mps' is not available on this machine. Allowed: cpu"),
+        ((make_task(), Plan()), {"device": "cuda:99"}, "device 'cuda:99' is not available on this machine. Allowed: cpu"),
+        ((make_task(), Plan()), {"device": "gpu"}, "device 'gpu' is not available on this machine"),
         (
             (make_task(recipe=OptimizerSettings("sgdm", 0.1, {"beta": 3})), Plan()),
             {},

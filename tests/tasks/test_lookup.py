@@ -1,4 +1,4 @@
-"""Tasks by name: what is found, under which name, and sentences for what is not."""
+"""Tasks by name: which task a text names, the name of that task, and errors for texts that name none."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_every_model_of_text_learns_texts(model: str, here: Path) -> None:
     assert (task.metric, task.blind_loss) == ("loss", pytest.approx(math.log(256)))
 
 
-def test_options_reach_task_recipe_data_and_model() -> None:
+def test_options_reach_task_optimizer_data_and_model() -> None:
     task = find_task(
         "digits#model=vit,steps=7,batch=16,lr=0.002,schedule=constant,max_norm=2,loss_scale=1024,autocast=bf16,dim=32,shift=1"
     )
     assert (task.steps, task.batch, task.autocast) == (7, 16, torch.bfloat16)
-    recipe = task.recipe
-    assert (recipe.optimizer, recipe.lr, recipe.schedule, recipe.max_norm, recipe.loss_scale) == (
+    settings = task.recipe
+    assert (settings.optimizer, settings.lr, settings.schedule, settings.max_norm, settings.loss_scale) == (
         "adamw",
         0.002,
         "constant",
@@ -92,11 +92,11 @@ def test_no_absolute_path_is_in_a_name(here: Path) -> None:
 def test_data_is_found_where_the_variable_says(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "data" / "images").mkdir(parents=True)
     write_npz(here / "data" / "images" / "a.npz")
-    with pytest.raises(TaskError, match=r"there is no a\.npz here\."):
+    with pytest.raises(TaskError, match=r"there is no a\.npz in this folder\."):
         find_task("images:a.npz#batch=9")
     monkeypatch.setenv("PAREDOWN_DATA", str(here / "data"))
     assert find_task("images:a.npz#batch=9").data.num_train == 30
-    with pytest.raises(TaskError, match=r"there is no b\.npz here or under PAREDOWN_DATA\. Closest: 'a\.npz'"):
+    with pytest.raises(TaskError, match=r"there is no b\.npz in this folder or under PAREDOWN_DATA\. Closest: 'a\.npz'"):
         find_task("images:b.npz")
 
 
@@ -125,23 +125,23 @@ def test_a_superclass_of_cifar100_is_a_task() -> None:
         ("digits#model=gpt", "model 'gpt' is not for pictures. Allowed: mlp, resnet18"),
         ("digits#model=unet", "an answer for each pixel"),
         ("digits#widht=8", "model 'resnet18' cannot be made of .*widht=8.*argument 'widht'.* It takes num_classes, width"),
-        ("digits#model=convnext", "model 'convnext' does not take examples of 3 x 8 x 8: .*Scale the pictures with side=32"),
-        ("digits#steps=many", "option steps=many cannot be read; it is of type int: of training"),
+        ("digits#model=convnext", "model 'convnext' does not take examples of 3 x 8 x 8: .*Resize the pictures with side=32"),
+        ("digits#steps=many", "option steps=many cannot be read; it must be of type int: training steps"),
         ("digits#steps", "option 'steps' cannot be read: options are name=value"),
-        ("digits#steps=3,steps=4", "option 'steps' is there twice"),
-        ("digits#steps=0", "steps is 0; it is a whole number from 1 up"),
+        ("digits#steps=3,steps=4", "option 'steps' appears twice"),
+        ("digits#steps=0", "steps is 0; it must be a whole number from 1 up"),
         ("digits#batch=0", "batch is 0"),
         ("digits#batch=2000", "a batch of 2000 is larger than the 1437 training examples. Take a smaller batch"),
-        ("digits#length=3", "option 'length' does not go with pictures"),
+        ("digits#length=3", "option 'length' does not apply to pictures"),
         ("digits#superclass=3", "digits has no superclasses"),
         ("digits#side=0", "side is 0"),
         ("digits#shift=8", "shift is 8"),
-        ("digits#lr=-1", "lr is -1.0; it is above 0"),
+        ("digits#lr=-1", "lr is -1.0; it must be above 0"),
         ("digits#optimizer=adam,lr=1", "optimizer 'adam' is unknown. Closest: 'adamw'"),
         ("digits#optimizer=lion", "optimizer=lion needs lr="),
         ("digits#autocast=int8", "autocast 'int8' is unknown. Allowed: bf16, fp16, none"),
         ("digits#schedule=steep", "schedule 'steep' is unknown"),
-        ("text:a.txt#side=3", "option 'side' does not go with text"),
+        ("text:a.txt#side=3", "option 'side' does not apply to text"),
         ("text:a.txt#length=0", "length is 0"),
         ("text:a.txt#model=resnet18", "model 'resnet18' is not for text. Allowed: gpt, lstm"),
         ("text:a.txt#num_heads=5,dim=16", "model 'gpt' cannot be made of|does not take examples of 64"),
@@ -155,7 +155,7 @@ def test_unknown_and_impossible_tasks(text: str, said: str, here: Path) -> None:
 
 
 def test_what_is_no_text_is_refused() -> None:
-    with pytest.raises(TaskError, match="a task by name is text, not NoneType"):
+    with pytest.raises(TaskError, match="the name of a task is a str, not NoneType"):
         find_task(None)  # type: ignore[arg-type]
 
 
@@ -207,11 +207,11 @@ def test_a_function_of_a_file(own: Path) -> None:
     [
         ("own.py:mien", r"own\.py has no function 'mien'. Closest: 'mine'"),
         ("own.py:NUMBER", r"own\.py has no function 'NUMBER'"),
-        ("own.py:wrong", "wrong returned int; it is to return a paredown.Task"),
+        ("own.py:wrong", "wrong returned int; it must return a paredown.Task"),
         ("own.py:raises", r"own\.py raised KeyError: 'oh'"),
         ("own.py:leaves", r"own\.py raised SystemExit: 3"),
         ("own.py:mine#colour=3", r"own\.py raised TypeError: .*'colour'"),
-        ("other.py:mine", "there is no such file"),
+        ("other.py:mine", "there is no file other.py"),
     ],
 )
 def test_files_that_give_no_task(text: str, said: str, own: Path) -> None:
@@ -229,7 +229,7 @@ def test_what_a_file_raised_is_the_cause(own: Path) -> None:
 def test_nothing_outside_of_the_folder_is_run(text: str, own: Path) -> None:
     (own / "tasks" / "link.py").symlink_to(own / "outside.py")
     (own / "tasks" / "sub").mkdir()
-    with pytest.raises(TaskError, match="outside of the folder that tasks may come from, and is not run"):
+    with pytest.raises(TaskError, match="outside of the tasks folder, and is not run"):
         find_task(text.format(here=own), own / "tasks")
     assert not (own / "was_run").exists()
 
@@ -238,9 +238,9 @@ def test_data_of_a_worker_comes_from_its_folder(own: Path, monkeypatch: pytest.M
     write_npz(own / "a.npz")
     (own / "tasks" / "link.npz").symlink_to(own / "a.npz")
     for text in ("images:../a.npz", f"images:{own / 'a.npz'}", "images:link.npz"):
-        with pytest.raises(TaskError, match="is outside of the folder that tasks may come from"):
+        with pytest.raises(TaskError, match="is outside of the tasks folder"):
             find_task(f"{text}#batch=9", own / "tasks")
-    with pytest.raises(TaskError, match=r"there is no b\.npz in the folder that tasks may come from\.$"):
+    with pytest.raises(TaskError, match=r"there is no b\.npz in the tasks folder\.$"):
         find_task("images:b.npz", own / "tasks")
     monkeypatch.setenv("PAREDOWN_DATA", str(own))
     assert find_task("images:a.npz#batch=9", own / "tasks").data.num_train == 30
@@ -256,9 +256,9 @@ def test_data_of_a_worker_comes_from_its_folder(own: Path, monkeypatch: pytest.M
         ({"steps": 2.5}, r"steps is 2\.5"),
         ({"metric": "accuracy"}, "metric 'accuracy' is unknown. Allowed: error, loss, or a function"),
         ({"autocast": "bf16"}, "autocast is a dtype"),
-        ({"name": " "}, "a task has a name"),
-        ({"name": "a\nb"}, "a task has a name, one line"),
-        ({"data": [1]}, "data is of type list; give paredown.tasks.data.Examples or Text"),
+        ({"name": " "}, "a task needs a name"),
+        ({"name": "a\nb"}, "a task needs a name, one line"),
+        ({"data": [1]}, "data is of type list; pass paredown.tasks.data.Examples or Text"),
     ],
 )
 def test_tasks_that_do_not_fit_together(changes: dict[str, Any], said: str) -> None:
@@ -266,12 +266,12 @@ def test_tasks_that_do_not_fit_together(changes: dict[str, Any], said: str) -> N
         replace(make_task(), **changes)
 
 
-def test_recipes_that_cannot_be() -> None:
+def test_optimizer_settings_that_are_refused() -> None:
     for changes, said in (({"max_norm": 0.0}, "max_norm is 0.0"), ({"optimizer": "adam"}, "Closest: 'adamw'")):
         with pytest.raises(TaskError, match=said):
             OptimizerSettings(**changes)
 
 
 def test_a_task_prints_what_it_is() -> None:
-    said = "Task(blobs: 12 steps of 32, sgdm at 0.1; 128 to learn from, 64 to be judged by, 4 answers)"
+    said = "Task(blobs: 12 steps of 32, sgdm at 0.1; 128 training examples, 64 test examples, 4 answers)"
     assert repr(make_task(lambda seed: nn.Linear(16, 4))) == said

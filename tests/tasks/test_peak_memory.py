@@ -1,4 +1,4 @@
-"""Measured peaks: known tensors are counted to the byte, and a footprint is met."""
+"""Measured peak memory: known tensors are counted to the byte, and a footprint agrees with a measured peak."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from paredown.tasks.evaluate import STEPS, CpuMeter, CudaMeter, meter_of
+from paredown.tasks.evaluate import NUM_MEASURED_STEPS, CpuMeter, CudaMeter, meter_of
 
 MIB = 2**20
 
@@ -37,13 +37,13 @@ def test_temporaries_inside_of_operators_are_counted() -> None:
 def test_a_cpu_is_measured_for_some_steps() -> None:
     meter = CpuMeter()
     meter.start()
-    for step in range(1, STEPS + 3):
+    for step in range(1, NUM_MEASURED_STEPS + 3):
         kept = torch.zeros(step * MIB, dtype=torch.uint8)
         del kept
         meter.after(step)
-    assert meter.bytes == STEPS * MIB
+    assert meter.bytes == NUM_MEASURED_STEPS * MIB
     meter.stop()
-    assert meter.bytes == STEPS * MIB, "a second stop changes nothing"
+    assert meter.bytes == NUM_MEASURED_STEPS * MIB, "a second stop changes nothing"
 
 
 def test_a_process_that_is_profiled_is_not_measured() -> None:

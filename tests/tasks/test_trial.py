@@ -1,4 +1,4 @@
-"""Trials as data: they come back from JSON, refuse what is no trial, and print what is known."""
+"""Trials round-trip through JSON, invalid JSON is refused, and `repr` prints the known numbers."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> 
     from dataclasses import replace
 
     from paredown.report.studies import Study
-    from paredown.tasks.evaluate import formats_state
+    from paredown.tasks.task_trace import formats_state
 
     if subject.name not in (study.task for study in record.studies):
         record = replace(record, studies=(*record.studies, Study(subject.name)))

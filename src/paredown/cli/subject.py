@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from paredown.assign.assign import assign
 from paredown.cli.output import BASELINE, say
@@ -44,10 +44,9 @@ from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import closest
 from paredown.serial import read_json
 from paredown.sizes import parse_bytes
-from paredown.tasks.evaluate import formats_state
 from paredown.tasks.lookup import DTYPES, WITH_FILE, WITHOUT_FILE, call_user_function, find_task, parse_options
 from paredown.tasks.task import RULES, Task
-from paredown.tasks.training import make_optimizer
+from paredown.tasks.task_trace import formats_state, resized, trace_task
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step
 
@@ -208,17 +207,19 @@ class Subject:
         """The trace that predictions under `plan` use (the same as in trials of a task), optionally with another batch size."""
         key = self.batch_size if batch_size is None else batch_size, formats_state(plan or Plan())
         if key not in self._traces:
-            options: dict[str, Any] = {"loss": self.loss, "optimizer": self._optimizer(is_formatted=key[1])}
-            options |= {"device": self.device, "autocast": self.autocast}
             with _trace_errors(f"{self.name}: one step cannot be traced"):
-                self._traces[key] = trace_step(self.model, resized(self.batch, self.batch_size, key[0]), **options)
+                self._traces[key] = self._new_trace(plan, key[0])
         return self._traces[key]
 
-    def _optimizer(self, *, is_formatted: bool) -> Any:
-        """The task's own optimizer if the plan does not format its state, since its temporaries count; else the name of its rule."""
-        if self.task is None or is_formatted or self.optimizer != self.task.recipe.optimizer:
-            return self.optimizer
-        return make_optimizer(self.task.recipe, self.model)
+    def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
+        """The trace of the task, with the optimizer and autocast of the command line; of the model if there is no task."""
+        if self.task is None:
+            batch = resized(self.batch, self.batch_size, batch_size)
+            where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
+            return trace_step(self.model, batch, loss=self.loss, optimizer=self.optimizer, **where)
+        task = self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
+        optimizer = None if self.optimizer == task.recipe.optimizer else self.optimizer
+        return trace_task(task, plan, self.device, batch_size=batch_size, optimizer=optimizer)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
         """The predicted peak under a plan."""
@@ -245,19 +246,6 @@ def _trace_errors(what: str) -> Generator[None]:
         raise TraceError(f"{what}: {error}") from error
     except Exception as error:
         raise TraceError(f"{what}: {type(error).__name__}: {error}.") from error
-
-
-def resized(batch: Any, current_size: int, size: int) -> Any:
-    """The batch with `size` examples instead of `current_size`: tensors on the meta device, which have shapes only."""
-
-    def change(tensor: Tensor) -> Tensor:
-        if not tensor.ndim or len(tensor) != current_size:
-            return tensor
-        made = torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-        is_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-        return made.to(memory_format=torch.channels_last) if is_last else made
-
-    return batch if size == current_size else tree_map_only(Tensor, change, batch)
 
 
 def find_subject(text: str, changes: SubjectOptions) -> Subject:

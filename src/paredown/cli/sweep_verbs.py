@@ -47,15 +47,15 @@ SHOWN_BEST = 5
 BAR_WIDTH = 60
 
 
-def work_on(opened: Store, engine: Engine, duty: WorkerOptions, *, is_json: bool) -> None:
+def work_on(opened: Store, engine: Engine, options: WorkerOptions, *, is_json: bool) -> None:
     """Run trials of a store with an engine, and show progress."""
     from paredown.sweeps.status import SweepWatcher
     from paredown.sweeps.worker import work
 
     is_terminal = sys.stdout.isatty() and not is_json
-    watcher = SweepWatcher(opened, duty.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
+    watcher = SweepWatcher(opened, options.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
     with _terminal(watcher) if is_terminal else _pipe(watcher) as (on_result, idle, say):
-        work(opened, engine, replace(duty, told=on_result, idle=idle, say=say))
+        work(opened, engine, replace(options, on_result=on_result, idle=idle, say=say))
 
 
 # callbacks of WorkerOptions: after each result, between results, for messages
@@ -139,7 +139,7 @@ def sweep_run(
     from paredown.sweeps.runner import TaskFolder, add_sweep, engine_for, make_engine
     from paredown.sweeps.sweep import load_sweep
     from paredown.sweeps.worker import WorkerOptions, beat_every
-    from paredown.tasks.evaluate import predicted_bytes
+    from paredown.tasks.task_trace import predicted_bytes
     from paredown.tasks.trial import Status
 
     loaded = load_sweep(file)
@@ -150,8 +150,8 @@ def sweep_run(
         chosen = engine or engine_for(loaded.sweep)
         counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
         say(f"{counts}; store {opened.database.name}, engine {chosen}")
-        duty = WorkerOptions(loaded.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(chosen, folder, slots=slots), duty, is_json=is_json)
+        options = WorkerOptions(loaded.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
+        work_on(opened, make_engine(chosen, folder, slots=slots), options, is_json=is_json)
 
 
 @verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)
@@ -174,8 +174,8 @@ def worker(
         none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
         folder = TaskFolder(Path(tasks or str(none)).resolve())
         opened = stack.enter_context(open_store(needed(store), may_create=False))
-        duty = WorkerOptions(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(engine, folder, slots=slots), duty, is_json=is_json)
+        options = WorkerOptions(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
+        work_on(opened, make_engine(engine, folder, slots=slots), options, is_json=is_json)
 
 
 @verb(sweep_app, "status", "paredown sweep status --store trials.db")

@@ -32,14 +32,14 @@ from paredown.pick.task_prior import TaskPrior, random_guess_error
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.simulate.outline import Outline, outline
+from paredown.simulate.outline import Outline
 from paredown.simulate.peppp import plan_bytes
 from paredown.sizes import parse_bytes
 from paredown.sweeps.measurement import Runner, TrialCallback, measurer
-from paredown.tasks.evaluate import device_name, find_device, formats_state, trace_task
+from paredown.tasks.evaluate import device_name, find_device
 from paredown.tasks.lookup import find_task
 from paredown.tasks.task import Task
-from paredown.tasks.training import TrainingSetup
+from paredown.tasks.task_trace import outline_task, trace_task
 from paredown.trace.trace import Trace
 
 PRIOR_MODES = {"store": "store", "simulate": "simulate", "peppp": "simulate"}  # mode of `pick` -> mode of the prior that it reads
@@ -133,13 +133,13 @@ def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> Task
     """The step of a task, with the bytes of each plan: those that the step stores, or for PEPPP's configurations those of PEPPP's count."""
 
     def trace_of(plan: Plan) -> Trace:
-        return trace_task(task, device, formats_state(plan))
+        return trace_task(task, plan, device)
 
     def bytes_of(plan: Plan) -> int:
         return footprint(trace_of(plan), plan).peak_bytes
 
     if mode != "store" and any(row.plan is not None and is_peppp(Plan.from_json(row.plan)) for row in prior_data.plans):
-        count_bytes = partial(_peppp_bytes, outline_of_task(task))
+        count_bytes = partial(_peppp_bytes, outline_task(task))
         return TaskStep(count_bytes, None, count_bytes(Plan()))
     return TaskStep(bytes_of, trace_of if mode == "store" else None, bytes_of(Plan()))
 
@@ -157,10 +157,3 @@ def _peppp_bytes(outline: Outline, plan: Plan) -> int:
         return int(plan_bytes(outline, plan))
     except IndexError:
         raise PlanError("PEPPP counts the memory of its own network.") from None
-
-
-def outline_of_task(task: Task) -> Outline:
-    """The outline of a task's model: every value of its forward pass on the first batch."""
-    setup = TrainingSetup(task, Plan(), 0, torch.device("cpu"))
-    x, _ = next(task.data.batches(task.batch, seed=0, device=setup.device))
-    return outline(setup.model(), (x,))

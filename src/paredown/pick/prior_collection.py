@@ -46,9 +46,9 @@ from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_json
 from paredown.simulate.peppp import parse_peppp
-from paredown.tasks.evaluate import peppp_bytes
 from paredown.tasks.lookup import cached_task, parse_options, portable_text
 from paredown.tasks.task import Task
+from paredown.tasks.task_trace import peppp_bytes
 from paredown.tasks.trial import Status, Trial
 
 # family by model name, for tasks that cannot be loaded here

@@ -1,30 +1,27 @@
-"""One database, and work on it in transactions that are tried again while the trouble may pass.
+"""The database of a store: address, tables and their version, and transactions that are retried after temporary errors.
 
-SQLite runs in WAL mode with full synchronization: a commit that returned survives the process, the machine and the power. What
-may pass is waited for, up to `patience_seconds`: a lock, a full disk, a PostgreSQL server that restarts. What cannot is a
-StoreError at once: a read-only path, a file that is no database, a wrong password. TROUBLES is the table of both.
-
-A PostgreSQL server has CONNECT_SECONDS to answer a connection, or as many as `connect_timeout` in the URL or the environment variable
-PGCONNECT_TIMEOUT says (psycopg takes 2 at least). A store whose server does not answer in that time when it is opened is a StoreError
-at once; one that was open is tried again, for `patience_seconds`.
-
-Work may run twice, when the server was lost between commit and answer: whoever writes must find what the first time did.
-
-The tables of a store, their version, and how a store of an older version is brought up to it.
+**Tables.**
 
     paredown_meta      name, value        the version
-    paredown_workers   id, beats          a counter for each worker that lives: no clock is compared with another
-    paredown_trials    one row a trial: what to run, who runs it, what came of it
+    paredown_workers   id, beats          a heartbeat counter for each live worker; no clocks are compared between machines
+    paredown_trials    one row per trial: task, plan, seed, the worker that runs it, the result
 
-A trial is `waiting`, `running` (worker and claim say whose) or `finished` (then, and only then, it has a result; the database
-itself refuses anything else). `claim` is a random token: who holds it may give the trial back. The first result counts.
+The state of a trial is `waiting`, `running` (with the columns worker and claim) or `finished` (with a result); constraints of the tables
+refuse anything else. `claim` is a random token; the worker that has it may release the trial. The first result counts. A new version of
+the tables appends a row to MIGRATIONS: the statements that migrate from the version before.
 
-A new version appends a row to MIGRATIONS, statements that lead to it from the version before.
+**Transactions.** SQLite runs in WAL mode with full synchronization: after a commit has returned, its rows survive a crash of the process or
+the machine. After temporary errors (a lock, a full disk, a PostgreSQL server that restarts) a transaction is retried for up to
+`patience_seconds`. Permanent errors (a read-only path, a file that is no database, a wrong password) are a StoreError at once. TROUBLES
+lists both. A transaction may run twice, when the connection is lost between commit and reply: writers must recognize what the first run
+wrote.
 
-The address of a store: a file for SQLite, a URL for PostgreSQL; and what may be said of it.
+**Connections.** A PostgreSQL server has CONNECT_SECONDS to answer, or `connect_timeout` of the URL, or the environment variable
+PGCONNECT_TIMEOUT (psycopg takes at least 2). If it does not answer while a store is opened, this is a StoreError at once; in a store
+that was open, the connection is retried for `patience_seconds`.
 
-`say_address` gives dialect, host and database and nothing else: a password stands in a URL's user part or among its options,
-and neither is ever printed.
+**Addresses.** A file for SQLite, a URL for PostgreSQL. Passwords are in the user part or the options of a URL; `say_address`, the name of
+a store in messages, has neither:
 
 >>> say_address(parse_address("postgresql://ann:secret@db.example.org/trials?sslpassword=secret"))
 'postgresql://db.example.org/trials'
@@ -36,7 +33,7 @@ Traceback (most recent call last):
 paredown.errors.StoreError: a store is a file (trials.db) or a PostgreSQL URL (postgresql://user@host/database); this one starts \
 with 'mysql://'.
 
-What stands in a store may have been written by anybody: whatever cannot be read is a sentence.
+Rows of a store are untrusted input; unreadable ones raise a StoreError:
 
 >>> with readable("a plan"):
 ...     {}["format"]
@@ -97,14 +94,14 @@ WORKERS = Table(
 TRIALS = Table(
     "paredown_trials",
     METADATA,
-    Column("key", String(40), primary_key=True),  # a hash of what makes it this trial: see sweeps/sweep.py
+    Column("key", String(40), primary_key=True),  # TrialSpec.key: a hash of sweep, task, plan, seed, mode and device
     Column("sweep", Text, nullable=False),
-    Column("place", Integer, nullable=False),  # its turn within the sweep
+    Column("place", Integer, nullable=False),  # its position in the order of the sweep
     Column("task", Text, nullable=False),
     Column("plan", Text, nullable=False),  # JSON
     Column("seed", BigInteger, nullable=False),
     Column("settings", Text, nullable=False),  # JSON: mode, device, timeout_seconds
-    Column("propensity", Float, nullable=False),  # how likely the draw was to take it
+    Column("propensity", Float, nullable=False),  # the probability that the sweep draws it
     Column("state", String(10), nullable=False, server_default=WAITING),
     Column("worker", String(40)),
     Column("claim", String(40)),
@@ -118,45 +115,45 @@ TRIALS = Table(
     Index("paredown_trials_turn", "state", "sweep", "place"),
     Index("paredown_trials_worker", "worker"),
 )
-MIGRATIONS: list[tuple[str, ...]] = [()]  # row i leads from version i to i + 1; version 1 is made whole
-VERSION = re.compile(r"[0-9]{1,9}")  # anything else is no version
-LOCK = 0x70617265  # of PostgreSQL: one process at a time makes or changes the tables
+MIGRATIONS: list[tuple[str, ...]] = [()]  # row i migrates from version i to i + 1; version 1 is created by METADATA
+VERSION = re.compile(r"[0-9]{1,9}")  # anything else is not a version
+LOCK = 0x70617265  # PostgreSQL advisory lock: one process at a time creates or migrates the tables
 
 
 def prepare(connection: Connection, name: str) -> None:
-    """Make the tables, or bring them up to this version; `name` is the store in messages. Inside one transaction."""
+    """Create the tables, or migrate them to this version, inside the connection's transaction; `name` is for messages."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
-    found = find_version(connection)
-    if found is None:
+    version = find_version(connection)
+    if version is None:
         METADATA.create_all(connection)
         connection.execute(insert(META).values(name="version", value=str(len(MIGRATIONS))))
         return
-    check_version(found, name)
-    for statements in MIGRATIONS[found:]:
+    check_version(version, name)
+    for statements in MIGRATIONS[version:]:
         for statement in statements:
             connection.execute(text(statement))
-    if found < len(MIGRATIONS):
+    if version < len(MIGRATIONS):
         connection.execute(update(META).where(META.c.name == "version").values(value=str(len(MIGRATIONS))))
 
 
 def find_version(connection: Connection) -> int | None:
-    """The version of the tables that are there; None where there are none."""
+    """The version of the store's tables; None where it has no tables, 0 where the version is unreadable."""
     if not inspect(connection).has_table(META.name):
         return None
-    found = str(connection.scalar(select(META.c.value).where(META.c.name == "version")))
-    return int(found) if VERSION.fullmatch(found) else 0
+    value = str(connection.scalar(select(META.c.value).where(META.c.name == "version")))
+    return int(value) if VERSION.fullmatch(value) else 0
 
 
-def check_version(found: int, name: str) -> None:
-    """StoreError unless this paredown can read a store of this version."""
-    if found > len(MIGRATIONS):
+def check_version(version: int, name: str) -> None:
+    """StoreError unless this version of paredown can read a store of this version."""
+    if version > len(MIGRATIONS):
         raise StoreError(
-            f"the store {name} is of version {found}; this paredown reads up to {len(MIGRATIONS)}. Nothing was changed. "
+            f"the store {name} is of version {version}; this paredown reads up to {len(MIGRATIONS)}. Nothing was changed. "
             "Update paredown (pip install -U paredown) on this machine, or use another store."
         )
-    if found < 1:
-        raise StoreError(f"the store {name} has no version that can be read; it is none of paredown's. Use another one.")
+    if version < 1:
+        raise StoreError(f"the store {name} has no readable version; it was not written by paredown. Use another store.")
 
 
 # --- The address of a store ---
@@ -171,7 +168,7 @@ ALLOWED = "a store is a file (trials.db) or a PostgreSQL URL (postgresql://user@
 
 
 def parse_address(address: str | Path) -> URL:
-    """The URL of a store; messages do not repeat what they could not read."""
+    """The URL of a store. Error messages do not repeat an unreadable address: it may contain a password."""
     text = str(address)
     if not text.strip():
         raise StoreError(f"{ALLOWED}; this one is empty.")
@@ -188,12 +185,12 @@ def parse_address(address: str | Path) -> URL:
             "or leave it out and set PGPASSWORD."
         ) from None
     if kind == "sqlite" and url.database in (None, "", ":memory:"):
-        raise StoreError(f"{ALLOWED}; SQLite in memory is gone with the process.")
+        raise StoreError(f"{ALLOWED}; SQLite in memory is lost when the process ends.")
     return url
 
 
 def say_address(url: URL) -> str:
-    """What messages call the store: no user, no password, no options."""
+    """The name of a store in messages: no user, no password, no options."""
     if url.drivername == "sqlite":
         return str(url.database)
     host = url.host or "localhost"
@@ -202,41 +199,47 @@ def say_address(url: URL) -> str:
 
 
 def is_same_store(a: URL, b: URL) -> bool:
-    """Whether two addresses lead to one store."""
+    """Whether two addresses are the same store."""
     if a.drivername == b.drivername == "sqlite":
         return Path(str(a.database)).resolve() == Path(str(b.database)).resolve()
     return a.set(username=None, password=None) == b.set(username=None, password=None)
 
 
-# --- One database, and work on it in transactions that are tried again while the trouble may pass ---
+# --- Transactions with retries ---
 
 T = TypeVar("T")
-OLDEST_SQLITE = (3, 35)  # RETURNING
-CONNECT_SECONDS = 3  # that a server has to answer, where neither the URL nor PGCONNECT_TIMEOUT says
-LOCK_SECONDS = 20  # that SQLite itself waits for a lock
+OLDEST_SQLITE = (3, 35)  # the first with RETURNING
+CONNECT_SECONDS = 3  # unless the URL or PGCONNECT_TIMEOUT has another timeout
+LOCK_SECONDS = 20  # SQLite's own timeout for a lock
 READS: dict[str, Any] = {"paredown_reads": True}
-MOST_CONNECT_SECONDS = 130  # what psycopg takes 0 for
+MAX_CONNECT_SECONDS = 130  # psycopg's meaning of 0
 SECONDS = re.compile(r"[0-9]{1,6}")
-PAUSE_SECONDS = (0.05, 2.0)  # between attempts: the first, and the longest
+PAUSE_SECONDS = (0.05, 2.0)  # the first and the longest pause between attempts
 
 
 class DatabaseTrouble(NamedTuple):
-    """A text of the database's message, what it means, whether it may pass, and what to do."""
+    """A part of the database's message, its meaning, whether a retry may succeed, and what the user can do."""
 
-    said: str
+    pattern: str
     meaning: str
-    may_pass: bool
+    is_temporary: bool
     advice: str
 
 
 TROUBLES = (
-    DatabaseTrouble("database is locked", "other processes keep it locked", True, "End what holds it, or use PostgreSQL."),
-    DatabaseTrouble("disk is full", "its disk is full", True, "Free some space: finished trials are safe and the sweep goes on."),
     DatabaseTrouble(
-        "disk i/o error", "its disk takes no more writes: full, over a quota, or broken", True, "Free some space, or copy it."
+        "database is locked", "other processes keep it locked", True, "End the process that locks it, or use PostgreSQL."
     ),
-    DatabaseTrouble("no space left on device", "the server's disk is full", True, "Free some space there: the sweep goes on."),
-    DatabaseTrouble("could not extend file", "the server's disk is full", True, "Free some space there: the sweep goes on."),
+    DatabaseTrouble(
+        "disk is full", "its disk is full", True, "Free some space: finished trials are safe, and the sweep then continues."
+    ),
+    DatabaseTrouble(
+        "disk i/o error", "its disk refuses writes: full, over a quota, or broken", True, "Free some space, or copy it."
+    ),
+    DatabaseTrouble(
+        "no space left on device", "the server's disk is full", True, "Free some space there: the sweep then continues."
+    ),
+    DatabaseTrouble("could not extend file", "the server's disk is full", True, "Free some space there: the sweep then continues."),
     DatabaseTrouble(
         "readonly database", "it cannot be written", False, "Allow writing to the file and its folder, or copy both elsewhere."
     ),
@@ -244,36 +247,32 @@ TROUBLES = (
         "unable to open database file",
         "it cannot be opened",
         False,
-        "The folder must be there and writable, for the log beside it.",
+        "Its folder must exist and be writable, for SQLite's log.",
     ),
-    DatabaseTrouble("not a database", "the file is no SQLite database", False, "Give another path."),
+    DatabaseTrouble("not a database", "the file is no SQLite database", False, "Use another path."),
     DatabaseTrouble("malformed", "the file is damaged", False, "Take a copy, and read it with sqlite3's .recover."),
     DatabaseTrouble(
         "password authentication failed", "the server refuses user or password", False, "Set PGPASSWORD, or correct the URL."
     ),
     DatabaseTrouble("no password supplied", "the server asks for a password", False, "Set PGPASSWORD, or put it into the URL."),
-    DatabaseTrouble(
-        "permission denied", "this user may not do that there", False, "Ask for CREATE, SELECT, INSERT, UPDATE and DELETE rights."
-    ),
-    DatabaseTrouble("fatal:  database", "the server has no such database", False, "Make it (createdb), or correct the URL."),
-    DatabaseTrouble("fatal:  role", "the server has no such user", False, "Make it (createuser), or correct the URL."),
+    DatabaseTrouble("permission denied", "this user lacks rights on it", False, "Grant CREATE, SELECT, INSERT, UPDATE and DELETE."),
+    DatabaseTrouble("fatal:  database", "the server has no such database", False, "Create it (createdb), or correct the URL."),
+    DatabaseTrouble("fatal:  role", "the server has no such user", False, "Create it (createuser), or correct the URL."),
 )
 SILENT = DatabaseTrouble(
     "timeout expired",
     "no server answers at this address within {seconds} s",
     True,
-    "Check host and port, and that the server runs. To wait longer, write ?connect_timeout=10 behind the URL, or set PGCONNECT_TIMEOUT.",
+    "Check host and port, and that the server runs. For a longer timeout, append ?connect_timeout=10 to the URL, or set PGCONNECT_TIMEOUT.",
 )
-LOST = DatabaseTrouble(
-    "", "the server does not answer", True, "Start it, and run the same command again: it goes on where it stopped."
-)
+LOST = DatabaseTrouble("", "the server does not answer", True, "Start it, and run the same command again: it resumes.")
 
 
 DAMAGED = "It is damaged, or was not made by paredown."
 
 
 class Database:
-    """Connections to one store. `say` gets a sentence when something has to be waited for."""
+    """Connections to one store. `say` is called with a sentence when a retry takes more than a second."""
 
     def __init__(self, address: str | Path, *, patience_seconds: float = 120.0, say: Callable[[str], object] | None = None) -> None:
         self.url = parse_address(address)
@@ -284,29 +283,29 @@ class Database:
         self._engine = _make_engine(self.url, self.name, self._connect_seconds)
 
     def open(self, *, may_create: bool = True) -> None:
-        """Connect, and make or migrate the tables; StoreError says what is in the way. A store to read must be there."""
+        """Connect, and create or migrate the tables. With `may_create=False` a missing store is a StoreError."""
         if may_create or not self._is_current():
             self._first_try(lambda: self._run(lambda connection: prepare(connection, self.name), {}))
 
     def _is_current(self) -> bool:
-        """Whether the tables are there as this version has them; StoreError where there are none. Writes nothing."""
-        there = self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
-        found = self._first_try(lambda: self._run(find_version, READS)) if there else None
-        if found is None:
-            raise StoreError(f"there is no store {self.name}. Give the address of one; `paredown sweep run` makes it.")
-        check_version(found, self.name)
-        return found == len(MIGRATIONS)
+        """Whether the tables have this version; StoreError where there are none. Writes nothing."""
+        exists = self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
+        version = self._first_try(lambda: self._run(find_version, READS)) if exists else None
+        if version is None:
+            raise StoreError(f"there is no store {self.name}. Give the address of one; `paredown sweep run` creates it.")
+        check_version(version, self.name)
+        return version == len(MIGRATIONS)
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """What `work` returns, once all that it wrote is on the disk."""
+        """The value of `work(connection)`, after its transaction was committed to disk."""
         return self._try(lambda: self._run(work, {}), self.patience_seconds)
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """What `work` returns; it sees one moment of the store and blocks nobody."""
+        """The value of `work(connection)`, a read-only transaction: one consistent snapshot, without blocking writers."""
         return self._try(lambda: self._run(work, READS), self.patience_seconds)
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._engine.dispose()
 
     def _run(self, work: Callable[[Connection], T], options: dict[str, Any]) -> T:
@@ -314,27 +313,27 @@ class Database:
             return work(connection)
 
     def _first_try(self, work: Callable[[], T]) -> T:
-        """Do it; a server that has never answered is not tried again."""
+        """Run `work` while opening the store; a server that has never answered is not retried."""
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
-        """Do it, again after trouble that may pass, for so long."""
-        start, pause, told = time.monotonic(), PAUSE_SECONDS[0], False
+        """Run `work`, with retries after temporary errors for up to `patience_seconds`."""
+        start, pause, is_reported = time.monotonic(), PAUSE_SECONDS[0], False
         while True:
             try:
                 return work()
             except DBAPIError as error:
                 trouble = self._trouble(error)
                 waited = time.monotonic() - start
-                may_pass = trouble.may_pass and (is_open or trouble is not SILENT)
-                if not may_pass or waited + pause > patience_seconds:
+                is_temporary = trouble.is_temporary and (is_open or trouble is not SILENT)
+                if not is_temporary or waited + pause > patience_seconds:
                     raise StoreError(self._sentence(trouble, waited)) from None
-            except UnicodeDecodeError:  # of a driver, which decodes texts and the database's own messages
-                raise StoreError(f"{self._unusable}: it holds bytes that are no UTF-8 where text stands. {DAMAGED}") from None
-            if not told and waited > 1.0:
+            except UnicodeDecodeError:  # raised by a driver, which decodes texts and messages of the database
+                raise StoreError(f"{self._unusable}: a column of text has bytes that are not UTF-8. {DAMAGED}") from None
+            if not is_reported and waited > 1.0:
                 meaning = trouble.meaning.format(seconds=self._connect_seconds)
-                self._say(f"{self._unusable}: {meaning}. Trying for {patience_seconds:.0f} s. {trouble.advice}")
-                told = True
+                self._say(f"{self._unusable}: {meaning}. Retrying for {patience_seconds:.0f} s. {trouble.advice}")
+                is_reported = True
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS[1])
 
@@ -343,25 +342,25 @@ class Database:
         return f"the store {self.name} cannot be used"
 
     def _trouble(self, error: DBAPIError) -> DatabaseTrouble:
-        """What the error means; StoreError where nothing is known of it."""
+        """The row of TROUBLES for an error; StoreError where there is none."""
         trouble = find_trouble(error)
         if trouble is None and isinstance(error, IntegrityError):
-            raise error  # a mistake of ours, which the tables refuse
+            raise error  # a constraint of the tables: a bug of paredown, not of the store
         if trouble is None:
-            said = str(error.orig).strip()[:200]
-            raise StoreError(f"{self._unusable}: {said}. {DAMAGED}") from error
+            message = str(error.orig).strip()[:200]
+            raise StoreError(f"{self._unusable}: {message}. {DAMAGED}") from error
         return trouble
 
     def _sentence(self, trouble: DatabaseTrouble, waited: float) -> str:
-        after = f" (waited {waited:.0f} s)" if trouble.may_pass and trouble is not SILENT else ""
+        after = f" (waited {waited:.0f} s)" if trouble.is_temporary and trouble is not SILENT else ""
         return f"{self._unusable}: {trouble.meaning.format(seconds=self._connect_seconds)}{after}. {trouble.advice}"
 
 
 def find_trouble(error: DBAPIError) -> DatabaseTrouble | None:
-    """What the database means; None where nothing is known of it."""
-    said = str(error.orig).lower()
+    """The row of TROUBLES whose pattern is in the database's message, SILENT or LOST; None for an unknown error."""
+    message = str(error.orig).lower()
     for row in (*TROUBLES, SILENT):
-        if row.said in said:
+        if row.pattern in message:
             return row
     is_lost = isinstance(error, OperationalError | InterfaceError) and not type(error.orig).__module__.startswith("sqlite3")
     return LOST if is_lost else None
@@ -372,19 +371,19 @@ def _to_stderr(sentence: str) -> None:
 
 
 def connect_seconds(url: URL) -> int:
-    """How long a server has to answer: what the URL says, else the environment, else CONNECT_SECONDS.
+    """The connection timeout: that of the URL, else of the environment, else CONNECT_SECONDS.
 
     >>> connect_seconds(parse_address("postgresql://db.example.org/trials?connect_timeout=10"))
     10
     """
-    said = url.query.get("connect_timeout") or os.environ.get("PGCONNECT_TIMEOUT") or str(CONNECT_SECONDS)
-    said = said if isinstance(said, str) else said[-1]
-    if not SECONDS.fullmatch(said):
+    value = url.query.get("connect_timeout") or os.environ.get("PGCONNECT_TIMEOUT") or str(CONNECT_SECONDS)
+    value = value if isinstance(value, str) else value[-1]
+    if not SECONDS.fullmatch(value):
         raise StoreError(
-            f"the store {say_address(url)} cannot be used: connect_timeout is {brief(said)}; it is a whole number of seconds, as in "
-            "?connect_timeout=10 behind the URL or in PGCONNECT_TIMEOUT."
+            f"the store {say_address(url)} cannot be used: connect_timeout is {brief(value)}; it must be a whole number of seconds, as in "
+            "?connect_timeout=10 at the end of the URL, or in PGCONNECT_TIMEOUT."
         )
-    return int(said) or MOST_CONNECT_SECONDS
+    return int(value) or MAX_CONNECT_SECONDS
 
 
 def _make_engine(url: URL, name: str, connect_seconds: int) -> Engine:
@@ -406,41 +405,41 @@ def _make_engine(url: URL, name: str, connect_seconds: int) -> Engine:
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:
-    connection.isolation_level = None  # transactions begin below, not when the driver sees an INSERT
+    connection.isolation_level = None  # _begin_sqlite begins transactions, not the driver at the first INSERT
     if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal" and _is_ours_or_empty(connection):
         connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
 
 
 def _is_ours_or_empty(connection: Any) -> bool:
-    """A database of somebody else's is refused later, and stays as it is."""
+    """Whether a database has paredown's tables or none. Any other is refused later, and must not be modified."""
     names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     return not names or META.name in names
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A writer takes the lock at once: one that asked for it after reading would be refused without waiting.
+    # A writer takes the lock at once: SQLite refuses to upgrade a read lock while another writer runs, without a timeout.
     reads = connection.get_execution_options().get("paredown_reads")
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
-# --- What stands in a store may have been written by anybody ---
+# --- Untrusted rows ---
 
-ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @contextmanager
 def readable(what: str) -> Generator[None]:
-    """StoreError where `what` is not what it should be."""
+    """Turn the exceptions of reading `what` from a store into a StoreError."""
     try:
         yield
     except StoreError:
         raise
     except ParedownError as error:
         raise StoreError(f"{what} in the store cannot be read: {error}") from None
-    except ODD as error:
-        told = f"{type(error).__name__}: {str(error)[:100]}"
-        raise StoreError(f"{what} in the store cannot be read: {told}. It is damaged, or was not written by paredown.") from None
+    except UNREADABLE as error:
+        reason = f"{type(error).__name__}: {str(error)[:100]}"
+        raise StoreError(f"{what} in the store cannot be read: {reason}. It is damaged, or was not written by paredown.") from None
 
 
 CHECKS: dict[str, Check] = {
@@ -452,13 +451,13 @@ CHECKS: dict[str, Check] = {
 
 
 def check_columns(row: Any) -> None:
-    """StoreError where a column holds something of another type, as SQLite lets it, or a number that is not finite."""
-    there = {name: check for name, check in CHECKS.items() if hasattr(row, name)}
-    check_fields(row, there, "trial in the store", _damaged)
+    """StoreError where a column has a value of another type, which SQLite allows, or a number that is not finite."""
+    checks = {name: check for name, check in CHECKS.items() if hasattr(row, name)}
+    check_fields(row, checks, "trial in the store", _damaged)
 
 
 def check_text(value: object, what: str) -> str:
-    """`value`, where it is text; StoreError where a column of text holds bytes or a number."""
+    """`value` if it is a str; StoreError where a column of text has bytes or a number."""
     if not isinstance(value, str):
         raise _damaged(f"{what} in the store is text, not {brief(value)}.")
     return value

@@ -1,13 +1,11 @@
-"""Trials of a store as rows for other programs: CSV, JSON, Parquet (with the extra).
+"""Export trials of a store to CSV, JSON or Parquet (`paredown[parquet]`), and merge one store into another.
 
-One row a trial, finished or not, ordered by sweep and turn. CSV and Parquet have the plan as JSON text and no curve; JSON has the
-whole trial. Nothing of the store's address or of the workers is in them. A file appears whole or not at all.
+An export has one row per trial, finished or not, in the order of sweeps and their trials. CSV and Parquet have the plan as JSON text and no
+loss curve; JSON has the whole trial. Neither the store's address nor worker ids are exported. Files are written atomically.
 
-Two stores into one: every trial once, finished if either has finished it.
-
-A trial that only the source has is copied; one that runs there waits here. One that both have takes the source's result if it has
-none here. Where both finished it, the result that was here stays. Workers may be at work on both: what they finish later is found
-by merging again.
+A merge copies the trials that only the source has; those that are running there are open in the target. A trial of both gets the source's
+result if it has none in the target; where both have finished it, the target's result stays. Workers may use both stores meanwhile: merge
+again to copy what they finish later.
 """
 
 from __future__ import annotations
@@ -30,38 +28,38 @@ from paredown.sweeps.database import FINISHED, TRIALS, WAITING, check_columns, i
 from paredown.sweeps.store import BATCH, INSERTS, RESULT, Store, to_spec
 from paredown.tasks.trial import Trial
 
-FIGURES = ("status", "error", "loss", "predicted_peak_bytes", "measured_peak_bytes", "seconds", "reason", "device", "commit")
+RESULT_COLUMNS = ("status", "error", "loss", "predicted_peak_bytes", "measured_peak_bytes", "seconds", "reason", "device", "commit")
 CHECKS = {
     **dict.fromkeys(("status", "reason", "device", "commit"), or_none(TEXT)),
     **dict.fromkeys(("error", "loss", "seconds"), or_none(NUMBER)),
     **dict.fromkeys(("predicted_peak_bytes", "measured_peak_bytes"), or_none(COUNT)),
 }
-COLUMNS = ("key", "sweep", "task", "seed", "mode", "plan", "propensity", "state", *FIGURES)
+COLUMNS = ("key", "sweep", "task", "seed", "mode", "plan", "propensity", "state", *RESULT_COLUMNS)
 
 
 def rows(store: Store, sweep: str | None = None) -> list[dict[str, Any]]:
-    """The trials of a sweep, or of all, as plain values; `trial` is the whole result, None while there is none."""
+    """The trials of a sweep, or of all sweeps, as JSON values; `trial` is the whole result, None for unfinished ones."""
     query = select(TRIALS).order_by(TRIALS.c.sweep, TRIALS.c.place, TRIALS.c.key)
-    found = store.database.read(lambda c: c.execute(query if sweep is None else query.where(TRIALS.c.sweep == sweep)).all())
-    return [_row(row) for row in found]
+    trials = store.database.read(lambda c: c.execute(query if sweep is None else query.where(TRIALS.c.sweep == sweep)).all())
+    return [_row(row) for row in trials]
 
 
 def export(store: Store, to: str | Path, *, sweep: str | None = None) -> int:
-    """Write the trials to a file whose ending says how; the number of rows."""
+    """Write the trials to a file, in the format of its suffix; the number of rows."""
     path = Path(to)
     if path.suffix not in WRITERS:
-        raise StoreError(f"{path.name} has no ending that says how to write it. Allowed: {', '.join(WRITERS)}.")
-    found = rows(store, sweep)
+        raise StoreError(f"{path.name} has suffix {path.suffix!r}, which is no format of an export. Allowed: {', '.join(WRITERS)}.")
+    trials = rows(store, sweep)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file, readable("a trial"):
-            WRITERS[path.suffix](found, file)
+            WRITERS[path.suffix](trials, file)
         part.replace(path)
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror}.") from None
     finally:
         part.unlink(missing_ok=True)
-    return len(found)
+    return len(trials)
 
 
 def _row(row: Any) -> dict[str, Any]:
@@ -70,38 +68,38 @@ def _row(row: Any) -> dict[str, Any]:
         trial = json.loads(row.result) if row.state == FINISHED else None
         values = {name: getattr(row, name) for name in ("key", "sweep", "task", "seed", "propensity", "state")}
         values |= {"mode": json.loads(row.settings)["mode"], "plan": json.loads(row.plan), "trial": trial}
-        figures = {name: None if trial is None else trial.get(name) for name in FIGURES}
-        check_fields(figures, CHECKS, "trial in the store", StoreError)
-        return values | figures
+        results = {name: None if trial is None else trial.get(name) for name in RESULT_COLUMNS}
+        check_fields(results, CHECKS, "trial in the store", StoreError)
+        return values | results
 
 
-def _flat(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: json.dumps(row[name]) if name == "plan" else row[name] for name in COLUMNS} for row in found]
+def _flat(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: json.dumps(row[name]) if name == "plan" else row[name] for name in COLUMNS} for row in trials]
 
 
-def _write_csv(found: list[dict[str, Any]], file: IO[bytes]) -> None:
+def _write_csv(trials: list[dict[str, Any]], file: IO[bytes]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.DictWriter(text, list[str](COLUMNS))
     writer.writeheader()
-    writer.writerows(_flat(found))
+    writer.writerows(_flat(trials))
     text.flush()
     text.detach()
 
 
-def _write_json(found: list[dict[str, Any]], file: IO[bytes]) -> None:
-    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in found)
+def _write_json(trials: list[dict[str, Any]], file: IO[bytes]) -> None:
+    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in trials)
     file.write(f"[\n{lines}\n]\n".encode())
 
 
-def _write_parquet(found: list[dict[str, Any]], file: IO[bytes]) -> None:
+def _write_parquet(trials: list[dict[str, Any]], file: IO[bytes]) -> None:
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ModuleNotFoundError:
-        raise StoreError("Parquet needs pyarrow: pip install 'paredown[parquet]'. CSV and JSON need nothing.") from None
+        raise StoreError("Parquet needs pyarrow: pip install 'paredown[parquet]'. CSV and JSON do not.") from None
     kinds = {"seed": arrow.int64(), "predicted_peak_bytes": arrow.int64(), "measured_peak_bytes": arrow.int64()}
     kinds |= dict.fromkeys(("propensity", "error", "loss", "seconds"), arrow.float64())
     schema = arrow.schema([(name, kinds.get(name, arrow.string())) for name in COLUMNS])
-    parquet.write_table(arrow.Table.from_pylist(_flat(found), schema=schema), file)
+    parquet.write_table(arrow.Table.from_pylist(_flat(trials), schema=schema), file)
 
 
 WRITERS: dict[str, Callable[[list[dict[str, Any]], IO[bytes]], None]] = {
@@ -111,14 +109,14 @@ WRITERS: dict[str, Callable[[list[dict[str, Any]], IO[bytes]], None]] = {
 }
 
 
-# --- Two stores into one ---
+# --- Merge ---
 
 COPIED = tuple(column.name for column in TRIALS.columns if column.name != "worker")
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge did: trials that are new here, results taken over, and trials that both had finished."""
+    """Numbers of trials of a merge: new ones, results added to trials without one, and trials that both had finished."""
 
     num_new: int = 0
     num_results: int = 0
@@ -132,13 +130,13 @@ class MergeResult:
 
 
 def merge(into: Store, source: Store) -> MergeResult:
-    """Bring the trials of `source` into `into`; the source stays as it is. A batch is one transaction, and merging again is safe."""
+    """Copy the trials of `source` to `into`; `source` is unmodified. Each batch is one transaction, and merging twice is safe."""
     if is_same_store(into.database.url, source.database.url):
-        raise StoreError(f"{into.database.name} is both stores; a merge needs two.")
+        raise StoreError(f"{into.database.name} is the source and the target; a merge needs two stores.")
     total, last = MergeResult(), ""
-    while found := _next_rows(source, last):
-        total += into.database.write(lambda connection, rows=found: _take(connection, rows))
-        last = found[-1].key
+    while batch := _next_rows(source, last):
+        total += into.database.write(lambda connection, rows=batch: _take(connection, rows))
+        last = batch[-1].key
     return total
 
 
@@ -147,13 +145,13 @@ def _next_rows(source: Store, last: str) -> Sequence[Row[Any]]:
     return source.database.read(lambda connection: connection.execute(query).all())
 
 
-def _take(connection: Connection, found: Sequence[Row[Any]]) -> MergeResult:
-    query = select(TRIALS.c.key, TRIALS.c.state).where(TRIALS.c.key.in_([row.key for row in found]))
-    here = {row.key: row.state for row in connection.execute(query)}
-    new = [_copy(row) for row in found if row.key not in here]
+def _take(connection: Connection, source_rows: Sequence[Row[Any]]) -> MergeResult:
+    query = select(TRIALS.c.key, TRIALS.c.state).where(TRIALS.c.key.in_([row.key for row in source_rows]))
+    states = {row.key: row.state for row in connection.execute(query)}
+    new = [_copy(row) for row in source_rows if row.key not in states]
     if new:
         connection.execute(INSERTS[connection.dialect.name](TRIALS).values(new).on_conflict_do_nothing())
-    finished = [row for row in found if row.key in here and row.state == FINISHED]
+    finished = [row for row in source_rows if row.key in states and row.state == FINISHED]
     taken = sum(_take_result(connection, row) for row in finished)
     return MergeResult(len(new), taken, len(finished) - taken)
 
@@ -165,7 +163,7 @@ def _copy(row: Row[Any]) -> dict[str, Any]:
 
 
 def _check(row: Row[Any]) -> None:
-    """What cannot be read is not brought in."""
+    """StoreError for an unreadable row: it is not copied."""
     to_spec(row)
     with readable("a result"):
         if row.state == FINISHED:

@@ -1,7 +1,7 @@
-"""A sweep from its description to its last result: tasks of one folder, an engine, a store.
+"""Run a sweep: tasks of one folder, an engine that runs trials, and a store of results.
 
-A store says which task to run, in words; what runs is what this machine's own folder has under that name. A file outside of the
-folder, by `..`, by an absolute path or through a link, is refused, whoever asks for it.
+A store names tasks by text. A worker runs the task of that name from its own tasks folder. Files outside of this folder, by `..`, by an
+absolute path or through a symbolic link, are refused.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from paredown.sweeps.engines.ray import RayEngine
 from paredown.sweeps.store import AddResult, Store
 from paredown.sweeps.sweep import Cost, Sweep, TrialSpec
 from paredown.sweeps.worker import WorkerOptions, work
-from paredown.tasks.evaluate import evaluate, make_setting, predicted_bytes
+from paredown.tasks.evaluate import evaluate, make_setting
 from paredown.tasks.lookup import WITH_FILE, cached_task, find_file, is_inside
 from paredown.tasks.training import TrainingSetup
 from paredown.tasks.trial import Trial
 
-__all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", "predicted_bytes", "run_sweep"]
+__all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", "run_sweep"]
 
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """Runs the trials whose tasks are built in or lie under `path`."""
+    """Runs trials of built-in tasks and of tasks in files under `path`."""
 
     path: Path
 
     def refuses(self, task: str) -> str | None:
-        """Why this machine does not run a task, or None. Looks for its file and imports nothing."""
+        """Why this worker does not run a task, or None. Checks that its file exists; imports nothing."""
         head = task.strip().partition("#")[0]
         kind, _, file = head.partition(":")
         try:
             if ".py:" in head:
-                path = self.path / (own := Path(head.rpartition(":")[0]))
-                if own.is_absolute() or not is_inside(path, self.path):
-                    return "its file is outside of the folder that tasks may come from, and is not run."
-                return None if path.is_file() else "the folder that tasks may come from has no such file."
+                path = self.path / (named := Path(head.rpartition(":")[0]))
+                if named.is_absolute() or not is_inside(path, self.path):
+                    return "its file is outside of the tasks folder, and is not run."
+                return None if path.is_file() else "the tasks folder has no such file."
             if kind in WITH_FILE and file:
                 find_file(file, self.path)
         except TaskError as error:
             return str(error)
         except (OSError, ValueError):
-            return "no file may have such a name."
+            return "its file name is not valid."
         return None
 
     def __call__(self, spec: TrialSpec) -> Trial:
-        """Train it."""
-        given = self.setting(spec)
-        trial = evaluate(given.task, given.plan, seed=given.seed, device=given.device, mode=given.mode)
-        return replace(trial, task=spec.task)  # as the sweep calls it
+        """Run one trial."""
+        setting = self.setting(spec)
+        trial = evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
+        return replace(trial, task=spec.task)  # the text of the sweep, which may differ from the task's name
 
     def setting(self, spec: TrialSpec) -> TrainingSetup:
-        """What a trial trains."""
+        """The task, plan, seed and device of a trial."""
         if (reason := self.refuses(spec.task)) is not None:
             raise TaskError(f"task {spec.task!r}: {reason}")
-        how = spec.settings
-        return make_setting(cached_task(spec.task, self.path), spec.plan, seed=spec.seed, device=how.device, mode=how.mode)
+        task, settings = cached_task(spec.task, self.path), spec.settings
+        return make_setting(task, spec.plan, seed=spec.seed, device=settings.device, mode=settings.mode)
 
 
 def _local(run: RunTrial, slots: int | None) -> Engine:
@@ -90,31 +90,31 @@ ENGINES: dict[str, Callable[[RunTrial, int | None], Engine]] = {
 
 
 def engine_for(sweep: Sweep) -> str:
-    """What suits a sweep on this machine."""
+    """The default engine of a sweep on this machine: CUDA graphs for simulated trials on a GPU, else local processes."""
     return "graphs" if sweep.settings.mode != "store" and find_gpus() and sweep.settings.device != "cpu" else "local"
 
 
 def make_engine(name: str, run: RunTrial, *, slots: int | None = None) -> Engine:
-    """The engine of that name; `slots` None: one for each GPU, or one; of lanes with graphs, NUM_LANES."""
+    """The engine of that name. `slots`: trials in parallel; None: one for each GPU, or one; NUM_LANES for the graphs engine."""
     if name not in ENGINES:
         raise SweepError(f"engine {name!r} is unknown. Allowed: {', '.join(ENGINES)}.")
     return ENGINES[name](run, slots)
 
 
 def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddResult:
-    """Put a sweep's trials into a store; those that are there stay as they are."""
+    """Add a sweep's trials to a store; trials that the store has already are unchanged."""
     return store.add(sweep.name, sweep.draw(cost))
 
 
-def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, duty: WorkerOptions | None = None) -> int:
-    """Run what is left of a sweep, with whoever else works on it; how many trials were finished here."""
+def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, options: WorkerOptions | None = None) -> int:
+    """Run the open trials of a sweep, in parallel with other workers; the number of trials that this worker finished."""
     add_sweep(sweep, store, cost=cost)
-    return work(store, engine, replace(duty or WorkerOptions(), sweep=sweep.name))
+    return work(store, engine, replace(options or WorkerOptions(), sweep=sweep.name))
 
 
 def find_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES spells them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [part.strip() for part in given.split(",") if part.strip()]
+    """The GPUs that this process may use, by the names of CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [part.strip() for part in visible.split(",") if part.strip()]
     return [str(i) for i in range(torch.cuda.device_count())]

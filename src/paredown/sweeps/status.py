@@ -1,11 +1,10 @@
-"""How far a store is: counts by state and status, and the least error of each task.
+"""Progress of sweeps: trials by state and status, trials per minute, time left, and the least error of each task.
 
 >>> print(SweepCounts("widths", waiting=3, running=1, by_status={"done": 5, "diverged": 1}))
 widths: 6 of 10 finished (5 done, 1 diverged), 1 running, 3 waiting
 
-How a sweep gets on: finished, trials a minute, time left, the best so far. Numbers only; cli/sweep_verbs.py draws them.
-
-The rate is that of the last WINDOW_SECONDS as this process saw the store's count grow, so trials of other machines count too.
+Trials per minute are measured over the last WINDOW_SECONDS from the store's count of finished trials, so those of other machines count
+too. cli/sweep_verbs.py prints these numbers.
 
 >>> pace = Pace()
 >>> [pace.add(finished, now) for finished, now in ((4, 0.0), (5, 30.0), (7, 60.0))]
@@ -33,7 +32,7 @@ from paredown.tasks.trial import Status
 
 @dataclass(frozen=True)
 class SweepCounts:
-    """The trials of one sweep, by state; finished ones by status."""
+    """Numbers of trials of one sweep by state, and of finished ones by status."""
 
     sweep: str
     waiting: int = 0
@@ -42,12 +41,12 @@ class SweepCounts:
 
     @property
     def finished(self) -> int:
-        """Those that have a result."""
+        """The number of trials with a result."""
         return sum(self.by_status.values())
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The number of all trials."""
         return self.waiting + self.running + self.finished
 
     def __str__(self) -> str:
@@ -81,14 +80,14 @@ def count(store: Store) -> list[SweepCounts]:
     """The counts of every sweep, by name."""
     columns = (TRIALS.c.sweep, TRIALS.c.state, TRIALS.c.status)
     rows = store.database.read(lambda c: c.execute(select(*columns, func.count()).group_by(*columns)).all())
-    found: dict[str, dict[str, int]] = {}
+    by_sweep: dict[str, dict[str, int]] = {}
     for sweep, state, status, num in rows:
-        found.setdefault(check_text(sweep, "the name of a sweep"), {})[status if state == FINISHED else state] = num
-    return [_counts(sweep, nums) for sweep, nums in sorted(found.items())]
+        by_sweep.setdefault(check_text(sweep, "the name of a sweep"), {})[status if state == FINISHED else state] = num
+    return [_counts(sweep, nums) for sweep, nums in sorted(by_sweep.items())]
 
 
 def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str] = ()) -> int:
-    """Trials that have no result yet, of tasks other than `without`."""
+    """The number of trials without a result, of tasks other than `without`."""
     conditions = [TRIALS.c.state != FINISHED]
     conditions += [] if sweep is None else [TRIALS.c.sweep == sweep]
     conditions += [TRIALS.c.task.not_in(without)] if without else []
@@ -96,13 +95,13 @@ def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str]
 
 
 def find_best(store: Store, sweep: str) -> list[BestTrial]:
-    """For each task of a sweep, the trial of least error among those that are done."""
+    """For each task of a sweep, the trial of least error among those of status DONE."""
     done = and_(TRIALS.c.sweep == sweep, TRIALS.c.status == Status.DONE.value, TRIALS.c.error.is_not(None))
 
     def work(connection: Connection) -> list[BestTrial]:
-        turn = func.row_number().over(partition_by=TRIALS.c.task, order_by=(TRIALS.c.error, TRIALS.c.place)).label("turn")
-        ranked = select(TRIALS.c.task, TRIALS.c.error, TRIALS.c.plan, TRIALS.c.seed, turn).where(done).subquery()
-        rows = connection.execute(select(ranked).where(ranked.c.turn == 1).order_by(ranked.c.task)).all()
+        rank = func.row_number().over(partition_by=TRIALS.c.task, order_by=(TRIALS.c.error, TRIALS.c.place)).label("rank")
+        ranked = select(TRIALS.c.task, TRIALS.c.error, TRIALS.c.plan, TRIALS.c.seed, rank).where(done).subquery()
+        rows = connection.execute(select(ranked).where(ranked.c.rank == 1).order_by(ranked.c.task)).all()
         return [_best(row) for row in rows]
 
     return store.database.read(work)
@@ -115,11 +114,11 @@ def _best(row: Any) -> BestTrial:
 
 
 def say_plan(plan: Plan) -> str:
-    """A plan in a few words."""
-    said = [f"{key} {assignment}" for key, assignment in plan.rules[:3]]
+    """A plan as a short text: its first three rules, the number of others, and its checkpointed modules."""
+    rules = [f"{key} {assignment}" for key, assignment in plan.rules[:3]]
     more = [f"{len(plan.rules) - 3} rules more"] if len(plan.rules) > 3 else []
-    again = [f"{', '.join(plan.recompute)} computed again"] if plan.recompute else []
-    return ", ".join([*said, *more, *again]) or "nothing packed"
+    checkpointed = [f"{', '.join(plan.recompute)} checkpointed"] if plan.recompute else []
+    return ", ".join([*rules, *more, *checkpointed]) or "baseline"
 
 
 def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:
@@ -127,7 +126,7 @@ def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:
     return SweepCounts(sweep, nums.get(WAITING, 0), nums.get(RUNNING, 0), by_status)
 
 
-# --- How a sweep gets on ---
+# --- Progress over time ---
 
 WINDOW_SECONDS = 300.0
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -135,22 +134,22 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 @dataclass
 class Pace:
-    """Trials a minute, from counts at times of one monotonic clock."""
+    """Trials per minute, from counts at times of one monotonic clock."""
 
-    _seen: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+    _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, finished: int, now: float) -> float | None:
-        """The rate so far; None while there is none."""
-        self._seen.append((now, finished))
-        while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_SECONDS:
-            self._seen.popleft()
-        start, first = self._seen[0]
+        """Add a count; trials per minute over the window, None until a trial has finished in it."""
+        self._counts.append((now, finished))
+        while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
+            self._counts.popleft()
+        start, first = self._counts[0]
         return 60 * (finished - first) / (now - start) if now > start and finished > first else None
 
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """One moment of a sweep."""
+    """The progress of a sweep at one time."""
 
     counts: SweepCounts
     trials_per_minute: float | None
@@ -158,7 +157,7 @@ class SweepProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At this rate; None while it is not known."""
+        """Predicted seconds to the end at the current trials per minute; None while these are unknown."""
         left = self.counts.total - self.counts.finished
         return 60 * left / self.trials_per_minute if self.trials_per_minute else None
 
@@ -168,13 +167,13 @@ class SweepProgress:
         return f"{self.counts}; {rate}{left}"
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value, one line of a pipe."""
+        """The JSON value: one line of `--json` output."""
         rates = {"trials_per_minute": self.trials_per_minute, "seconds_left": self.seconds_left}
-        return {"event": "progress", **self.counts.to_json(), **rates, "best": [one.to_json() for one in self.best]}
+        return {"event": "progress", **self.counts.to_json(), **rates, "best": [trial.to_json() for trial in self.best]}
 
 
 class SweepWatcher:
-    """Looks at a sweep of a store, or at all of them (None), at most every `seconds`."""
+    """Reads the progress of a sweep of a store, or of all sweeps (None), at most every `seconds`."""
 
     def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
         self._store, self._sweep, self._seconds = store, sweep, seconds
@@ -182,12 +181,12 @@ class SweepWatcher:
         self._next = 0.0
 
     def look(self, *, is_due: bool = False) -> list[SweepProgress]:
-        """The sweeps now; none if the last look is not long ago, unless this one is due."""
+        """The progress of the sweeps; empty less than `seconds` after the last call, unless `is_due`."""
         now = time.monotonic()
         if now < self._next and not is_due:
             return []
         self._next = now + self._seconds
-        return [self._progress(one, now) for one in count(self._store) if self._sweep in (None, one.sweep)]
+        return [self._progress(counts, now) for counts in count(self._store) if self._sweep in (None, counts.sweep)]
 
     def _progress(self, counts: SweepCounts, now: float) -> SweepProgress:
         pace = self._paces.setdefault(counts.sweep, Pace())
@@ -195,7 +194,7 @@ class SweepWatcher:
 
 
 def say_seconds(seconds: float) -> str:
-    """A duration in its two largest units."""
+    """A duration in its two largest units, such as '1 h 2 min'."""
     left, parts = round(seconds), list[str]()
     for size, unit in UNITS:
         if left >= size or (unit == "s" and not parts):

@@ -1,14 +1,13 @@
-"""Trials in a database that many workers share: added, claimed, given back, finished once.
+"""A store: trials in a database that many workers share. Trials are added, claimed, released, and finished once.
 
-A claim is one statement that no two workers win. A result is written before anybody hears of it, the first one counts and later
-ones change nothing, so a worker that was taken for dead loses time and no trial. Workers count heartbeats in the database;
-who watches them (sweeps/worker.py) measures with a clock of its own, so clocks that differ or jump free nothing.
+A claim is one SQL statement, and no two workers claim the same trial. A result is committed before it is reported; the first result of a
+trial counts and later ones change nothing, so a worker that was wrongly taken for dead costs time and no trial. Workers count heartbeats
+in the database; the workers that watch them (sweeps/worker.py) measure time with their own clock, so wrong clocks release nothing.
 
-Every method may be repeated after a lost answer: what it already did is found by the worker's name or the claim's token.
+Every method may run again after a lost reply: it recognizes its first run by the worker's id or the token of the claim.
 
-Claims and results, as statements within one transaction; sweeps/store.py makes the transactions.
-
-Statements are built once and bound to values at each call, since every trial runs them.
+The module functions are statements within one transaction; the methods of Store make the transactions. Statements are built once, since
+every trial runs them.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from paredown.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, WORKERS
 from paredown.sweeps.sweep import DrawnTrial, TrialSettings, TrialSpec
 from paredown.tasks.trial import Status, Trial
 
-MAX_ATTEMPTS = 5  # a trial that took its process or its worker down so often is finished as killed
+MAX_ATTEMPTS = 5  # a trial whose process or worker died so often is finished as killed
 INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 FREE = {"state": WAITING, "worker": None, "claim": None}
 RESULT = ("state", "worker", "claim", "status", "error", "seconds", "result")
 
 
 class Claim(NamedTuple):
-    """A trial that is ours to run."""
+    """A trial that a worker has claimed and may run."""
 
     key: str
     sweep: str
@@ -48,7 +47,7 @@ class Claim(NamedTuple):
 
 
 class EndedTrial(NamedTuple):
-    """A claim and its result; None: the process died, and `reason` says how."""
+    """A claim and its result; `trial` is None where the process died, and `reason` describes how."""
 
     claim: Claim
     trial: Trial | None
@@ -56,22 +55,22 @@ class EndedTrial(NamedTuple):
 
 
 class WriteOutcome(str, Enum):
-    """What became of a result that was handed in."""
+    """The effect of `finish`."""
 
     COUNTED = "counted"  # it is the trial's result
-    LATE = "late"  # another worker's was there before
-    AGAIN = "again"  # there is none: the process died, and the trial waits again
+    LATE = "late"  # the trial already had the result of another worker
+    AGAIN = "again"  # no result: the process died, and the trial can be claimed again
 
 
 class WrittenResult(NamedTuple):
-    """A fate, and the result that is now in the store if it is ours."""
+    """The outcome of writing a result, and the trial that was written, if it counted."""
 
     fate: WriteOutcome
     trial: Trial | None
 
 
 class ClaimRequest(NamedTuple):
-    """Who claims, the token of this claim, how many trials at most, of which sweep (None: any) and of which tasks not."""
+    """The worker, the token of this claim, the most trials to claim, the sweep (None: any), and the tasks to leave out."""
 
     worker: str
     token: str
@@ -83,38 +82,44 @@ class ClaimRequest(NamedTuple):
 OPEN = and_(TRIALS.c.key == bindparam("of_key"), TRIALS.c.state != FINISHED)
 OURS = and_(TRIALS.c.key == bindparam("of_key"), TRIALS.c.claim == bindparam("of_claim"), TRIALS.c.state == RUNNING)
 WRITE_RESULT = update(TRIALS).where(OPEN).values({name: bindparam(name) for name in RESULT})
-WAIT_AGAIN = update(TRIALS).where(OURS).values(FREE)
-GIVE_BACK = update(TRIALS).where(OURS).values({**FREE, "attempts": TRIALS.c.attempts - 1})
+RELEASE = update(TRIALS).where(OURS).values(FREE)
+RELEASE_UNCOUNTED = update(TRIALS).where(OURS).values({**FREE, "attempts": TRIALS.c.attempts - 1})
 
 
 def beat(connection: Connection, worker: str) -> None:
-    """Count a heartbeat. A worker that was taken for dead is known again; what it held has gone to others."""
+    """Count a heartbeat. A worker that was taken for dead is registered again; its trials were released."""
     connection.execute(_beat_statement(connection.dialect.name), {"id": worker})
 
 
-def claim(connection: Connection, bid: ClaimRequest) -> list[Claim]:
-    """Trials that waited and are now the bidder's, in turn."""
-    if not bid.num:
+def claim(connection: Connection, request: ClaimRequest) -> list[Claim]:
+    """Claim up to `request.num` open trials, in the order of their sweep."""
+    if not request.num:
         return []
-    values = {"by": bid.worker, "token": bid.token, "num": bid.num, "of_sweep": bid.sweep, "without": list(bid.without)}
-    statement = _claim_statement(bid.sweep is not None, bool(bid.without))
+    values = {
+        "by": request.worker,
+        "token": request.token,
+        "num": request.num,
+        "of_sweep": request.sweep,
+        "without": list(request.without),
+    }
+    statement = _claim_statement(request.sweep is not None, bool(request.without))
     rows = connection.execute(statement, {name: value for name, value in values.items() if value is not None and value != []}).all()
     for row in rows:
         check_columns(row)
     return [_to_claim(row) for row in sorted(rows, key=lambda row: (row.sweep, row.place))]
 
 
-def held_claims(connection: Connection, bid: ClaimRequest) -> list[Claim]:
-    """What this very bid claimed before: it was committed, and the answer was lost."""
-    query = select(TRIALS).where(TRIALS.c.worker == bid.worker, TRIALS.c.claim == bid.token)
+def held_claims(connection: Connection, request: ClaimRequest) -> list[Claim]:
+    """The trials that this request has claimed already: its transaction was committed, and the reply was lost."""
+    query = select(TRIALS).where(TRIALS.c.worker == request.worker, TRIALS.c.claim == request.token)
     return [_to_claim(row) for row in connection.execute(query)]
 
 
 def finish(connection: Connection, ended: EndedTrial) -> WrittenResult:
-    """Write a result, unless there is one; let a trial whose process died wait again, up to MAX_ATTEMPTS."""
+    """Write a result, unless the trial has one. A trial whose process died is released, up to MAX_ATTEMPTS times."""
     claim, trial = ended.claim, ended.trial
     if trial is None and claim.attempt < MAX_ATTEMPTS:
-        give_back(connection, [claim], WAIT_AGAIN)
+        give_back(connection, [claim], RELEASE)
         return WrittenResult(WriteOutcome.AGAIN, None)
     trial = trial or killed(claim.spec, claim.attempt, ended.reason)
     if connection.execute(WRITE_RESULT, {**result_values(trial, claim.token), "of_key": claim.key}).rowcount:
@@ -123,25 +128,25 @@ def finish(connection: Connection, ended: EndedTrial) -> WrittenResult:
     return WrittenResult(WriteOutcome.COUNTED, trial) if by == claim.token else WrittenResult(WriteOutcome.LATE, None)
 
 
-def give_back(connection: Connection, claims: Sequence[Claim], statement: Update = GIVE_BACK) -> None:
-    """Let trials wait again that are still ours."""
-    for one in claims:
-        connection.execute(statement, {"of_key": one.key, "of_claim": one.token})
+def give_back(connection: Connection, claims: Sequence[Claim], statement: Update = RELEASE_UNCOUNTED) -> None:
+    """Release trials whose claims are still valid."""
+    for held in claims:
+        connection.execute(statement, {"of_key": held.key, "of_claim": held.token})
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Forget a worker if it is as it was seen, and let what it holds wait again, or end as killed after MAX_ATTEMPTS."""
+    """Delete a worker if `condition` holds, and release its trials, or finish them as killed after MAX_ATTEMPTS; the number released."""
     if not connection.execute(delete(WORKERS).where(condition)).rowcount:
         return 0
-    its = TRIALS.c.worker == worker
-    for row in connection.execute(select(TRIALS).where(its, TRIALS.c.attempts >= MAX_ATTEMPTS)).all():
+    is_its_trial = TRIALS.c.worker == worker
+    for row in connection.execute(select(TRIALS).where(is_its_trial, TRIALS.c.attempts >= MAX_ATTEMPTS)).all():
         trial = killed(to_spec(row), row.attempts, "its worker died")
         connection.execute(WRITE_RESULT, {**result_values(trial, row.claim), "of_key": row.key})
-    return connection.execute(update(TRIALS).where(its).values(FREE)).rowcount
+    return connection.execute(update(TRIALS).where(is_its_trial).values(FREE)).rowcount
 
 
 def to_spec(row: Row[Any]) -> TrialSpec:
-    """What a row of TRIALS says is to be run."""
+    """The trial to run, from a row of TRIALS."""
     with readable("a trial"):
         check_columns(row)
         return TrialSpec(row.task, Plan.from_json(json.loads(row.plan)), row.seed, TrialSettings(**json.loads(row.settings)))
@@ -149,14 +154,14 @@ def to_spec(row: Row[Any]) -> TrialSpec:
 
 def result_values(trial: Trial, token: str) -> dict[str, Any]:
     """The columns of a finished trial."""
-    figures = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
-    return {"state": FINISHED, "worker": None, "claim": token, **figures, "result": json.dumps(trial.to_json())}
+    numbers = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
+    return {"state": FINISHED, "worker": None, "claim": token, **numbers, "result": json.dumps(trial.to_json())}
 
 
 def killed(spec: TrialSpec, attempts: int, reason: str) -> Trial:
-    """The result of a trial that never came to an end."""
-    said = f"{reason}; so it went {attempts} times, and it is not tried again"
-    return Trial(spec.task, spec.plan, spec.seed, Status.KILLED, reason=said)
+    """The result of a trial whose process or worker died in every attempt."""
+    text = f"{reason}; this happened in {attempts} attempts, and the trial is not run again"
+    return Trial(spec.task, spec.plan, spec.seed, Status.KILLED, reason=text)
 
 
 @cache
@@ -167,36 +172,36 @@ def _beat_statement(dialect: str) -> Any:
 
 @cache
 def _claim_statement(of_sweep: bool, has_without: bool) -> Any:
-    """One statement: on PostgreSQL it passes over rows that others are claiming, on SQLite there is one writer at a time."""
-    waiting = [TRIALS.c.state == WAITING]
-    waiting += [TRIALS.c.sweep == bindparam("of_sweep")] if of_sweep else []
-    waiting += [TRIALS.c.task.not_in(bindparam("without", expanding=True))] if has_without else []
-    query = select(TRIALS.c.key).where(and_(*waiting)).order_by(TRIALS.c.sweep, TRIALS.c.place).limit(bindparam("num"))
-    # A table of its own: PostgreSQL may run a plain subquery once a row, and would then claim more than `num`.
-    turn = query.with_for_update(skip_locked=True).cte("turn")
-    ours = {"state": RUNNING, "worker": bindparam("by"), "claim": bindparam("token"), "attempts": TRIALS.c.attempts + 1}
-    return update(TRIALS).where(TRIALS.c.key.in_(select(turn.c.key)), TRIALS.c.state == WAITING).values(ours).returning(TRIALS)
+    """The UPDATE of a claim. On PostgreSQL it skips rows that other workers are claiming; SQLite has one writer at a time."""
+    is_open = [TRIALS.c.state == WAITING]
+    is_open += [TRIALS.c.sweep == bindparam("of_sweep")] if of_sweep else []
+    is_open += [TRIALS.c.task.not_in(bindparam("without", expanding=True))] if has_without else []
+    query = select(TRIALS.c.key).where(and_(*is_open)).order_by(TRIALS.c.sweep, TRIALS.c.place).limit(bindparam("num"))
+    # A CTE: PostgreSQL may run a plain subquery once per row, and would then claim more than `num`.
+    chosen = query.with_for_update(skip_locked=True).cte("turn")
+    claimed = {"state": RUNNING, "worker": bindparam("by"), "claim": bindparam("token"), "attempts": TRIALS.c.attempts + 1}
+    return update(TRIALS).where(TRIALS.c.key.in_(select(chosen.c.key)), TRIALS.c.state == WAITING).values(claimed).returning(TRIALS)
 
 
 def _to_claim(row: Row[Any]) -> Claim:
     return Claim(row.key, row.sweep, to_spec(row), row.claim, row.attempts)
 
 
-# --- Trials in a database that many workers share ---
+# --- The store ---
 
 T = TypeVar("T")
-BATCH = 200  # rows of one statement: SQLite takes 32766 values
+BATCH = 200  # rows of one statement: SQLite allows 32766 values
 
 
 class AddResult(NamedTuple):
-    """What `Store.add` found: trials that are new, and those that were there."""
+    """The number of trials that `Store.add` added, and of those that the store had already."""
 
     num_new: int
     num_there: int
 
 
 class Store:
-    """A store of trials at a path or a PostgreSQL URL; made if it is not there, unless it is only to be read."""
+    """A store of trials at a path or a PostgreSQL URL; created if it is missing, unless `may_create` is False."""
 
     def __init__(
         self,
@@ -223,79 +228,81 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self.database.close()
 
     def add(self, sweep: str, drawn: Iterable[DrawnTrial]) -> AddResult:
-        """Put the trials of a sweep in, where they are not there yet; those that wait take the new turn and settings.
+        """Add the trials of a sweep that the store does not have; those that are still open get the new order and settings.
 
-        A sweep whose share was raised goes on with what ran: a trial that both draws took was as likely as in the larger one.
+        A sweep with a raised share continues with its finished trials: a trial of both draws has the larger of its two propensities.
         """
-        rows = [_row(sweep, place, one) for place, one in enumerate(drawn)]
+        rows = [_row(sweep, place, trial) for place, trial in enumerate(drawn)]
         keys = [row["key"] for row in rows]
 
         def work(connection: Connection) -> AddResult:
-            there = sum(len(connection.scalars(select(TRIALS.c.key).where(TRIALS.c.key.in_(part))).all()) for part in _parts(keys))
+            num_present = sum(
+                len(connection.scalars(select(TRIALS.c.key).where(TRIALS.c.key.in_(part))).all()) for part in _parts(keys)
+            )
             for part in _parts(rows):
                 statement = INSERTS[connection.dialect.name](TRIALS).values(part)
-                newer, waits = statement.excluded, TRIALS.c.state == WAITING
-                kept = {name: case((waits, newer[name]), else_=TRIALS.c[name]) for name in ("place", "settings")}
-                likelier = case((newer.propensity > TRIALS.c.propensity, newer.propensity), else_=TRIALS.c.propensity)
-                statement = statement.on_conflict_do_update(index_elements=["key"], set_={**kept, "propensity": likelier})
+                new, is_open = statement.excluded, TRIALS.c.state == WAITING
+                updated = {name: case((is_open, new[name]), else_=TRIALS.c[name]) for name in ("place", "settings")}
+                larger = case((new.propensity > TRIALS.c.propensity, new.propensity), else_=TRIALS.c.propensity)
+                statement = statement.on_conflict_do_update(index_elements=["key"], set_={**updated, "propensity": larger})
                 connection.execute(statement)
-            return AddResult(len(rows) - there, there)
+            return AddResult(len(rows) - num_present, num_present)
 
         return self.database.write(work)
 
     def claim(self, worker: str, num: int, *, sweep: str | None = None, without: Sequence[str] = ()) -> list[Claim]:
-        """Up to `num` trials that waited and are now this worker's, in turn; none of the tasks `without`."""
+        """Claim up to `num` open trials for a worker, in the order of their sweep; none of the tasks `without`."""
         return self.exchange(worker, (), num, sweep=sweep, without=without)[1]
 
     def finish(self, worker: str, ended: EndedTrial) -> WrittenResult:
-        """Write a result down."""
+        """Write the result of a claim."""
         return self.exchange(worker, (ended,), 0)[0][0]
 
     def exchange(
         self, worker: str, ended: Sequence[EndedTrial], num: int, *, sweep: str | None = None, without: Sequence[str] = ()
     ) -> tuple[list[WrittenResult], list[Claim]]:
-        """`finish` and `claim` in one transaction: what became of our results, and what is ours to run next."""
-        bid, tries = ClaimRequest(worker, uuid4().hex, num, sweep, tuple(without)), count()
+        """`finish` and `claim` in one transaction: the outcome of each result, and the next trials to run."""
+        request, attempts = ClaimRequest(worker, uuid4().hex, num, sweep, tuple(without)), count()
 
         def work(connection: Connection) -> tuple[list[WrittenResult], list[Claim]]:
             beat(connection, worker)
-            written = [finish(connection, one) for one in ended]
-            ours = held_claims(connection, bid) if next(tries) else []
-            return written, ours or claim(connection, bid)
+            written = [finish(connection, result) for result in ended]
+            held = held_claims(connection, request) if next(attempts) else []
+            return written, held or claim(connection, request)
 
         return self.database.write(work)
 
-    def give_back(self, ours: Sequence[Claim]) -> None:
-        """Let others run these; the attempt does not count."""
-        if ours:
-            self.database.write(lambda connection: give_back(connection, ours))
+    def give_back(self, claims: Sequence[Claim]) -> None:
+        """Release claimed trials, so that other workers can run them; the attempt does not count."""
+        if claims:
+            self.database.write(lambda connection: give_back(connection, claims))
 
     def beat(self, worker: str) -> None:
         """Count one heartbeat."""
         self.database.write(lambda connection: beat(connection, worker))
 
     def beats(self) -> dict[str, int]:
-        """The heartbeats of each worker that is known."""
+        """The number of heartbeats of each registered worker."""
         return self.database.read(lambda c: {row.id: row.beats for row in c.execute(select(WORKERS))})
 
     def leave(self, worker: str) -> int:
-        """Forget a worker that ends; what it still holds waits again: how many trials."""
+        """Delete a worker that ends, and release its trials; their number."""
         return self.database.write(lambda connection: bury(connection, worker, WORKERS.c.id == worker))
 
     def free(self, worker: str, beats: int) -> int:
-        """Take a worker for dead, unless it has a heartbeat since `beats`; how many trials wait again."""
+        """Delete a dead worker, unless it has counted a heartbeat since `beats`, and release its trials; their number."""
         same = and_(WORKERS.c.id == worker, WORKERS.c.beats == beats)
         return self.database.write(lambda connection: bury(connection, worker, same))
 
     def reopen(self, sweep: str, statuses: Sequence[Status]) -> int:
-        """Let trials of a sweep that ended so wait again, their results dropped; how many."""
-        which = and_(TRIALS.c.sweep == sweep, TRIALS.c.status.in_([status.value for status in statuses]))
-        fresh = {**FREE, "attempts": 0, "status": None, "error": None, "seconds": None, "result": None}
-        return self.database.write(lambda c: c.execute(update(TRIALS).where(which).values(**fresh)).rowcount)
+        """Reopen the trials of a sweep with these statuses, and delete their results; their number."""
+        condition = and_(TRIALS.c.sweep == sweep, TRIALS.c.status.in_([status.value for status in statuses]))
+        values = {**FREE, "attempts": 0, "status": None, "error": None, "seconds": None, "result": None}
+        return self.database.write(lambda c: c.execute(update(TRIALS).where(condition).values(**values)).rowcount)
 
 
 def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:

@@ -1,39 +1,39 @@
-"""A sweep: tasks x plans x seeds, all of them or a sample that is drawn with known odds.
+"""A sweep: tasks x plans x seeds, all of them or a random sample with known probabilities.
 
     full         every task with every plan
-    uniform      each (task, plan) with probability `share`
-    cheap_first  with probability share * rank / (N - 1), where rank N - 1 is the plan of the fewest bytes and rank 0 the one of
-                 the most, over all N pairs; they run in that order, cheapest first
+    uniform      each (task, plan) pair with probability `share`
+    cheap_first  each pair with probability share * rank / (N - 1), where rank N - 1 is the pair of the fewest predicted bytes and rank 0
+                 that of the most, over all N pairs; trials run in this order, fewest bytes first
 
-The last two are the regimes that PEPPP learns from. The probability is kept with each trial: completion weighs an observed
-entry by its reciprocal. A pair that is drawn runs with every seed. `pairs` are further tasks with plans of their own, such as those that
-`assign` makes for each task; all of them run.
+The last two are the sampling regimes of PEPPP. The probability is stored with each trial (`propensity`): matrix completion weights an
+observed entry by its reciprocal. A pair that is drawn runs with every seed. `pairs` are further pairs, such as plans that `assign` makes
+for each task; all of them run.
 
 >>> sweep = Sweep("widths", ("digits",), (Plan(), Plan.preset("activations4")), seeds=(0, 1))
 >>> [(drawn.spec.seed, len(drawn.spec.plan.rules), drawn.propensity) for drawn in sweep.draw()]
 [(0, 0, 1.0), (1, 0, 1.0), (0, 1, 1.0), (1, 1, 1.0)]
 
-A sweep from a TOML file.
+`load_sweep` reads a sweep from a TOML file:
 
 name = "widths"
-tasks = ["digits", "my_tasks.py:small"]      # files lie beside this one
+tasks = ["digits", "my_tasks.py:small"]      # files in the folder of this one
 seeds = [0, 1, 2]
 method = "uniform"                           # full (the default), uniform, cheap_first
 share = 0.2
 mode = "store"                               # or simulate
 timeout_seconds = 3600
-store = "trials.db"                          # unless --store or PAREDOWN_STORE says otherwise
+store = "trials.db"                          # --store and PAREDOWN_STORE replace it
 
-[[plans]]                                    # the step as it is written
+[[plans]]                                    # the baseline
 [[plans]]
 preset = "lpmm"
 [[plans]]
 file = "plan.json"
-[[plans]]                                    # lists are crossed: 2 x 1 plans
+[[plans]]                                    # all combinations of lists: 2 x 1 plans
 activation = ["int4/64@bf16", "int8/64@bf16"]
 weight = "int8/64@e8m0"
 rounding = "stochastic"
-[[plans]]                                    # made for each task: its own formats, slot by slot
+[[plans]]                                    # made for each task: formats slot by slot
 assign = ["40%", "60%"]
 method = ["role", "size"]
 [[plans]]                                    # PEPPP's configurations, for model=sumlast18 and mode = "peppp"
@@ -76,7 +76,7 @@ class SamplingMethod(str, Enum):
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """How trials of a sweep run, beside task, plan and seed. None: the worker's own device; no end but the task's."""
+    """Mode, device (None: the worker's default) and time limit (None: no limit) of the trials of a sweep."""
 
     mode: str = "store"
     device: str | None = None
@@ -86,12 +86,12 @@ class TrialSettings:
         if self.mode not in MODES:
             raise SweepError(f"mode {self.mode!r} is unknown. Allowed: {', '.join(MODES)}.")
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise SweepError(f"timeout_seconds is more than 0, not {self.timeout_seconds!r}; leave it out for no limit.")
+            raise SweepError(f"timeout_seconds is {self.timeout_seconds!r}; it must be above 0. Leave it out for no limit.")
 
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """A trial before it runs."""
+    """A trial before it runs: task, plan, seed and settings."""
 
     task: str
     plan: Plan
@@ -99,16 +99,16 @@ class TrialSpec:
     settings: TrialSettings = TrialSettings()
 
     def key(self, sweep: str) -> str:
-        """What tells this trial from the others of a store: the same for the same words, on any machine."""
+        """The key of this trial in a store: a hash of sweep, task, plan, seed, mode and device, the same on any machine."""
         plan_rules, recompute = self.plan.key
         rules = [[key, assignment.to_json()] for key, assignment in plan_rules]
         plan = [rules, list(recompute)] if recompute else rules
-        told = [sweep, self.task, plan, self.seed, self.settings.mode, self.settings.device]
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+        parts = [sweep, self.task, plan, self.seed, self.settings.mode, self.settings.device]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class DrawnTrial(NamedTuple):
-    """A trial of a sweep, and how likely it was to be drawn."""
+    """A trial of a sweep, and the probability that it was drawn."""
 
     spec: TrialSpec
     propensity: float
@@ -116,7 +116,7 @@ class DrawnTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """Tasks x plans x seeds under one name; `method`, `share` and `draw_seed` say which pairs of task and plan are taken."""
+    """Tasks x plans x seeds under one name; `method`, `share` and `draw_seed` decide which pairs of task and plan are drawn."""
 
     name: str
     tasks: tuple[str, ...]
@@ -134,13 +134,13 @@ class Sweep:
             values = tuple(getattr(self, word))
             object.__setattr__(self, word, values)
             if not values:
-                raise SweepError(f"sweep {self.name!r} has no {word}; it needs one at least.")
-            told = [value.key if isinstance(value, Plan) else value for value in values]
-            if len(set(told)) != len(told):
-                twice = next(value for value, said in zip(values, told, strict=True) if told.count(said) > 1)
-                raise SweepError(f"sweep {self.name!r} has one of its {word} twice: {twice!r}. Leave one out.")
+                raise SweepError(f"sweep {self.name!r} has no {word}; it needs at least one.")
+            keys = [value.key if isinstance(value, Plan) else value for value in values]
+            if len(set(keys)) != len(keys):
+                duplicate = next(value for value, key in zip(values, keys, strict=True) if keys.count(key) > 1)
+                raise SweepError(f"sweep {self.name!r} has one of its {word} twice: {duplicate!r}. Leave one out.")
         if not self.name.strip():
-            raise SweepError("a sweep has a name: it is how a store finds it again.")
+            raise SweepError("a sweep needs a name, which identifies it in a store.")
         if not 0 < self.share <= 1:
             raise SweepError(f"share is above 0 and at most 1, not {self.share!r}.")
         if not 0 <= self.draw_seed < 2**32:
@@ -150,36 +150,38 @@ class Sweep:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of task and plan, drawn or not."""
+        """The number of pairs of task and plan, drawn or not."""
         return len(self.tasks) * len(self.plans) + len(self.pairs)
 
     def draw(self, cost: Cost | None = None) -> list[DrawnTrial]:
-        """The trials to run, in the order to run them. `cost` gives bytes, and `cheap_first` needs it."""
-        odds, order = self._odds(cost)
-        taken = draw_pairs(odds, self.method, self.draw_seed)
+        """The trials to run, in their order. `cost(task, plan)` is the predicted bytes, which `cheap_first` needs."""
+        propensities, order = self._propensities(cost)
+        taken = draw_pairs(propensities, self.method, self.draw_seed)
         if not taken.any() and not self.pairs:
             raise SweepError(
-                f"the draw took none of {self.num_pairs} pairs (share {self.share:g}, draw_seed {self.draw_seed}). "
+                f"none of {self.num_pairs} pairs was drawn (share {self.share:g}, draw_seed {self.draw_seed}). "
                 "Raise share, or change draw_seed."
             )
-        pairs = [(self.tasks[i // len(self.plans)], self.plans[i % len(self.plans)], float(odds[i])) for i in order if taken[i]]
-        if self.pairs:  # task by task: who trains a task has its data at hand
+        pairs = [
+            (self.tasks[i // len(self.plans)], self.plans[i % len(self.plans)], float(propensities[i])) for i in order if taken[i]
+        ]
+        if self.pairs:  # task by task, since workers cache the data of a task
             pairs = sorted([*pairs, *((task, plan, 1.0) for task, plan in self.pairs)], key=lambda pair: self.tasks.index(pair[0]))
         return [DrawnTrial(TrialSpec(task, plan, seed, self.settings), p) for task, plan, p in pairs for seed in self.seeds]
 
-    def _odds(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:
-        """The probability of each pair, task by task, and the order in which they run."""
+    def _propensities(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:
+        """The probability of each pair, task by task, and the order in which pairs run."""
         num = len(self.tasks) * len(self.plans)
         if self.method is not SamplingMethod.CHEAP_FIRST:
             return np.full(num, self.share), range(num)
         if cost is None:
-            raise SweepError("cheap_first ranks plans by the bytes they need: give draw(cost=...), bytes of (task, plan).")
+            raise SweepError("cheap_first ranks plans by their bytes: pass draw(cost=...), a function (task, plan) -> bytes.")
         nbytes = np.array([cost(task, plan) for task in self.tasks for plan in self.plans], dtype=np.float64)
-        return cheap_odds(nbytes, self.share), [int(i) for i in np.argsort(nbytes, kind="stable")]
+        return cheap_first_propensities(nbytes, self.share), [int(i) for i in np.argsort(nbytes, kind="stable")]
 
 
-def cheap_odds(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
-    """share * rank(1 / nbytes) / (N - 1): the cheapest of N pairs gets `share`, the dearest 0. Of equals, the first is cheaper."""
+def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
+    """share * rank / (N - 1): `share` for the pair of the fewest bytes, 0 for that of the most. Of equal ones, the first ranks higher."""
     if len(nbytes) == 1:
         return np.full(1, share)
     rank = np.empty(len(nbytes))
@@ -187,11 +189,11 @@ def cheap_odds(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, An
     return share * rank / (len(nbytes) - 1)
 
 
-def draw_pairs(odds: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
-    """Which pairs are taken, each by itself with its own probability; the stream is numpy's legacy one, as in PEPPP's release."""
+def draw_pairs(propensities: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
+    """A mask of the pairs that are drawn, each independently with its probability, by numpy's RandomState as in PEPPP's release."""
     if method is SamplingMethod.FULL:
-        return np.ones(len(odds), dtype=bool)
-    return np.random.RandomState(seed).uniform(size=len(odds)) < odds
+        return np.ones(len(propensities), dtype=bool)
+    return np.random.RandomState(seed).uniform(size=len(propensities)) < propensities
 
 
 def _method(method: SamplingMethod | str) -> SamplingMethod:
@@ -203,7 +205,7 @@ def _method(method: SamplingMethod | str) -> SamplingMethod:
 
 # --- A sweep from a TOML file ---
 
-LARGEST = 1 << 24  # bytes of a file
+MAX_FILE_BYTES = 1 << 24
 DOTTED = re.compile(r"""(?:(?:[\w-]{1,99}|"[^"\n]{0,99}"|'[^'\n]{0,99}')[ \t]*\.[ \t]*){100}""")
 SETTINGS = tuple(row.name for row in fields(TrialSettings))
 PLAIN = tuple(row.name for row in fields(Sweep) if row.name not in ("plans", "settings", "pairs"))
@@ -224,7 +226,7 @@ MEMBERS: dict[str, type] = {"tasks": str, "seeds": int, "plans": dict}
 
 
 class SweepFile(NamedTuple):
-    """What a file says: the sweep, the store if it names one, and the folder of its tasks."""
+    """The contents of a sweep file: the sweep, its store (None: not named), and the folder of its tasks."""
 
     sweep: Sweep
     store: str | None
@@ -232,25 +234,25 @@ class SweepFile(NamedTuple):
 
 
 def load_sweep(path: str | Path) -> SweepFile:
-    """The sweep of a TOML file; SweepError says what is wrong, and in which line or table."""
+    """The sweep of a TOML file; SweepError names the line or table with an error."""
     path = Path(path)
     try:
         return _read(_parsed(path), path)
     except FileNotFoundError:
-        raise SweepError(f"there is no sweep {path}.") from None
+        raise SweepError(f"there is no sweep file {path}.") from None
     except ParedownError as error:
         raise SweepError(f"{path}: {error}") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, a number of thousands of digits
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not TOML, or a number of thousands of digits
         raise SweepError(f"{path} cannot be read: {str(error)[:300]}.") from None
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """The TOML of a file; a few bytes could keep the parser busy for hours: keys of many parts take it the square of their number."""
-    if path.stat().st_size > LARGEST:
-        raise SweepError(f"it has {path.stat().st_size} bytes; a sweep has at most {LARGEST}.")
+    """The TOML of a file. Dotted keys of many parts are refused: tomllib takes quadratic time for them, hours for a small file."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise SweepError(f"it has {path.stat().st_size} bytes; a sweep file has at most {MAX_FILE_BYTES}.")
     text = path.read_text(encoding="utf-8")
     if DOTTED.search(text):
-        raise SweepError("it has a key of more than a hundred parts; a sweep's keys have one.")
+        raise SweepError("it has a dotted key of more than a hundred parts; keys of a sweep have one part.")
     return tomllib.loads(text)
 
 
@@ -261,24 +263,27 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
     if missing:
         raise SweepError(f"{missing[0]} is missing; a sweep needs tasks and plans.")
     folder = path.resolve().parent
-    made = [one for i, table in enumerate(value["plans"], 1) for one in _plans(table, folder, i)]
-    plans, recipes = tuple(p for p in made if isinstance(p, Plan)), [r for r in made if isinstance(r, PlanTemplate)]
+    entries = [entry for i, table in enumerate(value["plans"], 1) for entry in _plans(table, folder, i)]
+    plans, templates = tuple(p for p in entries if isinstance(p, Plan)), [t for t in entries if isinstance(t, PlanTemplate)]
     plain: dict[str, Any] = {"name": path.stem} | {word: value[word] for word in PLAIN if word in value}
     settings = TrialSettings(**{word: value[word] for word in SETTINGS if word in value})
     sweep = Sweep(**plain, plans=plans, settings=settings)
-    if recipes:
-        pairs = tuple((task, plan) for task in sweep.tasks for plan in _made(task, recipes, folder, settings.device))
+    if templates:
+        pairs = tuple(
+            (task, plan) for task in sweep.tasks for plan in _plans_of_templates(task, templates, folder, settings.device)
+        )
         known = {plan.key for plan in plans}
         sweep = replace(sweep, pairs=tuple((t, p) for t, p in pairs if p.key not in known))
     return SweepFile(sweep, _beside(value.get("store"), folder), folder)
 
 
-def _made(task: str, recipes: list[PlanTemplate], folder: Path, device: str | None) -> list[Plan]:
-    """What recipes come to on a task, traced for the device where its trials run."""
-    from paredown.tasks.evaluate import trace_of  # torch takes seconds, and sweeps without recipes need none here
+def _plans_of_templates(task: str, templates: list[PlanTemplate], folder: Path, device: str | None) -> list[Plan]:
+    """The plans of templates for a task, traced for the device where its trials run; as in `pick`, for plans that format state."""
+    from paredown.tasks.lookup import cached_task  # importing torch takes seconds, and sweeps without templates need none here
+    from paredown.tasks.task_trace import trace_task
 
     try:
-        return make_plans(recipes, trace_of(task, folder, device))
+        return make_plans(templates, trace_task(cached_task(task, folder), Plan.preset("lpmm"), device))
     except ParedownError as error:
         raise SweepError(f"task {task!r}: {error}") from None
 
@@ -288,19 +293,19 @@ def _check(word: str, value: Any) -> None:
         hint = f" Did you mean {close[0]!r}?" if (close := get_close_matches(word, KINDS, 1)) else ""
         raise SweepError(f"{word!r} is unknown.{hint} Allowed: {', '.join(KINDS)}.")
     if not isinstance(value, KINDS[word]) or isinstance(value, bool):
-        raise SweepError(f"{word} is of type {KINDS[word][-1].__name__}, not {type(value).__name__}.")
+        raise SweepError(f"{word} must be of type {KINDS[word][-1].__name__}, not {type(value).__name__}.")
     if word in MEMBERS and not all(isinstance(part, MEMBERS[word]) and not isinstance(part, bool) for part in value):
-        raise SweepError(f"{word} is a list of {MEMBERS[word].__name__} alone, not {value!r}.")
+        raise SweepError(f"{word} must be a list of {MEMBERS[word].__name__}, not {value!r}.")
 
 
 def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Plan | PlanTemplate]:
-    """The plans of one [[plans]] table: a preset, a file, recipes, or every combination of the formats of its roles."""
+    """The plans of one [[plans]] table: a preset, a file, templates, or every combination of the formats of its roles."""
     try:
         for word, (make, others) in SOURCES.items():
             if word in table:
                 if unknown := sorted(set(table) - {word, *others}):
-                    beside = f"goes with {', '.join(others)} alone" if others else "stands alone"
-                    raise SweepError(f"{word} {beside}; leave out {', '.join(unknown)}.")
+                    allowed = f"allows only {', '.join(others)} beside it" if others else "allows no other key"
+                    raise SweepError(f"{word} {allowed}; leave out {', '.join(unknown)}.")
                 return make(table, folder)
         return [Plan.uniform(**choice) for choice in _crossed(table)]
     except (ParedownError, OSError, TypeError, ValueError) as error:
@@ -308,32 +313,34 @@ def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Plan | 
 
 
 def _crossed(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every combination of what stands in lists."""
+    """Every combination of the values of lists."""
     choices = [value if isinstance(value, list) else [value] for value in table.values()]
     return [dict(zip(table, choice, strict=True)) for choice in product(*choices)]
 
 
-def _recipes(table: dict[str, Any], folder: Path) -> list[PlanTemplate]:
-    return [PlanTemplate(str(one["assign"]), one.get("method", "role")) for one in _crossed(table)]
+def _templates(table: dict[str, Any], folder: Path) -> list[PlanTemplate]:
+    return [PlanTemplate(str(choice["assign"]), choice.get("method", "role")) for choice in _crossed(table)]
 
 
 def _peppp(table: dict[str, Any], folder: Path) -> list[Plan]:
     words = ("peppp_low", "peppp_high")
     if missing := [word for word in words if word not in table]:
-        raise SweepError(f"{missing[0]} is missing; a configuration of PEPPP has a low format and a high one.")
-    chosen = [[one[word] for word in words] for one in _crossed({word: table[word] for word in words})]
-    return [peppp_plan(*(parse_peppp(text) for text in pair)) for pair in chosen]
+        raise SweepError(f"{missing[0]} is missing; a configuration of PEPPP has a low and a high format.")
+    choices = _crossed({word: table[word] for word in words})
+    return [peppp_plan(*(parse_peppp(choice[word]) for word in words)) for choice in choices]
 
 
 Make = Callable[[dict[str, Any], Path], Sequence[Plan | PlanTemplate]]
-SOURCES: dict[str, tuple[Make, tuple[str, ...]]] = {  # word: what it makes, and the words that go with it
+SOURCES: dict[
+    str, tuple[Make, tuple[str, ...]]
+] = {  # key of a [[plans]] table: the function that makes its plans, and the keys that it allows beside it
     "preset": (lambda table, folder: [Plan.preset(table["preset"])], ()),
     "file": (lambda table, folder: [Plan.load(folder / table["file"])], ()),
-    "assign": (_recipes, ("method",)),
+    "assign": (_templates, ("method",)),
     "peppp_low": (_peppp, ("peppp_high",)),
 }
 
 
 def _beside(store: str | None, folder: Path) -> str | None:
-    """A path is meant from the file's folder; a URL is itself."""
+    """The address of a store: a path is relative to the folder of the file; a URL is unchanged."""
     return store if store is None or "://" in store else str(folder / store)

@@ -1,8 +1,7 @@
-"""What a task learns from and is judged by: examples with answers, or a text, read in random order from a seed.
+"""Training and test data of a task: examples with answers, or a text. The order of training batches depends on the seed alone.
 
-A pass over the training examples takes each of them once, in an order that seed and pass decide; examples that do not fill the last batch
-of a pass wait for the next one. Test examples are held apart and never shuffled. All draws are made on the CPU, so that every device sees
-the same batches.
+A pass over the training examples takes each of them once, in a random order; the examples that do not fill the last batch are left out of
+that pass. Test examples are never shuffled. All random numbers are drawn on the CPU, so that every device has the same batches.
 
 >>> data = Examples(torch.arange(10.0), torch.arange(10) % 2, torch.arange(2.0), torch.tensor([0, 1]))
 >>> batches = data.batches(5, seed=0, device=torch.device("cpu"))
@@ -28,74 +27,77 @@ from paredown.errors import TaskError
 
 Pair = tuple[Tensor, Tensor]  # inputs, answers
 NUM_BYTES = 256
-TEST_SHARE = 10  # one part in this many of a text is for tests, the last one
-AHEAD = 16  # batches that are made at once where memory does not matter
-LARGEST_TEST = 512  # pieces of a text
+TEST_PART = 10  # the last tenth of a text is its test split
+NUM_AHEAD = 16  # batches that `batches_ahead` makes at once
+MAX_TEST_PIECES = 512  # of a text
 
 
 class Data(ABC):
-    """Training examples in random order, and test examples apart from them."""
+    """Training examples in random order, and separate test examples."""
 
     @property
     @abstractmethod
     def num_train(self) -> int:
-        """Examples to learn from."""
+        """The number of training examples."""
 
     @property
     @abstractmethod
     def num_test(self) -> int:
-        """Examples to be judged by."""
+        """The number of test examples."""
 
     @property
     @abstractmethod
     def num_answers(self) -> int | None:
-        """Classes, or bytes of a text; None where answers are numbers of another kind."""
+        """The number of classes, or 256 for a text; None where answers are no classes."""
 
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Batches of training examples, without end; what is kept for all of them is there when this returns."""
+        """Training batches without end. Memory that all batches share is allocated before this returns, not at the first batch."""
 
     @abstractmethod
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
-        """All test examples, in batches of at most this many."""
+        """All test examples, in batches of at most `batch`."""
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """The same batches where memory does not matter, several of them made at once."""
+        """The same batches, made several at a time: faster, with more memory."""
         return self.batches(batch, seed=seed, device=device)
 
     @property
     def blind_loss(self) -> float | None:
-        """The cross entropy of a model that gives each answer the same odds."""
+        """The cross entropy of equal odds for every answer."""
         return None if self.num_answers is None else math.log(self.num_answers)
 
     def __repr__(self) -> str:
         answers = "" if self.num_answers is None else f", {self.num_answers} answers"
-        return f"{type(self).__name__}({self.num_train} to learn from, {self.num_test} to be judged by{answers})"
+        return f"{type(self).__name__}({self.num_train} training examples, {self.num_test} test examples{answers})"
 
 
 @dataclass(frozen=True)
 class PictureTransform:
-    """How pictures reach the model: grey ones repeated in `channels`; in training shifted by up to `shift` pixels, mirrored or not."""
+    """Preprocessing of pictures: grey ones repeated to `channels`; in training randomly shifted by up to `shift` pixels, and mirrored."""
 
-    channels: int | None = None  # None: as they are
+    channels: int | None = None  # None: unchanged
     shift: int = 0
     mirror: bool = False
 
 
-AS_THEY_ARE = PictureTransform()
+NO_TRANSFORM = PictureTransform()
 
 
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Examples(Data):
-    """Inputs (num, ...) and answers (num, ...). Bytes are pictures (num, channels, height, width), made numbers of mean 0, deviation 1."""
+    """Inputs (num, ...) and answers (num, ...) of both splits.
+
+    uint8 inputs are pictures (num, channels, height, width); the model gets them normalized to mean 0 and standard deviation 1.
+    """
 
     x_train: Tensor
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
     class_names: tuple[str, ...] = ()
-    look: PictureTransform = AS_THEY_ARE
+    look: PictureTransform = NO_TRANSFORM
 
     def __post_init__(self) -> None:
         for split, x, y in (("training", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
@@ -104,9 +106,9 @@ class Examples(Data):
             if not x.dim() or not y.dim():
                 raise TaskError(f"{split} examples and answers are (num, ...), not {tuple(x.shape)} and {tuple(y.shape)}.")
             if len(x) != len(y):
-                raise TaskError(f"there are {len(x)} {split} examples and {len(y)} answers; each example has one.")
+                raise TaskError(f"there are {len(x)} {split} examples and {len(y)} answers; each example needs one answer.")
             if not len(x):
-                raise TaskError(f"the {split} split is empty: a task learns from one split and is judged by the other.")
+                raise TaskError(f"the {split} split is empty: a task trains on one split and is evaluated on the other.")
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             shapes = f"{tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
             raise TaskError(f"a training example and a test example have different shapes: {shapes}.")
@@ -114,7 +116,7 @@ class Examples(Data):
             object.__setattr__(self, "y_train", self.y_train.long())  # as cross entropy takes classes
             object.__setattr__(self, "y_test", self.y_test.long())
             self._check_classes()
-        if self.look != AS_THEY_ARE and self.x_train.dim() != 4:
+        if self.look != NO_TRANSFORM and self.x_train.dim() != 4:
             raise TaskError(f"{self.look} is for pictures (num, channels, height, width); these are {tuple(self.x_train.shape)}.")
 
     def _check_classes(self) -> None:
@@ -122,79 +124,79 @@ class Examples(Data):
         if trained[0] < 0 or tested[0] < 0:
             raise TaskError(f"classes are numbers from 0 up, and one is {min(trained[0], tested[0])}.")
         if len(trained) < 2:
-            raise TaskError(f"all {self.num_train} training examples are of class {trained[0]}: there is nothing to tell apart.")
+            raise TaskError(f"all {self.num_train} training examples are of class {trained[0]}: there is nothing to classify.")
         unknown = sorted(set(tested) - set(trained))
         if unknown:
             raise TaskError(f"the test split has class {unknown[0]}, of which there is no training example.")
 
     @property
     def has_classes(self) -> bool:
-        """Whether an answer is a class: a whole number for each example."""
+        """Whether answers are classes: one int64 number for each example."""
         return self.y_train.dim() == 1 and self.y_train.dtype is torch.int64
 
     @property
     def num_train(self) -> int:
-        """Examples to learn from."""
+        """The number of training examples."""
         return len(self.x_train)
 
     @property
     def num_test(self) -> int:
-        """Examples to be judged by."""
+        """The number of test examples."""
         return len(self.x_test)
 
     @cached_property
     def num_answers(self) -> int | None:  # type: ignore[override]
-        """Classes."""
+        """The number of classes; None where answers are no classes."""
         return int(self.y_train.max()) + 1 if self.has_classes else None
 
     @cached_property
-    def normal(self) -> Pair | None:
-        """Mean and deviation of each channel of the training pictures, (channels, 1, 1); None unless they are bytes."""
+    def normalization(self) -> Pair | None:
+        """Mean and standard deviation of each channel of the training pictures, both (channels, 1, 1); None unless they are uint8."""
         if self.x_train.dtype is not torch.uint8 or self.x_train.dim() != 4:
             return None
         counts = torch.stack([torch.bincount(x.flatten(), minlength=NUM_BYTES) for x in self.x_train.transpose(0, 1)]).double()
-        odds, values = counts / counts.sum(1, keepdim=True), torch.arange(NUM_BYTES, dtype=torch.float64)
-        mean = odds @ values
-        deviation = (odds @ values.square() - mean.square()).clamp(min=1.0).sqrt()  # a picture of one colour stays finite
-        return mean.float()[:, None, None], deviation.float()[:, None, None]
+        shares, values = counts / counts.sum(1, keepdim=True), torch.arange(NUM_BYTES, dtype=torch.float64)
+        mean = shares @ values
+        std = (shares @ values.square() - mean.square()).clamp(min=1.0).sqrt()  # pictures of one colour stay finite
+        return mean.float()[:, None, None], std.float()[:, None, None]
 
-    def numbers(self, x: Tensor) -> Tensor:
-        """What the model sees of examples as they are kept."""
-        if self.normal is not None:
-            mean, deviation = (part.to(x.device, non_blocking=True) for part in self.normal)
-            x = (x.float() - mean) / deviation
+    def model_inputs(self, x: Tensor) -> Tensor:
+        """Stored examples as the model gets them: normalized, with the channels of `look`."""
+        if self.normalization is not None:
+            mean, std = (part.to(x.device, non_blocking=True) for part in self.normalization)
+            x = (x.float() - mean) / std
         if self.look.channels is not None and x.shape[1] == 1:
             x = x.expand(-1, self.look.channels, -1, -1).contiguous()
         return x
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Batches of training examples, without end."""
+        """Training batches without end."""
         return self._pairs(batch, batch, seed, device)
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """The same batches, AHEAD of them made at once."""
-        chunks = self._pairs(batch, AHEAD * batch, seed, device)
+        """The same batches, NUM_AHEAD of them made at once."""
+        chunks = self._pairs(batch, NUM_AHEAD * batch, seed, device)
         return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
 
     def _pairs(self, batch: int, size: int, seed: int, device: torch.device) -> Iterator[Pair]:
-        """So many examples at once, in the order of batches."""
+        """`size` examples at a time, in the order of batches of `batch` examples."""
         source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
-        first = self._draws(num, source, device)
+        first = self._draws(num, source, device)  # drawn now, so that its memory is allocated before the first batch
         passes = chain([first], (self._draws(num, source, device) for _ in count()))
         return (
-            (self.numbers(self._moved(x[which], how)), y[which])
+            (self.model_inputs(self._moved(x[indices], offsets)), y[indices])
             for order, moves in passes
-            for which, how in zip(order.split(size), moves.split(size), strict=True)
+            for indices, offsets in zip(order.split(size), moves.split(size), strict=True)
         )
 
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
-        """All test examples, in batches of at most this many."""
+        """All test examples, in batches of at most `batch`."""
         for x, y in zip(self.x_test.split(batch), self.y_test.split(batch), strict=True):
-            yield self.numbers(x.to(device)), y.to(device)
+            yield self.model_inputs(x.to(device)), y.to(device)
 
     def _draws(self, num: int, source: torch.Generator, device: torch.device) -> Pair:
-        """For one pass: which examples, (num,), and how far down, right and mirrored or not each is, (num, 3) or (num, 0)."""
+        """The random numbers of one pass: example indices (num,), and offsets (down, right, mirrored) of each, (num, 3) or (num, 0)."""
         order = torch.randperm(self.num_train, generator=source)[:num]
         bounds = (2 * self.look.shift + 1, 2 * self.look.shift + 1, 1 + self.look.mirror) if self._is_moved else ()
         moves = torch.empty(num, len(bounds), dtype=torch.int64)
@@ -206,64 +208,64 @@ class Examples(Data):
     def _is_moved(self) -> bool:
         return self.look.shift > 0 or self.look.mirror
 
-    def _moved(self, x: Tensor, how: Tensor) -> Tensor:
-        """Pictures shifted and mirrored; what comes in from outside is black."""
+    def _moved(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Pictures shifted and mirrored by `offsets` (num, 3), padded with zeros."""
         if not self._is_moved:
             return x
         height, width = x.shape[-2:]
         padded = pad(x, (self.look.shift,) * 4)
         rows, columns = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
-        down, right, mirrored = how.unbind(1)
+        down, right, mirrored = offsets.unbind(1)
         columns = torch.where(mirrored[:, None].bool(), columns.flip(0), columns) + right[:, None]  # (num, width)
         rows = rows + down[:, None]  # (num, height)
-        at = torch.arange(len(x), device=x.device)
-        return padded[at[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        index = torch.arange(len(x), device=x.device)
+        return padded[index[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Text(Data):
-    """The bytes of a text: pieces that start anywhere in its first nine tenths, judged by pieces that lie evenly in the last tenth."""
+    """The bytes of a text. Training pieces start anywhere in its first nine tenths; test pieces are evenly spaced in the last tenth."""
 
     read: Tensor  # (num_bytes,) uint8
     length: int = 64  # bytes of a piece
 
     def __post_init__(self) -> None:
-        least = TEST_SHARE * (self.length + 1)
+        least = TEST_PART * (self.length + 1)
         if len(self.read) < least:
             raise TaskError(
-                f"the text has {len(self.read)} bytes; pieces of {self.length} bytes, a tenth of them for tests, take at least {least}."
+                f"the text has {len(self.read)} bytes; pieces of {self.length} bytes, a tenth of them for tests, need at least {least}."
             )
 
     @property
     def cut(self) -> int:
-        """Where the test part begins."""
-        return len(self.read) - len(self.read) // TEST_SHARE
+        """The index of the first byte of the test split."""
+        return len(self.read) - len(self.read) // TEST_PART
 
     @property
     def num_train(self) -> int:
-        """Places where a training piece may start."""
+        """The number of positions at which a training piece may start."""
         return self.cut - self.length
 
     @property
     def num_test(self) -> int:
-        """Pieces to be judged by."""
-        return min(LARGEST_TEST, (len(self.read) - self.cut) // (self.length + 1))
+        """The number of test pieces."""
+        return min(MAX_TEST_PIECES, (len(self.read) - self.cut) // (self.length + 1))
 
     @property
     def num_answers(self) -> int:
-        """A byte comes next."""
+        """256: the model predicts the next byte."""
         return NUM_BYTES
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Batches of training pieces, without end."""
+        """Batches of training pieces without end."""
         source = torch.Generator().manual_seed(seed)
-        read, places = self.read[: self.cut].to(device), torch.arange(self.length + 1, device=device)
+        read, offsets = self.read[: self.cut].to(device), torch.arange(self.length + 1, device=device)
         starts = (torch.randint(self.num_train, (batch, 1), generator=source).to(device) for _ in count())
-        return (_shifted(read[start + places]) for start in starts)
+        return (_shifted(read[start + offsets]) for start in starts)
 
     def tests(self, batch: int, *, device: torch.device) -> Iterator[Pair]:
-        """The test pieces, in batches of at most this many."""
+        """The test pieces, in batches of at most `batch`."""
         pieces = self.read[self.cut :].unfold(0, self.length + 1, self.length + 1)
         chosen = pieces[torch.arange(self.num_test) * len(pieces) // self.num_test]
         for part in chosen.split(batch):
@@ -271,5 +273,5 @@ class Text(Data):
 
 
 def _shifted(pieces: Tensor) -> Pair:
-    """Inputs and answers (num, length) of pieces (num, length + 1)."""
+    """Inputs and next bytes, both (num, length), of pieces (num, length + 1)."""
     return pieces[:, :-1].long(), pieces[:, 1:].long()

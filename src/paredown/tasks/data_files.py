@@ -1,13 +1,11 @@
-"""Pictures and texts from files: the carried digits, Fashion-MNIST, idx files as MNIST has them, folders of class folders, bytes of a text.
+"""Pictures and texts from files: the digits of this package, Fashion-MNIST, idx files (MNIST), class folders, `.npz` arrays, texts.
 
 >>> read_digits()
-Examples(1437 to learn from, 360 to be judged by, 10 answers)
+Examples(1437 training examples, 360 test examples, 10 answers)
 
-Pictures and labels in numpy arrays, as an `.npz` has them: which array is what, and examples made of them.
-
-An `.npz` needs four arrays: names that speak of `train` or `test` and of x, images or data, or of y, labels or targets, as in `x_train` or
-`test_labels`. One of pictures and one of labels do too: every fifth picture of each class is then held apart for tests. Pictures are
-(num, height, width), (num, height, width, channels) or (num, channels, height, width). Nothing is unpickled.
+An `.npz` has four arrays. Their names contain `train` or `test`, and x, images or data, or y, labels or targets: `x_train`,
+`test_labels`. Or it has one array of pictures and one of labels: every fifth picture of each class is then in the test split. Pictures
+are (num, height, width), (num, height, width, channels) or (num, channels, height, width). Nothing is unpickled.
 
 >>> kind_of("test_labels"), kind_of("X_train"), kind_of("meta")
 (('test', 'y'), ('train', 'x'), None)
@@ -35,31 +33,32 @@ from paredown.errors import TaskError
 from paredown.tasks.data import Examples, Text
 
 Array = np.ndarray[Any, Any]
-Arrays = dict[tuple[str, str], Array]  # by split and kind
+Arrays = dict[tuple[str, str], Array]  # ("train" or "test", "x" or "y") -> array
 KINDS = {"x": "x image images picture pictures data", "y": "y label labels target targets"}
 WORDS = {word: kind for kind, words in KINDS.items() for word in words.split()}
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 NEEDED = tuple((split, kind) for split in ("train", "test") for kind in ("x", "y"))
-SWOLLEN_BYTES, SWELLING = 1 << 30, 300  # from so many bytes on, more than so many times the file's size is refused
-EVERY = 5  # of the pictures of a class that come without a test split, every fifth is for tests
-BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)  # what a file that is cut off or of another kind raises
+# A file that unpacks to more than 1 GiB and more than 300 times its size is refused as a decompression bomb.
+BOMB_BYTES, BOMB_RATIO = 1 << 30, 300
+TEST_EVERY = 5  # every fifth picture of a class is a test example, where a file has no test split
+READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)  # raised for truncated files and other formats
 
 
 def read_arrays(path: Path, *, superclass: int | None = None) -> Examples:
-    """The pictures of an `.npz`; `superclass` keeps the classes of one, as CIFAR-100's are told by `coarse_train` and `coarse_test`."""
+    """The pictures of an `.npz`. `superclass` keeps the classes of one superclass, by the arrays `coarse_train` and `coarse_test`."""
     arrays = _loaded(path)
-    found = _by_name(arrays) or _by_shape(arrays)
-    missing = [f"{kind}_{split}" for split, kind in NEEDED if (split, kind) not in found]
+    splits = _by_name(arrays) or _by_shape(arrays)
+    missing = [f"{kind}_{split}" for split, kind in NEEDED if (split, kind) not in splits]
     if missing:
-        has = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"
+        present = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"
         raise TaskError(
-            f"{path.name} has no {', no '.join(missing)}; it has {has}. Needed are x_train, y_train, x_test and y_test, or one array of "
+            f"{path.name} has no {', no '.join(missing)}; it has {present}. It needs x_train, y_train, x_test and y_test, or one array of "
             "pictures and one of labels."
         )
     names = tuple(map(str, arrays["class_names"])) if "class_names" in arrays else ()
     if superclass is not None:
-        found = _of_superclass(found, arrays, superclass, path.name)
-    return examples_of(found, names, path.name)
+        splits = _of_superclass(splits, arrays, superclass, path.name)
+    return examples_of(splits, names, path.name)
 
 
 def _loaded(path: Path) -> dict[str, Array]:
@@ -67,22 +66,22 @@ def _loaded(path: Path) -> dict[str, Array]:
         with path.open("rb") as opened:
             file: Any = np.load(opened, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("it is one array")
+                raise ValueError("it is a single array")
             members = file.zip.infolist() if file.zip is not None else ()
-            check_swelling(sum(member.file_size for member in members), path.stat().st_size)
+            check_unpacked_size(sum(member.file_size for member in members), path.stat().st_size)
             return {name: file[name] for name in file.files}
-    except (*BROKEN, MemoryError, NotImplementedError, RuntimeError, KeyError) as error:  # the last ones: of zipfile
-        raise TaskError(f"{path.name} is no .npz that can be read: {error}. Write it with numpy.savez, without objects.") from None
+    except (*READ_ERRORS, MemoryError, NotImplementedError, RuntimeError, KeyError) as error:  # the last three: raised by zipfile
+        raise TaskError(f"{path.name} is not a readable .npz: {error}. Write it with numpy.savez, without objects.") from None
 
 
-def check_swelling(unpacked_bytes: int, packed_bytes: int) -> None:
-    """ValueError for a file that unpacks to far more than data would: pictures and texts shrink ten times at most."""
-    if unpacked_bytes > SWOLLEN_BYTES and unpacked_bytes > SWELLING * packed_bytes:
-        raise ValueError(f"its {packed_bytes} bytes unpack to {unpacked_bytes} and more, which no data does")
+def check_unpacked_size(unpacked_bytes: int, packed_bytes: int) -> None:
+    """ValueError for a decompression bomb: pictures and texts are compressed ten times at most."""
+    if unpacked_bytes > BOMB_BYTES and unpacked_bytes > BOMB_RATIO * packed_bytes:
+        raise ValueError(f"its {packed_bytes} bytes unpack to {unpacked_bytes} and more, which no pictures or texts do")
 
 
 def kind_of(name: str) -> tuple[str, str] | None:
-    """Split and kind of an array by its name."""
+    """Split and kind of an array by its name; None where the name has no or two of either."""
     words = [word for word in re.split(r"[^a-z]+", name.lower()) if word]
     splits, kinds = [SPLITS[w] for w in words if w in SPLITS], [WORDS[w] for w in words if w in WORDS]
     return (splits[0], kinds[0]) if len(splits) == len(kinds) == 1 else None
@@ -93,49 +92,49 @@ def _by_name(arrays: Mapping[str, Array]) -> Arrays:
 
 
 def _by_shape(arrays: Mapping[str, Array]) -> Arrays:
-    """One array of pictures and one of labels as a training and a test split."""
+    """One array of pictures and one of labels, divided into a training and a test split; empty if there are more or fewer."""
     pictures = [array for array in arrays.values() if array.ndim in (3, 4)]
     labels = [a for a in arrays.values() if pictures and _are_labels(a, len(pictures[0]))]
     return split(pictures[0], labels[0].reshape(-1)) if len(pictures) == len(labels) == 1 else {}
 
 
 def _are_labels(array: Array, num: int) -> bool:
-    """One for each of `num` pictures, in a row or in a column."""
+    """Whether an array has one label for each of `num` pictures: (num,) or (num, 1)."""
     return array.shape in ((num,), (num, 1)) and array.dtype.kind != "f"
 
 
 def split(x: Array, y: Array) -> Arrays:
-    """Every fifth example of each class for tests, the others for training."""
-    place = np.zeros(len(y), dtype=np.int64)
+    """Every fifth example of each class in the test split, the others in the training split."""
+    rank = np.zeros(len(y), dtype=np.int64)  # of each example within its class
     for label in np.unique(y):
-        place[y == label] = np.arange((y == label).sum())
-    is_test = place % EVERY == EVERY - 1
+        rank[y == label] = np.arange((y == label).sum())
+    is_test = rank % TEST_EVERY == TEST_EVERY - 1
     return {
         (name, kind): array[rows] for name, rows in (("train", ~is_test), ("test", is_test)) for kind, array in (("x", x), ("y", y))
     }
 
 
-def _of_superclass(found: Arrays, arrays: Mapping[str, Array], number: int, file: str) -> Arrays:
-    """The examples whose superclass has this number, their classes counted from 0."""
+def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, file: str) -> Arrays:
+    """The examples of superclass `number`."""
     if not {"coarse_train", "coarse_test"} <= arrays.keys():
         raise TaskError(
-            f"{file} has no superclasses: they are told by arrays coarse_train and coarse_test, and it has {', '.join(arrays)}."
+            f"{file} has no superclasses: these are the arrays coarse_train and coarse_test, and it has {', '.join(arrays)}."
         )
-    there = sorted(set(arrays["coarse_train"].tolist()))
-    if number not in there:
-        raise TaskError(f"superclass {number} is not in {file}; it has {there[0]} to {there[-1]}.")
-    return {(name, kind): array[arrays[f"coarse_{name}"] == number] for (name, kind), array in found.items()}
+    numbers = sorted(set(arrays["coarse_train"].tolist()))
+    if number not in numbers:
+        raise TaskError(f"superclass {number} is not in {file}; it has {numbers[0]} to {numbers[-1]}.")
+    return {(name, kind): array[arrays[f"coarse_{name}"] == number] for (name, kind), array in splits.items()}
 
 
-def examples_of(found: Mapping[tuple[str, str], Array], class_names: Sequence[str], file: str) -> Examples:
-    """Arrays by split and kind as examples; classes are counted from 0 in the order of their labels."""
-    labels = {name: _labels(found[name, "y"], f"y_{name} of {file}") for name in ("train", "test")}
+def examples_of(splits: Mapping[tuple[str, str], Array], class_names: Sequence[str], file: str) -> Examples:
+    """Examples from arrays by split and kind; classes are numbered from 0 in the order of their labels."""
+    labels = {name: _labels(splits[name, "y"], f"y_{name} of {file}") for name in ("train", "test")}
     known = np.unique(labels["train"])
     unknown = np.setdiff1d(labels["test"], known)
     if len(unknown):
         raise TaskError(f"{file}: the test split has class {unknown[0]!s}, of which there is no training example.")
     names = [class_names[k] if known.dtype.kind == "i" and 0 <= k < len(class_names) else k for k in known]
-    x = {name: _channels_first(found[name, "x"], f"x_{name} of {file}") for name in ("train", "test")}
+    x = {name: _channels_first(splits[name, "x"], f"x_{name} of {file}") for name in ("train", "test")}
     y = {name: torch.from_numpy(np.searchsorted(known, labels[name]).astype(np.int64)) for name in ("train", "test")}
     try:
         return Examples(x["train"], y["train"], x["test"], y["test"], tuple(map(str, names)))
@@ -153,20 +152,21 @@ def _labels(array: Array, what: str) -> Array:
 
 
 def _channels_first(array: Array, what: str) -> Tensor:
-    """(num, channels, height, width), bytes where the numbers are bytes."""
+    """Pictures as (num, channels, height, width): uint8 where all are whole numbers from 0 to 255, else float32."""
     grey = array[:, None] if array.ndim == 3 else array
-    last = grey.ndim == 4 and grey.shape[1] not in (1, 3) and grey.shape[3] in (1, 3)
-    picture = np.moveaxis(grey, 3, 1) if last else grey
+    is_last = grey.ndim == 4 and grey.shape[1] not in (1, 3) and grey.shape[3] in (1, 3)
+    picture = np.moveaxis(grey, 3, 1) if is_last else grey
     if picture.ndim != 4 or picture.shape[1] not in (1, 3) or picture.dtype.kind not in "iuf":
         raise TaskError(
-            f"{what} is {array.shape} of {array.dtype}; pictures are (num, height, width) with 1 or 3 channels first, last or not at all."
+            f"{what} is {array.shape} of {array.dtype}; pictures are (num, height, width), or have 1 or 3 channels as their second or last "
+            "dimension."
         )
     is_bytes = picture.dtype.kind in "iu" and (not picture.size or (picture.min() >= 0 and picture.max() <= 255))
     return torch.from_numpy(np.array(picture, dtype=np.uint8 if is_bytes else np.float32, order="C"))
 
 
 def scaled(data: Examples, side: int) -> Examples:
-    """The same pictures, `side` pixels high and wide."""
+    """The same pictures, resized to `side` x `side` pixels."""
     if data.x_train.shape[-2:] == (side, side):
         return data
     x = [
@@ -182,8 +182,8 @@ def scaled(data: Examples, side: int) -> Examples:
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
-PIECE = 1 << 26  # bytes unpacked at a time
-LEVELS, NUM_DIGITS = 16, 1437  # of grey above black; of digits to learn from
+CHUNK_BYTES = 1 << 26  # unpacked at a time
+MAX_GREY, NUM_TRAIN_DIGITS = 16, 1437  # of scikit-learn's digits: the value of white; training examples
 IDX = {
     ("train", "x"): "train-images-idx3-ubyte",
     ("train", "y"): "train-labels-idx1-ubyte",
@@ -193,52 +193,51 @@ IDX = {
 
 
 def read_digits() -> Examples:
-    """scikit-learn's handwritten digits, which the package carries: the last fifth of them is for tests."""
+    """scikit-learn's handwritten digits, a file of this package; the last fifth is the test split."""
     with (resources.files("paredown") / "data" / "digits.npz").open("rb") as file, np.load(file) as arrays:
-        x, y = np.rint(arrays["x"] * (255 / LEVELS)).astype(np.uint8), arrays["y"].astype(np.int64)
-    parts = {"train": slice(None, NUM_DIGITS), "test": slice(NUM_DIGITS, None)}
+        x, y = np.rint(arrays["x"] * (255 / MAX_GREY)).astype(np.uint8), arrays["y"].astype(np.int64)
+    parts = {"train": slice(None, NUM_TRAIN_DIGITS), "test": slice(NUM_TRAIN_DIGITS, None)}
     return examples_of({(name, kind): {"x": x, "y": y}[kind][parts[name]] for name, kind in NEEDED}, (), "digits.npz")
 
 
 def read_fashion_mnist(folder: Path | None = None) -> Examples:
-    """Fashion-MNIST where Debian's package dataset-fashion-mnist puts it."""
+    """Fashion-MNIST from `folder`, by default that of Debian's package dataset-fashion-mnist."""
     folder = DEBIAN if folder is None else folder
     if not folder.is_dir():
         raise TaskError(
-            f"Fashion-MNIST is not there: Debian's package dataset-fashion-mnist puts it into {folder} (apt install "
-            "dataset-fashion-mnist). With a file of your own, take images:FILE.npz."
+            f"Fashion-MNIST is not in {folder}, where Debian's package dataset-fashion-mnist installs it (apt install "
+            "dataset-fashion-mnist). For a file of yours, use images:FILE.npz."
         )
     return read_idx(folder, FASHION)
 
 
 def read_text(path: Path, length: int) -> Text:
-    """The bytes of a file, unzipped where it is `.gz`."""
+    """The bytes of a file, decompressed if it is a `.gz`."""
     try:
         read = _unzipped(path) if path.suffix == ".gz" else path.read_bytes()
-    except BROKEN as error:
+    except READ_ERRORS as error:
         raise TaskError(f"{path.name} cannot be read: {error}.") from None
     return Text(torch.frombuffer(bytearray(read), dtype=torch.uint8) if read else torch.empty(0, dtype=torch.uint8), length)
 
 
 def _unzipped(path: Path) -> bytes:
-    """What a .gz holds, piece by piece: one that swells beyond measure is given up."""
-    pieces: list[bytes] = []
-    packed, num = path.stat().st_size, 0
+    """The contents of a .gz, read in chunks so that a decompression bomb is refused early."""
+    chunks: list[bytes] = []
+    file_bytes, unpacked_bytes = path.stat().st_size, 0
     with gzip.open(path) as file:
-        while piece := file.read(PIECE):
-            pieces.append(piece)
-            num += len(piece)
-            check_swelling(num, packed)
-    return b"".join(pieces)
+        while chunk := file.read(CHUNK_BYTES):
+            chunks.append(chunk)
+            unpacked_bytes += len(chunk)
+            check_unpacked_size(unpacked_bytes, file_bytes)
+    return b"".join(chunks)
 
 
 # --- idx and folders --------------------------------------------------------------------------------------------------
 
 
 def read_idx(folder: Path, class_names: Sequence[str] = ()) -> Examples:
-    """The four idx files of MNIST and its kin, zipped or not."""
-    found = {kind: _idx_array(folder, IDX[kind]) for kind in NEEDED}
-    return examples_of(found, class_names, folder.name)
+    """The four idx files of MNIST and data sets like it, `.gz` or not."""
+    return examples_of({kind: _idx_array(folder, IDX[kind]) for kind in NEEDED}, class_names, folder.name)
 
 
 def is_idx(folder: Path) -> bool:
@@ -247,41 +246,44 @@ def is_idx(folder: Path) -> bool:
 
 
 def _idx_array(folder: Path, name: str) -> Array:
-    """Two zero bytes, 8 for bytes, the number of dimensions, each of them in four bytes, high ones first; then the numbers."""
+    """The array of an idx file.
+
+    Layout: two zero bytes, the byte 8 (for uint8), the number of dimensions, each dimension as big-endian uint32, then the values.
+    """
     zipped, plain = folder / f"{name}.gz", folder / name
     if not zipped.exists() and not plain.exists():
         raise TaskError(f"{folder.name} has neither {name} nor {name}.gz.")
     try:
         read = plain.read_bytes() if plain.exists() else _unzipped(zipped)
-    except BROKEN as error:
+    except READ_ERRORS as error:
         raise TaskError(f"{name} in {folder.name} cannot be read: {error}.") from None
     num_dims = read[3] if read[:3] == b"\0\0\x08" and len(read) > 3 else 0
     shape = np.frombuffer(read, ">u4", num_dims, 4).astype(np.int64) if len(read) >= 4 + 4 * num_dims else np.zeros(0, np.int64)
     values = np.frombuffer(read, np.uint8, offset=min(4 + 4 * num_dims, len(read)))
-    if not num_dims or values.size != prod(shape.tolist()):  # in whole numbers of any size
-        raise TaskError(f"{name} in {folder.name} is no idx file of bytes, or is cut off: {len(read)} bytes.")
+    if not num_dims or values.size != prod(shape.tolist()):  # Python integers: sizes of a broken file overflow int64
+        raise TaskError(f"{name} in {folder.name} is not an idx file of uint8, or is truncated: it has {len(read)} bytes.")
     return values.reshape(shape)
 
 
 def read_folder(folder: Path, *, side: int | None = None) -> Examples:
-    """Pictures in folders named as their classes, under `train` and `test`, or without these: then every fifth is for tests."""
+    """Pictures in one folder per class, under `train` and `test`; without these two, every fifth picture is a test example."""
     if is_idx(folder):
         return read_idx(folder)
     halves = {name: folder / name for name in ("train", "test") if (folder / name).is_dir()}
     if len(halves) == 1:
         raise TaskError(
-            f"{folder.name} has a folder {next(iter(halves))} and not the other; it needs train and test, or class folders."
+            f"{folder.name} has a folder {next(iter(halves))} and not the other; it needs both train and test, or class folders alone."
         )
     names = _folders(halves.get("train", folder))
     if len(names) < 2:
         raise TaskError(
-            f"{folder.name} has {len(names)} class folders; pictures lie in one folder for each class, and two at least."
+            f"{folder.name} has {len(names)} class folders; it needs one folder of pictures for each class, and at least two classes."
         )
     if not halves:
         return examples_of(split(*_pictures(folder, names, side)), names, folder.name)
     unknown = [name for name in _folders(halves["test"]) if name not in names]
     if unknown:
-        raise TaskError(f"{folder.name}/test has class {unknown[0]!r}, which train has not.")
+        raise TaskError(f"{folder.name}/test has class {unknown[0]!r}, which train does not have.")
     read = {name: _pictures(half, names, side) for name, half in halves.items()}
     return examples_of({(name, kind): read[name][kind == "y"] for name, kind in NEEDED}, names, folder.name)
 
@@ -303,7 +305,7 @@ def _pictures(folder: Path, names: Sequence[str], side: int | None) -> tuple[Arr
     if len(shapes) > 1:
         a, b = list(shapes)[:2]
         raise TaskError(
-            f"pictures in {folder.name} have different sizes, {a[:2]} and {b[:2]} among them: say side=32 to scale them."
+            f"pictures in {folder.name} have different sizes, {a[:2]} and {b[:2]} among them: resize them with the option side=32."
         )
     x = np.stack([picture for picture, _ in read]) if read else np.zeros((0, 1, 1, 3), np.uint8)
     return x, np.array([number for _, number in read], dtype=np.int64)
@@ -313,16 +315,14 @@ def _picture(path: Path, side: int | None) -> Array:
     try:
         from PIL import Image
     except ImportError:
-        raise TaskError("pictures in folders are read with Pillow: pip install pillow. An .npz needs nothing.") from None
+        raise TaskError("pictures in folders need Pillow: pip install pillow. An .npz does not.") from None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of odd tags beside a picture that can be read
+            warnings.simplefilter("ignore", UserWarning)  # about unknown tags of pictures that can be read
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # 89 million pixels and more
             with Image.open(path) as file:
                 picture = file.convert("RGB")
             return np.asarray(picture if side is None else picture.resize((side, side), Image.Resampling.BILINEAR))
-    except Exception as error:  # Pillow's thirty decoders raise errors of many kinds
+    except Exception as error:  # Pillow's decoders raise many kinds of errors
         why = f"{type(error).__name__}: {str(error)[:120]}".rstrip(": ")
-        raise TaskError(
-            f"{path.parent.name}/{path.name} is no picture that can be read: {why}. Replace it, or remove it."
-        ) from None
+        raise TaskError(f"{path.parent.name}/{path.name} is not a readable picture: {why}. Replace it, or remove it.") from None

@@ -1,26 +1,20 @@
-"""`evaluate(task, plan, seed=0)` trains once and tells what came of it, as a Trial.
+"""`evaluate(task, plan, seed=0)` trains a task once and returns a Trial: error, loss, peak memory and status.
 
-A run that diverged, that ran out of memory or that is hopeless is a trial with that status. What a model or a task of the user's raises is
-raised here too. Task, plan, seed and device decide every number of a trial but its seconds (and some bytes of its measured peak: tables
-that a process makes once). For that, torch is seeded and deterministic algorithms are asked for; torch's random state and settings are
-afterwards what they were.
+A run that diverged, that ran out of memory or that was stopped as hopeless is a trial with that status. Exceptions of the user's model or
+task propagate. Task, plan, seed and device decide every number of a trial except its seconds (and some bytes of its measured peak: tables
+that a process allocates once). For that, torch is seeded and uses deterministic algorithms; both are restored afterwards.
 
 >>> from paredown.tasks.lookup import find_task
 >>> trial = evaluate(find_task("digits#model=mlp,steps=60"), Plan.preset("lpmm"), device="cpu")
 >>> trial.status.value, trial.error < 0.5, len(trial.curve)
 ('done', True, 60)
 
-The most bytes of tensors that a training holds at one time, measured.
+Measured peak memory: on CUDA what torch's allocator counts over the whole run. The CPU allocator has no counter, so torch's profiler
+records each allocation and release, temporaries inside of operators included, from before the model is made until NUM_MEASURED_STEPS
+steps are done; by then all optimizer state is allocated.
 
-On CUDA that is what torch's allocator counts, over the whole run. On a CPU the allocator keeps no count: torch's profiler writes
-down each allocation and release, temporaries inside of operators included, from before the model is made until the first STEPS steps
-are done; by then all state of the optimizer is there.
-
-Where a trial ran: device, versions and the commit of paredown; no path, no host, no user.
-
-What tasks take, by arithmetic on a trace of one step: nothing is trained.
+A trial also records where it ran: device, versions and the commit of paredown; no path, host name or user name.
 """
-
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -49,93 +43,87 @@ from torch import autograd
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.selectors import Selector
-from paredown.roles import Role
-from paredown.simulate.outline import Outline, outline
-from paredown.simulate.peppp import plan_bytes
-from paredown.tasks.data import Pair
-from paredown.tasks.lookup import cached_task, find_task
+from paredown.tasks.lookup import find_task
 from paredown.tasks.task import Task
-from paredown.tasks.training import Loop, LossCurve, ProgressCallback, TrainingSetup, judge, make_optimizer, train, with_scores
+from paredown.tasks.task_trace import trace_task
+from paredown.tasks.training import Loop, LossCurve, ProgressCallback, TrainingSetup, judge, train, with_scores
 from paredown.tasks.trial import Status, Trial
-from paredown.trace.trace import Trace
-from paredown.trace.trace_step import trace_step
 
-STEPS = 3  # that are measured on a CPU
+NUM_MEASURED_STEPS = 3  # on a CPU: the profiler slows steps down
 
 
 class Meter(ABC):
-    """Counts from `start` on; `bytes` is None where nothing could be measured."""
+    """Measures peak memory from `start` to `stop`; `bytes` is None where it could not be measured."""
 
     bytes: int | None = None
 
     @abstractmethod
     def start(self) -> None:
-        """Before the model is there."""
+        """Start measuring, before the model is made."""
 
     @abstractmethod
     def stop(self) -> None:
-        """After the last step, or earlier; a second call does nothing."""
+        """Stop measuring and set `bytes`; a second call does nothing."""
 
     @abstractmethod
     def after(self, step: int) -> None:
-        """After each step, counted from 1."""
+        """Called after each step, counted from 1."""
 
 
 @final
 class CudaMeter(Meter):
-    """What the allocator counts, beyond what was there before."""
+    """The peak of torch.cuda's allocated bytes, minus the bytes allocated at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before, self._runs = device, 0, False
 
     def start(self) -> None:
-        """Before the model is there."""
+        """Start measuring, before the model is made."""
         torch.cuda.synchronize(self._device)
         if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
-            clear()  # kept from the trials before in this process: each takes its own, as in a process of its own
+            clear()  # allocated by earlier trials of this process: each trial counts its own, as in a new process
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before, self._runs = torch.cuda.memory_allocated(self._device), True
 
     def after(self, step: int) -> None:
-        """The allocator goes on counting."""
+        """Nothing to do: the allocator counts all steps."""
 
     def stop(self) -> None:
-        """Reads the peak."""
+        """Read the peak."""
         if self._runs:
             self.bytes, self._runs = torch.cuda.max_memory_allocated(self._device) - self._before, False
 
 
 @final
 class CpuMeter(Meter):
-    """What the profiler writes down; a process in which it runs already is not measured."""
+    """The peak of the profiler's running sum of bytes; not measured where a profiler already runs in this process."""
 
     def __init__(self) -> None:
         self._runs = False
 
     def start(self) -> None:
-        """Before the model is there."""
+        """Start measuring, before the model is made."""
         if not hasattr(autograd, "_enable_profiler_legacy") or autograd._profiler_enabled():
             return
-        gc.collect()  # what is freed now is not freed while the profiler looks on
+        gc.collect()  # garbage that is freed later would count as released by the training
         state, choices = autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()  # type: ignore[attr-defined]
         autograd._enable_profiler_legacy(autograd.ProfilerConfig(state, False, True, False, False, False, choices))
         self._runs = True
 
     def after(self, step: int) -> None:
-        """The profiler slows steps down, so that it ends after some."""
-        if step >= STEPS:
+        """Stop after NUM_MEASURED_STEPS steps."""
+        if step >= NUM_MEASURED_STEPS:
             self.stop()
 
     def stop(self) -> None:
-        """Adds up what was written down."""
+        """Sum the recorded allocations and releases."""
         if self._runs:
             self._runs = False
             self.bytes = largest_sum([event for thread in autograd._disable_profiler_legacy() for event in thread])
 
 
 def largest_sum(events: list[Any]) -> int:
-    """The largest running sum of bytes taken and given back."""
+    """The largest running sum of allocated minus released bytes."""
     held = peak = 0
     for event in events:
         if event.kind() == "memory_alloc":
@@ -145,57 +133,56 @@ def largest_sum(events: list[Any]) -> int:
 
 
 def meter_of(device: torch.device) -> Meter:
-    """The one for this device."""
+    """The peak memory meter for this device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 
 # --- Where a trial ran ---
 
 PACKAGES = ("torch", "numpy", "triton")
-ROOT = Path(__file__).parents[3]  # of a checkout: src/paredown/runs lies in it
+ROOT = Path(__file__).parents[3]  # of a checkout, which has src/paredown/tasks
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """The GPU's name, or the machine type of a CPU, such as 'x86_64 CPU'."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
 
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Of paredown, Python and the packages that numbers depend on; CUDA's where torch has it."""
-    own: str = import_module("paredown").__version__  # the one name of the public surface that is needed here
-    found = {"paredown": own, "python": platform.python_version()}
+    """Versions of paredown, Python and the packages that numbers depend on, and of CUDA where torch has it."""
+    by_name = {"paredown": str(import_module("paredown").__version__), "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    by_name["torch"] = torch.__version__
+    return by_name | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
 @lru_cache(maxsize=1)
 def commit() -> str:
-    """Of the checkout that paredown is run from, with `-dirty` where files were changed; empty where it was installed.
+    """The commit of the checkout that paredown runs from, with `-dirty` where files were changed; empty for an installed package.
 
-    The environment variable PAREDOWN_COMMIT says it where a checkout was copied without its history.
+    The environment variable PAREDOWN_COMMIT replaces it, for a checkout that was copied without its history.
     """
     if os.environ.get("PAREDOWN_COMMIT"):
         return os.environ["PAREDOWN_COMMIT"]
     if not (ROOT / ".git").exists() or not (ROOT / "pyproject.toml").exists():
         return ""
     try:
-        asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
-# --- `evaluate(task, plan, seed=0)` trains once and tells what came of it, as a Trial ---
+# --- Evaluate ---
 
-# what libraries say, other than by an exception of their own, when there is no memory
-NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
-ASKED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
+# parts of messages of RuntimeErrors that libraries raise when memory is short
+OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
+REQUESTED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
 
 
 def evaluate(
@@ -207,62 +194,64 @@ def evaluate(
     mode: Any = "store",
     progress: ProgressCallback | None = None,
 ) -> Trial:
-    """Train `task` under `plan` from `seed` and judge it. `task` may be a name; `device` is CUDA where there is one, unless given.
+    """Train `task` under `plan` from `seed`, and evaluate it on the test split. `task` is a Task or a name.
 
-    `mode`: "store" or "simulate", as `apply` takes it. `progress` is told (step, steps, training loss) up to a hundred times.
+    `device`: CUDA if available when None. `mode`: "store" or "simulate", as in `apply`. `progress(step, steps, training loss)` is called up
+    to a hundred times.
     """
     setting = make_setting(task, plan, seed=seed, device=device, mode=mode)
     meter = meter_of(setting.device)
     with seeded(setting), deterministic(setting.device):
         head, begun = empty_trial(setting), time.perf_counter()
         trial = _outcome(head, setting, meter, progress)
-    measured = meter.bytes if setting.mode == "store" else None  # simulating saves nothing, and takes memory of its own
+    measured = meter.bytes if setting.mode == "store" else None  # simulate mode saves no memory and allocates more
     return replace(trial, measured_peak_bytes=measured, seconds=time.perf_counter() - begun)
 
 
 def empty_trial(setting: TrainingSetup) -> Trial:
-    """What is known of a trial before it runs."""
+    """The trial before it runs: names, predicted peak, device, versions and commit."""
     head = Trial(setting.task.name, setting.plan, setting.seed, Status.DONE, predicted_peak_bytes=_predicted(setting))
     return replace(head, device=device_name(setting.device), versions=versions(), commit=commit())
 
 
 def curve_of(task: Task) -> LossCurve:
-    """The empty curve of a task."""
+    """The loss curve of a task before its first step."""
     return LossCurve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
 
 
 def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mode: Any = "store") -> TrainingSetup:
-    """The arguments of `evaluate`, checked."""
+    """The arguments of `evaluate`, checked, as a TrainingSetup."""
     if isinstance(task, Plan):
         raise TaskError("evaluate takes the task first, then the plan: paredown.evaluate(task, plan).")
     task = find_task(task) if isinstance(task, str) else task
     if not isinstance(task, Task) or not isinstance(plan, Plan):
         raise TaskError(f"evaluate takes a Task, or its name, and a Plan, not {type(task).__name__} and {type(plan).__name__}.")
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise TaskError(f"seed {seed!r} is none; it is a whole number from 0 to 2^63 - 1.")
+        raise TaskError(f"seed is {seed!r}; it must be a whole number from 0 to 2^63 - 1.")
     return TrainingSetup(task, plan, seed, find_device(device), mode)
 
 
 def find_device(device: Any) -> torch.device:
-    """The device of that name; CUDA where there is one, unless given."""
+    """The torch.device of that name; CUDA if available when None."""
     num_gpus = torch.cuda.device_count()
     allowed = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{number}" for number in range(num_gpus))]
     wanted = str(device) if device is not None else "cuda" if num_gpus else "cpu"
     if wanted not in allowed:
-        raise TaskError(f"device {wanted!r} is not here. Allowed: {', '.join(allowed)}.")
+        raise TaskError(f"device {wanted!r} is not available on this machine. Allowed: {', '.join(allowed)}.")
     return torch.device(wanted)
 
 
 def _outcome(head: Trial, setting: TrainingSetup, meter: Meter, progress: ProgressCallback | None) -> Trial:
-    """The trial without what is measured from outside; without memory, what the exception held is freed first."""
+    """The trial without peak memory and seconds. After running out of memory, memory that the exception held is freed."""
     task, curve = setting.task, curve_of(setting.task)
     try:
         return _run(head, setting, curve, meter, progress)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        asked = ASKED.search(str(error))
-        reason = f"out of memory after {curve.step} of {task.steps} steps{f', asked for {asked[1]} more' if asked else ''}"
+        requested = REQUESTED.search(str(error))
+        more = f", requested {requested[1]} more" if requested else ""
+        reason = f"out of memory after {curve.step} of {task.steps} steps{more}"
     finally:
         meter.stop()
     gc.collect()
@@ -272,14 +261,14 @@ def _outcome(head: Trial, setting: TrainingSetup, meter: Meter, progress: Progre
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that there is no memory."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in NO_MEMORY)
+    """Whether an exception means that memory was exhausted."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 def _run(head: Trial, setting: TrainingSetup, curve: LossCurve, meter: Meter, progress: ProgressCallback | None) -> Trial:
-    """Train and judge; the session is closed whatever happens."""
+    """Train and evaluate; the session is closed after an exception too."""
     batches = setting.task.data.batches(setting.task.batch, seed=setting.seed, device=setting.device)
-    meter.start()  # after the data, which is no part of a step
+    meter.start()  # after the data, which does not count as memory of a step
     model = setting.placed_model()
     with setting.session(model) as session:
         loop = Loop(setting, model, session)
@@ -298,12 +287,12 @@ def _run(head: Trial, setting: TrainingSetup, curve: LossCurve, meter: Meter, pr
 
 
 def _predicted(setting: TrainingSetup) -> int | None:
-    """The footprint's peak; None where the step cannot be followed, or where a simulated plan speaks of values that no step stores."""
+    """The footprint's peak; None where the step cannot be traced, or a simulated plan has rules for values that no step stores."""
     keys = tuple(key for key, _ in setting.plan.rules)
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None
     try:
-        return footprint(trace_task(setting.task, setting.device.type, formats_state(setting.plan)), setting.plan).peak_bytes
+        return footprint(trace_task(setting.task, setting.plan, setting.device.type), setting.plan).peak_bytes
     except TraceError:
         return None
     except PlanError as error:
@@ -313,30 +302,16 @@ def _predicted(setting: TrainingSetup) -> int | None:
         raise PlanError(f"task {setting.task.name!r}: {error}") from None
 
 
-# Keys of simulated plans that speak of values that no step stores: asked once for all formats
+# Selectors of simulated plans that match values that no step stores: checked once for all formats of a sweep
 _refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
-@lru_cache(maxsize=4)
-def trace_task(task: Task, device: str, formats_state: bool) -> Trace:
-    """The step of a task as it is written; plans are arithmetic on it."""
-    setting = TrainingSetup(task, Plan(), 0, torch.device("cpu"))
-    model, (x, answers) = setting.model(), next(task.data.batches(task.batch, seed=0, device=setting.device))
-    keeps = task.recipe.optimizer if formats_state else make_optimizer(task.recipe, model)
-    return trace_step(model, (x, answers), loss=task.loss, optimizer=keeps, device=device, autocast=task.autocast)
-
-
-def formats_state(plan: Plan) -> bool:
-    """Whether a plan speaks of the model's memory: its optimizer then takes no scratch as torch's does."""
-    return any(Selector.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR) for key, _ in plan.rules)
-
-
-# --- the same numbers again -------------------------------------------------------------------------------------------
+# --- Reproducible numbers ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def seeded(setting: TrainingSetup) -> Generator[None]:
-    """torch's random states, seeded inside, and as they were afterwards."""
+    """Seed torch's random states inside the context, and restore them afterwards."""
     devices = [setting.device] if setting.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(setting.seed)
@@ -345,58 +320,21 @@ def seeded(setting: TrainingSetup) -> Generator[None]:
 
 @contextmanager
 def deterministic(device: torch.device) -> Generator[None]:
-    """Algorithms that give the same numbers again, where torch has them; a CPU's do."""
+    """Use deterministic CUDA algorithms where torch has them; nothing to do on a CPU."""
     if device.type != "cuda":
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings = [(torch.backends.cudnn, "benchmark", False), (torch.utils.deterministic, "fill_uninitialized_memory", False)]
-    kept = [getattr(place, name) for place, name, _ in settings]
+    previous = [getattr(module, name) for module, name, _ in settings]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic.*")
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
-            for place, name, value in settings:
-                setattr(place, name, value)
+            for module, name, value in settings:
+                setattr(module, name, value)
             yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            for (place, name, _), value in zip(settings, kept, strict=True):
-                setattr(place, name, value)
-
-
-# --- What tasks take, by arithmetic on a trace of one step ---
-
-
-def predicted_bytes(task: str, plan: Plan, folder: Path) -> int:
-    """What a plan takes on a task; what `cheap_first` ranks by. Plans that speak of values that no step stores: by PEPPP's count."""
-    try:
-        return footprint(trace_of(task, folder), plan).peak_bytes
-    except PlanError:
-        return int(peppp_bytes(task, plan, folder))
-
-
-def peppp_bytes(task: str, plan: Plan, folder: Path | None) -> float:
-    """PEPPP's memory of a step: every tensor of it, in the words of the plan."""
-    return plan_bytes(_outline(task, folder), plan)
-
-
-@lru_cache(maxsize=4)
-def trace_of(text: str, folder: Path, device: str | None = None) -> Trace:
-    """The step of a task by name, for a GPU where there is one, unless given."""
-    task, batch = _first(text, folder)
-    kind = None if device is None else device.partition(":")[0]
-    model = TrainingSetup(task, Plan(), 0, torch.device("cpu")).model()
-    return trace_step(model, batch, loss=task.loss, optimizer=task.recipe.optimizer, device=kind, autocast=task.autocast)
-
-
-@lru_cache(maxsize=4)
-def _outline(text: str, folder: Path | None) -> Outline:
-    task, (x, _) = _first(text, folder)
-    return outline(TrainingSetup(task, Plan(), 0, torch.device("cpu")).model(), (x,))
-
-
-def _first(text: str, folder: Path | None) -> tuple[Task, Pair]:
-    """A task and its first batch."""
-    task = cached_task(text, folder)
-    return task, next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
+            for (module, name, _), value in zip(settings, previous, strict=True):
+                setattr(module, name, value)

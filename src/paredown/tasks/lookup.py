@@ -1,39 +1,36 @@
-"""Tasks by name: `find_task` reads a text and gives a Task.
+"""Tasks by name: `find_task` returns the Task that a text names.
 
-    digits                                    handwritten digits, which the package carries
-    fashion_mnist                             all of it, where Debian's package dataset-fashion-mnist has put it
+    digits                                    handwritten digits, a file of this package
+    fashion_mnist                             Fashion-MNIST, from Debian's package dataset-fashion-mnist
     images:FILE.npz, images:FOLDER            pictures in arrays, in class folders, or in idx files
     images:cifar100.npz#superclass=3          the classes of one of CIFAR-100's superclasses
-    text:FILE.txt, text:FILE.gz               bytes of a text, one after the other
-    path/to/file.py:function                  what a function of yours returns
-    NAME#model=vit,steps=200,batch=32         options: `tasks/lookup.py`, and keywords of the model; of the function for a file of yours
+    text:FILE.txt, text:FILE.gz               next-byte prediction on a text
+    path/to/file.py:function                  the Task that a function of yours returns
+    NAME#model=vit,steps=200,batch=32         with options
 
-Files are looked for here and in the folder that the environment variable PAREDOWN_DATA names. With `folder`, as a worker has it, nothing
-outside of that folder is run, and data comes from there or from PAREDOWN_DATA alone.
+Options after `#` are those of OPTIONS; all others are keyword arguments of the model, or of the function for a file of yours. Without
+`steps` a task on pictures trains for ten passes over its examples.
+
+Files are searched for in the current folder and in that of the environment variable PAREDOWN_DATA. With `folder`, as a worker has it, no
+code outside of that folder runs, and data is read from there or from PAREDOWN_DATA only.
 
 >>> find_task("digits#model=mlp,steps=100")
-Task(digits#model=mlp,steps=100: 100 steps of 32, sgdm at 0.05; 1437 to learn from, 360 to be judged by, 10 answers)
+Task(digits#model=mlp,steps=100: 100 steps of 32, sgdm at 0.05; 1437 training examples, 360 test examples, 10 answers)
 >>> find_task("digit")
 Traceback (most recent call last):
     ...
 paredown.errors.TaskError: task 'digit' is unknown. Closest: 'digits'. Allowed: digits, fashion_mnist, images:FILE.npz, images:FOLDER, \
 text:FILE, or path/to/file.py:function.
 
-Built-in models on built-in data: what a task by name is made of.
-
-A task's options stand behind `#`: `digits#model=vit,steps=200,dim=32`. Those of OPTIONS are the task's own, all others are keywords of the
-model. Without a number of steps a task on pictures takes ten passes over its examples.
-
-Code of the user's: what a function of a file or of a module returns; whatever it raises becomes a sentence.
+Exceptions of the user's code become a TaskError with their type and text:
 
 >>> call_user_function("math", "sqrt", {})
 Traceback (most recent call last):
     ...
 paredown.errors.TaskError: math raised TypeError: math.sqrt() takes exactly one argument (0 given).
 
-Tasks by name that are found again: a process that runs many trials of one task reads its data once.
-
-A task on a file is made again when the file has changed; one on a folder, or of the user's own code, each time.
+`cached_task` keeps tasks, so that a process that runs many trials of one task reads its data once. It reads a file again when the file has
+changed; a task on a folder, or of the user's code, is not cached.
 """
 
 from __future__ import annotations
@@ -64,18 +61,18 @@ __all__ = ["OptimizerSettings", "Task", "find_task"]
 
 
 BATCH = 32
-PASSES = 10
+NUM_PASSES = 10
 TEXT_STEPS = 500
 MLP_WIDTH = 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": None}
-# what trains well with AdamW; all other models take SGD with momentum
-SLOW_STARTERS = frozenset({"vit", "convnext", "gpt", "lstm"})
+# models that train well with AdamW; all others use SGD with momentum
+ADAMW_MODELS = frozenset({"vit", "convnext", "gpt", "lstm"})
 ADAMW = OptimizerSettings("adamw", 1e-3, {"betas": (0.9, 0.95), "weight_decay": 0.1}, max_norm=1.0)
 SGDM = OptimizerSettings("sgdm", 0.05, {"weight_decay": 5e-4})
 
 
 class TaskOption(NamedTuple):
-    """One option of a task: how its text is read, and what it means."""
+    """One option of a task: the type that its text is converted to, and its meaning."""
 
     read: type
     note: str
@@ -84,45 +81,45 @@ class TaskOption(NamedTuple):
 OPTIONS: Mapping[str, TaskOption] = MappingProxyType(
     {
         "model": TaskOption(str, "a name of paredown.models.MODELS"),
-        "steps": TaskOption(int, "of training"),
-        "batch": TaskOption(int, "examples of a step"),
+        "steps": TaskOption(int, "training steps"),
+        "batch": TaskOption(int, "examples in a batch"),
         "optimizer": TaskOption(str, "sgd, sgdm, adamw or lion"),
-        "lr": TaskOption(float, "the peak learning rate"),
+        "lr": TaskOption(float, "peak learning rate"),
         "schedule": TaskOption(str, "cosine or constant"),
-        "max_norm": TaskOption(float, "to which gradients are clipped"),
-        "loss_scale": TaskOption(float, "where torch's scaler of losses starts"),
-        "loss_factor": TaskOption(float, "by which the loss is multiplied and gradients are divided"),
+        "max_norm": TaskOption(float, "norm that gradients are clipped to"),
+        "loss_scale": TaskOption(float, "initial scale of torch.amp.GradScaler"),
+        "loss_factor": TaskOption(float, "constant loss scale; gradients of parameters are divided by it"),
         "autocast": TaskOption(str, "bf16, fp16 or none"),
-        "superclass": TaskOption(int, "pictures: only the classes of this one"),
-        "side": TaskOption(int, "pictures: scaled to this height and width"),
-        "shift": TaskOption(int, "pictures: shifted by up to so many pixels in training"),
-        "mirror": TaskOption(bool, "pictures: mirrored or not in training"),
-        "length": TaskOption(int, "text: bytes of a piece"),
+        "superclass": TaskOption(int, "pictures: use only the classes of this superclass"),
+        "side": TaskOption(int, "pictures: resize to this height and width"),
+        "shift": TaskOption(int, "pictures: random shifts in training by up to this many pixels"),
+        "mirror": TaskOption(bool, "pictures: random horizontal flips in training"),
+        "length": TaskOption(int, "text: bytes of a training piece"),
     }
 )
-OF_RECIPE = ("lr", "schedule", "max_norm", "loss_scale", "loss_factor")
-OF_PICTURES = ("superclass", "side", "shift", "mirror")
+OPTIMIZER_OPTIONS = ("lr", "schedule", "max_norm", "loss_scale", "loss_factor")
+PICTURE_OPTIONS = ("superclass", "side", "shift", "mirror")
 TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """The options that stand behind `#`, read as what they are.
+    """The options after `#`, converted to the types of OPTIONS; others to int, float, bool or str, whichever fits first.
 
     >>> parse_options("steps=20,lr=0.1,mirror=true,width=16,gelu=tanh")
     {'steps': 20, 'lr': 0.1, 'mirror': True, 'width': 16, 'gelu': 'tanh'}
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, sign, value = (piece.strip() for piece in part.partition("="))
         if not sign or not name.isidentifier() or not value:
-            raise TaskError(f"option {part!r} cannot be read: options are name=value, with commas between them.")
-        if name in found:
-            raise TaskError(f"option {name!r} is there twice.")
-        found[name] = _read(name, value)
-    return found
+            raise TaskError(f"option {part!r} cannot be read: options are name=value, separated by commas.")
+        if name in options:
+            raise TaskError(f"option {name!r} appears twice. Leave one out.")
+        options[name] = _converted(name, value)
+    return options
 
 
-def _read(name: str, value: str) -> Any:
+def _converted(name: str, value: str) -> Any:
     wanted = OPTIONS[name].read if name in OPTIONS else None
     for kind in (wanted,) if wanted is not None else (int, float, bool, str):
         try:
@@ -130,33 +127,33 @@ def _read(name: str, value: str) -> Any:
         except (ValueError, KeyError):
             continue
     raise TaskError(
-        f"option {name}={value} cannot be read; it is of type {getattr(wanted, '__name__', wanted)}: {OPTIONS[name].note}."
+        f"option {name}={value} cannot be read; it must be of type {getattr(wanted, '__name__', wanted)}: {OPTIONS[name].note}."
     )
 
 
-WITHOUT_CONVOLUTIONS = ("mlp", "vit")  # or with one that matters little
+WITHOUT_CONVOLUTIONS = ("mlp", "vit")  # channels_last gains nothing: a vit has one convolution, for its patches
 
 
 def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> Task:
-    """A built-in model on `data`."""
+    """The task of a built-in model on `data`."""
     is_text = isinstance(data, Text)
     model = options.get("model", "gpt" if is_text else "resnet18")
     _check_model(model, is_text=is_text)
-    _refuse(options, OF_PICTURES if is_text else ("length",), "text" if is_text else "pictures")
+    _refuse(options, PICTURE_OPTIONS if is_text else ("length",), "text" if is_text else "pictures")
     data = data if is_text else _prepared(data, model, options)
     build = partial(MODELS[model], **_keywords(model, data, options))
     _check_build(model, build, data)
     batch = options.get("batch", BATCH)
-    steps = options.get("steps", TEXT_STEPS if is_text else max(PASSES * (data.num_train // max(batch, 1)), 1))
+    steps = options.get("steps", TEXT_STEPS if is_text else max(NUM_PASSES * (data.num_train // max(batch, 1)), 1))
     metric = "loss" if is_text else "error"
     autocast = _dtype(options.get("autocast", "none"))
-    turns = not is_text and model not in WITHOUT_CONVOLUTIONS
-    recipe = _recipe(model, options)
-    return Task(name, partial(_made, build), data, steps, batch, recipe, metric=metric, autocast=autocast, channels_last=turns)
+    optimizer, is_convolutional = _optimizer_settings(model, options), not is_text and model not in WITHOUT_CONVOLUTIONS
+    switches: dict[str, Any] = {"metric": metric, "autocast": autocast, "channels_last": is_convolutional}
+    return Task(name, partial(_new_model, build), data, steps, batch, optimizer, **switches)
 
 
-def _made(build: partial[nn.Module], seed: int) -> nn.Module:
-    """A fresh model; `evaluate` has seeded torch."""
+def _new_model(build: partial[nn.Module], seed: int) -> nn.Module:
+    """A new model; `evaluate` has seeded torch before the call."""
     return build()
 
 
@@ -164,7 +161,7 @@ def _check_model(model: str, *, is_text: bool) -> None:
     if model not in MODELS:
         raise TaskError(f"model {model!r} is unknown. Closest: {closest(model, MODELS)}. Allowed: {', '.join(MODELS)}.")
     if model in OF_PIXELS:
-        raise TaskError(f"model {model!r} gives an answer for each pixel, and no built-in task asks for that.")
+        raise TaskError(f"model {model!r} has an answer for each pixel, and no built-in task has such answers.")
     if (model in OF_TEXT) != is_text:
         fitting = [name for name in MODELS if (name in OF_TEXT) == is_text and name not in OF_PIXELS]
         raise TaskError(f"model {model!r} is not for {'text' if is_text else 'pictures'}. Allowed: {', '.join(fitting)}.")
@@ -173,23 +170,25 @@ def _check_model(model: str, *, is_text: bool) -> None:
 def _refuse(options: Mapping[str, Any], names: tuple[str, ...], what: str) -> None:
     for name in names:
         if name in options:
-            raise TaskError(f"option {name!r} does not go with {what} ({OPTIONS[name].note}).")
+            raise TaskError(f"option {name!r} does not apply to {what} ({OPTIONS[name].note}).")
 
 
 def _prepared(data: Examples, model: str, options: Mapping[str, Any]) -> Examples:
-    """Pictures as `model` takes them: three channels for all but the MLP."""
+    """The pictures with the transform for `model`: three channels for all but the MLP."""
     if "side" in options:
         if options["side"] < 1:
             raise TaskError(f"side is {options['side']}; pictures have at least one pixel.")
         data = scaled(data, options["side"])
     if not 0 <= options.get("shift", 0) < min(data.x_train.shape[-2:]):
-        raise TaskError(f"shift is {options['shift']}; pictures of {tuple(data.x_train.shape[-2:])} are shifted by less than that.")
+        raise TaskError(
+            f"shift is {options['shift']}; it must be at least 0 and less than the sides of pictures, {tuple(data.x_train.shape[-2:])}."
+        )
     look = PictureTransform(None if model == "mlp" else 3, options.get("shift", 0), options.get("mirror", False))
     return replace(data, look=look)
 
 
 def _keywords(model: str, data: Data, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is told: what the data asks for, then the user's."""
+    """Keyword arguments of the model: those that the data decides, then the user's."""
     given = {name: value for name, value in options.items() if name not in OPTIONS}
     if isinstance(data, Text):
         return {"vocabulary": NUM_BYTES, **({"context": data.length} if model == "gpt" else {}), **given}
@@ -201,7 +200,7 @@ def _keywords(model: str, data: Data, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _check_build(model: str, build: partial[nn.Module], data: Examples | Text) -> None:
-    """The model is made and called once without memory; whatever it refuses is said here."""
+    """Build and call the model once on the meta device; TaskError where it raises."""
     x = next(data.tests(2, device=torch.device("cpu")))[0].to("meta")
     try:
         with torch.device("meta"):
@@ -216,21 +215,21 @@ def _check_build(model: str, build: partial[nn.Module], data: Examples | Text) -
     try:
         made.eval()(x)
     except Exception as error:
-        hint = "" if isinstance(data, Text) else " Scale the pictures with side=32."
+        hint = "" if isinstance(data, Text) else " Resize the pictures with side=32."
         shape = " x ".join(map(str, x.shape[1:]))
         raise TaskError(f"model {model!r} does not take examples of {shape}: {error}.{hint}") from None
 
 
-def _recipe(model: str, options: Mapping[str, Any]) -> OptimizerSettings:
-    usual = ADAMW if model in SLOW_STARTERS else SGDM
-    own = {name: options[name] for name in OF_RECIPE if name in options}
-    if options.get("optimizer", usual.optimizer) == usual.optimizer:
-        return replace(usual, **own)
-    if "lr" not in own:
+def _optimizer_settings(model: str, options: Mapping[str, Any]) -> OptimizerSettings:
+    default = ADAMW if model in ADAMW_MODELS else SGDM
+    changes = {name: options[name] for name in OPTIMIZER_OPTIONS if name in options}
+    if options.get("optimizer", default.optimizer) == default.optimizer:
+        return replace(default, **changes)
+    if "lr" not in changes:
         raise TaskError(
-            f"optimizer={options['optimizer']} needs lr=: what suits {usual.optimizer} ({usual.lr:g}) does not suit it."
+            f"optimizer={options['optimizer']} needs lr=: the default, {default.lr:g}, is for {default.optimizer}, this model's optimizer."
         )
-    return OptimizerSettings(options["optimizer"], **own)
+    return OptimizerSettings(options["optimizer"], **changes)
 
 
 def _dtype(name: str) -> torch.dtype | None:
@@ -239,13 +238,13 @@ def _dtype(name: str) -> torch.dtype | None:
     return DTYPES[name]
 
 
-# --- Code of the user's ---
+# --- Code of the user ---
 
 
 def call_user_function(source: Path | str, function: str, options: Mapping[str, Any]) -> Any:
-    """What `function` of a file (a path) or of a module (a name) returns when called with `options`."""
+    """The value of `function(**options)`, a function of a file (a path) or of a module (a name)."""
     name = source.name if isinstance(source, Path) else source
-    with _said(name):
+    with _errors_as_task_errors(name):
         module = _imported(source) if isinstance(source, Path) else _module(source)
         make = getattr(module, function, None)
         if not callable(make):
@@ -255,8 +254,8 @@ def call_user_function(source: Path | str, function: str, options: Mapping[str, 
 
 
 @contextmanager
-def _said(name: str) -> Generator[None]:
-    """What the user's code raises becomes a sentence; leaving the process is no way out."""
+def _errors_as_task_errors(name: str) -> Generator[None]:
+    """Turn exceptions of the user's code, sys.exit included, into a TaskError with their type and text."""
     try:
         yield
     except TaskError:
@@ -266,54 +265,54 @@ def _said(name: str) -> Generator[None]:
 
 
 def _imported(path: Path) -> Any:
-    """The file as a module of its own, which may import what lies beside it."""
+    """The module of a file, which may import modules of its folder."""
     name = f"paredown_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look for their module there
-    with _beside(path.parent):
+    sys.modules[name] = module  # dataclasses need their module there
+    with _on_sys_path(path.parent):
         spec.loader.exec_module(module)
     return module
 
 
 def _module(name: str) -> Any:
-    """A module by name, of this folder too."""
-    with _beside(Path()):
+    """A module by name, also from the current folder."""
+    with _on_sys_path(Path()):
         return importlib.import_module(name)
 
 
 @contextmanager
-def _beside(folder: Path) -> Generator[None]:
-    place = str(folder.resolve())
-    sys.path.insert(0, place)
+def _on_sys_path(folder: Path) -> Generator[None]:
+    path = str(folder.resolve())
+    sys.path.insert(0, path)
     try:
         yield
     finally:
-        sys.path.remove(place)
+        sys.path.remove(path)
 
 
 # --- Tasks by name ---
 
-LENGTH = 64  # bytes of a piece of text
+LENGTH = 64  # bytes of a training piece of a text
 ALLOWED = "digits, fashion_mnist, images:FILE.npz, images:FOLDER, text:FILE, or path/to/file.py:function"
 WITHOUT_FILE: dict[str, Callable[[], Examples]] = {"digits": read_digits, "fashion_mnist": read_fashion_mnist}
 WITH_FILE = ("images", "text")
 DATA = "PAREDOWN_DATA"
-INSIDE_DATA = ("", "images", "text")
+DATA_FOLDERS = ("", "images", "text")  # folders of PAREDOWN_DATA that are searched
 
 
 def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
-    """The task that `text` names; with `folder`, only files under it."""
+    """The task that `text` names; with `folder`, code only from files under it."""
     if not isinstance(text, str):
-        raise TaskError(f"a task by name is text, not {type(text).__name__}. Allowed: {ALLOWED}.")
+        raise TaskError(f"the name of a task is a str, not {type(text).__name__}. Allowed: {ALLOWED}.")
     head, _, tail = text.strip().partition("#")
     root = None if folder is None else Path(folder)
     try:
         options = parse_options(tail)
         kind, sign, file = head.strip().partition(":")
         if ".py:" in head:
-            return _own_task(head.strip(), options, root)
+            return _user_task(head.strip(), options, root)
         if kind in WITH_FILE and file:
             return _task_of_file(kind, file, options, root)
         if kind in WITHOUT_FILE and not sign:
@@ -322,7 +321,7 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
         raise TaskError(
             str(error) if str(error).startswith("task ") else f"task {portable_text(text)!r}: {error}"
         ) from error.__cause__
-    except OSError as error:  # a name that no file may have
+    except OSError as error:  # the name of a file is not valid
         raise TaskError(f"task {portable_text(text)!r}: {error.strerror or error}.") from None
     likely = closest(kind, (*WITHOUT_FILE, *WITH_FILE)).partition(",")[0]
     raise TaskError(f"task {portable_text(text)!r} is unknown. Closest: {likely}. Allowed: {ALLOWED}.")
@@ -358,24 +357,24 @@ def _text(path: Path, options: Mapping[str, Any]) -> Text:
 
 @lru_cache(maxsize=4)
 def _arrays(path: Path, superclass: int | None, stamp: tuple[int, int]) -> Examples:
-    """The arrays of a file as it is now: twenty tasks of one file are read one after the other."""
+    """The arrays of a file with this time stamp and size; cached, as tasks of twenty superclasses read one file in turn."""
     return read_arrays(path, superclass=superclass)
 
 
 def _name(head: str, options: Mapping[str, Any]) -> str:
-    """The same for the same task, whatever the order of its options."""
+    """The name of a task, with its options in alphabetical order, so that one task has one name."""
     return head + "#" * bool(options) + ",".join(f"{name}={value}" for name, value in sorted(options.items()))
 
 
 def _portable(file: str) -> str:
-    """A path as it may stand in a trial: relative, without a way up; the last part of others."""
+    """A relative path without `..`, unchanged; the file name alone of any other path, so that trials contain no local path."""
     path = Path(file)
     is_outside = path.is_absolute() or PureWindowsPath(file).is_absolute() or ".." in path.parts or file.startswith("~")
     return PureWindowsPath(file).name if is_outside else path.as_posix()
 
 
 def portable_text(text: str) -> str:
-    """A task's text as it may stand in a message or a file: no path in it, nor among its options, is absolute or goes up.
+    """A task's text without local paths, for messages and files: absolute paths and those with `..` are shortened to the file name.
 
     >>> portable_text("images:/data/ann/faces.npz#steps=3,from=/data/ann/w.pt")
     'images:faces.npz#steps=3,from=w.pt'
@@ -389,71 +388,70 @@ def portable_text(text: str) -> str:
 
 
 def find_file(file: str, folder: Path | None) -> Path:
-    """Where `file` is: under `folder`, or without one here, or under PAREDOWN_DATA."""
+    """The path of `file`: under `folder` (the current folder when None), or under PAREDOWN_DATA."""
     data = Path(os.environ[DATA]) if os.environ.get(DATA) else None
-    roots = [folder if folder is not None else Path(), *((data / inside for inside in INSIDE_DATA) if data is not None else ())]
+    roots = [folder if folder is not None else Path(), *((data / inside for inside in DATA_FOLDERS) if data is not None else ())]
     for root in roots:
         path = root / file
         if path.exists():
             if folder is not None and not any(is_inside(path, root) for root in roots):
-                raise TaskError(f"{_portable(file)} is outside of the folder that tasks may come from.")
+                raise TaskError(f"{_portable(file)} is outside of the tasks folder.")
             return path
-    near = [path.name for root in roots if root.is_dir() for path in (root / file).parent.glob("*")] if folder is None else []
-    like = closest(Path(file).name, dict.fromkeys(near))
-    where = f"here{'' if data is None else f' or under {DATA}'}" if folder is None else "in the folder that tasks may come from"
+    names = [path.name for root in roots if root.is_dir() for path in (root / file).parent.glob("*")] if folder is None else []
+    like = closest(Path(file).name, dict.fromkeys(names))
+    where = f"in this folder{'' if data is None else f' or under {DATA}'}" if folder is None else "in the tasks folder"
     raise TaskError(f"there is no {_portable(file)} {where}.{f' Closest: {like}.' if like else ''}")
 
 
 def is_inside(path: Path, root: Path) -> bool:
-    """Whether a file lies under `root`, links followed."""
+    """Whether a path is under `root` after following symbolic links."""
     return path.resolve().is_relative_to(root.resolve())
 
 
-# --- files of the user ------------------------------------------------------------------------------------------------
+# --- Tasks from files of the user ---------------------------------------------------------------------------------------
 
 
-def _own_task(text: str, options: Mapping[str, Any], folder: Path | None) -> Task:
-    """What the function of a file returns."""
+def _user_task(text: str, options: Mapping[str, Any], folder: Path | None) -> Task:
+    """The Task that a function of a file returns."""
     file, _, function = text.rpartition(":")
     path = (folder or Path()) / file
     if folder is not None and not is_inside(path, folder):
-        raise TaskError("it is outside of the folder that tasks may come from, and is not run.")
+        raise TaskError("the file is outside of the tasks folder, and is not run.")
     if not path.is_file():
-        raise TaskError("there is no such file.")
+        raise TaskError(f"there is no file {_portable(file)}.")
     task = call_user_function(path, function, options)
     if not isinstance(task, Task):
-        told = f"{function} returned {type(task).__name__}; it is to return a paredown.Task"
-        raise TaskError(f"{told}: a model with data, steps and a recipe (docs/tasks.md).")
+        raise TaskError(f"{function} returned {type(task).__name__}; it must return a paredown.Task (docs/tasks.md).")
     return task
 
 
-# --- Tasks by name that are found again ---
+# --- Cached tasks ---
 
-KEPT = 32  # tasks: those of a sweep that runs cheap plans first take turns
+NUM_CACHED = 32  # a sweep that runs cheap plans first alternates between its tasks
 Stamp = tuple[int, int]
 
 
 def cached_task(text: str, folder: Path | None) -> Task:
-    """`find_task(text, folder)`, the same object for the same words and the same file; with None data of this folder, and no code."""
+    """`find_task(text, folder)`, cached by text and by the time stamp of its file. `folder` None: the current folder, for data only."""
     head = text.strip().partition("#")[0].strip()
     if ".py:" in head:
         if folder is None:
-            raise TaskError("a file of code is named, and no folder that tasks may come from: it is not run.")
+            raise TaskError("the task is a function of a .py file, which is run only from a tasks folder; none was given.")
         return find_task(text, folder)
     folder = Path().resolve() if folder is None else folder
     kind, _, file = head.partition(":")
     path = find_file(file, folder) if kind in WITH_FILE and file else None
     if path is not None and path.is_dir():
-        return find_task(text, folder)  # a picture in it may have changed
-    return _kept(text, folder, None if path is None else _stamp(path))
+        return find_task(text, folder)  # not cached: a picture may have changed
+    return _cached_task(text, folder, None if path is None else _stamp(path))
 
 
-@lru_cache(maxsize=KEPT)
-def _kept(text: str, folder: Path, stamp: Stamp | None) -> Task:
+@lru_cache(maxsize=NUM_CACHED)
+def _cached_task(text: str, folder: Path, stamp: Stamp | None) -> Task:
     return find_task(text, folder)
 
 
 def _stamp(path: Path) -> Stamp:
-    """When a file was written, and how long it is."""
-    seen = path.stat()
-    return (seen.st_mtime_ns, seen.st_size)
+    """Modification time and size of a file."""
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size

@@ -1,11 +1,11 @@
-"""A task: the model, data and steps that plans are judged on.
+"""A task: model, data, loss, optimizer and number of steps. Plans are compared on tasks.
 
 >>> from torch import nn
 >>> from paredown.tasks.data import Examples
 >>> x, y = torch.randn(100, 8), torch.arange(100) % 4
 >>> task = Task("mine", lambda seed: nn.Linear(8, 4), Examples(x[:80], y[:80], x[80:], y[80:]), steps=20, batch=16)
 >>> task
-Task(mine: 20 steps of 16, sgdm at 0.05; 80 to learn from, 20 to be judged by, 4 answers)
+Task(mine: 20 steps of 16, sgdm at 0.05; 80 training examples, 20 test examples, 4 answers)
 >>> Task("mine", task.make_model, task.data, batch=128)
 Traceback (most recent call last):
     ...
@@ -28,11 +28,11 @@ from paredown.models.transformer import token_loss
 from paredown.plan.selectors import closest
 from paredown.tasks.data import Data
 
-Loss = Callable[[Any, Tensor], Tensor]  # (output, answers) -> one number, the mean over the batch
+Loss = Callable[[Any, Tensor], Tensor]  # (output, answers) -> scalar tensor, the mean over the batch
 
 
 class NamedOptimizer(NamedTuple):
-    """An optimizer by name: the class in paredown.optim, and arguments that its name implies."""
+    """The optimizer of a name: a class of paredown.optim, and the arguments that the name implies."""
 
     kind: str
     options: Mapping[str, Any]
@@ -51,11 +51,12 @@ SCHEDULES = ("cosine", "constant")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How a task is optimized: a rule of RULES, its peak learning rate, further arguments of the rule, and what happens around its step.
+    """How a task is optimized: an optimizer of RULES, its peak learning rate, and further arguments of its class in `options`.
 
-    `schedule`: "cosine" goes up in the first tenth of the run and then down to a hundredth, "constant" does not. `max_norm` clips
-    gradients. `loss_scale`: where torch's scaler of losses starts; None: no scaler. `loss_factor`: by which the loss is multiplied, and
-    gradients of parameters are divided before anything is done with them: it keeps small gradients of activations from being lost.
+    `schedule`: "cosine" is a linear warmup in the first tenth of the run and a cosine decay to a hundredth, "constant" has neither.
+    `max_norm`: clip gradients to this norm. `loss_scale`: the initial scale of a torch.amp.GradScaler; None: no scaler. `loss_factor`: a
+    constant loss scale: the loss is multiplied by it, and gradients of parameters are divided by it before clipping and the optimizer step,
+    so that small gradients of activations do not underflow.
     """
 
     optimizer: str = "sgdm"
@@ -75,11 +76,11 @@ class OptimizerSettings:
         for what in ("lr", "max_norm", "loss_scale", "loss_factor"):
             value = getattr(self, what)
             if value is not None and not value > 0:
-                raise TaskError(f"{what} is {value}; it is above 0.")
+                raise TaskError(f"{what} is {value}; it must be above 0.")
 
 
 def share_wrong(output: Tensor, answers: Tensor) -> Tensor:
-    """The share of answers that differ from the likeliest one: logits (..., num_answers) against (...)."""
+    """The share of wrong answers: argmax of logits (..., num_answers) compared with class numbers (...)."""
     return (output.argmax(-1) != answers).float().mean()
 
 
@@ -88,12 +89,13 @@ METRICS: Mapping[str, Loss | None] = MappingProxyType({"error": share_wrong, "lo
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Task:
-    """What to train and how to judge it. `make_model(seed)` makes a fresh model on the CPU; torch is seeded when it is called.
+    """What to train and how to evaluate it. `make_model(seed)` returns a new model on the CPU; torch is seeded before the call.
 
-    `loss(output, answers)` is the mean over a batch; cross entropy unless given. `metric`: "error" is the share of wrong answers,
-    "loss" the loss, a function is called like the loss and gives the mean error of a batch; lower is better. `autocast`: the dtype of
-    the context around forward and loss. `stops_early`: whether a hopeless trial ends before its last step. `channels_last`: whether the
-    model lies so on a GPU, where convolutions are quicker and take no room to turn tensors round; a model that calls `view` may not.
+    `loss(output, answers)` is the mean over a batch; cross entropy by default. `metric`: "error" is the share of wrong answers, "loss" the
+    loss; a function is called like the loss and returns the mean error of a batch; lower is better. `autocast`: the dtype of the
+    autocast context around forward and loss. `stops_early`: whether a hopeless trial ends before its last step. `channels_last`: whether
+    the model is in channels_last memory format on a GPU, where convolutions are faster and need no workspace to transpose tensors; leave
+    it False for a model that calls `view` on feature maps.
     """
 
     name: str
@@ -116,14 +118,14 @@ class Task:
 
     def _check(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
-            raise TaskError("a task has a name, one line of text.")
+            raise TaskError(f"the name is {self.name!r}; a task needs a name, one line of printable text.")
         if PurePath(self.name).is_absolute() or PureWindowsPath(self.name).is_absolute():
             raise TaskError("the name is written into every trial and must not be an absolute path.")
         if not isinstance(self.data, Data):
-            raise TaskError(f"data is of type {type(self.data).__name__}; give paredown.tasks.data.Examples or Text.")
+            raise TaskError(f"data is of type {type(self.data).__name__}; pass paredown.tasks.data.Examples or Text.")
         for what, value in (("steps", self.steps), ("batch", self.batch)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise TaskError(f"{what} is {value!r}; it is a whole number from 1 up.")
+                raise TaskError(f"{what} is {value!r}; it must be a whole number from 1 up.")
         if self.batch > self.data.num_train:
             raise TaskError(
                 f"a batch of {self.batch} is larger than the {self.data.num_train} training examples. Take a smaller batch."
@@ -137,12 +139,12 @@ class Task:
 
     @property
     def judge(self) -> Loss:
-        """The mean error of a batch."""
+        """The function (output, answers) -> mean error of a batch that `metric` selects."""
         return (METRICS[self.metric] or self.loss) if isinstance(self.metric, str) else self.metric
 
     @property
     def blind_loss(self) -> float | None:
-        """The loss of a model that knows nothing, where that is known: cross entropy with equal odds."""
+        """The loss of random guessing: cross entropy with equal odds for every answer; None for another loss."""
         return self.data.blind_loss if self.loss is token_loss else None
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A trial is one measured run of a plan on a task with a seed; one that went wrong is a trial too, and says why.
+"""A trial: one measured run of a plan on a task with a seed. A failed run is a trial too, with its status and reason.
 
 >>> trial = Trial("digits", Plan.preset("lpmm"), 0, Status.DONE, error=0.025, loss=0.11, measured_peak_bytes=2**20, seconds=3.5)
 >>> trial
@@ -42,15 +42,15 @@ class Status(str, Enum):
 
     DONE = "done"
     DIVERGED = "diverged"
-    STOPPED = "stopped"  # hopeless, and stopped early
+    STOPPED = "stopped"  # stopped early: no better than random guessing
     OUT_OF_MEMORY = "out_of_memory"
     KILLED = "killed"
-    FAILED = "failed"  # its code raised
+    FAILED = "failed"  # an exception was raised
 
 
 @dataclass(frozen=True, repr=False)
 class Trial:
-    """What came of training a task under a plan. None: not known. Numbers are finite: a loss that is not is told in `reason`."""
+    """The result of training a task under a plan. None: unknown. Numbers are finite; `reason` describes a loss that is not."""
 
     task: str  # its name
     plan: Plan
@@ -62,7 +62,7 @@ class Trial:
     measured_peak_bytes: int | None = None
     seconds: float | None = None
     curve: tuple[tuple[int, float], ...] = ()  # (step, training loss), steps from 1
-    reason: str = ""  # why it is not done, or why it was stopped
+    reason: str = ""  # why the status is not DONE
     device: str = ""
     versions: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     commit: str = ""
@@ -80,19 +80,19 @@ class Trial:
     def __repr__(self) -> str:
         num_rules = len(self.plan.rules)
         rules = "no rules" if not num_rules else f"{num_rules} rule{'s' * (num_rules > 1)}"
-        rules += ", layers computed again" if self.plan.recompute else ""
-        said = f"{self.status.value}: {self.reason}" if self.reason else self.status.value
-        return f"Trial({self.task}, seed {self.seed}, {rules}: {', '.join([said, *self._figures()])})"
+        rules += ", activation checkpointing" if self.plan.recompute else ""
+        outcome = f"{self.status.value}: {self.reason}" if self.reason else self.status.value
+        return f"Trial({self.task}, seed {self.seed}, {rules}: {', '.join([outcome, *self._numbers()])})"
 
-    def _figures(self) -> list[str]:
-        """What is known, in words."""
-        found: list[str] = []
-        found += [f"error {self.error:.4f}"] if self.error is not None else []
-        found += [f"loss {self.loss:.4f}"] if self.loss is not None else []
-        found += [f"peak {say_bytes(self.measured_peak_bytes)} measured"] if self.measured_peak_bytes is not None else []
-        found += [f"{say_bytes(self.predicted_peak_bytes)} predicted"] if self.predicted_peak_bytes is not None else []
-        found += [f"{self.seconds:.1f} s"] if self.seconds is not None else []
-        return found
+    def _numbers(self) -> list[str]:
+        """The measured and predicted numbers that are known, with their names."""
+        texts: list[str] = []
+        texts += [f"error {self.error:.4f}"] if self.error is not None else []
+        texts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
+        texts += [f"peak {say_bytes(self.measured_peak_bytes)} measured"] if self.measured_peak_bytes is not None else []
+        texts += [f"{say_bytes(self.predicted_peak_bytes)} predicted"] if self.predicted_peak_bytes is not None else []
+        texts += [f"{self.seconds:.1f} s"] if self.seconds is not None else []
+        return texts
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: version and all fields by name."""
@@ -102,7 +102,7 @@ class Trial:
 
     @staticmethod
     def from_json(value: Any) -> Trial:
-        """The trial whose `to_json` is `value`; PlanError says why it is none."""
+        """The trial whose `to_json` is `value`; PlanError where `value` is not valid."""
         rest = object_parts(value, "trial", NAMES, REQUIRED, VERSION, PlanError)
         rest["plan"] = Plan.from_json(rest["plan"])
         return Trial(**rest)

@@ -1,4 +1,4 @@
-"""Simulated trainings side by side: those that differ in data, rate, formats and seed alone share lanes, and with them captured graphs.
+"""Simulated trials in parallel on a GPU: runs that differ only in data, learning rate, formats and seed share captured CUDA graphs.
 
 >>> from paredown.tasks.evaluate import make_setting
 >>> settings = [make_setting("digits#model=mlp,steps=5", Plan.uniform(activation=text), mode="simulate") for text in ("e4m3", "e5m2")]
@@ -8,12 +8,11 @@
 >>> sorted((number, trial.status.value) for number, trial in bench.run())
 [(0, 'done'), (1, 'done')]
 
-Results are those of `evaluate`, bit by bit on the same device. What cannot share a graph (`why_alone`) is trained by `evaluate` itself.
+Results equal those of `evaluate` on the same device, bit for bit. Runs that cannot share a graph (`why_alone`) are trained by `evaluate`.
 
-Simulated trials side by side in one long-lived process for each GPU, where they share captured graphs (`bench.py`).
-
-Specs go to the process through a pipe, results come back as JSON. When it dies, all that it ran is tried again, each trial in a
-process of its own (`sweeps/engines/engine.py`), as are trials that store: what kills a process then harms no other.
+`GraphsEngine` has one long-lived process with a GraphBench for each GPU. Trials are sent to it through a pipe, results returned as JSON.
+When it dies, its trials run again, each in a process of its own (engines/engine.py), as do trials in store mode, so that a trial that kills
+its process does not affect others again.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from paredown.sweeps.engines.engine import (
     settle,
     without_main,
 )
-from paredown.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, wait_for
+from paredown.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, synchronize
 from paredown.sweeps.store import Claim, EndedTrial
 from paredown.sweeps.sweep import TrialSpec
 from paredown.tasks.data import Pair
@@ -63,34 +62,34 @@ from paredown.tasks.trial import Status, Trial
 
 log = logging.getLogger("paredown")
 NUM_LANES = 8
-KEPT_GROUPS = 3  # kinds of runs whose graphs are kept
-LONGEST = 200  # letters of a reason
-KEPT_TESTS = 8  # tasks whose test examples are kept on the device
+MAX_GROUPS = 3  # groups of runs whose graphs are kept
+MAX_REASON_CHARS = 200
+MAX_CACHED_TESTS = 8  # tasks whose test examples are kept on the device
 
 
 def why_alone(setting: TrainingSetup) -> str | None:
     """Why a training cannot share a graph, or None."""
-    recipe, how = setting.task.recipe, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
-    if not isinstance(how, Simulate):
-        return "tensors that are stored in other formats have other sizes"
-    if how.raised is not None or how.first_weights == "exact":
+    settings, mode = setting.task.recipe, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
+    if not isinstance(mode, Simulate):
+        return "it is not simulated, and tensors that are stored in different formats have different sizes"
+    if mode.raised is not None or mode.first_weights == "exact":
         return "what happens in a step depends on the steps before"
-    if RULES[recipe.optimizer].kind not in FUSED:
-        return f"torch has no {recipe.optimizer} that reads its rate from memory"
-    if recipe.options.get("dampening"):
-        return "the first step of SGD with dampening is unlike the others"
-    if recipe.loss_scale is not None:
-        return "torch's scaler of losses asks the device in each step"
+    if RULES[settings.optimizer].kind not in FUSED:
+        return f"torch has no {settings.optimizer} that reads its learning rate from memory"
+    if settings.options.get("dampening"):
+        return "the first step of SGD with dampening differs from the others"
+    if settings.loss_scale is not None:
+        return "torch.amp.GradScaler synchronizes with the device in each step"
     if not all(is_live(assignment.format) for _, assignment in setting.plan.rules):
         return "formats with blocks or tables are fixed in a graph"
     return None
 
 
 def kind_of(setting: TrainingSetup) -> Any:
-    """What runs in one group have in common: all that is fixed when a graph is captured."""
-    task, recipe = setting.task, replace(setting.task.recipe, lr=1.0, schedule="constant")
-    how = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
-    options = tuple(sorted((name, repr(value)) for name, value in recipe.options.items()))
+    """The key of a group of runs that can share graphs: everything that is fixed when a graph is captured."""
+    task, settings = setting.task, replace(setting.task.recipe, lr=1.0, schedule="constant")
+    mode = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
+    options = tuple(sorted((name, repr(value)) for name, value in settings.options.items()))
     x, answers = next(iter(task.data.tests(1, device=torch.device("cpu"))))
     shapes = (x.shape[1:], x.dtype, answers.shape[1:], answers.dtype, task.batch, getattr(task.data, "look", None))
     fixed = (
@@ -99,28 +98,28 @@ def kind_of(setting: TrainingSetup) -> Any:
         task.judge,
         task.autocast,
         task.channels_last,
-        recipe.optimizer,
+        settings.optimizer,
         options,
-        recipe.max_norm,
-        recipe.loss_factor,
+        settings.max_norm,
+        settings.loss_factor,
     )
-    return (*fixed, how, shapes, str(setting.device), rounding_key(setting.plan))
+    return (*fixed, mode, shapes, str(setting.device), rounding_key(setting.plan))
 
 
 def model_key(make: Callable[..., Any]) -> Any:
-    """Equal for functions that make the same model: partials of the same with the same arguments."""
+    """A key that is equal for functions that make the same model: partials of one function with equal arguments."""
     if isinstance(make, partial):
         return (model_key(make.func), tuple(map(model_key, make.args)), tuple(sorted(make.keywords.items())))
     return make
 
 
 def rounding_key(plan: Plan) -> Any:
-    """What a graph has fixed of a plan: who is rounded, how, and whether by a format that TF32 keeps."""
+    """The part of a plan that a graph fixes: its selectors, rounding modes, and whether TF32 represents each format exactly."""
     return tuple((key, a.rounding, a.format is None, is_narrow(a.format)) for key, a in plan.rules)
 
 
 class QueuedTraining(NamedTuple):
-    """A training that was asked for."""
+    """A training that was added to a bench, with the caller's key."""
 
     key: Any
     setting: TrainingSetup
@@ -128,9 +127,9 @@ class QueuedTraining(NamedTuple):
 
 @dataclass
 class GraphGroup:
-    """Runs that share graphs, and the lanes that have them."""
+    """Runs that share graphs: the queue, and the lanes with these graphs."""
 
-    waiting: deque[QueuedTraining] = field(default_factory=deque[QueuedTraining])
+    queue: deque[QueuedTraining] = field(default_factory=deque[QueuedTraining])
     lanes: list[Lane] = field(default_factory=list[Lane])
 
     @property
@@ -140,37 +139,37 @@ class GraphGroup:
 
 
 class GraphBench:
-    """Trains what is added; `turn` queues a step in every lane and gives the trials that have become known.
+    """Trains the runs that are added; each `turn` queues a step in every lane and returns the trials that have ended.
 
-    `evaluates`: what cannot share a graph is trained here too, when no lane runs. Otherwise it comes back as NotAlike.
+    `evaluates`: runs that cannot share a graph are trained by `evaluate`, when no lane runs; otherwise `turn` returns a LayoutMismatch.
     """
 
     def __init__(self, num_lanes: int = NUM_LANES, *, evaluates: bool = True) -> None:
         self._num_lanes, self._evaluates = num_lanes, evaluates
         self._groups: OrderedDict[Any, GraphGroup] = OrderedDict()
         self._alone: deque[QueuedTraining] = deque()
-        self._begun: dict[int, tuple[Any, float]] = {}  # of lanes by id: the key of the run, and when it began
+        self._begun: dict[int, tuple[Any, float]] = {}  # id of a lane -> key of its run, and when it began
         self._starts, self._tests = InitialStates(), dict[Any, list[Pair]]()
-        self._told = set[tuple[str, str]]()
-        self.begun: list[Any] = []  # keys of runs that have begun, for whoever wants to know
+        self._reported = set[tuple[str, str]]()
+        self.begun: list[Any] = []  # keys of runs that have begun; the caller clears it
 
     def add(self, key: Any, setting: TrainingSetup) -> None:
-        """Ask for a training; `key` comes back with its trial."""
-        waiting, reason = QueuedTraining(key, setting), why_alone(setting)
+        """Queue a training; `turn` returns `key` with its trial."""
+        queued, reason = QueuedTraining(key, setting), why_alone(setting)
         kind = kind_of(setting) if reason is None else None
         if kind is None or not _is_hashable(kind):
-            self._leave(waiting, reason or "nothing tells whether another model is the same")
+            self._leave(queued, reason or "arguments of its model are not hashable, and graphs are found by them")
             return
-        self._groups.setdefault(kind, GraphGroup()).waiting.append(waiting)
+        self._groups.setdefault(kind, GraphGroup()).queue.append(queued)
         self._groups.move_to_end(kind)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything runs or waits."""
-        return bool(self._alone or self._begun or any(group.waiting for group in self._groups.values()))
+        """Whether any run is queued or running."""
+        return bool(self._alone or self._begun or any(group.queue for group in self._groups.values()))
 
     def run(self) -> Iterator[tuple[Any, Trial]]:
-        """All trials, as they become known; what a task raises is raised."""
+        """All trials, in the order in which they end; exceptions of a task are raised."""
         while self.is_busy:
             for key, trial in self.turn():
                 if isinstance(trial, BaseException):
@@ -178,25 +177,25 @@ class GraphBench:
                 yield key, trial
 
     def turn(self) -> list[tuple[Any, Trial | BaseException]]:
-        """One step of everything; trials that have become known, or what their tasks raised."""
+        """Queue one step in every lane; the trials that have ended, or the exceptions of their tasks."""
         self._fill()
         if self._alone and not self._evaluates:
             refused, self._alone = self._alone, deque()
-            return [(waiting.key, LayoutMismatch("it shares no graph with others")) for waiting in refused]
+            return [(queued.key, LayoutMismatch("it shares no graph with others")) for queued in refused]
         if self._alone and not self._begun:
             return [self._evaluate(self._alone.popleft())]
-        found: list[tuple[Any, Trial | BaseException]] = []
+        results: list[tuple[Any, Trial | BaseException]] = []
         busy = [lane for group in self._groups.values() for lane in group.lanes if lane.run is not None]
         for lane in busy:
             try:
-                trial: Trial | BaseException | None = lane.advance(waits=len(busy) == 1)
-            except Exception as error:  # alone it gives its own error, or does not
+                trial: Trial | BaseException | None = lane.advance(blocks=len(busy) == 1)
+            except Exception as error:  # `evaluate` raises it again, or succeeds without a graph
                 assert lane.run is not None
-                self._leave(QueuedTraining(self._begun.pop(id(lane))[0], lane.run.setting), _said(error))
+                self._leave(QueuedTraining(self._begun.pop(id(lane))[0], lane.run.setting), _first_line(error))
                 lane.run = trial = None
             if trial is not None:
-                found.append(self._ended(lane, trial))
-        return found
+                results.append(self._ended(lane, trial))
+        return results
 
     def _ended(self, lane: Lane, trial: Trial | BaseException) -> tuple[Any, Trial | BaseException]:
         key, begun = self._begun.pop(id(lane))
@@ -204,41 +203,41 @@ class GraphBench:
             trial = replace(trial, seconds=time.perf_counter() - begun)
         return key, trial
 
-    # --- who runs where -------------------------------------------------------------------------------------------------
+    # --- queues and lanes -----------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Give lanes to what waits, new ones as far as there may be more."""
+        """Start queued runs in idle lanes, and in new lanes up to the number of lanes."""
         for group in list(self._groups.values()):
-            while group.waiting and len(self._begun) < self._num_lanes:
-                waiting = group.waiting.popleft()
+            while group.queue and len(self._begun) < self._num_lanes:
+                queued = group.queue.popleft()
                 try:
-                    with seeded(waiting.setting), deterministic(waiting.setting.device):
-                        self._start(group, waiting)
+                    with seeded(queued.setting), deterministic(queued.setting.device):
+                        self._start(group, queued)
                 except Exception as error:
-                    if not is_out_of_memory(error) or not self._has_made_room():
-                        self._leave(waiting, _said(error))  # what cannot be captured, too: alone it runs, or gives its own error
+                    if not is_out_of_memory(error) or not self._has_freed_memory():
+                        self._leave(queued, _first_line(error))  # also where the capture failed: `evaluate` needs none
                     else:
-                        group.waiting.appendleft(waiting)
+                        group.queue.appendleft(queued)
                         return
         self._forget()
 
-    def _leave(self, waiting: QueuedTraining, reason: str) -> None:
-        """It is trained alone, which is slower: the reason is told once for each task."""
-        self._alone.append(waiting)
-        name = waiting.setting.task.name
-        if (name, reason) not in self._told:
-            self._told.add((name, reason))
+    def _leave(self, queued: QueuedTraining, reason: str) -> None:
+        """Queue a run to be trained alone, which is slower; the reason is logged once for each task."""
+        self._alone.append(queued)
+        name = queued.setting.task.name
+        if (name, reason) not in self._reported:
+            self._reported.add((name, reason))
             log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
 
-    def _has_made_room(self) -> bool:
-        """Whether there is hope for memory: idle lanes were dropped, or fewer will run."""
+    def _has_freed_memory(self) -> bool:
+        """Whether a retry may find memory: idle lanes were dropped, or running ones will free theirs. Starts no further lanes."""
         dropped = self._drop_idle()
         if self._begun:
             self._num_lanes = len(self._begun)
         return dropped or bool(self._begun)
 
     def _drop_idle(self) -> bool:
-        """Give the memory of lanes without a run back; whether there were any."""
+        """Free the memory of lanes without a run; whether there were any."""
         idle = [lane for group in self._groups.values() for lane in group.idle]
         for group in self._groups.values():
             group.lanes = [lane for lane in group.lanes if lane.run is not None]
@@ -251,8 +250,8 @@ class GraphBench:
             torch.cuda.empty_cache()
         return num_idle > 0
 
-    def _start(self, group: GraphGroup, waiting: QueuedTraining) -> None:
-        setting = waiting.setting
+    def _start(self, group: GraphGroup, queued: QueuedTraining) -> None:
+        setting = queued.setting
         tests = self._tests_of(setting)
         if not group.idle:
             key = (model_key(setting.task.make_model), str(setting.device))
@@ -260,45 +259,44 @@ class GraphBench:
         lane, begun = group.idle[0], time.perf_counter()
         run = LaneRun(setting, empty_trial(setting), curve_of(setting.task), tests)
         lane.begin(run)
-        self._begun[id(lane)] = (waiting.key, begun)
-        self.begun.append(waiting.key)
+        self._begun[id(lane)] = (queued.key, begun)
+        self.begun.append(queued.key)
 
     def _forget(self) -> None:
-        """Drop the graphs that were not needed for longest."""
-        idle = [kind for kind, group in self._groups.items() if not group.waiting and len(group.idle) == len(group.lanes)]
-        for kind in idle[: max(0, len(self._groups) - KEPT_GROUPS)]:
+        """Drop the least recently used groups beyond MAX_GROUPS."""
+        idle = [kind for kind, group in self._groups.items() if not group.queue and len(group.idle) == len(group.lanes)]
+        for kind in idle[: max(0, len(self._groups) - MAX_GROUPS)]:
             for lane in self._groups.pop(kind).lanes:
                 lane.close()
 
     def _tests_of(self, setting: TrainingSetup) -> list[Pair]:
-        """The test examples of a task on the device, kept from one run to the next."""
+        """The test batches of a task on the device, cached between runs."""
         key = (setting.task.data, setting.task.batch, str(setting.device))
         if key not in self._tests:
-            found = list(setting.task.data.tests(setting.task.batch, device=setting.device))
-            wait_for(setting.device)
-            self._tests[key] = found
-            while len(self._tests) > KEPT_TESTS:
-                wait_for(setting.device)
+            self._tests[key] = list(setting.task.data.tests(setting.task.batch, device=setting.device))
+            synchronize(setting.device)  # before lanes read it in their streams
+            while len(self._tests) > MAX_CACHED_TESTS:
+                synchronize(setting.device)
                 del self._tests[next(iter(self._tests))]
         return self._tests[key]
 
-    def _evaluate(self, waiting: QueuedTraining) -> tuple[Any, Trial | BaseException]:
-        setting = waiting.setting
-        self._drop_idle()  # graphs have addresses of workspaces that a trial alone may give back
-        self.begun.append(waiting.key)
+    def _evaluate(self, queued: QueuedTraining) -> tuple[Any, Trial | BaseException]:
+        setting = queued.setting
+        self._drop_idle()  # graphs contain addresses of workspaces that `evaluate` may free
+        self.begun.append(queued.key)
         try:
-            return waiting.key, evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
+            return queued.key, evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
         except Exception as error:
-            return waiting.key, error
+            return queued.key, error
 
 
-def _said(error: Exception) -> str:
-    """Its first line."""
-    return str(error).partition("\n")[0][:LONGEST] or type(error).__name__
+def _first_line(error: Exception) -> str:
+    """The first line of an exception's text, or its type."""
+    return str(error).partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__
 
 
 def _is_hashable(kind: Any) -> bool:
-    """Not where a model is made of lists, say: nothing tells whether another is the same."""
+    """Whether the key of a group is hashable; it is not where an argument of the model is a list."""
     try:
         hash(kind)
     except TypeError:
@@ -306,27 +304,27 @@ def _is_hashable(kind: Any) -> bool:
     return True
 
 
-# --- Simulated trials side by side in one long-lived process for each GPU, where they share captured graphs (`bench.py`) ---
+# --- The graphs engine ---
 
-BEGUN, ALONE, KNOWN = "begun", "alone", "known"  # what a child tells of a trial: it runs, it shares no graph, its result
-PER_LANE = 2  # trials that are held for each lane, so that one waits where another ends
+BEGUN, ALONE, ENDED = "begun", "alone", "ended"  # events of a child: a trial runs, it can share no graph, it has a result
+PER_LANE = 2  # claims for each lane, so that the next trial is at hand when one ends
 
 
 class Trains(Protocol):
-    """A `RunTrial` that can also say what a trial trains."""
+    """A `RunTrial` that also returns the setup of a trial."""
 
     def __call__(self, spec: TrialSpec) -> Trial:
-        """Train it."""
+        """Run one trial."""
         ...
 
     def setting(self, spec: TrialSpec) -> Any:
-        """Of `evaluate`."""
+        """The TrainingSetup of a trial."""
         ...
 
 
 @dataclass
 class GpuProcess:
-    """The process of a GPU, our ends of its pipes, and what it has been given: claims with the times at which they must be over."""
+    """The process of a GPU, the parent's ends of its pipes, and its claims with their deadlines."""
 
     process: BaseProcess
     pipe: Connection
@@ -336,7 +334,7 @@ class GpuProcess:
 
 @final
 class GraphsEngine(Engine):
-    """Lanes on each GPU; without one, on the CPU."""
+    """Runs simulated trials in `lanes` lanes on each GPU, or on the CPU where there is none."""
 
     def __init__(self, run: RunTrial, *, lanes: int, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
         check_run(run)
@@ -345,12 +343,12 @@ class GraphsEngine(Engine):
         self.slots = PER_LANE * lanes * len(self._gpus)
         self._children: dict[str | None, GpuProcess] = {}
         self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus, preload=preload)
-        self._later: deque[Claim] = deque()  # for processes of their own, when there is room
+        self._later: deque[Claim] = deque()  # trials that will run in a process of their own, when a slot is free
         self._context: Any = get_context("forkserver")
         self._context.set_forkserver_preload([*preload, __name__])
 
     def start(self, claim: Claim) -> None:
-        """Begin the claimed trial."""
+        """Start a trial."""
         if claim.spec.settings.mode == "store" or claim.attempt > 1:
             self._start_alone(claim)
             return
@@ -358,24 +356,24 @@ class GraphsEngine(Engine):
         if gpu not in self._children:
             self._children[gpu] = self._child(gpu)
         self._children[gpu].claims[claim.key] = (claim, None)
-        with suppress(OSError):  # it died: `wait` will find out
+        with suppress(OSError):  # the process died: `wait` will notice
             self._children[gpu].pipe.send((claim.key, claim.spec))
 
     def _start_alone(self, *claims: Claim) -> None:
-        """In a process for each, as many as there is room for."""
+        """Start trials in a process each, as many as there are free slots; the others later."""
         self._later.extend(claims)
         while self._later and len(self._others.pipes) < self._others.slots:
             self._others.start(self._later.popleft())
 
     def _child(self, gpu: str | None) -> GpuProcess:
-        (ours, theirs), (life, its_life) = self._context.Pipe(), self._context.Pipe()
-        arguments = (theirs, its_life, self._run, TrialResources(gpu, 1), self._lanes)
+        (parent_pipe, child_pipe), (life, child_life) = self._context.Pipe(), self._context.Pipe()
+        arguments = (child_pipe, child_life, self._run, TrialResources(gpu, 1), self._lanes)
         process = self._context.Process(target=serve, args=arguments, daemon=False)
         with without_main():
             process.start()
-        theirs.close()
-        its_life.close()
-        return GpuProcess(process, ours, life)
+        child_pipe.close()
+        child_life.close()
+        return GpuProcess(process, parent_pipe, life)
 
     def wait(self, seconds: float) -> list[EndedTrial]:
         """The trials that ended, after at most `seconds`."""
@@ -383,27 +381,27 @@ class GraphsEngine(Engine):
         deadlines = [deadline for child in self._children.values() for _, deadline in child.claims.values() if deadline is not None]
         left = min([seconds, *(deadline - time.monotonic() for deadline in deadlines)])
         connection.wait([*pipes, *self._others.pipes], timeout=max(0.0, left))
-        ended = [*self._others.wait(0.0), *(ended for gpu in list(self._children) for ended in self._look(gpu))]
+        ended = [*self._others.wait(0.0), *(ended for gpu in list(self._children) for ended in self._receive(gpu))]
         self._start_alone()
         return ended
 
-    def _look(self, gpu: str | None) -> list[EndedTrial]:
-        """What a child has sent; if it is no more, what it ran goes back."""
+    def _receive(self, gpu: str | None) -> list[EndedTrial]:
+        """The trials that ended in a child; if it has died or a trial is late, all of its trials, without results."""
         child = self._children[gpu]
         ended: list[EndedTrial] = []
         try:
             while child.pipe.poll():
-                told = json.loads(child.pipe.recv_bytes())
-                claim = child.claims[told["key"]][0]
-                if told["event"] == BEGUN:
+                message = json.loads(child.pipe.recv_bytes())
+                claim = child.claims[message["key"]][0]
+                if message["event"] == BEGUN:
                     limit = claim.spec.settings.timeout_seconds
                     child.claims[claim.key] = (claim, None if limit is None else time.monotonic() + limit)
                     continue
                 del child.claims[claim.key]
-                if told["event"] == ALONE:
+                if message["event"] == ALONE:
                     self._start_alone(claim)
                 else:
-                    ended.append(EndedTrial(claim, Trial.from_json(told["trial"])))
+                    ended.append(EndedTrial(claim, Trial.from_json(message["trial"])))
         except (EOFError, OSError):
             child.process.join()
             return [*ended, *self._drop(gpu, cause_of(child.process.exitcode))]
@@ -412,10 +410,10 @@ class GraphsEngine(Engine):
             del child.claims[claim.key]
             reason = f"no result after {claim.spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
             ended.append(EndedTrial(claim, failed(claim.spec, reason, Status.KILLED)))
-        return [*ended, *(self._drop(gpu, "it ran beside a trial that took too long") if late else [])]
+        return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if late else [])]
 
     def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
-        """End a child; all that it still had is tried again."""
+        """Kill a child; its trials without results, which will run again."""
         child = self._children.pop(gpu)
         kill_group(child.process)
         child.pipe.close()
@@ -423,23 +421,22 @@ class GraphsEngine(Engine):
         return [EndedTrial(claim, None, reason) for claim, _ in child.claims.values()]
 
     def stop(self) -> list[Claim]:
-        """End all running trials and return their claims."""
+        """Kill all running trials and return their claims."""
         dropped = [ended.claim for gpu in list(self._children) for ended in self._drop(gpu, "")]
         later = list(self._later)
         self._later.clear()
         return [*dropped, *later, *self._others.stop()]
 
 
-def serve(pipe: Connection, life: Connection, run: Trains, room: TrialResources, lanes: int) -> None:
-    """All that a GPU's process does, until the pipe is closed."""
-    settle(life, room)
+def serve(pipe: Connection, life: Connection, run: Trains, resources: TrialResources, lanes: int) -> None:
+    """The main function of a GPU's process, until the pipe is closed."""
+    settle(life, resources)
     with suppress(EOFError, OSError):
         _serve(pipe, run, lanes)
     os._exit(0)
 
 
 def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
-
     bench, specs = GraphBench(lanes, evaluates=False), dict[str, TrialSpec]()
     while True:
         while pipe.poll(0 if bench.is_busy else None):
@@ -448,24 +445,22 @@ def _serve(pipe: Connection, run: Trains, lanes: int) -> None:
             try:
                 bench.add(key, run.setting(spec))
             except BaseException as error:
-                _send(pipe, key, KNOWN, of_error(specs.pop(key), error))
-        known = bench.turn()
+                _send(pipe, key, ENDED, of_error(specs.pop(key), error))
+        results = bench.turn()
         for key in bench.begun:
             _send(pipe, key, BEGUN)
         bench.begun.clear()
-        for key, trial in known:
+        for key, trial in results:
             spec = specs.pop(key)
             if isinstance(trial, Trial):
-                _send(pipe, key, KNOWN, trial, spec.task)
+                _send(pipe, key, ENDED, trial, spec.task)
             else:
                 _end_if_broken()
                 _send(pipe, key, ALONE)
 
 
 def _end_if_broken() -> None:
-    """After a fault of the device nothing else works in this process: its trials run again, each alone."""
-    import torch
-
+    """Exit after a device fault, when no CUDA call of this process works any more: its trials then run again, each alone."""
     if torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
@@ -474,7 +469,7 @@ def _end_if_broken() -> None:
 
 
 def _send(pipe: Connection, key: str, event: str, trial: Trial | None = None, task: str | None = None) -> None:
-    told: dict[str, Any] = {"key": key, "event": event}
+    message: dict[str, Any] = {"key": key, "event": event}
     if trial is not None:
-        told["trial"] = trial.to_json() | ({} if task is None else {"task": task})  # as the sweep calls it
-    pipe.send_bytes(json.dumps(told).encode())
+        message["trial"] = trial.to_json() | ({} if task is None else {"task": task})  # the sweep's text
+    pipe.send_bytes(json.dumps(message).encode())

@@ -1,17 +1,14 @@
-"""One process for each trial on this machine, forked from a server that has imported torch already.
+"""Engines run claimed trials and return their results; they have no access to the store.
 
-A process has its own memory and its own CUDA context, so one that runs out of memory, hangs or crashes harms no other. Slots take
-the GPUs in turn (`CUDA_VISIBLE_DEVICES`). Results come back as JSON through a pipe. When the worker is killed, the pipe closes and
-each child ends its own process group; nothing goes on training that nobody waits for. What a trial prints goes to stderr.
+inline   in the worker's process, one at a time: for short trials of trusted code; a trial that ends or blocks the process stops the worker
+local    one process per trial on this machine
+graphs   simulated trials in parallel, in one process per GPU (engines/cuda_graphs.py)
+ray      one process per trial on a Ray cluster (engines/ray.py)
 
-What an engine does: run claimed trials somewhere, and say which have ended. It never sees the store.
-
-inline   in the worker's own process, one after the other: for trials that are trusted and short
-local    a process for each trial on this machine
-graphs   simulated trials side by side in one process for each GPU
-ray      a process for each trial on a Ray cluster
-
-Trials in the worker's own process, one after the other. One that ends or blocks the process takes the worker with it.
+Processes of the local engine are forked from a server that has imported torch. Each has its own memory and CUDA context, so that one that
+runs out of memory, hangs or crashes does not affect the others. Slots use the GPUs in turn (`CUDA_VISIBLE_DEVICES`). Results are sent as
+JSON through a pipe. When the worker is killed, the pipe closes and each child kills its own process group, so that no training is left
+running. stdout of a trial is redirected to stderr.
 """
 
 from __future__ import annotations
@@ -37,41 +34,41 @@ from paredown.sweeps.store import Claim, EndedTrial
 from paredown.sweeps.sweep import TrialSpec
 from paredown.tasks.trial import Status, Trial
 
-LONGEST_REASON = 2000  # characters: a message may hold a whole tensor
+MAX_REASON_CHARS = 2000  # an exception's message may contain a whole tensor
 RunTrial = Callable[[TrialSpec], Trial]
 
 
 class Engine(ABC):
-    """A place where up to `slots` trials run at a time."""
+    """Runs up to `slots` trials in parallel."""
 
     slots: int = 1
 
     @abstractmethod
     def start(self, claim: Claim) -> None:
-        """Begin a trial."""
+        """Start a trial."""
 
     @abstractmethod
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """The trials that have ended, as soon as there are any; none after so many seconds."""
+        """The trials that have ended, as soon as there are any; empty after `seconds`."""
 
     @abstractmethod
     def stop(self) -> Sequence[Claim]:
-        """End what runs, without results; what ran. The engine can start trials again."""
+        """Kill all running trials and return their claims. The engine can start trials afterwards."""
 
 
 def run_safely(run: RunTrial, spec: TrialSpec) -> Trial:
-    """The trial, whatever its code does: what it raises becomes a status and a reason."""
+    """The trial of `spec`; an exception becomes its status and reason."""
     try:
         trial = run(spec)
         if not isinstance(trial, Trial):
-            return failed(spec, f"running it gave {type(trial).__name__}, not a Trial")
+            return failed(spec, f"the function that runs trials returned {type(trial).__name__}, not a Trial")
         return trial
     except BaseException as error:
         return of_error(spec, error)
 
 
 def of_error(spec: TrialSpec, error: BaseException) -> Trial:
-    """The trial whose code raised this; an interrupt is the user's, and is raised again."""
+    """The trial for an exception of its code; KeyboardInterrupt is raised again."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, MemoryError):
@@ -82,19 +79,19 @@ def of_error(spec: TrialSpec, error: BaseException) -> Trial:
 
 
 def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Trial:
-    """The trial that has no numbers."""
-    return Trial(spec.task, spec.plan, spec.seed, status, reason=reason[:LONGEST_REASON])
+    """A trial without numbers, with this status and reason."""
+    return Trial(spec.task, spec.plan, spec.seed, status, reason=reason[:MAX_REASON_CHARS])
 
 
-# --- One process for each trial on this machine, forked from a server that has imported torch already ---
+# --- The local engine: one process per trial ---
 
-# torch._dynamo: imported by the first step of any optimizer, which takes a new process 1.1 s
+# torch._dynamo: the first step of any optimizer imports it, which takes 1.1 s in a new process
 PRELOAD = ("torch", "torch._dynamo", "paredown.tasks.evaluate", "paredown.sweeps.runner")
-END_SECONDS = 5.0  # for a process whose result has come to end by itself
+END_SECONDS = 5.0  # for a process to exit after it has sent its result; it is killed then
 
 
 class TrialResources(NamedTuple):
-    """What a trial may use: a GPU, None for any, and threads of the CPU."""
+    """What a trial may use: a GPU (None: any), and a number of CPU threads."""
 
     gpu: str | None
     threads: int
@@ -102,7 +99,7 @@ class TrialResources(NamedTuple):
 
 @dataclass
 class TrialProcess:
-    """A trial's process, our end of its pipe, its GPU and when it must be over."""
+    """A trial's process, the parent's end of its pipe, its GPU, and its deadline on the monotonic clock."""
 
     claim: Claim
     process: BaseProcess
@@ -113,7 +110,7 @@ class TrialProcess:
 
 @final
 class LocalEngine(Engine):
-    """Processes of this machine. `run` is a function of a module, or a picklable object: a child finds it by its name."""
+    """Runs trials in processes of this machine. `run` is pickled for them: a function of an importable module, or a picklable object."""
 
     def __init__(self, run: RunTrial, *, slots: int = 1, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
         check_run(run)
@@ -126,75 +123,76 @@ class LocalEngine(Engine):
         self._context.set_forkserver_preload([*preload, __name__])
 
     def start(self, claim: Claim) -> None:
-        """Begin the claimed trial."""
-        ours, theirs = self._context.Pipe()
-        gpu = min(self._gpus, key=[one.gpu for one in self._running].count) if self._gpus else None
+        """Start a trial."""
+        parent_pipe, child_pipe = self._context.Pipe()
+        gpu = min(self._gpus, key=[running.gpu for running in self._running].count) if self._gpus else None
         process = self._context.Process(
-            target=_child, args=(theirs, self._run, claim.spec, TrialResources(gpu, self._threads)), daemon=False
+            target=_child, args=(child_pipe, self._run, claim.spec, TrialResources(gpu, self._threads)), daemon=False
         )
         with without_main():
             process.start()
-        theirs.close()
+        child_pipe.close()
         limit = claim.spec.settings.timeout_seconds
-        self._running.append(TrialProcess(claim, process, ours, gpu, None if limit is None else time.monotonic() + limit))
+        deadline = None if limit is None else time.monotonic() + limit
+        self._running.append(TrialProcess(claim, process, parent_pipe, gpu, deadline))
 
     @property
     def pipes(self) -> list[Connection]:
-        """Where results come from."""
-        return [one.pipe for one in self._running]
+        """The pipes of running trials, which become readable when a trial ends."""
+        return [running.pipe for running in self._running]
 
     def wait(self, seconds: float) -> list[EndedTrial]:
         """The trials that ended, after at most `seconds`."""
-        left = [one.deadline - time.monotonic() for one in self._running if one.deadline is not None]
+        left = [running.deadline - time.monotonic() for running in self._running if running.deadline is not None]
         connection.wait(self.pipes, timeout=max(0.0, min([seconds, *left])))
-        ended = [(one, found) for one in self._running if (found := _look(one)) is not None]
-        self._running = [one for one in self._running if all(one is not other for other, _ in ended)]
-        return [found for _, found in ended]
+        checked = [(running, _ended(running)) for running in self._running]
+        self._running = [running for running, ended in checked if ended is None]
+        return [ended for _, ended in checked if ended is not None]
 
     def stop(self) -> list[Claim]:
-        """End all running trials and return their claims."""
-        left = [one.claim for one in self._running]
-        for one in self._running:
-            _kill(one)
+        """Kill all running trials and return their claims."""
+        claims = [running.claim for running in self._running]
+        for running in self._running:
+            _kill(running)
         self._running = []
-        return left
+        return claims
 
 
 def check_run(run: RunTrial) -> None:
-    """SweepError where children could not find it."""
+    """SweepError where child processes could not import `run`."""
     if getattr(run, "__module__", None) == "__main__":
         raise SweepError(
-            "what runs trials is defined in the script itself; children find it in a module: put it into a file and import it."
+            "the function that runs trials is defined in the script itself, and child processes cannot import it: move it to a module."
         )
 
 
-def _look(one: TrialProcess) -> EndedTrial | None:
-    """The result, the way its process died, or None while it runs."""
-    spec = one.claim.spec
-    if one.pipe.poll():
-        trial = _receive(one)
-        one.process.join(END_SECONDS)
-        reason = "" if trial else cause_of(one.process.exitcode)
-        exited = trial is None and (one.process.exitcode or 0) >= 0
-        _kill(one)
-        return EndedTrial(one.claim, failed(spec, reason) if exited else trial, reason)
-    if one.deadline is not None and time.monotonic() >= one.deadline:
-        _kill(one)
+def _ended(running: TrialProcess) -> EndedTrial | None:
+    """The result of a trial, or how its process died; None while it runs."""
+    spec = running.claim.spec
+    if running.pipe.poll():
+        trial = _receive(running)
+        running.process.join(END_SECONDS)
+        reason = "" if trial else cause_of(running.process.exitcode)
+        exited = trial is None and (running.process.exitcode or 0) >= 0
+        _kill(running)
+        return EndedTrial(running.claim, failed(spec, reason) if exited else trial, reason)
+    if running.deadline is not None and time.monotonic() >= running.deadline:
+        _kill(running)
         reason = f"no result after {spec.settings.timeout_seconds:g} s (timeout_seconds); its process was ended"
-        return EndedTrial(one.claim, failed(spec, reason, Status.KILLED))
+        return EndedTrial(running.claim, failed(spec, reason, Status.KILLED))
     return None
 
 
-def _receive(one: TrialProcess) -> Trial | None:
-    """What the child sent; None: the pipe closed without a result."""
+def _receive(running: TrialProcess) -> Trial | None:
+    """The trial that the child sent; None where the pipe was closed without a result."""
     try:
-        return Trial.from_json(json.loads(one.pipe.recv_bytes()))
+        return Trial.from_json(json.loads(running.pipe.recv_bytes()))
     except (EOFError, OSError):
         return None
 
 
 def cause_of(exitcode: int | None) -> str:
-    """How a process ended that gave no result."""
+    """How a process ended that sent no result."""
     if exitcode is None:
         return "its process closed its pipe without a result"
     if exitcode >= 0:
@@ -204,13 +202,13 @@ def cause_of(exitcode: int | None) -> str:
     return f"its process was ended by {name}{hint}"
 
 
-def _kill(one: TrialProcess) -> None:
-    kill_group(one.process)
-    one.pipe.close()
+def _kill(running: TrialProcess) -> None:
+    kill_group(running.process)
+    running.pipe.close()
 
 
 def kill_group(process: BaseProcess) -> None:
-    """End a process and all that it started."""
+    """Kill a process and all processes that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL) if process.pid else None
     if process.is_alive():
@@ -218,29 +216,29 @@ def kill_group(process: BaseProcess) -> None:
     process.join()
 
 
-def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, room: TrialResources) -> None:
-    """All that a trial's process does."""
-    settle(pipe, room)
+def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialResources) -> None:
+    """The main function of a trial's process."""
+    settle(pipe, resources)
     trial = run_safely(run, spec)
     pipe.send_bytes(json.dumps(trial.to_json()).encode())
     sys.stderr.flush()
-    os._exit(0)  # what a library leaves behind for its end cannot hang or change the result
+    os._exit(0)  # no atexit functions of libraries, which could hang
 
 
-def settle(pipe: Connection, room: TrialResources) -> None:
-    """What each child does first; it ends when the other side of `pipe` is closed."""
-    os.setsid()  # a group of its own, which ends as a whole
-    os.dup2(sys.stderr.fileno(), 1)  # stdout is the parent's to write
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    if room.gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = room.gpu
+def settle(pipe: Connection, resources: TrialResources) -> None:
+    """Set up a child process. It is killed when the other end of `pipe` is closed."""
+    os.setsid()  # a process group of its own, which can be killed as a whole
+    os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    if resources.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = resources.gpu
     if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(room.threads)  # slots with all threads each are slower than one alone
+        sys.modules["torch"].set_num_threads(resources.threads)  # several trials with all threads each are slower than one alone
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """Wait for the end of the pipe's other side, and end this process and all that it started."""
+    """Wait until the other end of the pipe is closed, then kill this process and all that it started."""
     with suppress(EOFError, OSError):
         pipe.poll(None)
     os.killpg(0, signal.SIGKILL)
@@ -248,7 +246,7 @@ def _end_with_parent(pipe: Connection) -> None:
 
 @contextmanager
 def without_main() -> Generator[None]:
-    """Keep multiprocessing from running the user's script once more in every child: trials need none of it."""
+    """Hide the user's script from multiprocessing, which would run it again in every child."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -257,19 +255,19 @@ def without_main() -> Generator[None]:
         sys.modules["__main__"] = main
 
 
-# --- Trials in the worker's own process, one after the other ---
+# --- The inline engine ---
 
 
 @final
 class InlineEngine(Engine):
-    """Runs a trial when it is waited for."""
+    """Runs a trial in the worker's process, inside `wait`."""
 
     def __init__(self, run: RunTrial) -> None:
         self._run = run
         self._next: Claim | None = None
 
     def start(self, claim: Claim) -> None:
-        """Begin the claimed trial."""
+        """Start a trial."""
         self._next = claim
 
     def wait(self, seconds: float) -> list[EndedTrial]:
@@ -281,7 +279,7 @@ class InlineEngine(Engine):
         return [ended]
 
     def stop(self) -> list[Claim]:
-        """End all running trials and return their claims."""
-        left = [] if self._next is None else [self._next]
+        """Return the claim of a trial that was started and has not run."""
+        claims = [] if self._next is None else [self._next]
         self._next = None
-        return left
+        return claims

@@ -1,7 +1,7 @@
-"""One process for each trial on a Ray cluster: a running one that this machine belongs to, or a local one that is started.
+"""The ray engine: one process per trial on a Ray cluster, either a running one that this machine belongs to, or a new local one.
 
-The worker here keeps the store; trials run where Ray has room, each with its share of a GPU, and nothing over there sees the
-store or its password. Task files must lie at the same path on every machine of the cluster. When the worker dies, Ray ends its
+The worker on this machine accesses the store; trials run where Ray has free resources, each with its share of a GPU, and have access to
+neither the store nor its password. Task files must be at the same path on every machine of the cluster. When the worker dies, Ray kills its
 trials. `pip install 'paredown[ray]'`.
 """
 
@@ -23,27 +23,27 @@ from paredown.tasks.trial import Status, Trial
 
 @final
 class RayEngine(Engine):
-    """Trials as Ray tasks. `gpus`: of each trial, fractions allowed; `cpus` likewise. A process serves one trial."""
+    """Runs trials as Ray tasks, one process each. `gpus` and `cpus` are those of one trial; fractions are allowed."""
 
     def __init__(self, run: RunTrial, *, slots: int | None = None, gpus: float | None = None, cpus: float = 1.0) -> None:
         self._ray = _join()
-        there = self._ray.cluster_resources()
-        self._gpus = gpus if gpus is not None else (1.0 if there.get("GPU") else 0.0)
-        share = there.get("GPU", 0) / self._gpus if self._gpus else there.get("CPU", 1) / cpus
-        self.slots = slots or max(1, int(share))
+        resources = self._ray.cluster_resources()
+        self._gpus = gpus if gpus is not None else (1.0 if resources.get("GPU") else 0.0)
+        num_fitting = resources.get("GPU", 0) / self._gpus if self._gpus else resources.get("CPU", 1) / cpus
+        self.slots = slots or max(1, int(num_fitting))
         self._remote = self._ray.remote(num_cpus=cpus, num_gpus=self._gpus, max_calls=1, max_retries=0)(_run_remotely)
         self._run = run
         self._running: dict[Any, tuple[Claim, float | None]] = {}
 
     @staticmethod
     def make(run: RunTrial, slots: int | None) -> RayEngine:
-        """With more slots than GPUs, trials share them."""
+        """The engine with this many slots; with more slots than GPUs, trials share GPUs."""
         engine = RayEngine(run, slots=slots)
-        there = engine._ray.cluster_resources().get("GPU", 0)
-        return RayEngine(run, slots=slots, gpus=there / slots) if slots and there and slots > there else engine
+        num_gpus = engine._ray.cluster_resources().get("GPU", 0)
+        return RayEngine(run, slots=slots, gpus=num_gpus / slots) if slots and num_gpus and slots > num_gpus else engine
 
     def start(self, claim: Claim) -> None:
-        """Begin the claimed trial."""
+        """Start a trial."""
         limit = claim.spec.settings.timeout_seconds
         self._running[self._remote.remote(self._run, claim.spec)] = (claim, None if limit is None else time.monotonic() + limit)
 
@@ -58,12 +58,12 @@ class RayEngine(Engine):
         return ended + [self._end(reference) for reference in late]
 
     def stop(self) -> Sequence[Claim]:
-        """End all running trials and return their claims."""
-        left = [claim for claim, _ in self._running.values()]
+        """Kill all running trials and return their claims."""
+        claims = [claim for claim, _ in self._running.values()]
         for reference in self._running:
             self._ray.cancel(reference, force=True)
         self._running = {}
-        return left
+        return claims
 
     def _get(self, reference: Any) -> EndedTrial:
         claim, _ = self._running.pop(reference)
@@ -86,14 +86,14 @@ def _run_remotely(run: RunTrial, spec: TrialSpec) -> str:
 
 
 def _join() -> Any:
-    """Ray, connected: to the cluster that is there (RAY_ADDRESS, or one on this machine), else to a new local one."""
+    """The ray module, connected to a running cluster (RAY_ADDRESS, or one on this machine), else to a new local one."""
     try:
         ray = import_module("ray")
     except ModuleNotFoundError:
         raise SweepError("the ray engine needs Ray: pip install 'paredown[ray]'.") from None
     if ray.is_initialized():
         return ray
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         ray.init(address="auto", **quiet)
