@@ -212,7 +212,7 @@ def assigned(planner: Planner, row: Row, peak_bytes: int, num_steps: int) -> Row
     for _ in range(NUM_TRIES):
         try:
             plan = pare.assign(planner.trace, budget, **ASSIGNED[row.way])
-        except pare.BudgetError:
+        except pare.errors.BudgetError:
             if found is None:
                 raise
             break

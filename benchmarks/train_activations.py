@@ -265,8 +265,8 @@ def attempt(task: Task, way: Way, seed: int, device: str) -> Row:
 def summary(rows: Sequence[Row], plain: Sequence[Row]) -> Row:
     """Mean and deviation over the seeds of one way, runs that diverged left out and counted."""
     values = {row.seed: row.value for row in rows if row.status == "done" and row.value is not None}
-    as_written = {row.seed: row.value for row in plain if row.status == "done" and row.value is not None}
-    differences = [value - as_written[seed] for seed, value in values.items() if seed in as_written]
+    by_seed = {row.seed: row.value for row in plain if row.status == "done" and row.value is not None}
+    differences = [value - by_seed[seed] for seed, value in values.items() if seed in by_seed]
     return replace(
         rows[0],
         seed=None,

@@ -41,7 +41,7 @@ def main() -> None:
     # 2. A format for every tensor, so that the peak is within the budget; or an error that names the smallest budget.
     try:
         plan = pare.assign(trace, options.budget)
-    except pare.BudgetError as error:
+    except pare.errors.BudgetError as error:
         sys.exit(f"{error}")
     print(f"within {options.budget}: {pare.footprint(trace, plan).peak_bytes / 2**20:.1f} MiB predicted")
     plan.save("plan.json")

@@ -9,28 +9,13 @@ import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 if TYPE_CHECKING:
-    from paredown import optim
+    from paredown import errors, optim
     from paredown.assign.assign import assign
     from paredown.assign.sensitivity import Sensitivities
     from paredown.codec.packed import PackedTensor, encode, round_trip
-    from paredown.errors import (
-        ApplyError,
-        BudgetError,
-        CodecError,
-        FormatError,
-        OptimError,
-        ParedownError,
-        PlanError,
-        PriorError,
-        ReportError,
-        StoreError,
-        SweepError,
-        TaskError,
-        TraceError,
-        VerificationError,
-    )
     from paredown.formats.catalog import CATALOG
     from paredown.formats.element import Element
     from paredown.formats.format import Format
@@ -54,43 +39,30 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CATALOG",
-    "ApplyError",
-    "BudgetError",
-    "CodecError",
     "Element",
     "Footprint",
     "Format",
-    "FormatError",
     "Frontier",
     "Guard",
     "Limits",
-    "OptimError",
     "Overflow",
     "PackedTensor",
-    "ParedownError",
     "Picked",
     "Plan",
-    "PlanError",
-    "PriorError",
-    "ReportError",
     "Role",
     "Rounding",
     "Seed",
     "Sensitivities",
     "Session",
-    "StoreError",
-    "SweepError",
     "Task",
-    "TaskError",
     "Trace",
-    "TraceError",
     "Trial",
     "Verification",
-    "VerificationError",
     "__version__",
     "apply",
     "assign",
     "encode",
+    "errors",
     "evaluate",
     "footprint",
     "optim",
@@ -105,22 +77,6 @@ _NAMES_OF = {
     "paredown.assign.assign": ("assign",),
     "paredown.assign.sensitivity": ("Sensitivities",),
     "paredown.codec.packed": ("PackedTensor", "encode", "round_trip"),
-    "paredown.errors": (
-        "ApplyError",
-        "BudgetError",
-        "CodecError",
-        "FormatError",
-        "OptimError",
-        "ParedownError",
-        "PlanError",
-        "PriorError",
-        "ReportError",
-        "StoreError",
-        "SweepError",
-        "TaskError",
-        "TraceError",
-        "VerificationError",
-    ),
     "paredown.formats.catalog": ("CATALOG",),
     "paredown.formats.element": ("Element",),
     "paredown.formats.format": ("Format",),
@@ -156,8 +112,15 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return import_module("paredown.optim")
+    if name in ("errors", "optim"):
+        return import_module(f"paredown.{name}")
+    if name.endswith("Error") and hasattr(import_module("paredown.errors"), name):
+        warn(
+            f"paredown.{name} is paredown.errors.{name} now; the old name goes with the next release.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(import_module("paredown.errors"), name)
     if name not in _HOME:
         raise AttributeError(f"module 'paredown' has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_HOME[name]), name)  # the next look-up finds it

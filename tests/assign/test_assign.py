@@ -9,11 +9,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paredown import BudgetError, Plan, footprint
+from paredown import Plan, footprint
 from paredown.assign.assign import assign
 from paredown.assign.options import LADDER
 from paredown.assign.problem import AssignmentProblem, rules_of
 from paredown.assign.strategies import METHODS, best_within, expected_error
+from paredown.errors import BudgetError
 from paredown.plan.footprint import DEVICES
 from paredown.trace.trace import Trace
 from tests.assign.traces import random_trace

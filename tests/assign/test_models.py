@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from paredown import BudgetError, Format, Plan, PlanError, Role, Sensitivities, Trace, apply, assign, footprint, optim, trace_step
+from paredown import Format, Plan, Role, Sensitivities, Trace, apply, assign, footprint, optim, trace_step
 from paredown.assign.checkpointed_layers import added_seconds, layers_alone, repeated_layers
 from paredown.assign.problem import AssignmentProblem, ladder_of
 from paredown.assign.strategies import METHODS, expected_error
+from paredown.errors import BudgetError, PlanError
 from paredown.models import MODELS, random_batch
 from paredown.models.resnet import resnet50
 from paredown.models.transformer import ViT

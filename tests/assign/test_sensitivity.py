@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paredown import PlanError, Sensitivities
+from paredown import Sensitivities
+from paredown.errors import PlanError
 from tests.support.strategies import examples, formats
 
 ROWS = st.dictionaries(formats(), st.floats(0, inf), min_size=1, max_size=3)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paredown import CodecError, Format, Overflow, Rounding, Seed, round_trip
+from paredown import Format, Overflow, Rounding, Seed, round_trip
 from paredown.codec.runtime_formats import fields_of, flat, is_live, overflow_limit, round_trip_, words_for
+from paredown.errors import CodecError
 from tests.codec.test_kernels import every_device
 from tests.support.compare import assert_same_bits
 from tests.support.values import normal

@@ -496,7 +496,7 @@ def test_an_optimizer_with_state_is_refused_by_apply_and_left_unmodified() -> No
     optimizer = AdamW(model.parameters())
     losses(model, optimizer, 1)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(paredown.ApplyError, match=r"has 0.weight and has state already \(1 updates\).*export_state"):
+    with pytest.raises(paredown.errors.ApplyError, match=r"has 0.weight and has state already \(1 updates\).*export_state"):
         paredown.apply(Plan.preset("lpmm"), model)
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
     losses(model, optimizer, 1)

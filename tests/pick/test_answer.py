@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paredown import BudgetError, Frontier, ParedownError, Picked, Plan, PlanError, Trial
+from paredown import Frontier, Picked, Plan, Trial
+from paredown.errors import BudgetError, ParedownError, PlanError
 from paredown.pick.answer import Point
 
 

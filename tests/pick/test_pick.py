@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from paredown import Picked, Plan, Role, TaskError, Trial, footprint, pick
+from paredown import Picked, Plan, Role, Trial, footprint, pick
+from paredown.errors import TaskError
 from paredown.pick.candidates import features_of
 from paredown.pick.priors import made_up_prior
 from paredown.sweeps import measurement

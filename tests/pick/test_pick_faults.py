@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from paredown import Plan, TaskError, Trial, pick
+from paredown import Plan, Trial, pick
+from paredown.errors import TaskError
 from paredown.report.studies import study_of_pick
 from paredown.sweeps.sweep import DrawnTrial, TrialSpec
 from paredown.tasks.evaluate import device_name

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paredown import Plan, PlanError, Role, footprint, trace_step
+from paredown import Plan, Role, footprint, trace_step
+from paredown.errors import PlanError
 from paredown.models import MODELS
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of
 from tests.trace.steps import traced

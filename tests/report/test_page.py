@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paredown import ReportError
+from paredown.errors import ReportError
 from paredown.report.page import SCRIPTS, asset, embedded, render, script, style, write
 from paredown.report.record import Record
 from tests.report.made import HOSTILE, record, trial

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paredown import Guard, Plan, ReportError, apply, footprint, optim, trace_step
+from paredown import Guard, Plan, apply, footprint, optim, trace_step
+from paredown.errors import ReportError
 from paredown.plan.explanation import explain_slots
 from paredown.report.page import render
 from paredown.report.record import MOST_CURVES, MOST_RUNS, Record, scrub, scrub_all

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paredown import ParedownError, ReportError
+from paredown.errors import ParedownError, ReportError
 from paredown.report.record import Record
 from paredown.report.server import MOST_STREAMS, FileSource, RecordSource, Server, WatchedSource, open_source, serve
 from tests.report.made import record, trial

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from paredown import ApplyError, Guard, Plan, Role, apply, footprint, optim, trace_step
+from paredown import Guard, Plan, Role, apply, footprint, optim, trace_step
+from paredown.errors import ApplyError
 from paredown.trace import module_watch
 from tests.session.nets import INT8, assert_same, gradients, relative_error
 from tests.trace.steps import peak_bytes, step_of, traced

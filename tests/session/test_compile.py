@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from paredown import ApplyError, apply
+from paredown import apply
+from paredown.errors import ApplyError
 from tests.session.nets import INT4, INT8, Net, activations, assert_same, relative_error, rows, step
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])

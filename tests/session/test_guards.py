@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 import paredown as pare
 from paredown.errors import ApplyError, BudgetError, PlanError
 from paredown.plan.footprint import peak_of
-from paredown.session import activations
+from paredown.session import value_bounds
 from paredown.session.changes import THE_STEP
 from tests.session.nets import INT4, INT8, rows
 
@@ -170,7 +170,7 @@ def test_long_attention_with_large_logits_stays_finite(monkeypatch: pytest.Monke
     Sessions keep them plain where logits are large; without that, a guard raises them.
     """
     bounded = Run(pare.Plan.uniform(activation=INT8), None, Attention(), TEXT)
-    monkeypatch.setattr(activations, "MAX_LOGIT_ERROR", inf)
+    monkeypatch.setattr(value_bounds, "MAX_LOGIT_ERROR", inf)
     plan, trace = pare.Plan.uniform(activation=INT8), traced(Attention(), TEXT)
     runs: dict[str, Run] = {}
     for name, guard in (("exact", None), ("lost", None), ("guarded", pare.Guard(trace, "100%", limits=pare.Limits(every=4)))):
@@ -449,7 +449,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: pare.apply(pare.Plan(), Loud(), guard=pare.Guard(traced(Loud()), "much")), BudgetError, "cannot be read"),
     (lambda: pare.Guard(traced(Loud()), "much"), BudgetError, "size 'much' cannot be read"),
     (lambda: pare.apply(pare.Plan(), Loud(), guard=traced(Loud())), ApplyError, r"guard is Trace of .{,50}: pass Guard"),  # type: ignore[arg-type]
-    (lambda: pare.Limits(levels=("much",)), PlanError, "element 'much' is not known"),
+    (lambda: pare.Limits(levels=("much",)), PlanError, "element 'much' is unknown"),
     (lambda: pare.Limits(levels=3), PlanError, "levels are formats, the best first, .* not 3"),  # type: ignore[arg-type]
     (lambda: pare.Limits(error=True), ApplyError, "error is True"),
     (lambda: pare.Limits(every=0), ApplyError, "every is 0"),

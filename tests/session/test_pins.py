@@ -15,7 +15,7 @@ from torch.nn import functional
 from paredown import Plan, apply, encode
 from paredown.session.guard import relative_error as relative_signal
 from paredown.trace import operations
-from tests.session.nets import INT4, INT8, Net, activations, both, error_of, relative_error, rows, step
+from tests.session.nets import INT4, INT8, Net, activations, both, error_of, pictures, relative_error, rows, step
 
 ATTENTION = ":scaled_dot_product_attention."
 
@@ -65,7 +65,7 @@ def test_gradients_of_attention_are_near_for_any_logits(format: str, gain: float
     plain, found, session = both(net, 2 * rows(256), plan=activations(format))
     assert max(relative_error([a], [b]) for a, b in zip(found, plain, strict=True) if b.dim() > 1) < 0.08
     is_kept = any("logits are up to" in change.reason for change in session.changes)
-    assert is_kept == (gain > 5)
+    assert is_kept == (gain > 2)
 
 
 def test_without_the_pin_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,3 +237,31 @@ def test_guards_see_what_a_norm_would_lose() -> None:
     assert float(relative_signal(exact, decoded, is_centered=True)) > 1
     affine = encode(exact, "uint4/64@bf16+bf16").decode()
     assert float(relative_signal(exact, affine, is_centered=True)) < 0.02
+
+
+class WithConstantChannels(nn.Module):
+    """A batch norm after a dropout of whole channels: with two examples some channels are 0 in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.dropout, self.norm, self.last = (
+            nn.Conv2d(3, 16, 3),
+            nn.Dropout2d(),
+            nn.BatchNorm2d(16),
+            nn.Conv2d(16, 8, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.dropout(self.first(x))))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_constant_channels_before_a_norm_keep_their_gradients(memory_format: torch.memory_format) -> None:
+    """rstd of a constant channel is 316: the step of a block that it shares with other channels would become its noise."""
+    net = WithConstantChannels().to(memory_format=memory_format)
+    x = pictures(2).to(memory_format=memory_format)
+    plain, found, session = both(net, x, plan=activations(INT8))
+    assert max(relative_error([a], [b]) for a, b in zip(found, plain, strict=True) if b.dim() > 1) < 0.02
+    kept = [change for change in session.changes if change.slot == "norm:input" and "smallest standard deviation" in change.reason]
+    assert len(kept) == (memory_format is torch.channels_last)

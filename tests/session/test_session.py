@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from paredown import ApplyError, Plan, PlanError, Session, apply, optim
+from paredown import Plan, Session, apply, optim
+from paredown.errors import ApplyError, PlanError
 from paredown.models import MODELS, random_batch
 from tests.session.nets import INT4, INT8, activations, assert_same, relative_error, rows, step
 

@@ -15,7 +15,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from paredown import ApplyError, Plan, apply
+from paredown import Plan, apply
+from paredown.errors import ApplyError
 from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import weight_of
 from paredown.session.weights import SHARED

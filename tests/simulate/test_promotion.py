@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from paredown import ApplyError, Plan, apply
+from paredown import Plan, apply
+from paredown.errors import ApplyError
 from paredown.models.resnet import SumLastResNet
 from paredown.papers.mixed_precision_assignments import ALL_HIGH, FORMATS, demote, high_plan, low_ratio, plan_of
 from paredown.simulate.outline import outline

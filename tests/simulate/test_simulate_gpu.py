@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paredown import ApplyError, Plan, Role, apply
+from paredown import Plan, Role, apply
+from paredown.errors import ApplyError
 from paredown.papers.mixed_precision_assignments import high_plan
 from paredown.simulate import rounded_slots
 from paredown.simulate.forward_calls import Operation

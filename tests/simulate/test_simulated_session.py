@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paredown import ApplyError, Plan, Role, apply
+from paredown import Plan, Role, apply
+from paredown.errors import ApplyError
 from paredown.models import MODELS
 from paredown.simulate.rounded_values import Simulate
 from tests.session.nets import pictures

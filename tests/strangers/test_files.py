@@ -102,7 +102,7 @@ def test_files_that_swell_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert answers(lambda: read_text(text, 8)), "below the bound anything may be zipped well"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr("x_train.npy", bytes(1 << 22))
-    with pytest.raises(pare.TaskError, match="unpack to"):
+    with pytest.raises(pare.errors.TaskError, match="unpack to"):
         read_arrays(file)
 
 
@@ -153,7 +153,9 @@ def test_a_picture_of_unknown_pixel_format_or_of_too_many_pixels_is_a_sentence(t
     large[18:26] = (10_000).to_bytes(4, "little") * 2  # Pillow itself warns of this one
     for data, said in ((unknown, "pixel format"), (bomb, "exceeds limit"), (large, "exceeds limit")):
         (tmp_path / "a" / "0.img").write_bytes(data)
-        with pytest.raises(pare.TaskError, match=rf"a/0\.img is not a readable picture: .*{said}.* Replace it, or remove it"):
+        with pytest.raises(
+            pare.errors.TaskError, match=rf"a/0\.img is not a readable picture: .*{said}.* Replace it, or remove it"
+        ):
             read_folder(tmp_path, side=4)
 
 

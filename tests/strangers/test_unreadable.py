@@ -56,5 +56,5 @@ def test_a_sweep_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
 
     path = tmp_path / "sweep.toml"
     path.write_text(f'tasks = ["digits"]\nseeds = [{"9" * 6000}]\n[[plans]]\n')
-    with pytest.raises(pare.SweepError, match=r"sweep\.toml cannot be read: .*digits"):
+    with pytest.raises(pare.errors.SweepError, match=r"sweep\.toml cannot be read: .*digits"):
         load_sweep(path)

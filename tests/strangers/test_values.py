@@ -88,7 +88,7 @@ def test_wrong_plans_that_are_read_can_be_said_and_written(tmp_path: Path) -> No
     def check(value: Any) -> None:
         try:
             plan = pare.Plan.from_json(value)
-        except pare.ParedownError:
+        except pare.errors.ParedownError:
             return
         assert plan.explain() and repr(plan)
         assert pare.Plan.from_json(plan.to_json()) == plan
@@ -100,7 +100,7 @@ def test_wrong_plans_that_are_read_can_be_said_and_written(tmp_path: Path) -> No
 def test_a_trace_whose_gradients_are_of_no_weight_is_refused() -> None:
     value = trace()
     value = {**value, "slots": [slot for slot in value["slots"] if slot["role"] != "weight"]}
-    with pytest.raises(pare.TraceError, match="which the trace does not have"):
+    with pytest.raises(pare.errors.TraceError, match="which the trace does not have"):
         pare.Trace.from_json(value)
 
 

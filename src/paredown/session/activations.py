@@ -19,18 +19,7 @@ reference keeps the storage object's identity from being reused.
 The caller keeps the model's outputs alive. Packed they would be in memory twice, so their stored forms refer to the original tensor again
 when the forward pass ends.
 
-Attention has a bound on the rounding error of its logits. Backward computes P = exp(scale q.k - logsumexp) from the decoded q and k and
-the exact logsumexp of the forward pass. The standard deviation of a logit's error is about
-
-    error = sqrt(2) * e * scale * max|q| * max|k| / sqrt(d)
-
-with e the relative error of the format (int8: 0.6 %), |.| the norm of a row and d its length. Probabilities, and gradients with them, are
-wrong by a factor of exp(error), which has no bound as logits grow. Large logits also make probabilities 0 or 1; the gradient of a logit is
-then a small difference of two sums over v, smaller than the rounding error of v. Above MAX_LOGIT_ERROR q, k and v are not packed, and
-`session.changes` has the number.
-
-On a CPU the norms are read in every forward pass. On a GPU a read synchronizes with the device, so each attention is read once, when it is
-first saved; every NORM_INTERVAL-th forward pass then copies the norms to the host asynchronously, for the decisions of later passes.
+Where the values of a tensor decide that it is not packed after all (large logits, constant channels): `value_bounds.py`.
 """
 
 # pyright: reportPrivateUsage=false
@@ -41,7 +30,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite, sqrt
+from math import isfinite
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -53,7 +42,7 @@ from paredown.codec.recompute import NO_BOUND, pack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from paredown.plan.plan import Plan
-from paredown.plan.storage import is_same_level, keeps_enough, resolve_format, significant_bits
+from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
 from paredown.roles import Role
 from paredown.session.stored_tensors import (
     RecomputedValues,
@@ -66,13 +55,11 @@ from paredown.session.stored_tensors import (
     StoredView,
     decode_steps_of,
 )
+from paredown.session.value_bounds import ValueBounds
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, Use
 from paredown.trace.saved_tensors import SOURCE_OPS, rematerialization_of
 
-MAX_LOGIT_ERROR = 0.1  # standard deviation of a logit's error: probabilities wrong by 10 %
-ROUNDING_ERROR = 0.75  # relative error of a format in units of 2^-bits: 0.6 % for int8, measured on normal values in blocks of 64
-NORM_INTERVAL = 8  # forward passes between two copies of attention norms from a GPU
 LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
 INDEX_WIDTHS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))  # (number of different indices, dtype)
 REASONS = {
@@ -140,7 +127,7 @@ class Activations:
         self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
         self._local = threading.local()
         self._running: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
-        self._logits = LogitBounds()
+        self._bounds = ValueBounds()
         self._lock = threading.Lock()  # threads of one forward pass share its ForwardStorage: each storage is packed once
 
     @property
@@ -252,8 +239,8 @@ class Activations:
         decision = self.decide(saved, piece)
         if decision.format is None:
             return previous if previous is not None and _keeps_enough(previous, saved) else None
-        if saved.pin in LOGIT_PINS:
-            reason = self._logits.reason_to_keep(saved, decision.format, self.forwards)
+        if saved.pin is not None or saved.is_centered:
+            reason = self._bounds.reason_to_keep(saved, decision.format, self.forwards)
             if reason:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
@@ -366,60 +353,3 @@ def _keeps_enough(form: StoredForm, saved: Saved) -> bool:
     values = form.source if isinstance(form, RecomputedValues) else form
     packed = values.packed if isinstance(values, StoredValues) else None
     return packed is None or keeps_enough(packed.format, saved.needs)
-
-
-# --- the bound on logits of attention ---------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class AttentionNorms:
-    """The bound on the logits of one attention, the forward pass it is used in, and a later bound that is being copied to the host."""
-
-    bound: float
-    forwards: int
-    pending: Tensor | None = None
-    copied: Any = None  # the CUDA event recorded after the copy of `pending`
-
-
-class LogitBounds:
-    """The bounds of all attentions of a model, by the module and operation that saved them."""
-
-    def __init__(self) -> None:
-        self._norms: dict[str, AttentionNorms] = {}
-
-    def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
-        """Why a query, key or value is not packed in `format` in this forward pass; "" if it may be packed."""
-        assert saved.tensor is not None
-        bound = self._bound(saved.name.rpartition(".")[0], saved.node, saved.tensor.is_cuda, forwards)
-        error = sqrt(2 / saved.tensor.shape[-1]) * ROUNDING_ERROR * 2.0 ** -significant_bits(format) * bound
-        if error <= MAX_LOGIT_ERROR:
-            return ""
-        return (
-            f"its logits are up to {bound:.3g}: {format} would change them by about {error:.2g} (allowed: {MAX_LOGIT_ERROR:g}), and "
-            "probabilities by a factor of exp of that"
-        )
-
-    def _bound(self, name: str, node: Any, is_cuda: bool, forwards: int) -> float:
-        norms = self._norms.get(name)
-        if norms is None or (not is_cuda and norms.forwards != forwards):
-            norms = self._norms[name] = AttentionNorms(largest_logit(node).item(), forwards)
-        elif is_cuda and norms.forwards != forwards:
-            _update(norms, node, forwards)
-        return norms.bound
-
-
-def largest_logit(node: Any) -> Tensor:
-    """scale * max|q| * max|k|, which no logit exceeds (Cauchy-Schwarz); infinity where it is not a number."""
-    query, key, scale = node._saved_query, node._saved_key, node._saved_scale
-    rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (query, key)]
-    return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
-
-
-def _update(norms: AttentionNorms, node: Any, forwards: int) -> None:
-    """Use the bound whose copy to the host is complete; start the next copy in every NORM_INTERVAL-th forward pass."""
-    norms.forwards = forwards
-    if norms.pending is not None and norms.copied.query():
-        norms.bound, norms.pending = float(norms.pending), None
-    if norms.pending is None and forwards % NORM_INTERVAL == 0 and not torch.cuda.is_current_stream_capturing():
-        norms.pending = torch.empty((), pin_memory=True).copy_(largest_logit(node), non_blocking=True)
-        norms.copied = torch.cuda.current_stream().record_event()

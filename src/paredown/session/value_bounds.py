@@ -1,0 +1,130 @@
+"""Decisions that depend on the values of saved tensors: when the operands of attention and the inputs of norms stay unmodified.
+
+Attention. Backward computes P = exp(scale q.k - logsumexp) with the decoded q and k and the exact logsumexp of the forward pass. The
+logits are off by about
+
+    error = sqrt(2) * e * scale * max|q| * max|k| / sqrt(d)
+
+with e the relative error of the format (int8: 0.6 %), |.| the norm of a row and d its length: probabilities are off by exp(error), and
+gradients with them, without bound as logits grow. Where logits are large, probabilities are 0 or 1, and the gradient of a logit is the
+small difference of v times the gradient and its sum over the output: rounding hides it. Above MAX_LOGIT_ERROR the operands and the output
+stay unmodified.
+
+Norms. Backward multiplies x - mean by rstd, the inverse standard deviation of a channel, row or group. If a block of the format holds
+values of several of them, its step follows the widest, and the differences of their means: a channel whose standard deviation is below
+1 / MAX_SPREAD of that would be noise. Constant channels are such a case.
+
+On a CPU values are read in every forward pass. On a GPU a read synchronizes with the device, so each slot is read once, when it is
+first saved; every READ_INTERVAL-th forward pass then copies the values to the host asynchronously, for the decisions of later passes.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paredown.formats.format import Format
+from paredown.plan.storage import BLOCK, PINNED, significant_bits
+from paredown.trace.autograd_graph import Saved
+from paredown.trace.operations import CANCELLED, CANCELS, EXPONENT
+
+ATTENTION_PINS = (EXPONENT, CANCELS, CANCELLED)
+MAX_LOGIT_ERROR = 0.05  # standard deviation of a logit's error: probabilities wrong by 5 %
+ROUNDING_ERROR = 0.75  # relative error of rounding, in units of 2^-bits: 0.6 % for int8, measured on normal values in blocks of 64
+MAX_SPREAD = 64.0  # of a block, in the smallest standard deviation; a constant channel beside others of 1 has 316 (eps 1e-5)
+SIGMAS = 6.0  # the range of normal values, in standard deviations
+READ_INTERVAL = 8
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """A number read from tensors, the forward pass it is used in, and a later number that is being copied to the host."""
+
+    value: float
+    forwards: int
+    pending: Tensor | None = None
+    copied: Any = None  # the CUDA event recorded after the copy of `pending`
+
+
+class ValueBounds:
+    """The readings of one model, by slot."""
+
+    def __init__(self) -> None:
+        self._readings: dict[str, Reading] = {}
+
+    def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
+        """Why a saved tensor stays unmodified in this forward pass although `format` was chosen; "" if it may be packed."""
+        if saved.pin in ATTENTION_PINS:
+            return self._logits(saved, format, forwards)
+        return self._statistics(saved, forwards) if saved.is_centered else ""
+
+    def _logits(self, saved: Saved, format: Format, forwards: int) -> str:
+        assert saved.tensor is not None
+        node = saved.node
+        bound = self._read(saved.name.rpartition(".")[0], lambda: largest_logit(node), saved.tensor.is_cuda, forwards)
+        bits = min(significant_bits(format), significant_bits(PINNED))
+        error = sqrt(2 / saved.tensor.shape[-1]) * ROUNDING_ERROR * 2.0**-bits * bound
+        if error <= MAX_LOGIT_ERROR:
+            return ""
+        return (
+            f"its logits are up to {bound:.3g}: quantized they would be off by about {error:.2g}, and probabilities by exp of that"
+        )
+
+    def _statistics(self, saved: Saved, forwards: int) -> str:
+        node, rstd = saved.node, getattr(saved.node, "_saved_result2", None)
+        if rstd is None or saved.tensor is None or not _blocks_mix_groups(saved.tensor, rstd, saved.op):
+            return ""
+        spread = self._read(saved.name, lambda: spread_of_statistics(node._saved_result1, rstd), rstd.is_cuda, forwards)
+        if spread <= MAX_SPREAD:
+            return ""
+        return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
+
+    def _read(self, name: str, measure: Callable[[], Tensor], is_cuda: bool, forwards: int) -> float:
+        reading = self._readings.get(name)
+        if reading is None or (not is_cuda and reading.forwards != forwards):
+            reading = self._readings[name] = Reading(measure().item(), forwards)
+        elif is_cuda and reading.forwards != forwards:
+            _update(reading, measure, forwards)
+        return reading.value
+
+
+def largest_logit(node: Any) -> Tensor:
+    """scale * max|q| * max|k|, which no logit exceeds (Cauchy-Schwarz); infinity where it is not a number."""
+    query, key, scale = node._saved_query, node._saved_key, node._saved_scale
+    rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (query, key)]
+    return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
+
+
+def spread_of_statistics(mean: Tensor, rstd: Tensor) -> Tensor:
+    """How widely values of several channels spread, in units of the smallest standard deviation.
+
+    >>> float(spread_of_statistics(torch.tensor([0.0, 6.0]), torch.tensor([1.0, 2.0])))
+    2.0
+    """
+    widest = torch.maximum(1 / rstd.min(), (mean.max() - mean.min()) / SIGMAS)
+    return (widest * rstd.max()).float().nan_to_num(nan=inf)
+
+
+def _blocks_mix_groups(tensor: Tensor, rstd: Tensor, op: str) -> bool:
+    """Whether a block of 64 values, in the order of memory, can hold values of several channels, rows or groups."""
+    if not tensor.is_contiguous():
+        return rstd.numel() > 1
+    group_len = tensor.shape[2:].numel() if op == "batch_norm" else tensor.numel() // max(rstd.numel(), 1)
+    return rstd.numel() > 1 and group_len % BLOCK != 0
+
+
+def _update(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> None:
+    """Use the number whose copy to the host is complete; start the next copy in every READ_INTERVAL-th forward pass."""
+    reading.forwards = forwards
+    if reading.pending is not None and reading.copied.query():
+        reading.value, reading.pending = float(reading.pending), None
+    if reading.pending is None and forwards % READ_INTERVAL == 0 and not torch.cuda.is_current_stream_capturing():
+        reading.pending = torch.empty((), pin_memory=True).copy_(measure(), non_blocking=True)
+        reading.copied = torch.cuda.current_stream().record_event()
