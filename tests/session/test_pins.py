@@ -246,7 +246,7 @@ class WithConstantChannels(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.dropout, self.norm, self.last = (
-            nn.Conv2d(3, 16, 3),
+            nn.Conv2d(3, 16, 3, padding=1),
             nn.Dropout2d(),
             nn.BatchNorm2d(16),
             nn.Conv2d(16, 8, 3),
