@@ -26,8 +26,8 @@ from paredown.plan.plan import Plan
 from paredown.sweeps.database import parse_address
 from paredown.sweeps.engines.engine import InlineEngine, LocalEngine
 from paredown.sweeps.status import count
-from paredown.sweeps.store import EndedTrial, Store
-from paredown.sweeps.sweep import Sweep, TrialSpec
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import EndedTrial, Sweep, TrialSpec
 from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.trial import Status, Trial
 

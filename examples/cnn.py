@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import cross_entropy, interpolate
 
 import paredown as pare
-from paredown.integrations.out_of_memory import explain_on_out_of_memory
+from paredown.integrations import explain_on_out_of_memory
 from paredown.models import resnet18
-from paredown.tasks.lookup import find_task
+from paredown.tasks import find_task
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import paredown as pare
-from paredown.integrations.monitor import Monitor
+from paredown.integrations import Monitor
 from paredown.models import GPT, GPTConfig
 
 TEXT = (pare.__doc__ or "").encode() * 40

@@ -21,11 +21,11 @@ def main() -> None:
         if not find_spec(package) and (package != "ray" or options.engine == "ray"):
             print(f"This example needs {package}: pip install 'paredown[{extra}]'. Nothing was run.")
             sys.exit(0)
-    from paredown.sweeps.export import rows
-    from paredown.sweeps.runner import TaskFolder, make_engine, run_sweep
-    from paredown.sweeps.status import count
-    from paredown.sweeps.store import Store
-    from paredown.sweeps.sweep import Sweep
+    from paredown.sweeps import rows
+    from paredown.sweeps import TaskFolder, make_engine, run_sweep
+    from paredown.sweeps import count
+    from paredown.sweeps import Store
+    from paredown.sweeps import Sweep
 
     tasks = (f"digits#model=mlp,steps={options.steps}",)
     plans = tuple(pare.Plan.preset(name) for name in ("activations4", "lpmm"))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paredown.plan.plan import Plan
-from paredown.sweeps.store import EndedTrial, Store
-from paredown.sweeps.sweep import Sweep
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import EndedTrial, Sweep
 from paredown.tasks.trial import Status, Trial
 
 ROOT = Path(__file__).parent.parent

@@ -172,7 +172,8 @@ def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path) -> None:
 
 def finished(path: Path, plan: Plan, num: int, ended: dict[str, Any]) -> None:
     """A store with so many trials of a plan, in a sweep of the user's."""
-    from paredown.sweeps.store import EndedTrial, Store
+    from paredown.sweeps.store import Store
+    from paredown.sweeps.sweep import EndedTrial
 
     with Store(path) as store:
         store.add("mine", [DrawnTrial(TrialSpec("blobs", plan, seed), 1.0) for seed in range(num)])

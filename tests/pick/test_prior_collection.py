@@ -25,8 +25,8 @@ from paredown.pick.priors import load, prior_to_text, write_prior
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import memory_bytes, peppp_element, peppp_plan
 from paredown.sweeps.export import export
-from paredown.sweeps.store import EndedTrial, Store
-from paredown.sweeps.sweep import Sweep, TrialSettings
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import EndedTrial, Sweep, TrialSettings
 from paredown.tasks.lookup import cached_task, find_task
 from paredown.tasks.task_trace import outline_task, peppp_bytes, trace_task
 from paredown.tasks.trial import Status, Trial

@@ -322,7 +322,8 @@ def test_awkward_records_are_drawn_without_complaint(browser: Any, tmp_path: Pat
 def test_a_live_sweep_updates_the_page(browser: Any, tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")
     from paredown.report.server import Server, open_source
-    from paredown.sweeps.store import EndedTrial, Store
+    from paredown.sweeps.store import Store
+    from paredown.sweeps.sweep import EndedTrial
     from tests.support.trials import PLANS, done, draw
 
     with Store(tmp_path / "trials.db") as store:

@@ -21,7 +21,8 @@ from tests.report.made import record, trial
 
 pytest.importorskip("sqlalchemy")
 
-from paredown.sweeps.store import EndedTrial, Store
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import EndedTrial
 from tests.support.trials import PLANS, done, draw
 
 

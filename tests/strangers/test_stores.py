@@ -19,7 +19,8 @@ from tests.strangers.mutations import answers, text_of, thousands, wrong_bytes, 
 def store_bytes(tmp_path: Path) -> bytes:
     """A store with finished and waiting trials, in one file."""
     pytest.importorskip("sqlalchemy")
-    from paredown.sweeps.store import EndedTrial, Store
+    from paredown.sweeps.store import Store
+    from paredown.sweeps.sweep import EndedTrial
     from tests.support.trials import done, draw
 
     path = tmp_path / "right.db"

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from paredown.sweeps.engines.engine import Engine, InlineEngine, LocalEngine
-from paredown.sweeps.store import Claim, Store
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import Claim
 from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.trial import Trial
 from tests.support.trials import act

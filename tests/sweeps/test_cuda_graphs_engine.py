@@ -18,8 +18,8 @@ from paredown.sweeps.engines import cuda_graphs
 from paredown.sweeps.engines.cuda_graphs import GraphsEngine
 from paredown.sweeps.export import rows
 from paredown.sweeps.runner import TaskFolder, engine_for, run_sweep
-from paredown.sweeps.store import EndedTrial, Store
-from paredown.sweeps.sweep import Sweep, TrialSettings, TrialSpec
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import EndedTrial, Sweep, TrialSettings, TrialSpec
 from paredown.sweeps.worker import WorkerOptions
 from paredown.tasks.evaluate import make_setting
 from paredown.tasks.training import TrainingSetup

@@ -15,7 +15,8 @@ from paredown.errors import StoreError
 from paredown.plan.plan import Plan
 from paredown.sweeps.export import COLUMNS, MergeResult, export, merge, rows
 from paredown.sweeps.status import count
-from paredown.sweeps.store import EndedTrial, Store
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import EndedTrial
 from paredown.tasks.trial import Trial
 from tests.support.trials import PLANS, done, draw
 

@@ -21,8 +21,8 @@ from paredown.sweeps import database
 from paredown.sweeps.database import META, TRIALS
 from paredown.sweeps.export import rows
 from paredown.sweeps.status import SweepCounts, count, find_best
-from paredown.sweeps.store import MAX_ATTEMPTS, AddResult, Claim, EndedTrial, Store, WriteOutcome
-from paredown.sweeps.sweep import SamplingMethod, Sweep
+from paredown.sweeps.store import MAX_ATTEMPTS, AddResult, Store, WriteOutcome
+from paredown.sweeps.sweep import Claim, EndedTrial, SamplingMethod, Sweep
 from paredown.tasks.trial import Status, Trial
 from tests.support.trials import PLANS, done, draw
 

@@ -24,7 +24,8 @@ from paredown.errors import StoreError
 from paredown.sweeps.database import parse_address, say_address
 from paredown.sweeps.export import export, rows
 from paredown.sweeps.status import count
-from paredown.sweeps.store import Claim, EndedTrial, Store
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import Claim, EndedTrial
 from paredown.tasks.trial import Status, Trial
 from tests.support.postgres import PASSWORD, Postgres
 from tests.support.trials import draw

@@ -26,8 +26,8 @@ from paredown.sweeps.engines.engine import LocalEngine
 from paredown.sweeps.export import rows
 from paredown.sweeps.runner import TaskFolder, make_engine
 from paredown.sweeps.status import count
-from paredown.sweeps.store import EndedTrial, Store
-from paredown.sweeps.sweep import TrialSpec
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import EndedTrial, TrialSpec
 from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.task_trace import predicted_bytes
 from tests.support.postgres import PASSWORD

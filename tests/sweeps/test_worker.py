@@ -20,7 +20,8 @@ from paredown.sweeps.engines import engine as local
 from paredown.sweeps.engines.engine import Engine, InlineEngine, LocalEngine
 from paredown.sweeps.export import rows
 from paredown.sweeps.status import SweepCounts, count
-from paredown.sweeps.store import Claim, EndedTrial, Store
+from paredown.sweeps.store import Store
+from paredown.sweeps.sweep import Claim, EndedTrial
 from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.trial import Trial
 from tests.support.trials import act, draw

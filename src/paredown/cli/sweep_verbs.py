@@ -37,7 +37,8 @@ from paredown.errors import ParedownError
 if TYPE_CHECKING:
     from paredown.sweeps.engines.engine import Engine
     from paredown.sweeps.status import SweepProgress, SweepWatcher
-    from paredown.sweeps.store import Claim, Store
+    from paredown.sweeps.store import Store
+    from paredown.sweeps.sweep import Claim
     from paredown.sweeps.worker import WorkerOptions
     from paredown.tasks.trial import Trial
 

@@ -27,31 +27,13 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from paredown.plan.plan import Plan
 from paredown.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, WORKERS, Database, check_columns, readable
-from paredown.sweeps.sweep import DrawnTrial, TrialSettings, TrialSpec
+from paredown.sweeps.sweep import Claim, DrawnTrial, EndedTrial, TrialSettings, TrialSpec
 from paredown.tasks.trial import Status, Trial
 
 MAX_ATTEMPTS = 5  # a trial whose process or worker died so often is finished as killed
 INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 FREE = {"state": WAITING, "worker": None, "claim": None}
 RESULT = ("state", "worker", "claim", "status", "error", "seconds", "result")
-
-
-class Claim(NamedTuple):
-    """A trial that a worker has claimed and may run."""
-
-    key: str
-    sweep: str
-    spec: TrialSpec
-    token: str
-    attempt: int  # 1: the first time
-
-
-class EndedTrial(NamedTuple):
-    """A claim and its result; `trial` is None where the process died, and `reason` describes how."""
-
-    claim: Claim
-    trial: Trial | None
-    reason: str = ""
 
 
 class WriteOutcome(str, Enum):

@@ -53,7 +53,7 @@ from difflib import get_close_matches
 from enum import Enum
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -61,6 +61,9 @@ from paredown.assign.assign import PlanTemplate, make_plans
 from paredown.errors import ParedownError, SweepError
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import parse_peppp, peppp_plan
+
+if TYPE_CHECKING:
+    from paredown.tasks.trial import Trial
 
 Cost = Callable[[str, Plan], int]  # bytes of a plan on a task
 MODES = ("store", "simulate", "peppp")
@@ -112,6 +115,24 @@ class DrawnTrial(NamedTuple):
 
     spec: TrialSpec
     propensity: float
+
+
+class Claim(NamedTuple):
+    """A trial that a worker has claimed and may run."""
+
+    key: str
+    sweep: str
+    spec: TrialSpec
+    token: str
+    attempt: int  # 1: the first time
+
+
+class EndedTrial(NamedTuple):
+    """A claim and its result; `trial` is None where the process died, and `reason` describes how."""
+
+    claim: Claim
+    trial: Trial | None
+    reason: str = ""
 
 
 @dataclass(frozen=True)

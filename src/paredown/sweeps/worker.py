@@ -30,7 +30,8 @@ from sqlalchemy.exc import DBAPIError
 from paredown.errors import StoreError, SweepError
 from paredown.sweeps.engines.engine import Engine
 from paredown.sweeps.status import count_open
-from paredown.sweeps.store import MAX_ATTEMPTS, Claim, EndedTrial, Store, WriteOutcome, WrittenResult
+from paredown.sweeps.store import MAX_ATTEMPTS, Store, WriteOutcome, WrittenResult
+from paredown.sweeps.sweep import Claim, EndedTrial
 from paredown.tasks.trial import Trial
 
 BEAT_SECONDS = 2.0

@@ -52,8 +52,7 @@ from paredown.sweeps.engines.engine import (
     without_main,
 )
 from paredown.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, synchronize
-from paredown.sweeps.store import Claim, EndedTrial
-from paredown.sweeps.sweep import TrialSpec
+from paredown.sweeps.sweep import Claim, EndedTrial, TrialSpec
 from paredown.tasks.data import Pair
 from paredown.tasks.evaluate import curve_of, deterministic, empty_trial, evaluate, is_out_of_memory, seeded
 from paredown.tasks.task import RULES

@@ -30,8 +30,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, final
 
 from paredown.errors import SweepError
-from paredown.sweeps.store import Claim, EndedTrial
-from paredown.sweeps.sweep import TrialSpec
+from paredown.sweeps.sweep import Claim, EndedTrial, TrialSpec
 from paredown.tasks.trial import Status, Trial
 
 MAX_REASON_CHARS = 2000  # an exception's message may contain a whole tensor

@@ -16,8 +16,7 @@ from typing import Any, final
 
 from paredown.errors import SweepError
 from paredown.sweeps.engines.engine import Engine, RunTrial, failed, run_safely
-from paredown.sweeps.store import Claim, EndedTrial
-from paredown.sweeps.sweep import TrialSpec
+from paredown.sweeps.sweep import Claim, EndedTrial, TrialSpec
 from paredown.tasks.trial import Status, Trial
 
 
