@@ -124,7 +124,7 @@ def test_a_measured_plan_needs_numbers(folder: Path) -> None:
         (("estimate", "digits", "--plan", "activation=int9000"), 1, "rule 'activation'"),
         (("estimate", "digits", "--optimizer", "adagrad"), 1, "optimizer 'adagrad' is unknown"),
         (("estimate", "digits", "--autocast", "fp8"), 1, "autocast 'fp8' is unknown"),
-        (("estimate", "digits", "--device", "tpu"), 1, "device 'tpu' is unknown"),
+        (("estimate", "digits", "--device", "tpu"), 1, "device 'tpu' cannot be traced"),
         (("estimate", "digits", "--budget", "8Gb8"), 2, "size '8Gb8' cannot be read"),
         (("estimate", "digits", "--batch", "auto"), 2, "auto needs --budget"),
         (("estimate", "digits", "--batch", "-3"), 2, "'-3' is no batch size"),

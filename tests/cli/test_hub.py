@@ -72,9 +72,9 @@ def test_a_half_precision_model_takes_half_of_the_bytes(folder: Path) -> None:
     [
         ("{", "is not JSON"),
         ("[" * 5000, "is not JSON"),
-        ("[1]", "has no model_type"),
+        ("[1]", "has no field model_type"),
         ({"model_type": "unheard_of"}, "describes no model"),
-        ({"model_type": 3}, "has no model_type"),
+        ({"model_type": 3}, "has no field model_type"),
         (GPT | {"n_head": 3}, "describes no model"),
         (GPT | {"n_embd": "many"}, "describes no model"),
         (GPT | {"architectures": ["PreTrainedConfig"]}, None),

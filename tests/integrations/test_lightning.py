@@ -228,11 +228,13 @@ def test_what_the_plugin_of_fabric_refuses() -> None:
     with pytest.raises(ApplyError, match="'32-true', 'bf16-mixed', not '64-true'"):
         PlanPrecision(PLAN, "64-true")
     model = network()
-    late = pare.optim.AdamW(model.parameters(), lr=1e-3)
+    started = pare.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 64)).sum().backward()
+    started.step()
     with pytest.raises(ApplyError, match=r"fabric\.setup_module"):
-        Fabric(accelerator="cpu", plugins=PlanPrecision(PLAN)).setup(model, late)
+        Fabric(accelerator="cpu", plugins=PlanPrecision(PLAN)).setup(model, started)
     fabric = Fabric(accelerator="cpu", plugins=PlanPrecision(pare.Plan.preset("activations8")))
-    fabric.setup(model, late)  # activations alone: any order
+    fabric.setup(model, started)  # activations alone: with any optimizer
     with pytest.raises(ApplyError, match="on a model already"):
         fabric.setup(network())
 

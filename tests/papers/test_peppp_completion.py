@@ -59,7 +59,7 @@ def test_weights_undo_looking_at_cheap_plans_first() -> None:
 def test_no_numbers_and_impossible_propensities_are_sentences() -> None:
     with pytest.raises(PlanError, match=r"\(2, 3\) without any"):
         complete(np.full((2, 3), np.nan))
-    with pytest.raises(PlanError, match="propensity is not above 0"):
+    with pytest.raises(PlanError, match="propensity that is not above 0"):
         complete(np.ones((2, 2)), propensities=np.zeros((2, 2)))
 
 

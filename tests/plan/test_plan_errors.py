@@ -33,7 +33,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
     (lambda: PLAN.set("buffer", None), ["have no format", "weight, gradient"]),
     (lambda: PLAN.set("temporary=a.*", None), ["have no format"]),
     (lambda: PLAN.set("a.*", "int4/64"), ["rule 'a.*'", "write int4/64@bf16", "None stores the tensor unmodified"]),
-    (lambda: PLAN.set("a.*", "mxfp5"), ["rule 'a.*'", "'mxfp5'", "catalog like it: mxfp4"]),
+    (lambda: PLAN.set("a.*", "mxfp5"), ["rule 'a.*'", "'mxfp5'", "Similar names in the catalog: mxfp4"]),
     (lambda: PLAN.set("a.*", 4), ["rule 'a.*'", "not int"]),  # type: ignore[arg-type]
     (lambda: PLAN.set("a.*", "int4", rounding="up"), ["rule 'a.*'", "rounding 'up'", "toward_zero, nearest_away, stochastic"]),
     (lambda: PLAN.set("a.*", "int4", overflow="wrap"), ["rule 'a.*'", "overflow 'wrap'", "saturate, nonfinite"]),

@@ -285,7 +285,7 @@ def test_a_target_without_a_loss_is_refused() -> None:
     trace = pare.trace_step(net, batch, loss=mse_loss, device="cpu")
     with pytest.raises(TypeError) as raised:
         pare.probe(net, batch, trace)
-    assert "give the loss that takes it: probe(..., loss=...)" in raised.value.__notes__[0]
+    assert "pass the loss that takes it: probe(..., loss=...)" in raised.value.__notes__[0]
 
 
 def test_says_that_the_trace_is_of_another_model() -> None:

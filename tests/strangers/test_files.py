@@ -94,7 +94,7 @@ def test_arrays_with_objects_and_wrong_headers_are_not_run(tmp_path: Path) -> No
 
 def test_files_that_swell_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few kilobytes that would unpack to gigabytes; here to megabytes, with the bound lowered."""
-    monkeypatch.setattr(data_files, "SWOLLEN_BYTES", 1 << 20)
+    monkeypatch.setattr(data_files, "BOMB_BYTES", 1 << 20)
     text, file = tmp_path / "text.gz", tmp_path / "data.npz"
     text.write_bytes(gzip.compress(bytes(1 << 22)))
     assert not answers(lambda: read_text(text, 8))

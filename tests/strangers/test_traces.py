@@ -155,5 +155,5 @@ def test_assign_refuses_a_trace_made_by_hand_that_contradicts_itself() -> None:
     """A weight that stands twice, which a file may not have: no rules bring both down."""
     right = pare.Trace.from_json(made())
     twice = replace(right, slots=(*right.slots, max(right.of(Role.WEIGHT), key=lambda slot: slot.nbytes)))
-    with pytest.raises(pare.errors.PlanError, match=r"slots of the trace contradict one another\. Trace the step anew"):
+    with pytest.raises(pare.errors.PlanError, match=r"slots of the trace contradict one another\. Trace the step again"):
         pare.assign(twice, int(0.8 * pare.footprint(twice).peak_bytes))

@@ -55,5 +55,5 @@ def test_the_limit_that_is_set_is_handed_to_the_driver(case: str, silent: str, m
 
 
 def test_a_limit_that_is_no_number_is_a_sentence(silent: str) -> None:
-    with pytest.raises(StoreError, match=r"connect_timeout is 'soon'; it is a whole number of seconds"):
+    with pytest.raises(StoreError, match=r"connect_timeout is 'soon'; it must be a whole number of seconds"):
         Database(f"{silent}?connect_timeout=soon")

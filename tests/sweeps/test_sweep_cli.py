@@ -229,7 +229,7 @@ def test_a_worker_that_is_asked_to_end_gives_back_what_it_runs(tmp_path: Path, m
     write(tmp_path, TOML.replace("[0, 1, 2, 3, 4]", "[0]").replace('"digits#model=mlp,steps=5", ', ""))
     (tmp_path / "mine.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
     status, out, said = invoke("sweep", "run", "sweep.toml", "--engine", "inline")
-    assert status == 130 and "the same command goes on" in said and '"finished", "key"' not in out
+    assert status == 130 and "the same command runs the others" in said and '"finished", "key"' not in out
     with Store(tmp_path / "sweep.db") as store:
         assert count(store)[0].waiting == 2 and store.beats() == {}
         assert [claim.attempt for claim in store.claim("w", 2)] == [1, 1]
