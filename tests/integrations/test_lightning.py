@@ -235,7 +235,7 @@ def test_what_the_plugin_of_fabric_refuses() -> None:
         Fabric(accelerator="cpu", plugins=PlanPrecision(PLAN)).setup(model, started)
     fabric = Fabric(accelerator="cpu", plugins=PlanPrecision(pare.Plan.preset("activations8")))
     fabric.setup(model, started)  # activations alone: with any optimizer
-    with pytest.raises(ApplyError, match="on a model already"):
+    with pytest.raises(ApplyError, match="applied to a model already"):
         fabric.setup(network())
 
 
