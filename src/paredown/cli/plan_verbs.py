@@ -88,7 +88,7 @@ def make_plan(
 
 
 def baseline_bytes(nbytes: int) -> dict[str, int]:
-    """The JSON field `baseline_bytes`, and the same value as `written_bytes`, its name in version 0.1."""
+    """The JSON field `baseline_bytes`, and the same value under its name in version 0.1, `written_bytes`."""
     return {"baseline_bytes": nbytes, "written_bytes": nbytes}
 
 

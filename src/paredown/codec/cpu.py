@@ -248,7 +248,7 @@ def _shift_down(bits: Tensor, shift: int, kept: int) -> Tensor:
 
 
 def _exact_codes(values: Tensor, y: Tensor, element: Element) -> Tensor:
-    """Codes (int32) of values that the element has, with the signs of y."""
+    """Codes (int32) of `values`, which the element represents exactly; `y`, the values before rounding, has the signs of zeros."""
     if element.kind is not ElementKind.FLOAT:
         return values.int().bitwise_and_(_word((1 << element.width) - 1))
     mantissa_bits, smallest = element.mantissa_bits, 2.0**element.min_exponent

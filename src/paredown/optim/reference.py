@@ -284,7 +284,7 @@ class _Piece:
         _put(slot, parts, skipped, self.unit.cols)
 
     def _encoded(self, slot: UpdateSlot, x: Tensor, multiplier: int, given: PackedParts | None = None) -> PackedParts:
-        """x encoded with new scales or with those `given`; random bits are multiplied by `multiplier`."""
+        """`x` encoded with new scales, or with those `given`; `multiplier` gives each slot of an update its own random bits of one hash."""
         bits = None
         if slot.rounding is Rounding.STOCHASTIC:
             bits = random_bits(self.seed, x.numel(), x.device).view(x.shape)

@@ -70,7 +70,7 @@ def random_bits(index, k0, k1):
 
 @triton.jit
 def mixed(x):
-    """`rounding.mix`, on the device."""
+    """A bijective hash of 32-bit integers: `formats.rounding.mix` as a device function."""
     x = x + KEY_SALT
     x = (x ^ (x >> 16)) * MULTIPLIER_1
     x = (x ^ (x >> 15)) * MULTIPLIER_2

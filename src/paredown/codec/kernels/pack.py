@@ -183,7 +183,7 @@ def store_shared(ptr, offsets, stored, inside, KIND: tl.constexpr):
 
 @triton.jit
 def nan_max(a, b):
-    """The larger one, or NaN."""
+    """The larger of two values; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
