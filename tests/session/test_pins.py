@@ -239,6 +239,14 @@ def test_guards_see_what_a_norm_would_lose() -> None:
     assert float(relative_signal(exact, affine, is_centered=True)) < 0.02
 
 
+def test_a_batch_norm_of_constants_keeps_its_gradients() -> None:
+    """Every channel is constant, and its exact gradient 0 or small: rounding would make noise of it."""
+    net = Net(lambda net, x: net.more[0](net.a(x - x)), nn.BatchNorm1d(64))
+    plain, found, session = both(net, rows(), plan=activations(INT8))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert "smallest standard deviation" in {change.slot: change.reason for change in session.changes}["more.0:input"]
+
+
 class WithConstantChannels(nn.Module):
     """A batch norm after a dropout of whole channels: with two examples some channels are 0 in both."""
 

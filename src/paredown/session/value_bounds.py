@@ -12,7 +12,7 @@ stay unmodified.
 
 Norms. Backward multiplies x - mean by rstd, the inverse standard deviation of a channel, row or group. If a block of the format holds
 values of several of them, its step follows the widest, and the differences of their means: a channel whose standard deviation is below
-1 / MAX_SPREAD of that would be noise. Constant channels are such a case.
+1 / MAX_SPREAD of that would be noise. So would one whose variance is below eps, as that of a constant channel.
 
 On a CPU values are read in every forward pass. On a GPU a read synchronizes with the device, so each slot is read once, when it is
 first saved; every READ_INTERVAL-th forward pass then copies the values to the host asynchronously, for the decisions of later passes.
@@ -81,7 +81,8 @@ class ValueBounds:
         node, rstd = saved.node, getattr(saved.node, "_saved_result2", None)
         if rstd is None or saved.tensor is None or not _blocks_mix_groups(saved.tensor, rstd, saved.op):
             return ""
-        spread = self._read(saved.name, lambda: spread_of_statistics(node._saved_result1, rstd), rstd.is_cuda, forwards)
+        eps = getattr(node, "_saved_eps", None) or getattr(node, "_saved_epsilon", 0.0)  # cuDNN's name; layer norms have none
+        spread = self._read(saved.name, lambda: spread_of_statistics(node._saved_result1, rstd, eps), rstd.is_cuda, forwards)
         if spread <= MAX_SPREAD:
             return ""
         return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
@@ -102,14 +103,15 @@ def largest_logit(node: Any) -> Tensor:
     return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
 
 
-def spread_of_statistics(mean: Tensor, rstd: Tensor) -> Tensor:
-    """How widely values of several channels spread, in units of the smallest standard deviation.
+def spread_of_statistics(mean: Tensor, rstd: Tensor, eps: float = 0.0) -> Tensor:
+    """How widely values of several channels spread, in units of the smallest standard deviation; infinity if a variance is below `eps`.
 
     >>> float(spread_of_statistics(torch.tensor([0.0, 6.0]), torch.tensor([1.0, 2.0])))
     2.0
     """
     widest = torch.maximum(1 / rstd.min(), (mean.max() - mean.min()) / SIGMAS)
-    return (widest * rstd.max()).float().nan_to_num(nan=inf)
+    spread = (widest * rstd.max()).float().nan_to_num(nan=inf)
+    return spread.masked_fill(rstd.max().square() * eps > 0.5, inf)  # rstd = (variance + eps)^-0.5
 
 
 def _blocks_mix_groups(tensor: Tensor, rstd: Tensor, op: str) -> bool:
