@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +254,17 @@ def test_a_smaller_batch_is_found_and_the_error_is_explained(tmp_path: Path) -> 
         assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """No run of the garbage collector in the middle of a test: a mask in a reference cycle counts as stored until then."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1, "bf16": True}], ids=["defaults", "smoothed bf16"])
-def test_verify_checks_the_first_batch_and_changes_no_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_verify_checks_the_first_batch_and_changes_no_bit(tmp_path: Path, options: dict[str, Any], no_collector: None) -> None:
     plain = trainer_in(tmp_path / "a", **options)
     attach(plain, PLAN)
     plain.train()
@@ -266,8 +277,7 @@ def test_verify_checks_the_first_batch_and_changes_no_bit(tmp_path: Path, option
     assert len(calls) == 4 + 4, "baseline twice, exact plan, plan; then four steps"
     assert "training_step" not in vars(checked)
     stored = [[row["memory/activation_gib"] for row in of.state.log_history if "loss" in row] for of in (plain, checked)]
-    # The exact plan of verify stores four times as much. A mask in a reference cycle is counted until the collector runs: 0.3 % were seen.
-    assert stored[1] == pytest.approx(stored[0], rel=0.02), "what verify stored is no part of the run"
+    assert stored[0] == stored[1], "what verify stored is no part of the run"
 
 
 def test_verify_ends_a_training_whose_gradients_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

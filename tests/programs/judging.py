@@ -11,7 +11,7 @@ of every gradient may be the larger of
                            the program, in forward and backward, and every gradient of a value carry noise of that size: where that is
                            much, the program is ill-conditioned, and no storage of 8 bits keeps its gradients
 Seeds are fixed: a verdict repeats. Of 2,500 programs under int8, 22 had a distance above the floor; 20 of these were at 0.1 to 3.1 times
-the change, and the other two had a cause in one operand, which is stored otherwise since: FACTOR lies between.
+the change: FACTOR lies above. The other two had norms of constant channels: 1693 is within since, 1701 is not (0.22, 0.13 is allowed).
 """
 
 from __future__ import annotations
