@@ -1,0 +1,382 @@
+"""Encode, decode and one-bit masks as torch functions without branches on data, to be traced into the graphs of torch.compile.
+
+`reference.py` defines the results. These functions compute the same bits for the formats that `covers` lists; TorchInductor fuses them
+into the operations that produce x and that use the decoded values. Sizes may be symbolic. For each block, in float32:
+
+    plain     scale = round_up(max |x| / max_value)                            y = x / scale
+    affine    minimum = round_down(min x), scale = round_up((max x - minimum) / max_value),  y = (x - minimum) / scale
+    integers  nearest_even: code = round(y)      others: |code| = (floor(|y| * 2^R) + r) >> R,   R = 30 - mantissa_bits
+    floats    nearest_even: the cast to torch.float8_e4m3fn, float8_e5m2, bfloat16 or float16
+              others: the bits of |y| plus r with the dropped bits cleared (as in `cpu.py`), then the same cast, which is exact
+
+with r = 0 (toward_zero), the half of a step (nearest_away) or random bits (stochastic). The quotient by max_value is a float64 product
+rounded to float32: equal to the float32 quotient for all max_value of these elements, while Inductor replaces a division by a constant
+on a GPU with an inexact product. 1 / scale is a float32 reciprocal. Triton's is not correctly rounded by default, and it contracts
+value * scale + minimum into one fused multiply-add, so on a GPU a code or the last bit of an affine value may differ from the reference.
+
+Layout. 8-bit codes are uint8, in order. bf16 and fp16 without a block are tensors of that dtype, in which NaN has any sign and payload.
+Narrower codes: a block of n values takes n * width / 8 bytes, and byte j holds the values j, j + n/2 (4 bits) or
+j, j + n/4, j + 2n/4, j + 3n/4 (2 bits), the first lowest. Loads are then contiguous, and packing has the loop of the block's maximum,
+which lets Inductor make one kernel of both. A short last block takes the bytes of a whole one. Where the block length is
+not a multiple of the values in a byte, the layout is the reference's.
+
+    int4/8:   bytes  [v4 v0] [v5 v1] [v6 v2] [v7 v3]
+
+Arithmetic on codes and random bits is int32, a shift right of random bits is logical. Masks: eight flags a byte, the first lowest.
+
+>>> from paredown.formats.format import Format
+>>> int4 = Format.parse("int4/8@bf16")
+>>> codes, scales = encode_in_graph(torch.arange(8.0), int4, Rounding.NEAREST_EVEN, Overflow.SATURATE, None)
+>>> [hex(byte) for byte in codes.tolist()], scales.tolist()
+(['0x40', '0x51', '0x62', '0x73'], [1.0])
+>>> decode_in_graph((codes, scales), int4, 8, torch.float32).tolist()
+[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+>>> pack_mask_in_graph(torch.tensor([True, False, True])).tolist()
+[5]
+"""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.functional import pad
+
+from paredown.codec.reference import SMALLEST_SCALE
+from paredown.errors import CodecError
+from paredown.formats.element import Element, ElementKind
+from paredown.formats.format import Format
+from paredown.formats.rounding import (
+    HIGH_INDEX,
+    INDEX_STEP,
+    KEY_SALTS,
+    MULTIPLIER_1,
+    MULTIPLIER_2,
+    WORD,
+    Overflow,
+    Rounding,
+    Seed,
+)
+
+CASTS = {
+    Element.parse("e4m3fn"): torch.float8_e4m3fn,
+    Element.parse("e5m2"): torch.float8_e5m2,
+    Element.parse("bf16"): torch.bfloat16,
+    Element.parse("fp16"): torch.float16,
+}
+DIVIDES_BYTE = (1, 2, 4, 8)
+SCALES = ("fp32", "bf16", "e8m0")
+
+
+def covers(format: Format) -> bool:
+    """Whether the functions below support this format."""
+    element = format.element
+    if format.block is None or format.scale is None:
+        return element in CASTS
+    if format.scale.name not in SCALES:
+        return False
+    if element.kind is ElementKind.UINT:
+        return format.minimum is not None and element.width in DIVIDES_BYTE
+    return element.width in DIVIDES_BYTE if element.kind is ElementKind.INT else element in CASTS and element.width == 8
+
+
+def encode_in_graph(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow, keys: Tensor | None) -> tuple[Tensor, ...]:
+    """(codes, scales, minimums) of 1-D contiguous `x`, the last two if the format has them.
+
+    `keys`: None, or for stochastic rounding the two words of `keys_in_graph` as int32 or int64. Index 0 is the first value of `x`.
+    """
+    _check(format, rounding, keys)
+    x = x.float()
+    if format.block is None:
+        bits = None if rounding is not Rounding.STOCHASTIC or keys is None else random_bits(_indices(x.shape[0], x.device), keys)
+        return (_cast_codes(x, format.element, overflow, rounding, bits),)
+    values = _in_blocks(x, format, 0.0)  # (num_blocks, lanes, part)
+    scales, scale, minimum = _choose_scales(x, format)
+    usable = scale < inf  # False for NaN: the block then has scale NaN, minimum 0 and codes 0
+    inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
+    shifted = values if minimum is None else values - minimum[:, None, None]
+    y = torch.where(usable[:, None, None], shifted * inverse[:, None, None], 0.0)
+    y = y.clamp(-format.element.max_value if format.element.signed else 0.0, format.element.max_value)
+    bits = None
+    if rounding is Rounding.STOCHASTIC and keys is not None:
+        bits = random_bits(_indices(values.numel(), x.device), keys).view(values.shape)
+    codes = _packed(_block_codes(y, format.element, rounding, bits), format, x.shape[0])
+    if minimum is None or format.minimum is None:
+        return codes, scales
+    return codes, scales, torch.where(usable, minimum, 0.0).to(_stored_dtype(format.minimum))
+
+
+def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype: torch.dtype) -> Tensor:
+    """The 1-D `numel` values of what `encode_in_graph` returned. Finite values past float16's largest stay finite."""
+    element = format.element
+    if element in CASTS:
+        y = (parts[0].view(CASTS[element]) if element.width == 8 else parts[0]).float()
+    else:
+        codes = _unpacked(parts[0], format, numel)
+        sign = 1 << (element.width - 1) if element.kind is ElementKind.INT else 0
+        y = ((codes ^ sign) - sign).float()
+    if format.block and format.scale:
+        scales = parts[1]
+        y = y * _spread(_e8m0_values(scales) if format.scale.name == "e8m0" else scales.float(), format.block, numel)
+        if format.minimum:
+            y = y + _spread(parts[2].float(), format.block, numel)
+    if dtype is torch.float16:
+        y = torch.where(y.abs() < inf, y.clamp(-65504.0, 65504.0), y)
+    return y.to(dtype)
+
+
+def _check(format: Format, rounding: Rounding, keys: Tensor | None) -> None:
+    if not covers(format):
+        raise CodecError(
+            f"format {str(format)!r} has no encode for compiled graphs. Covered: intN and uintN with a minimum of 1, 2, 4 or 8 bits, "
+            "e4m3fn and e5m2 in blocks with scales in fp32, bf16 or e8m0, and e4m3fn, e5m2, bf16 and fp16 without a block."
+        )
+    if rounding is Rounding.STOCHASTIC and keys is None:
+        raise CodecError("stochastic rounding takes the two words of keys_in_graph as `keys`, not None.")
+
+
+# --- random bits ------------------------------------------------------------------------------------------------------
+
+
+def keys_in_graph(step: Tensor, seed: int, tensor_id: int) -> Tensor:
+    """The words of `Seed(seed, tensor_id, step).keys()` as (2,) int32, from `step`, an int64 tensor of one number."""
+    k0, k1 = (_signed(key) for key in Seed(seed, tensor_id).base_keys())
+    base = torch.where(torch.arange(2, device=step.device) == 0, k0, k1).to(torch.int32)
+    x = (base ^ _word(step.reshape(1))) + _signed(KEY_SALTS[0])
+    x = (x ^ _shifted(x, 16)) * _signed(MULTIPLIER_1)
+    x = (x ^ _shifted(x, 15)) * _signed(MULTIPLIER_2)
+    return x ^ _shifted(x, 16)
+
+
+def random_bits(index: Tensor, keys: Tensor) -> Tensor:
+    """`reference.random_bits` of the elements `index` (int32 below 2^31, or int64), as int32 of the same bits."""
+    k0, k1 = _word(keys[0]), _word(keys[1])
+    low = _word(index) ^ 0  # without an xor, Inductor turns the product into a symbolic index, in which it overflows
+    x = low * _signed(INDEX_STEP) + k0
+    x = (x ^ _shifted(x, 16)) * _signed(MULTIPLIER_1)
+    x = x ^ _shifted(x, 15) ^ k1
+    if index.dtype is torch.int64:
+        high = _word(index >> 32) * _signed(HIGH_INDEX)
+        x = x ^ ((high ^ _shifted(high, 15)) * _signed(MULTIPLIER_2))
+    return x * _signed(MULTIPLIER_2)
+
+
+def _indices(count: int, device: torch.device) -> Tensor:
+    wide = isinstance(count, int) and count > 1 << 31  # pyright: ignore[reportUnnecessaryIsInstance]  (a SymInt is no int)
+    return torch.arange(count, dtype=torch.int64 if wide else torch.int32, device=device)
+
+
+def _word(x: Tensor) -> Tensor:
+    """The low 32 bits as int32."""
+    return x if x.dtype is torch.int32 else (((x & WORD) ^ (1 << 31)) - (1 << 31)).to(torch.int32)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _shifted(x: Tensor, shift: int) -> Tensor:
+    """x >> shift of int32, filled with zeros."""
+    return (x >> shift) & ((1 << (32 - shift)) - 1)
+
+
+# --- codes ------------------------------------------------------------------------------------------------------------
+
+
+def _block_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
+    """Codes of `y`, which is within the element: int32 for integers, uint8 for floats."""
+    if element.kind is ElementKind.FLOAT:
+        return _rounded(y, element, rounding, bits).to(CASTS[element]).view(torch.uint8)
+    if rounding is Rounding.NEAREST_EVEN:
+        codes = y.round().to(torch.int32)
+    else:
+        kept = 30 - element.mantissa_bits
+        codes = ((y.abs() * 2.0**kept).to(torch.int32) + _addend(rounding, bits, kept)) >> kept
+        codes = torch.where(y < 0, -codes, codes) if element.signed else codes
+    return codes & ((1 << element.width) - 1)
+
+
+def _cast_codes(y: Tensor, element: Element, overflow: Overflow, rounding: Rounding, bits: Tensor | None) -> Tensor:
+    """Codes without a block. Inf and NaN of 8 bits are set as codes, since casts to float8 saturate on some devices only."""
+    largest = element.max_value
+    if overflow is Overflow.SATURATE:
+        y = y.clamp(-largest, largest)
+    values = torch.where(y.isnan(), y, _rounded(torch.where(y.isnan(), 0.0, y), element, rounding, bits))
+    if element.width == 16:
+        return values.to(CASTS[element])
+    assert element.nan_code is not None
+    codes = values.clamp(-largest, largest).to(CASTS[element]).view(torch.uint8).to(torch.int32)
+    sign = (y.view(torch.int32) >> 24) & 128
+    codes = torch.where(y.isnan(), sign | element.nan_code, codes)
+    if overflow is Overflow.NONFINITE:
+        special = element.nan_code if element.inf_code is None else element.inf_code
+        codes = torch.where(_past(values.abs(), element, rounding), sign | special, codes)
+    return codes.to(torch.uint8)
+
+
+def _past(a: Tensor, element: Element, rounding: Rounding) -> Tensor:
+    """Whether magnitudes from `_rounded` exceed the largest value; nearest_even has still to round them."""
+    if rounding is not Rounding.NEAREST_EVEN:
+        return a > element.max_value
+    middle = element.max_value + (element.max_value - element.value(element.max_code - 1)) / 2
+    return a >= middle if element.max_code % 2 else a > middle
+
+
+def _rounded(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
+    """`y` (not NaN) rounded to a multiple of the element's step, as float32; unchanged for nearest_even, which the cast rounds."""
+    if rounding is Rounding.NEAREST_EVEN:
+        return y
+    a, smallest, dropped = y.abs(), 2.0**element.min_exponent, 23 - element.mantissa_bits
+    has_float32_range = element.min_exponent == -126  # bf16: float32's own subnormals
+    normal = (a if has_float32_range else a.clamp(min=smallest)).view(torch.int32)
+    rounded = (normal + _addend(rounding, bits, dropped)) & -(1 << dropped)
+    if not has_float32_range:  # the sum of normal and subnormal part, each clamped at the smallest normal value, less that value
+        kept = 30 - element.mantissa_bits
+        steps = (a.clamp(max=smallest) * (2.0**30 / smallest)).to(torch.int32) + _addend(rounding, bits, kept)
+        subnormal = (steps >> kept).float() * (smallest * 2.0**-element.mantissa_bits)
+        rounded = rounded + subnormal.view(torch.int32) - ((element.min_exponent + 127) << 23)
+    return torch.copysign(rounded.view(torch.float32), y)
+
+
+def _addend(rounding: Rounding, bits: Tensor | None, num_bits: int) -> Tensor | int:
+    """What is added to a number before its lowest `num_bits` bits are dropped."""
+    if bits is not None:
+        return _shifted(bits, 32 - num_bits)
+    return 1 << (num_bits - 1) if rounding is Rounding.NEAREST_AWAY else 0
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+def _choose_scales(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The stored scales, and scales and minimums as float32, (num_blocks,) each."""
+    if format.minimum is None:
+        largest, minimum = _in_blocks(x, format, 0.0).abs().amax(1).amax(1), None
+    else:
+        low = _in_blocks(x, format, inf).amin(1).amin(1)
+        low = torch.where(low == 0, 0.0, low)  # -0.0 becomes 0.0
+        minimum = low if format.minimum.name == "fp32" else _bf16_away_from_zero(low, low < 0)
+        largest = (_in_blocks(x, format, -inf).amax(1).amax(1) - minimum).abs()  # abs, since -0.0 has a sign bit
+    scale = (largest.double() * (1.0 / format.element.max_value)).float()
+    return *_stored_scales(scale, format), minimum
+
+
+def _stored_scales(scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """`scale` rounded up, as stored and as float32. What is not finite, before or after, becomes NaN."""
+    assert format.scale is not None
+    if format.scale.name == "e8m0":
+        codes = torch.where(scale < inf, _e8m0_codes(scale), 255).to(torch.uint8)
+        return codes, _e8m0_values(codes)
+    up = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
+    if format.scale.name == "bf16":
+        up = _bf16_away_from_zero(up, up > 0)
+    up = torch.where((scale < inf) & (up < inf), up, nan)
+    return up.to(_stored_dtype(format.scale)), up
+
+
+def _bf16_away_from_zero(x: Tensor, away: Tensor) -> Tensor:
+    """The bf16 value next to `x` as float32: the one of larger magnitude where `away`, else the smaller one."""
+    return ((x.view(torch.int32) + torch.where(away, 0xFFFF, 0).to(torch.int32)) & -0x10000).view(torch.float32)
+
+
+def _e8m0_codes(scale: Tensor) -> Tensor:
+    """The exponent of the power of two at or above `scale` >= 0, plus 127; 0 up to 2^-127."""
+    bits = scale.view(torch.int32)
+    return torch.where(bits <= 0x400000, 0, (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32))
+
+
+def _e8m0_values(codes: Tensor) -> Tensor:
+    codes = codes.to(torch.int32)
+    bits = torch.where(codes == 0, 0x400000, codes << 23).to(torch.int32)
+    return torch.where(codes == 255, nan, bits.view(torch.float32))
+
+
+def _stored_dtype(element: Element) -> torch.dtype:
+    return torch.bfloat16 if element.name == "bf16" else torch.float32
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+def _lanes(format: Format) -> int:
+    """Values of a block that share a byte; 1 if each has its own, or if bytes hold neighbours, as in the reference."""
+    per_byte = 8 // format.element.width
+    assert format.block
+    return 1 if format.block % per_byte else per_byte
+
+
+def _in_blocks(x: Tensor, format: Format, fill: float) -> Tensor:
+    """1-D `x` as (num_blocks, lanes, part), padded with `fill`."""
+    assert format.block
+    num_blocks, lanes = _ceil_div(x.shape[0], format.block), _lanes(format)
+    return _padded(x, num_blocks * format.block, fill).view(num_blocks, lanes, format.block // lanes)
+
+
+def _packed(codes: Tensor, format: Format, numel: int) -> Tensor:
+    """1-D bytes of codes (num_blocks, lanes, part)."""
+    width, lanes = format.element.width, codes.shape[1]
+    if lanes > 1:
+        return _joined(codes, width).flatten()
+    codes = _first(codes.flatten(), numel)
+    return codes.to(torch.uint8) if width == 8 else _join_neighbours(codes, width)
+
+
+def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
+    """The 1-D int32 codes of bytes from `_packed`."""
+    width = format.element.width
+    if width == 8:
+        return packed.to(torch.int32)
+    lanes = _lanes(format)
+    part = format.block // lanes if format.block and lanes > 1 else 1
+    shifts = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device)
+    fields = (packed.to(torch.int32).view(-1, 1, part) >> shifts.view(-1, 1)) & ((1 << width) - 1)
+    return _first(fields.reshape(-1), numel)
+
+
+def _join_neighbours(codes: Tensor, width: int) -> Tensor:
+    """Bytes of 1-D codes, each of `8 // width` neighbours."""
+    per_byte = 8 // width
+    num_bytes = _ceil_div(codes.shape[0], per_byte)
+    return _joined(_padded(codes, num_bytes * per_byte, 0).view(num_bytes, per_byte, 1), width).flatten()
+
+
+def _joined(codes: Tensor, width: int) -> Tensor:
+    """(n, 8 / width, part) int32 as (n, part) uint8. Inductor unrolls sums of fewer than 8 numbers, so 8 are summed in two steps."""
+    shifts = torch.arange(0, 8, width, dtype=torch.int32, device=codes.device)
+    fields = codes << shifts.view(-1, 1)
+    if width == 1:
+        fields = fields.view(fields.shape[0], 2, 4, fields.shape[2]).sum(1, dtype=torch.int32)
+    return fields.sum(1, dtype=torch.int32).to(torch.uint8)
+
+
+def _spread(per_block: Tensor, block: int, numel: int) -> Tensor:
+    """(num_blocks,) repeated to (numel,)."""
+    return _first(per_block[:, None].expand(-1, block).reshape(-1), numel)
+
+
+def _ceil_div(count: int, divisor: int) -> int:
+    return count // divisor if statically_known_true(count % divisor == 0) else (count + divisor - 1) // divisor
+
+
+def _padded(x: Tensor, count: int, fill: float) -> Tensor:
+    return x if statically_known_true(x.shape[0] == count) else pad(x, (0, count - x.shape[0]), value=fill)
+
+
+def _first(x: Tensor, count: int) -> Tensor:
+    return x if statically_known_true(x.shape[0] == count) else x[:count]
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def pack_mask_in_graph(mask: Tensor) -> Tensor:
+    """1-D bool as uint8, eight flags a byte, the first lowest; the last byte is padded with zeros."""
+    return _join_neighbours(mask.to(torch.int32), 1)
+
+
+def unpack_mask_in_graph(bits: Tensor, numel: int) -> Tensor:
+    """The first `numel` flags of `pack_mask_in_graph`, 1-D bool."""
+    flags = (bits.to(torch.int32)[:, None] >> torch.arange(8, dtype=torch.int32, device=bits.device)) & 1
+    return _first(flags.reshape(-1), numel) != 0
