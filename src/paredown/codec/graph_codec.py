@@ -16,8 +16,8 @@ value * scale + minimum into one fused multiply-add, so on a GPU a code or the l
 
 Layout. 8-bit codes are uint8, in order. bf16 and fp16 without a block are tensors of that dtype, in which NaN has any sign and payload.
 Narrower codes: a block of n values takes n * width / 8 bytes, and byte j holds the values j, j + n/2 (4 bits) or
-j, j + n/4, j + 2n/4, j + 3n/4 (2 bits), the first lowest. Loads are then contiguous, and packing has the loop of the block's maximum,
-which lets Inductor make one kernel of both. A short last block takes the bytes of a whole one. Where the block length is
+j, j + n/4, j + 2n/4, j + 3n/4 (2 bits), the first lowest. Loads are then contiguous, and packing has the same loop as the maximum of
+a block, over (num_blocks, n/2), so that Inductor makes one kernel of both. A short last block takes the bytes of a whole one. Where the block length is
 not a multiple of the values in a byte, the layout is the reference's.
 
     int4/8:   bytes  [v4 v0] [v5 v1] [v6 v2] [v7 v3]
@@ -37,6 +37,7 @@ Arithmetic on codes and random bits is int32, a shift right of random bits is lo
 
 from __future__ import annotations
 
+from functools import reduce
 from math import inf, nan
 
 import torch
@@ -90,22 +91,19 @@ def encode_in_graph(x: Tensor, format: Format, rounding: Rounding, overflow: Ove
     _check(format, rounding, keys)
     x = x.float()
     if format.block is None:
-        bits = None if rounding is not Rounding.STOCHASTIC or keys is None else random_bits(_indices(x.shape[0], x.device), keys)
+        bits = _bits(_indices(x.shape[0], x.device), rounding, keys)
         return (_cast_codes(x, format.element, overflow, rounding, bits),)
-    values = _in_blocks(x, format, 0.0)  # (num_blocks, lanes, part)
     scales, scale, minimum = _choose_scales(x, format)
-    usable = scale < inf  # False for NaN: the block then has scale NaN, minimum 0 and codes 0
-    inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
-    shifted = values if minimum is None else values - minimum[:, None, None]
-    y = torch.where(usable[:, None, None], shifted * inverse[:, None, None], 0.0)
-    y = y.clamp(-format.element.max_value if format.element.signed else 0.0, format.element.max_value)
-    bits = None
-    if rounding is Rounding.STOCHASTIC and keys is not None:
-        bits = random_bits(_indices(values.numel(), x.device), keys).view(values.shape)
-    codes = _packed(_block_codes(y, format.element, rounding, bits), format, x.shape[0])
+    inverse = _own_buffer(torch.where(scale == 0, 0.0, scale.reciprocal()))[:, None]  # NaN where the scale is
+    indices = _indices(scale.shape[0] * format.block, x.device)
+    values, index, codes = _lanes(x, format, 0.0), _lanes(indices, format, 0), []
+    for value, i in zip(values, index, strict=True):
+        y = (value if minimum is None else value - minimum[:, None]) * inverse
+        codes.append(_block_codes(torch.where(y.isnan(), 0.0, y), format.element, rounding, _bits(i, rounding, keys)))
+    packed = _packed(codes, format, x.shape[0])
     if minimum is None or format.minimum is None:
-        return codes, scales
-    return codes, scales, torch.where(usable, minimum, 0.0).to(_stored_dtype(format.minimum))
+        return packed, scales
+    return packed, scales, torch.where(scale.isnan(), 0.0, minimum).to(_stored_dtype(format.minimum))
 
 
 def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype: torch.dtype) -> Tensor:
@@ -163,6 +161,10 @@ def random_bits(index: Tensor, keys: Tensor) -> Tensor:
     return x * _signed(MULTIPLIER_2)
 
 
+def _bits(index: Tensor, rounding: Rounding, keys: Tensor | None) -> Tensor | None:
+    return random_bits(index, keys) if rounding is Rounding.STOCHASTIC and keys is not None else None
+
+
 def _indices(count: int, device: torch.device) -> Tensor:
     wide = isinstance(count, int) and count > 1 << 31  # pyright: ignore[reportUnnecessaryIsInstance]  (a SymInt is no int)
     return torch.arange(count, dtype=torch.int64 if wide else torch.int32, device=device)
@@ -186,7 +188,8 @@ def _shifted(x: Tensor, shift: int) -> Tensor:
 
 
 def _block_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Codes of `y`, which is within the element: int32 for integers, uint8 for floats."""
+    """Codes of `y`, which exceeds the element by rounding error alone: int32 for integers, uint8 for floats."""
+    y = y.clamp(-element.max_value if element.signed else 0.0, element.max_value)
     if element.kind is ElementKind.FLOAT:
         return _rounded(y, element, rounding, bits).to(CASTS[element]).view(torch.uint8)
     if rounding is Rounding.NEAREST_EVEN:
@@ -194,7 +197,8 @@ def _block_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor |
     else:
         kept = 30 - element.mantissa_bits
         codes = ((y.abs() * 2.0**kept).to(torch.int32) + _addend(rounding, bits, kept)) >> kept
-        codes = torch.where(y < 0, -codes, codes) if element.signed else codes
+        sign = y.view(torch.int32) >> 31  # -1 or 0
+        codes = (codes ^ sign) - sign if element.signed else codes  # -codes where y < 0; torch.where would use `codes` twice
     return codes & ((1 << element.width) - 1)
 
 
@@ -253,12 +257,13 @@ def _addend(rounding: Rounding, bits: Tensor | None, num_bits: int) -> Tensor | 
 def _choose_scales(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor | None]:
     """The stored scales, and scales and minimums as float32, (num_blocks,) each."""
     if format.minimum is None:
-        largest, minimum = _in_blocks(x, format, 0.0).abs().amax(1).amax(1), None
+        largest, minimum = reduce(torch.maximum, [lane.abs() for lane in _lanes(x, format, 0.0)]).amax(1), None
     else:
-        low = _in_blocks(x, format, inf).amin(1).amin(1)
+        low = reduce(torch.minimum, _lanes(x, format, inf)).amin(1)
         low = torch.where(low == 0, 0.0, low)  # -0.0 becomes 0.0
-        minimum = low if format.minimum.name == "fp32" else _bf16_away_from_zero(low, low < 0)
-        largest = (_in_blocks(x, format, -inf).amax(1).amax(1) - minimum).abs()  # abs, since -0.0 has a sign bit
+        minimum = _own_buffer(low if format.minimum.name == "fp32" else _bf16_away_from_zero(low, low < 0))
+        largest = reduce(torch.maximum, _lanes(x, format, -inf)).amax(1)
+        largest = (largest - minimum).abs()  # abs, since -0.0 has a sign bit
     scale = (largest.double() * (1.0 / format.element.max_value)).float()
     return *_stored_scales(scale, format), minimum
 
@@ -278,7 +283,7 @@ def _stored_scales(scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 def _bf16_away_from_zero(x: Tensor, away: Tensor) -> Tensor:
     """The bf16 value next to `x` as float32: the one of larger magnitude where `away`, else the smaller one."""
-    return ((x.view(torch.int32) + torch.where(away, 0xFFFF, 0).to(torch.int32)) & -0x10000).view(torch.float32)
+    return ((x.view(torch.int32) + away.to(torch.int32) * 0xFFFF) & -0x10000).view(torch.float32)
 
 
 def _e8m0_codes(scale: Tensor) -> Tensor:
@@ -289,7 +294,7 @@ def _e8m0_codes(scale: Tensor) -> Tensor:
 
 def _e8m0_values(codes: Tensor) -> Tensor:
     codes = codes.to(torch.int32)
-    bits = torch.where(codes == 0, 0x400000, codes << 23).to(torch.int32)
+    bits = torch.where(codes == 0, 0x400000, codes << 23)
     return torch.where(codes == 255, nan, bits.view(torch.float32))
 
 
@@ -300,27 +305,40 @@ def _stored_dtype(element: Element) -> torch.dtype:
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-def _lanes(format: Format) -> int:
+def _lanes_per_block(format: Format) -> int:
     """Values of a block that share a byte; 1 if each has its own, or if bytes hold neighbours, as in the reference."""
     per_byte = 8 // format.element.width
     assert format.block
     return 1 if format.block % per_byte else per_byte
 
 
-def _in_blocks(x: Tensor, format: Format, fill: float) -> Tensor:
-    """1-D `x` as (num_blocks, lanes, part), padded with `fill`."""
+def _lanes(x: Tensor, format: Format, fill: float) -> list[Tensor]:
+    """1-D `x`, padded with `fill`, as (num_blocks, part) for each value of a byte.
+
+    They are separate tensors, so that all of encode has one shape: Inductor stores the result of some 30 operations, and fuses
+    the next ones only if their shape is the same.
+    """
     assert format.block
-    num_blocks, lanes = _ceil_div(x.shape[0], format.block), _lanes(format)
-    return _padded(x, num_blocks * format.block, fill).view(num_blocks, lanes, format.block // lanes)
+    num_blocks, lanes = _ceil_div(x.shape[0], format.block), _lanes_per_block(format)
+    padded = _padded(x, num_blocks * format.block, fill).view(num_blocks, lanes, format.block // lanes)
+    return [padded.select(1, lane) for lane in range(lanes)]
 
 
-def _packed(codes: Tensor, format: Format, numel: int) -> Tensor:
-    """1-D bytes of codes (num_blocks, lanes, part)."""
-    width, lanes = format.element.width, codes.shape[1]
-    if lanes > 1:
-        return _joined(codes, width).flatten()
-    codes = _first(codes.flatten(), numel)
-    return codes.to(torch.uint8) if width == 8 else _join_neighbours(codes, width)
+def _own_buffer(x: Tensor) -> Tensor:
+    """1-D contiguous `x`. Inductor stores the input of as_strided, which it would otherwise compute again for every value."""
+    return x.as_strided((x.shape[0],), (1,))
+
+
+def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
+    """1-D bytes of the codes of every lane, (num_blocks, part) each."""
+    width = format.element.width
+    if len(lanes) > 1:
+        shifted = [lane << (width * i) for i, lane in enumerate(lanes)]
+        return reduce(torch.bitwise_or, shifted).to(torch.uint8).flatten()
+    codes = lanes[0].to(torch.uint8).flatten()
+    if not statically_known_true(codes.shape[0] == numel):
+        codes = codes.as_strided((numel,), (1,))
+    return codes if width == 8 else _join_neighbours(codes.to(torch.int32), width)
 
 
 def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
@@ -328,7 +346,7 @@ def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
     width = format.element.width
     if width == 8:
         return packed.to(torch.int32)
-    lanes = _lanes(format)
+    lanes = _lanes_per_block(format)
     part = format.block // lanes if format.block and lanes > 1 else 1
     shifts = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device)
     fields = (packed.to(torch.int32).view(-1, 1, part) >> shifts.view(-1, 1)) & ((1 << width) - 1)
@@ -352,8 +370,15 @@ def _joined(codes: Tensor, width: int) -> Tensor:
 
 
 def _spread(per_block: Tensor, block: int, numel: int) -> Tensor:
-    """(num_blocks,) repeated to (numel,)."""
-    return _first(per_block[:, None].expand(-1, block).reshape(-1), numel)
+    """(num_blocks,) repeated to (numel,).
+
+    A short last block takes computed indices: Inductor on the CPU (2.13) splits a loop over i that reads x[i // block] into whole blocks
+    and drops the rest.
+    """
+    if statically_known_true(numel % block == 0):
+        return per_block[:, None].expand(-1, block).reshape(-1)
+    index = _indices(numel, per_block.device) ^ 0  # the xor keeps Inductor from reading i // block out of it
+    return per_block[torch.div(index, block, rounding_mode="floor")]
 
 
 def _ceil_div(count: int, divisor: int) -> int:
