@@ -15,10 +15,10 @@ on a GPU with an inexact product. 1 / scale is a float32 reciprocal. Triton's is
 value * scale + minimum into one fused multiply-add, so on a GPU a code or the last bit of an affine value may differ from the reference.
 
 Layout. 8-bit codes are uint8, in order. bf16 and fp16 without a block are tensors of that dtype, in which NaN has any sign and payload.
-Narrower codes: a block of n values takes n * width / 8 bytes, and byte j holds the values j, j + n/2 (4 bits) or
-j, j + n/4, j + 2n/4, j + 3n/4 (2 bits), the first lowest. Loads are then contiguous, and packing has the same loop as the maximum of
-a block, over (num_blocks, n/2), so that Inductor makes one kernel of both. A short last block takes the bytes of a whole one. Where the block length is
-not a multiple of the values in a byte, the layout is the reference's.
+Narrower codes: a block of n values takes n * width / 8 bytes, and byte j holds the values j, j + n/2 (4 bits) or j, j + n/4, j + 2n/4,
+j + 3n/4 (2 bits), the first lowest. Loads are then contiguous, and packing has the same loop as the maximum of a block, over
+(num_blocks, n/2), so that Inductor makes one kernel of both. A short last block takes the bytes of a whole one. Where the block
+length is not a multiple of the values in a byte, the layout is the reference's.
 
     int4/8:   bytes  [v4 v0] [v5 v1] [v6 v2] [v7 v3]
 
@@ -47,19 +47,10 @@ from torch.nn.functional import pad
 
 from paredown.codec.reference import SMALLEST_SCALE
 from paredown.errors import CodecError
+from paredown.formats import rounding as hashing
 from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
-from paredown.formats.rounding import (
-    HIGH_INDEX,
-    INDEX_STEP,
-    KEY_SALTS,
-    MULTIPLIER_1,
-    MULTIPLIER_2,
-    WORD,
-    Overflow,
-    Rounding,
-    Seed,
-)
+from paredown.formats.rounding import WORD, Overflow, Rounding, Seed
 
 CASTS = {
     Element.parse("e4m3fn"): torch.float8_e4m3fn,
@@ -142,9 +133,9 @@ def keys_in_graph(step: Tensor, seed: int, tensor_id: int) -> Tensor:
     """The words of `Seed(seed, tensor_id, step).keys()` as (2,) int32, from `step`, an int64 tensor of one number."""
     k0, k1 = (_signed(key) for key in Seed(seed, tensor_id).base_keys())
     base = torch.where(torch.arange(2, device=step.device) == 0, k0, k1).to(torch.int32)
-    x = (base ^ _word(step.reshape(1))) + _signed(KEY_SALTS[0])
-    x = (x ^ _shifted(x, 16)) * _signed(MULTIPLIER_1)
-    x = (x ^ _shifted(x, 15)) * _signed(MULTIPLIER_2)
+    x = (base ^ _word(step.reshape(1))) + _signed(hashing.KEY_SALTS[0])
+    x = (x ^ _shifted(x, 16)) * _signed(hashing.MULTIPLIER_1)
+    x = (x ^ _shifted(x, 15)) * _signed(hashing.MULTIPLIER_2)
     return x ^ _shifted(x, 16)
 
 
@@ -152,13 +143,13 @@ def random_bits(index: Tensor, keys: Tensor) -> Tensor:
     """`reference.random_bits` of the elements `index` (int32 below 2^31, or int64), as int32 of the same bits."""
     k0, k1 = _word(keys[0]), _word(keys[1])
     low = _word(index) ^ 0  # without an xor, Inductor turns the product into a symbolic index, in which it overflows
-    x = low * _signed(INDEX_STEP) + k0
-    x = (x ^ _shifted(x, 16)) * _signed(MULTIPLIER_1)
+    x = low * _signed(hashing.INDEX_STEP) + k0
+    x = (x ^ _shifted(x, 16)) * _signed(hashing.MULTIPLIER_1)
     x = x ^ _shifted(x, 15) ^ k1
     if index.dtype is torch.int64:
-        high = _word(index >> 32) * _signed(HIGH_INDEX)
-        x = x ^ ((high ^ _shifted(high, 15)) * _signed(MULTIPLIER_2))
-    return x * _signed(MULTIPLIER_2)
+        high = _word(index >> 32) * _signed(hashing.HIGH_INDEX)
+        x = x ^ ((high ^ _shifted(high, 15)) * _signed(hashing.MULTIPLIER_2))
+    return x * _signed(hashing.MULTIPLIER_2)
 
 
 def _bits(index: Tensor, rounding: Rounding, keys: Tensor | None) -> Tensor | None:
