@@ -104,7 +104,7 @@ def test_equals_reference(text: str, rounding: Rounding) -> None:
     for count in (0, 1, 64, 1000, 1024):
         for dtype in DTYPES:
             x = mixed(count, format.element.name) if count > 64 else normal(count)
-            for overflow in Overflow:
+            for overflow in Overflow if format.block is None or count == 1000 else (Overflow.SATURATE,):
                 assert_equals_reference(x.to(dtype), format, rounding, overflow)
 
 

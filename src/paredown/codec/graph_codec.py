@@ -180,16 +180,17 @@ def _shifted(x: Tensor, shift: int) -> Tensor:
 
 def _block_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
     """Codes of `y`, which exceeds the element by rounding error alone: int32 for integers, uint8 for floats."""
-    y = y.clamp(-element.max_value if element.signed else 0.0, element.max_value)
+    largest = element.max_value
     if element.kind is ElementKind.FLOAT:
-        return _rounded(y, element, rounding, bits).to(CASTS[element]).view(torch.uint8)
+        return _rounded(y.clamp(-largest, largest), element, rounding, bits).to(CASTS[element]).view(torch.uint8)
+    low, high = -int(largest) if element.signed else 0, int(largest)  # of integers: a clamp of floats costs a test for NaN
     if rounding is Rounding.NEAREST_EVEN:
-        codes = y.round().to(torch.int32)
-    else:
-        kept = 30 - element.mantissa_bits
-        codes = ((y.abs() * 2.0**kept).to(torch.int32) + _addend(rounding, bits, kept)) >> kept
-        sign = y.view(torch.int32) >> 31  # -1 or 0
-        codes = (codes ^ sign) - sign if element.signed else codes  # -codes where y < 0; torch.where would use `codes` twice
+        return y.round().to(torch.int32).clamp(low, high) & ((1 << element.width) - 1)
+    kept = 30 - element.mantissa_bits
+    steps = ((y.abs() if element.signed else y) * 2.0**kept).to(torch.int32).clamp(0, high << kept)
+    codes = (steps + _addend(rounding, bits, kept)) >> kept
+    sign = y.view(torch.int32) >> 31  # -1 or 0
+    codes = (codes ^ sign) - sign if element.signed else codes  # -codes where y < 0; torch.where would use `codes` twice
     return codes & ((1 << element.width) - 1)
 
 
@@ -324,7 +325,7 @@ def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
     """1-D bytes of the codes of every lane, (num_blocks, part) each."""
     width = format.element.width
     if len(lanes) > 1:
-        shifted = [lane << (width * i) for i, lane in enumerate(lanes)]
+        shifted = [lane << (width * i) if i else lane for i, lane in enumerate(lanes)]
         return reduce(torch.bitwise_or, shifted).to(torch.uint8).flatten()
     codes = lanes[0].to(torch.uint8).flatten()
     if not statically_known_true(codes.shape[0] == numel):
