@@ -97,13 +97,18 @@ def encode_in_graph(x: Tensor, format: Format, rounding: Rounding, overflow: Ove
     return packed, scales, torch.where(scale.isnan(), 0.0, minimum).to(_stored_dtype(format.minimum))
 
 
-def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype: torch.dtype) -> Tensor:
-    """The 1-D `numel` values of what `encode_in_graph` returned. Finite values past float16's largest stay finite."""
+def decode_in_graph(
+    parts: tuple[Tensor, ...], format: Format, numel: int, dtype: torch.dtype, *, in_order: bool = False
+) -> Tensor:
+    """The 1-D `numel` values of what `encode_in_graph` returned. Finite values past float16's largest stay finite.
+
+    `in_order`: the bytes hold neighbours, as in the reference.
+    """
     element = format.element
     if element in CASTS:
         y = (parts[0].view(CASTS[element]) if element.width == 8 else parts[0]).float()
     else:
-        codes = _unpacked(parts[0], format, numel)
+        codes = _unpacked(parts[0], format, numel, in_order)
         sign = 1 << (element.width - 1) if element.kind is ElementKind.INT else 0
         y = ((codes ^ sign) - sign).float()
     if format.block and format.scale:
@@ -333,12 +338,12 @@ def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
     return codes if width == 8 else _join_neighbours(codes.to(torch.int32), width)
 
 
-def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
-    """The 1-D int32 codes of bytes from `_packed`."""
+def _unpacked(packed: Tensor, format: Format, numel: int, in_order: bool) -> Tensor:
+    """The 1-D int32 codes of bytes from `_packed`, or of bytes that hold neighbours."""
     width = format.element.width
     if width == 8:
         return packed.to(torch.int32)
-    lanes = _lanes_per_block(format)
+    lanes = 1 if in_order else _lanes_per_block(format)
     part = format.block // lanes if format.block and lanes > 1 else 1
     shifts = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device)
     fields = (packed.to(torch.int32).view(-1, 1, part) >> shifts.view(-1, 1)) & ((1 << width) - 1)
@@ -390,7 +395,10 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 def pack_mask_in_graph(mask: Tensor) -> Tensor:
     """1-D bool as uint8, eight flags a byte, the first lowest; the last byte is padded with zeros."""
-    return _join_neighbours(mask.to(torch.int32), 1)
+    num_bytes = _ceil_div(mask.shape[0], 8)
+    flags = _padded(mask.to(torch.int32), num_bytes * 8, 0).view(num_bytes, 8)
+    # one sum of 8 numbers is a reduction to Inductor, which reads memory in order: 122 us for 2^27.6 values on one H200, 205 us unrolled
+    return (flags << torch.arange(8, dtype=torch.int32, device=mask.device)).sum(1, dtype=torch.int32).to(torch.uint8)
 
 
 def unpack_mask_in_graph(bits: Tensor, numel: int) -> Tensor:

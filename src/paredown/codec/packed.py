@@ -170,7 +170,7 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
         return encode(x, format, rounding=rounding, overflow=overflow, seed=seed)
     overflow = overflow or default_overflow(format)
     kernels = backend.find_kernels() if x.is_cuda else None
-    if kernels is not None and kernels.covers_recompute(format) and not isinstance(seed.step, Tensor):
+    if kernels is not None and kernels.covers_recompute(format):
         return PackedTensor(format, x.shape, x.dtype, FLAT, kernels.encode_flat(x, (format, rounding, overflow, COVER), seed))
     return PackedTensor(
         format, x.shape, x.dtype, FLAT, backend.encode_rows(x.view(1, -1), Encoding(format, rounding, overflow, seed), None)

@@ -50,6 +50,7 @@ from paredown.session.changes import (
     explain_session,
 )
 from paredown.session.checkpointing import CheckpointedModules
+from paredown.session.compiled import CompiledGraphs
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
 from paredown.session.weights import ADDED, Weights
@@ -116,12 +117,27 @@ class Session:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the activations that are stored packed at this moment."""
-        return self._activations.stored_bytes
+        return self._activations.stored_bytes + (self._compiled.stored_bytes if self._compiled is not None else 0)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of codes and scales of the packed weights."""
         return self._weights.nbytes
+
+    def compile(self, **options: Any) -> Any:
+        """The model compiled by torch.compile, which takes the same arguments: the compiled graphs pack what they save for backward.
+
+        Call the returned model in place of the original one, and compile before the first step. From now on the original model saves its
+        activations unmodified when it is called directly.
+        """
+        model = self._model()
+        if model is None or not self._is_open:
+            raise ApplyError("this session is closed, or its model was deleted: apply the plan again, then call compile().")
+        if self._guard is not None:
+            raise ApplyError("a session with a guard cannot be compiled yet: apply the plan without guard=, then call compile().")
+        self._watch.detach()
+        self._compiled = self._compiled or CompiledGraphs(self.plan, self.seed)
+        return self._compiled.compile(model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
         """A context in which all parameters are unpacked, as without a session; parameters that change are encoded when it ends."""
@@ -146,6 +162,12 @@ class Session:
             requested = find((name,), Role.ACTIVATION).format
             if requested is not None:
                 rows.append(Change(name, str(requested), UNMODIFIED, HELD))
+        if self._compiled is not None:
+            rows += [
+                Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason)
+                for name, d in self._compiled.decisions.items()
+                if d.format != d.asked
+            ]
         rest = find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"
@@ -256,6 +278,7 @@ class Session:
 
     # --- private ----------------------------------------------------------------------------------------------------------
 
+    _compiled: CompiledGraphs | None = None
     _missing: tuple[str, ...] = ()  # slot names of the plan that this model does not have
 
     def _begin(self) -> bool:

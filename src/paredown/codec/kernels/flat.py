@@ -213,7 +213,7 @@ def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
     """Flat `x` encoded; `how`: format, rounding, overflow and "cover". The format has blocks and no tensor scale."""
     numel, device = x.numel(), x.device
     random = random_of(seed, numel, how[1])
-    flat = _flat(numel, how, random.wide)
+    flat = _flat(numel, how, random.step_in_memory, random.wide)
     codes = torch.empty((1, flat.num_bytes), dtype=torch.uint8, device=device)
     scales = torch.empty((1, flat.num_blocks), dtype=flat.scale, device=device)
     minimums = None if flat.minimum is None else torch.empty((1, flat.num_blocks), dtype=flat.minimum, device=device)
@@ -226,7 +226,7 @@ def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
         shared if minimums is None else minimums.view(AS_INTEGERS[minimums.dtype]),
         source,
         source,
-        None,
+        random.step,
     )
     for launch in flat.launches:
         launch(pointers, random.scalars)
@@ -244,13 +244,13 @@ def decode_flat(parts: PackedParts, format: Format, out: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _flat(numel: int, how: Any, wide: bool) -> Flat:
+def _flat(numel: int, how: Any, step_in_memory: bool, wide: bool) -> Flat:
     format: Format = how[0]
     stored = {"fp32": torch.float32, "bf16": torch.bfloat16}
     assert format.scale is not None
     minimum = stored[format.minimum.name] if format.minimum else None
     scale = stored.get(format.scale.name, torch.uint8)
-    return Flat(format.row_bytes(numel), format.blocks_per_row(numel), scale, minimum, encodes(1, numel, how, True, False, wide))
+    return Flat(format.row_bytes(numel), format.blocks_per_row(numel), scale, minimum, encodes(1, numel, how, True, step_in_memory, wide))
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:

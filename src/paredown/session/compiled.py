@@ -1,0 +1,77 @@
+"""Compiled sessions: the plan of a session at work inside the graphs of torch.compile.
+
+`session.compile()` returns what `torch.compile(model)` returns, and each graph that it compiles packs what it saves for backward
+(session/graph_packing.py). The hooks of eager mode are removed: they would break the graphs. Names of slots, formats and pins are those of
+eager mode; `session.changes` lists what the graphs keep unmodified, with reasons.
+
+Random bits of stochastic rounding follow from (seed, slot, number of calls of compiled graphs with gradients): a resumed run that loads
+the state of the session draws the same bits.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paredown.plan.plan import Plan
+from paredown.session.graph_packing import STEP_SHAPE, GraphDecision, GraphReport, make_backend
+from paredown.trace.autograd_graph import tensors_in
+
+
+class CompiledGraphs:
+    """The compiled graphs of one session: the decisions made in them, their calls, and the bytes that are stored."""
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        self.plan, self.seed, self.calls = plan, seed, 0
+        self.reports: list[GraphReport] = []
+        self.is_open = True
+        self._steps: dict[torch.device, Tensor] = {}
+        self._alive: list[tuple[weakref.ref[Any], int]] = []  # (the autograd node of a call, bytes that it saved packed)
+
+    def compile(self, model: nn.Module, **options: Any) -> Any:
+        """torch.compile(model, **options) with packed graphs."""
+        backend = make_backend(self.plan, self.seed, on_graph=self.reports.append, step=self._step, on_call=self._called, options=options)
+        return torch.compile(model, backend=backend, **options)
+
+    @property
+    def decisions(self) -> dict[str, GraphDecision]:
+        """The decision for each saved tensor of all graphs, by the name of its first slot."""
+        return {name: d for report in self.reports for d in report.decisions for name in d.slot.names[:1]}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of codes, scales and masks of the calls whose backward has not run."""
+        self._alive = [(node, nbytes) for node, nbytes in self._alive if _holds_tensors(node())]
+        return sum(nbytes for _, nbytes in self._alive)
+
+    def set_calls(self, calls: int) -> None:
+        """Continue random bits after `calls` calls."""
+        self.calls = calls
+        for step in self._steps.values():
+            step.fill_(calls)
+
+    def _step(self, device: torch.device) -> Tensor:
+        if device not in self._steps:
+            self._steps[device] = torch.full(STEP_SHAPE, self.calls, dtype=torch.int64, device=device)
+        return self._steps[device]
+
+    def _called(self, report: GraphReport, outputs: Any) -> None:
+        self.calls += 1
+        node = next((t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None), None)
+        if node is not None and report.stored_bytes:
+            self._alive = [*self._alive[-64:], (weakref.ref(node), report.stored_bytes)]
+
+
+def _holds_tensors(node: Any) -> bool:
+    """Whether an autograd node is alive and backward has not freed what it saved."""
+    if node is None:
+        return False
+    try:
+        return len(node.saved_tensors) > 0
+    except RuntimeError:
+        return False

@@ -1,0 +1,529 @@
+"""Packs the tensors that the graphs of torch.compile save for backward, as a plan requests: all use of torch's private API is here.
+
+`torch.compile` traces a joint graph of forward and backward, and a partitioner makes two graphs of it; the forward graph returns the saved
+tensors behind its own outputs, the backward graph takes them as placeholders, before the tangents. `PlanPartitioner` is such a partitioner
+(`torch._inductor.config.custom_partitioner_fn`, torch 2.9 and later): it calls torch's own, then edits the two graphs.
+
+    forward   ..., x                      ->   ..., codes, scales, minimums
+    backward  x, tangents                 ->   codes, scales, minimums, tangents;  x = decode(codes, scales, minimums)
+
+Encode and decode (codec/graph_codec.py) are traced into aten operations, which Inductor fuses into the operations before and after. They
+read the tensor in its own memory order. Comparisons that backward would make with decoded values are made in forward instead, and saved as
+bits; saved booleans become bits too. Torch's choice of what to recompute stays, with one change: an operation that Inductor can fuse is
+also recomputed where backward materializes its result, since a stored tensor must be decoded anyway.
+
+Stochastic rounding reads a step counter, a tensor that `compile_backend` adds to the inputs of every graph.
+"""
+
+# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._functorch.partitioners import _is_primal, _is_tangent, min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from paredown.codec import backend, graph_codec
+from paredown.codec import graph_ops as _  # noqa: F401  (defines torch.ops.paredown)
+from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, keys_in_graph, pack_mask_in_graph, unpack_mask_in_graph
+from paredown.codec.packed import default_overflow
+from paredown.errors import ApplyError
+from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding
+from paredown.plan.plan import Plan
+from paredown.plan.storage import is_same_level, resolve_format
+from paredown.roles import Role
+from paredown.session.graph_slots import GraphSlot, aten_name, is_backward, read_joint_graph, slot_of
+from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
+from paredown.trace.operations import Use
+
+STEP = "paredown_step"
+STEP_SHAPE = (1,)  # int64
+RECOMPUTES = {
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+    "recompute_views": True,  # the tensor behind a view is saved, which is dense
+}
+# What recomputes a residual stream from all its summands makes one kernel that writes all of its values when backward begins: in a ViT of
+# 12 layers 1.9 GiB, in GPT-2 9 of 65 ms. The stages of a ResNet have up to 6 summands, and are smaller and faster recomputed.
+BREAKS_CHAINS = {"ban_recompute_used_far_apart": True, "ban_recompute_long_fusible_chains": True}
+MAX_RECOMPUTED_SUMS = 8
+# Inductor writes a value that several kernels read to memory if it takes more than 30 operations. Unpacking codes below 8 bits and
+# recomputing a norm take more; in backward of ResNet-50 it wrote 0.77 GiB in float32 for the largest norm.
+INLINES = {"realize_opcount_threshold": 64}
+KERNEL_DEVICES = ("cuda",)  # where codes below 8 bits are encoded by `paredown::encode`
+HELD = "the compiled graph returns it to the caller as well"
+SHARED = "a saved tensor that is not packed shares its memory"
+NOT_COVERED = "compiled graphs have no encode for {}"
+STRIDES = "its elements overlap or have gaps in memory"
+DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks do not divide"
+
+
+@dataclass(frozen=True)
+class GraphDecision:
+    """How one saved tensor of a compiled graph is stored. `format` None: unmodified, for `reason`."""
+
+    slot: GraphSlot
+    asked: Format | None
+    format: Format | None
+    rounding: Rounding
+    reason: str
+    unmodified_bytes: int
+    stored_bytes: int
+
+
+@dataclass
+class GraphReport:
+    """What was packed in one compiled graph: the decision of each saved tensor, and the bytes of masks."""
+
+    decisions: list[GraphDecision]
+    mask_bytes: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of codes, scales and masks of one forward pass."""
+        return self.mask_bytes + sum(d.stored_bytes for d in self.decisions if d.format is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanPartitioner(CustomPartitionerFn):
+    """Partitions joint graphs, packs what forward saves, and calls `on_graph` with a report of each graph."""
+
+    plan: Plan
+    seed: int
+    on_graph: Callable[[GraphReport], None]
+
+    def uuid(self) -> Any:
+        """Identifies plan and code in the keys of Inductor's caches."""
+        return ("paredown", _source_hash(), self.plan.key, self.seed)
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph, packed."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
+        joint = read_joint_graph(gm.graph, [placeholders[i] for i in static])
+        with functorch_config.patch(RECOMPUTES):
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
+            with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
+                forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        editor = GraphEditor(forward, backward, options["num_fwd_outputs"])
+        report = GraphReport([])
+        chosen = self._decide(editor, joint, report)
+        editor.save_comparisons({node.name for node, _ in chosen}, report)
+        for node, decision in chosen:
+            assert decision.format is not None
+            stored = editor.pack(node, decision.format, *self._codec(decision, node.meta["val"]))
+            report.decisions.append(replace(decision, stored_bytes=stored))
+        editor.finish()
+        self.on_graph(report)
+        return forward, backward
+
+    def _decide(self, editor: GraphEditor, joint: Any, report: GraphReport) -> list[tuple[fx.Node, GraphDecision]]:
+        """The saved tensors to pack; unmodified ones that the plan requests a format for go to the report."""
+        chosen: list[tuple[fx.Node, GraphDecision]] = []
+        kept = set[int]()  # storages of tensors that are saved unmodified
+        for node in editor.saved_floats():
+            if node.op == "placeholder" or node.name not in joint.of_inputs:
+                continue  # inputs of the caller, parameters, and casts of parameters are not activations
+            decision = self._decision(node, slot_of(editor.placeholders[node.name], joint), is_held=editor.is_output(node))
+            if decision.format is not None:
+                chosen.append((node, decision))
+            elif decision.asked is not None:
+                report.decisions.append(decision)
+                kept.add(_storage(node))
+        shared = [pair for pair in chosen if _storage(pair[0]) in kept]
+        report.decisions += [replace(decision, format=None, reason=SHARED) for _, decision in shared]
+        return [pair for pair in chosen if pair not in shared]
+
+    def _decision(self, node: fx.Node, slot: GraphSlot, *, is_held: bool) -> GraphDecision:
+        value: Tensor = node.meta["val"]
+        numel = _hint(value.numel())
+        assignment = self.plan.find(slot.names, Role.ACTIVATION)
+        dtype = str(value.dtype).removeprefix("torch.")
+        format, reason = resolve_format(assignment, slot.needs, dtype=dtype, numel=numel)
+        if slot.needs.use is Use.EXACT:
+            format, reason = None, slot.reason
+        elif is_held:
+            format, reason = None, HELD
+        elif format is not None:
+            problem = _obstacle(value, format)
+            format, reason = (None, problem) if problem else (format, reason)
+        same = is_same_level(assignment.format, format)
+        rounding = assignment.resolved_rounding if same else Rounding.NEAREST_EVEN
+        return GraphDecision(slot, assignment.format, format, rounding, reason, numel * value.element_size(), 0)
+
+    def _codec(self, decision: GraphDecision, value: Tensor) -> tuple[Any, Any]:
+        """encode(x, step) and decode(parts, numel) for a saved tensor."""
+        format, rounding = decision.format, decision.rounding
+        assert format is not None
+        overflow = default_overflow(format)
+        tensor_id = crc32(decision.slot.names[0].encode()) if decision.slot.names else 0
+        uses_kernel = format.element.width < 8 and value.device.type in KERNEL_DEVICES and backend.find_kernels() is not None
+
+        def encode(x: Tensor, step: Tensor) -> Sequence[Tensor]:
+            if uses_kernel:
+                names = (str(format), rounding.value, overflow.value)
+                return torch.ops.paredown.encode(x, step.to(torch.int32), *names, self.seed, tensor_id)
+            keys = keys_in_graph(step, self.seed, tensor_id) if rounding is Rounding.STOCHASTIC else None
+            return encode_in_graph(x, format, rounding, overflow, keys)
+
+        return encode, lambda parts, numel: decode_in_graph(parts, format, numel, value.dtype, in_order=uses_kernel)
+
+
+class GraphEditor:
+    """Edits a forward and a backward graph together, so that saved tensors and placeholders stay in the same order."""
+
+    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+        self.forward, self.backward = forward, backward
+        self._num_outputs = num_outputs
+        self._output = forward.graph.output_node()
+        self._returned: list[Any] = list(self._output.args[0])
+        self._by_name = {node.name: node for node in forward.graph.nodes}
+        self._order = {node: i for i, node in enumerate(backward.graph.nodes)}
+        self.placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        self._step = _step_input(forward.graph)
+
+    def saved_floats(self) -> list[fx.Node]:
+        """Saved tensors of floating point of at least MIN_PACKED_NUMEL values."""
+        saved = [node for node in self._returned[self._num_outputs :] if isinstance(node, fx.Node)]
+        return [
+            node
+            for node in saved
+            if isinstance(value := node.meta.get("val"), Tensor)
+            and value.is_floating_point()
+            and _hint(value.numel()) >= MIN_PACKED_NUMEL
+        ]
+
+    def is_output(self, node: fx.Node) -> bool:
+        """Whether the forward graph returns `node` to the caller."""
+        return any(other is node for other in self._returned[: self._num_outputs])
+
+    def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
+        """Save as bits: booleans that backward would compute from tensors in `packed`, and booleans that forward saves."""
+        graph = self.backward.graph
+        of_tangents = {node for node in self.placeholders.values() if _is_tangent(node)}
+        rounded = {node for name, node in self.placeholders.items() if name in packed}
+        found = [node for name, node in self.placeholders.items() if _is_large_mask(node) and self._is_saved(name)]
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if any(i in of_tangents for i in node.all_input_nodes):
+                of_tangents.add(node)
+            elif any(i in rounded for i in node.all_input_nodes):
+                if _is_large_mask(node):
+                    found.append(node)
+                else:
+                    rounded.add(node)
+        for node in found:
+            report.mask_bytes += self._save_mask(node)
+
+    def pack(self, node: fx.Node, format: Format, encode: Any, decode: Any) -> int:
+        """Replace a saved tensor by its encoded parts; returns their bytes."""
+        value: Tensor = node.meta["val"]
+        order = _memory_order(value)
+        arguments = [node, self._step]
+        traced = _trace(lambda x, step: encode(x.permute(order).reshape(-1), step), *(a.meta["val"] for a in arguments))
+        parts = _insert(self.forward.graph, traced, arguments, _after(arguments))
+        place = next(i for i in range(self._num_outputs, len(self._returned)) if self._returned[i] is node)
+        self._returned[place : place + 1] = parts
+        old = self.placeholders.pop(node.name)
+        new = self._add_placeholders(parts, before=old)
+        sizes = _sizes(value, order)
+        decoded = _trace(
+            lambda *p: decode(p, _numel(value, p[0], format)).reshape(sizes).permute(_inverse(order)),
+            *(part.meta["val"] for part in parts),
+        )
+        users = sorted(old.users, key=lambda user: self._order.get(user, 0))
+        (result,) = _insert(self.backward.graph, decoded, new, users[0])
+        old.replace_all_uses_with(result)
+        self.backward.graph.erase_node(old)
+        return sum(_nbytes(part) for part in parts)
+
+    def finish(self) -> None:
+        """Write the outputs back and check both graphs."""
+        self._output.args = (tuple(self._returned),)
+        self.backward.graph.eliminate_dead_code()
+        for module in (self.forward, self.backward):
+            module.graph.lint()
+            module.recompile()
+
+    # --- private ---
+
+    def _is_saved(self, name: str) -> bool:
+        return any(isinstance(n, fx.Node) and n.name == name and n.op != "placeholder" for n in self._returned[self._num_outputs :])
+
+    def _save_mask(self, node: fx.Node) -> int:
+        """Compute a boolean of backward in forward, and save it as bits; returns their bytes."""
+        value: Tensor = node.meta["val"]
+        order = _memory_order(value)
+        source = self._computed_in_forward(node)
+        sizes = _sizes(value, order)
+        traced = _trace(lambda x: (pack_mask_in_graph(x.permute(order).reshape(-1)),), value)
+        parts = _insert(self.forward.graph, traced, [source], _after([source]))
+        decoded = _trace(
+            lambda bits: unpack_mask_in_graph(bits, _numel(value, bits, None)).reshape(sizes).permute(_inverse(order)),
+            parts[0].meta["val"],
+        )
+        if node.op == "placeholder":
+            place = next(i for i in range(self._num_outputs, len(self._returned)) if self._returned[i] is source)
+            self._returned[place : place + 1] = parts
+            new = self._add_placeholders(parts, before=node)
+            first = min(node.users, key=lambda user: self._order.get(user, 0))
+            self.placeholders.pop(node.name)
+        else:
+            at = self._num_saved_tensors()
+            self._returned[at:at] = parts
+            last = [p for p in self.backward.graph.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
+            new = self._add_placeholders(parts, after=last)
+            first = node
+        (result,) = _insert(self.backward.graph, decoded, new, first)
+        node.replace_all_uses_with(result)
+        self.backward.graph.erase_node(node)
+        return _nbytes(parts[0])
+
+    def _num_saved_tensors(self) -> int:
+        """The place behind the last saved tensor among the outputs of forward: symbolic sizes come after it."""
+        tensors = (isinstance(n, fx.Node) and isinstance(n.meta.get("val"), Tensor) for n in self._returned)
+        return next((i for i, is_tensor in enumerate(tensors) if i >= self._num_outputs and not is_tensor), len(self._returned))
+
+    def _computed_in_forward(self, node: fx.Node) -> fx.Node:
+        """The node of forward with the value of a node of backward that depends on no tangent; copied there if need be."""
+        if node.name in self._by_name:
+            return self._by_name[node.name]
+        inputs = {i: self._computed_in_forward(i) for i in node.all_input_nodes}
+        with self.forward.graph.inserting_before(_after(list(inputs.values()))):
+            copy = self.forward.graph.node_copy(node, lambda i: inputs[i])
+        self._by_name[node.name] = copy
+        return copy
+
+    def _add_placeholders(
+        self, parts: list[fx.Node], *, before: fx.Node | None = None, after: fx.Node | None = None
+    ) -> list[fx.Node]:
+        graph, added = self.backward.graph, list[fx.Node]()
+        for part in parts:
+            where = graph.inserting_before(before) if before is not None else graph.inserting_after(after)
+            with where:
+                placeholder = graph.placeholder(part.name)
+            placeholder.meta = dict(part.meta)
+            added.append(placeholder)
+            after = placeholder if before is None else None
+        return added
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PlanBackend:
+    """A backend of torch.compile: Inductor, with `partitioner`, and the step counter as one more input of each graph."""
+
+    partitioner: PlanPartitioner
+    step: Callable[[torch.device], Tensor]  # the step counter of a device
+    on_call: Callable[[GraphReport, Any], None]  # after each call of a graph with gradients, with its outputs
+    inductor: Any  # torch's own backend, which resolved mode and options
+
+    @property
+    def patches(self) -> dict[str, Any]:
+        """Inductor's settings for this plan, unless the user sets them."""
+        formats = (assignment.format for _, assignment in self.partitioner.plan.rules)
+        return INLINES if any(format is not None and format.element.width < 8 for format in formats) else {}
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """The compiled graph."""
+        device = next((t.device for t in example_inputs if isinstance(t, Tensor)), torch.device("cpu"))
+        step = self.step(device)
+        reports: list[GraphReport] = []
+        partitioner = replace(self.partitioner, on_graph=lambda report: (reports.append(report), self.partitioner.on_graph(report)))
+        # a hit in the cache of AOTAutograd would skip the partitioner, whose report the session needs; Inductor's own cache stays
+        with functorch_config.patch(enable_autograd_cache=False), _one_more_input(gm.graph, STEP, step):
+            compiled = compile_fx(
+                gm, [*example_inputs, step], config_patches={**self.patches, **self.inductor.config, "custom_partitioner_fn": partitioner}
+            )
+
+        def call(*args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return compiled(*args, step)
+            step.add_(1)
+            outputs = compiled(*args, step)
+            self.on_call(reports[0] if reports else GraphReport([]), outputs)
+            return outputs
+
+        return call
+
+
+def make_backend(
+    plan: Plan,
+    seed: int,
+    *,
+    on_graph: Callable[[GraphReport], None],
+    step: Callable[[torch.device], Tensor],
+    on_call: Callable[[GraphReport, Any], None],
+    options: dict[str, Any],
+) -> PlanBackend:
+    """The backend for torch.compile(**options); takes `mode` and `options` out of `options`, which belong to Inductor."""
+    backend = options.pop("backend", "inductor")
+    if backend != "inductor":
+        raise ApplyError(
+            f"session.compile packs tensors in the graphs of Inductor, and backend={backend!r} was requested: leave backend out, or call "
+            "torch.compile(model, backend=...), which packs nothing."
+        )
+    inductor = torch._TorchCompileInductorWrapper(options.pop("mode", None), options.pop("options", None), options.get("dynamic"))
+    return PlanBackend(PlanPartitioner(plan, seed, on_graph), step, on_call, inductor)
+
+
+@contextmanager
+def _one_more_input(graph: fx.Graph, name: str, example: Tensor) -> Iterator[None]:
+    """A context in which a graph has one more placeholder, behind the others. Dynamo needs its graph unchanged afterwards."""
+    last = graph.find_nodes(op="placeholder")
+    where = graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes)))
+    with where:
+        node = graph.placeholder(name)
+    node.meta["example_value"] = example
+    node.meta["tensor_dict"] = {}
+    node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]  # AOTAutograd identifies inputs by it
+    try:
+        yield
+    finally:
+        graph.erase_node(node)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def _trace(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
+    """`function` as a graph of aten operations, decomposed as Inductor does."""
+    with values[0].fake_mode:  # type: ignore[attr-defined]
+        return make_fx(function, decomposition_table=select_decomp_table())(*values)
+
+
+def _insert(graph: fx.Graph, traced: fx.GraphModule, arguments: Sequence[fx.Node], before: fx.Node) -> list[fx.Node]:
+    """Copy a traced graph before a node; returns the nodes of its outputs."""
+    copies: dict[fx.Node, Any] = {}
+    remaining = iter(arguments)
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                copies[node] = next(remaining)
+            elif node.op == "output":
+                outputs = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
+                return [copies[output] for output in outputs]
+            else:
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+    raise AssertionError("a traced graph has an output")
+
+
+def _after(nodes: list[fx.Node]) -> fx.Node:
+    """The node before which something can be inserted that reads `nodes`; behind all placeholders."""
+    graph = nodes[0].graph
+    last = max(nodes, key=lambda node: node._sort_key)
+    if last.op == "placeholder":
+        return next(node for node in graph.nodes if node.op != "placeholder")
+    return last.next
+
+
+def num_recomputed_sums(graph: fx.Graph) -> int:
+    """The most additions of tensors one after the other that a backward graph recomputes."""
+    depths: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_backward(node):
+            inputs = [depths.get(i, 0) for i in node.all_input_nodes]
+            is_sum = aten_name(node) == "add" and len(node.all_input_nodes) == 2
+            depths[node] = max(inputs, default=0) + is_sum
+    return max(depths.values(), default=0)
+
+
+def _step_input(graph: fx.Graph) -> fx.Node:
+    """The step counter: the last input of forward, which `PlanBackend` added."""
+    node = [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)][-1]
+    value = node.meta["val"]
+    if value.dtype is not torch.int64 or tuple(value.shape) != STEP_SHAPE:
+        raise AssertionError(f"the last input of a compiled graph is {value}, not the step counter: torch.compile reordered inputs")
+    return node
+
+
+def _memory_order(value: Tensor) -> list[int]:
+    """Dimensions by decreasing stride."""
+    return sorted(range(value.dim()), key=lambda d: (-_hint(value.stride(d)), d))
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
+
+
+def _obstacle(value: Tensor, format: Format) -> str:
+    """Why a tensor cannot be packed in a compiled graph; "" if it can."""
+    if not graph_codec.covers(format):
+        return NOT_COVERED.format(format)
+    if _gaps(value):
+        return STRIDES
+    dynamic = [size for size in value.shape if not isinstance(size, int)]
+    if not dynamic:
+        return ""
+    known = prod(size for size in value.shape if isinstance(size, int))
+    return DYNAMIC if len(dynamic) > 1 or known % max(format.block or 1, 8) else ""
+
+
+def _gaps(value: Tensor) -> bool:
+    """Whether the elements of a tensor overlap or have gaps in memory."""
+    expected = 1
+    for d in reversed(_memory_order(value)):
+        size, stride = value.shape[d], value.stride(d)
+        if _hint(size) != 1 and _hint(stride) != _hint(expected):
+            return True
+        expected = expected * size
+    return False
+
+
+def _sizes(value: Tensor, order: list[int]) -> list[int]:
+    """The sizes in memory order; -1 for a dynamic one."""
+    return [size if isinstance(size := value.shape[d], int) else -1 for d in order]
+
+
+def _numel(value: Tensor, codes: Tensor, format: Format | None) -> int:
+    """The number of values of a tensor, from its codes (from its bits, if `format` is None) where that is dynamic."""
+    numel = value.numel()
+    width = format.element.width if format is not None else 1
+    return numel if isinstance(numel, int) else codes.shape[0] * (8 // width) if width < 8 else codes.shape[0]
+
+
+def _storage(node: fx.Node) -> int:
+    """Identifies the memory of a tensor: views of one tensor share it."""
+    return node.meta["val"].untyped_storage()._cdata
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _is_large_mask(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype is torch.bool and _hint(value.numel()) >= MIN_PACKED_NUMEL
+
+
+def _nbytes(node: fx.Node) -> int:
+    value: Tensor = node.meta["val"]
+    return _hint(value.numel()) * value.element_size()
+
+
+def _source_hash() -> str:
+    folder = Path(__file__).parent
+    files = (Path(__file__), folder / "graph_slots.py", folder.parent / "codec" / "graph_codec.py", folder.parent / "trace" / "operations.py")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

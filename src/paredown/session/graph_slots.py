@@ -1,0 +1,294 @@
+"""Which slot a saved tensor of a compiled graph is, and what backward needs of it.
+
+torch.compile traces forward and backward into one joint graph of aten operations, then partitions it. Each node keeps `seq_nr`, the number
+of the autograd operation that it belongs to (the same in forward and backward), `original_aten`, the operation before decomposition, and
+the stack of modules that called it. So a node of backward that reads a saved tensor names the operation that saved it, and the row of that
+operation in the table of operations (trace/operations.py) states what backward needs: slots have the names and needs of eager mode.
+
+    backward  mul(tangent, x)   original_aten native_layer_norm_backward, seq_nr 101, module h.0.ln_2   ->  h.0.ln_2:input, is_centered
+
+The partitioner may let backward recompute operations of forward from what it saves. A saved tensor then has every slot that backward reads
+behind it. Its error passes through the recomputed operations: those in PASSED keep it in proportion, others make the tensor EXACT.
+Comparisons (the sign of a ReLU) are not recomputed: they are saved as exact bits (session/graph_packing.py).
+
+A tensor that an unknown operation uses is stored unmodified, as in eager mode.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paredown.trace.operations import NONLINEAR, ROWS, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
+
+NORMS = frozenset(("batch_norm", "layer_norm", "group_norm", "rms_norm"))
+SMOOTH = frozenset((*NORMS, "gelu", "silu", "Tanh", "tanh", "sigmoid", "mish", "elu", "hardswish", "erf", "sin", "cos"))
+import os
+PACKS_QK = bool(os.environ.get("QK"))
+ATTENTION = "scaled_dot_product_attention"
+ROW_NAMES = {name.lower(): name for name in ROWS}
+ALIASES = dict.fromkeys(
+    ("nativebatchnormlegitfunctional", "nativebatchnormlegit", "nativebatchnormlegitnostats", "cudnnbatchnorm"), "NativeBatchNorm"
+)
+# aten operations whose result has errors in proportion to those of their inputs
+PASSED = frozenset(
+    """view _unsafe_view reshape permute transpose t expand slice select squeeze unsqueeze split split_with_sizes cat stack clone alias
+    contiguous _to_copy to convert_element_type add sub rsub neg mul where relu threshold leaky_relu gelu silu native_layer_norm
+    native_group_norm _fused_rms_norm native_batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit cudnn_batch_norm
+    native_dropout dropout tanh sigmoid sum mean avg_pool2d constant_pad_nd index gather detach unbind as_strided copy hardtanh clamp
+    lift_fresh_copy full full_like zeros_like ones_like empty_like scalar_tensor arange sin cos broadcast_in_dim""".split()
+)
+PRODUCTS = frozenset(("mm", "bmm", "mul", "convolution_backward"))
+WITH_OUTPUT = ("result", "output", "logsumexp", "log_sumexp")
+ATTENTION_ARGUMENTS = ("grad", "query", "key", "value", "output", "logsumexp")
+UNKNOWN_OPERATION = "backward uses it in {}, of which nothing is known"
+RECOMPUTED = "backward recomputes {} from it, which may enlarge its error"
+LOGITS = "backward takes the exponential of logits that contain it, and compiled graphs do not check how large they are"
+_PATH = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
+
+
+@dataclass(frozen=True)
+class GraphSlot:
+    """One saved tensor of a compiled graph: the names of the slots behind it, what backward needs, why it is EXACT if it is."""
+
+    names: tuple[str, ...]
+    needs: Needs
+    reason: str = ""
+
+
+@dataclass
+class JointGraph:
+    """Facts about the nodes of a joint graph, by node name: forward and backward graphs keep the names."""
+
+    operations: dict[int, Operation] = field(default_factory=dict)  # by seq_nr
+    numbers: dict[str, int] = field(default_factory=dict)  # seq_nr of every node
+    of_inputs: set[str] = field(default_factory=set)  # nodes that depend on the inputs of the model, not on its parameters alone
+
+
+@dataclass
+class Operation:
+    """One operation of forward: its name in the table of operations, its module, its nodes."""
+
+    aten: str
+    row: OperationRow
+    module: str
+    is_leaf: bool
+    nodes: list[fx.Node] = field(default_factory=list)
+    count: int = 1  # the how-manieth operation of this name in its module
+
+    def slot(self, operand: str) -> str:
+        """The name of a slot, as in eager mode: module:operand, or module:operation.operand."""
+        number = f"#{self.count}" if self.count > 1 else ""
+        return f"{self.module}:{operand}" if self.is_leaf else f"{self.module}:{self.row.op}{number}.{operand}"
+
+
+def read_joint_graph(graph: fx.Graph, parameters: Iterable[fx.Node]) -> JointGraph:
+    """The operations of a joint graph; `parameters`: the placeholders of parameters and buffers."""
+    joint, constant = JointGraph(), set(parameters)
+    counts: dict[tuple[str, str], int] = {}
+    for node in graph.nodes:
+        number = node.meta.get("seq_nr", -1)
+        joint.numbers[node.name] = number
+        if node.op == "placeholder":
+            joint.of_inputs |= set() if node in constant else {node.name}
+            continue
+        inputs = node.all_input_nodes
+        if not inputs or any(i.name in joint.of_inputs for i in inputs) or _is_random(node):
+            joint.of_inputs.add(node.name)
+        if is_backward(node) or node.op != "call_function":
+            continue
+        operation = joint.operations.get(number)
+        if operation is None or (not operation.row.operands and row_of(_row_name(node)).operands):
+            joint.operations[number] = operation = _operation(node, counts)
+        operation.nodes.append(node)
+    return joint
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether autograd created this node of the joint graph in backward."""
+    return node.meta.get("partitioner_tag") == "is_backward" or (
+        node.meta.get("fwd_nn_module_stack") is not None and node.meta.get("partitioner_tag") is None
+    )
+
+
+def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
+    """The slot of a saved tensor, from its placeholder in the backward graph."""
+    uses = list(_uses(saved, joint))
+    names = tuple(dict.fromkeys(name for _, name, _, _ in sorted(uses, key=lambda use: use[0])))
+    exact = next((reason for _, _, needs, reason in uses if needs.use is Use.EXACT), "")
+    if exact:
+        return GraphSlot(names, Needs(Use.EXACT), exact)
+    pins: list[Pin] = [needs.pin for _, _, needs, _ in uses if needs.pin is not None]
+    pin = max(pins, key=lambda pin: pin.significant_bits, default=None)
+    return GraphSlot(names, Needs(Use.VALUE, pin, any(needs.is_centered for _, _, needs, _ in uses)))
+
+
+FoundUse = tuple[int, str, Needs, str]  # number of the operation, slot name, needs, reason of EXACT
+
+
+def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
+    """Every use of a saved tensor in backward, directly or through recomputed operations of forward."""
+    stack, seen = [Reached(saved, saved, joint.numbers.get(saved.name, -1))], {saved}
+    while stack:
+        reached = stack.pop()
+        for user in reached.value.users:
+            if user.op == "output" or _is_bool(user):
+                continue
+            number, aten = joint.numbers.get(user.name, -1), aten_name(user)
+            entry = reached.entry if number == reached.number else reached.value
+            if is_backward(user):
+                yield from _use(entry, user, joint, reached.is_centered)
+            elif aten not in PASSED and not _is_power(user):
+                yield number, _name(joint.operations.get(number), aten), Needs(Use.EXACT), RECOMPUTED.format(aten)
+            elif user not in seen:
+                seen.add(user)
+                operation = joint.operations.get(number)
+                is_norm = operation is not None and operation.row.op in NORMS
+                stack.append(Reached(user, entry, number, reached.is_centered or is_norm))
+
+
+@dataclass(frozen=True, eq=False)
+class Reached:
+    """A value that backward recomputes from a saved tensor: in operation `number`, which it entered as `entry`."""
+
+    value: fx.Node
+    entry: fx.Node
+    number: int
+    is_centered: bool = False
+
+
+def _is_power(node: fx.Node) -> bool:
+    """Whether a node is x ** n with a constant n of at least 1."""
+    exponent = node.args[1] if aten_name(node) == "pow" and len(node.args) > 1 else None
+    return isinstance(exponent, int | float) and exponent >= 1
+
+
+def _use(value: fx.Node, user: fx.Node, joint: JointGraph, is_centered: bool) -> Iterator[FoundUse]:
+    number = joint.numbers.get(user.name, -1)
+    operation = joint.operations.get(number)
+    if operation is None:
+        aten = aten_name(user)
+        is_product = aten in PRODUCTS
+        needs = Needs(Use.VALUE, UNKNOWN, is_centered) if is_product else Needs(Use.EXACT)
+        yield number, f":{aten}", needs, "" if is_product else UNKNOWN_OPERATION.format(aten)
+        return
+    operand = _operand(value, user, operation)
+    if operand.use is Use.SHAPE:
+        return
+    needs = Needs(operand.use, operand.pin, operand.is_centered or is_centered)
+    reason = operand.reason if operand.use is Use.EXACT else ""
+    if operation.row.op == ATTENTION and operand.name in ("query", "key") and not PACKS_QK:
+        needs, reason = Needs(Use.EXACT), LOGITS
+    if operand.use not in (Use.VALUE, Use.EXACT):  # signs and masks are saved as bits; other uses of their tensor read its values
+        needs = Needs(Use.VALUE, NONLINEAR, is_centered)
+    yield number, operation.slot(operand.name), needs, reason
+
+
+def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
+    """The operand of `operation` that `value` is, in its row of the table of operations."""
+    row = operation.row
+    if row.op == ATTENTION:
+        place = next((i for i, a in enumerate(user.args) if a is value), 0)
+        name = ATTENTION_ARGUMENTS[place] if place < len(ATTENTION_ARGUMENTS) else ""
+        return row.operands.get(name) or _exact(name, row.op)
+    if not row.operands:
+        return Operand("input", pin=UNKNOWN) if aten_name(user) in PRODUCTS else _exact("input", operation.aten)
+    names = {node.name for node in operation.nodes}
+    if value.name in names:
+        outputs = [o for attribute, o in row.operands.items() if attribute.startswith(WITH_OUTPUT)]
+        is_output = any(user.name not in names for node in operation.nodes if node.name == value.name for user in node.users)
+        values = [o for o in outputs if o.use is Use.VALUE or not o.is_minor]
+        if values and is_output:
+            return values[0]
+        return Operand("output", pin=NONLINEAR, is_centered=True) if row.op in SMOOTH else _exact("output", row.op)
+    inputs = [(attribute, o) for attribute, o in row.operands.items() if not attribute.startswith(WITH_OUTPUT)]
+    return _input(value, operation, inputs)
+
+
+def _input(value: fx.Node, operation: Operation, inputs: list[tuple[str, Operand]]) -> Operand:
+    """The input operand that `value` is; the most demanding one where that is not known."""
+    second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
+    first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
+    named = dict(inputs)
+    if operation.row.op == "pow":
+        exponent = operation.nodes[0].args[1] if len(operation.nodes[0].args) > 1 else None
+        is_smooth = isinstance(exponent, int | float) and exponent >= 1
+        return Operand("input", pin=NONLINEAR) if is_smooth else _exact("input", "pow")
+    if second and not first and "other" in named:
+        return named["other"]
+    if first and not second and "self" in named:
+        return named["self"]
+    major = [o for _, o in inputs if not o.is_minor]
+    if operation.row.op in NORMS or len(major) == 1:
+        return major[0] if major else _exact("input", operation.row.op)
+    exact = [o for o in major if o.use is Use.EXACT]
+    pinned = sorted(major, key=lambda o: -(o.pin.significant_bits if o.pin else 0))
+    weightless = [o for o in pinned if o.name != "weight"]
+    return exact[0] if exact else (weightless or pinned)[0] if pinned else _exact("input", operation.row.op)
+
+
+def _is_same(argument: Any, value: fx.Node) -> bool:
+    return isinstance(argument, fx.Node) and argument.name == value.name
+
+
+def _exact(name: str, operation: str) -> Operand:
+    return Operand(name, Use.EXACT, reason=UNKNOWN_OPERATION.format(operation))
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def aten_name(node: fx.Node) -> str:
+    """The operation that a node was before decomposition, without overload: "native_layer_norm"."""
+    target = node.meta.get("original_aten") or node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return getattr(target, "__name__", str(target))
+
+
+def module_path(stack: Any) -> tuple[str, bool]:
+    """(path of the innermost module of a stack as in named_modules(), whether it is a module of torch.nn without children).
+
+    >>> module_path({"a": ("L['self'].layers._modules['3'].fc", torch.nn.Linear)})
+    ('layers.3.fc', True)
+    """
+    if not stack:
+        return "", False
+    key, (text, kind) = list(stack.items())[-1]
+    path = _PATH.sub(lambda match: "." + next(group for group in match.groups() if group is not None), str(text))
+    path = re.sub(r"^(?:L|G)\.[^.]*\.?", "", path).strip(".")
+    repeat = str(key).rpartition("@")[2] if "@" in str(key) else ""
+    qualified = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{path}@{int(repeat) + 1}" if repeat.isdigit() else path, str(qualified).startswith("torch.nn.modules.")
+
+
+def _operation(node: fx.Node, counts: dict[tuple[str, str], int]) -> Operation:
+    row = row_of(_row_name(node))
+    module, is_leaf = module_path(node.meta.get("nn_module_stack"))
+    counts[module, row.op] = counts.get((module, row.op), 0) + 1
+    return Operation(aten_name(node), row, module, is_leaf, count=counts[module, row.op])
+
+
+def _row_name(node: fx.Node) -> str:
+    """The name of an operation in the table of operations: "NativeLayerNorm"."""
+    bare = aten_name(node).replace("_", "").lower()
+    return ROW_NAMES.get(bare) or ALIASES.get(bare) or aten_name(node)
+
+
+def _name(operation: Operation | None, aten: str) -> str:
+    return operation.slot("input") if operation is not None else f":{aten}"
+
+
+def _is_bool(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype is torch.bool
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags: Sequence[Any] = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
