@@ -17,7 +17,7 @@ the change: FACTOR lies above. The other two had norms of constant channels: 169
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -46,13 +46,15 @@ UINT4 = Rounded("uint4", Plan.uniform(activation="uint4/64@bf16+bf16"), 2**-4)
 ROUNDED = {rounded.name: rounded for rounded in (INT8, E4M3, UINT4)}
 
 
-def drawn(number: int) -> tuple[Program, Outcome]:
-    """The first program of this number that PyTorch runs, and what comes of it unmodified."""
+def drawn(number: int, device: str = "cpu") -> tuple[Program, Outcome]:
+    """The first program of this number that PyTorch runs on a device, and what comes of it unmodified."""
     for attempt in range(MAX_ATTEMPTS):
         program = draw(number, attempt)
+        program = replace(program, options=replace(program.options, device=device))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # the first use in a thread
                 outcome = run(program)
         except Exception:  # a value modified in place that another operation saved, types that do not go together, no gradient
             continue

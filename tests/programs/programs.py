@@ -31,6 +31,7 @@ TWIN = 40  # added to the number of a line for that of its twin
 class Options:
     """How a program is run."""
 
+    device: str = "cpu"  # where parameters and inputs are
     dtype: str = "float32"  # or "bfloat16", or "autocast": bfloat16 in torch.autocast
     structure: str = PLAIN
     has_pool: bool = False  # threads have made nodes before
@@ -99,7 +100,7 @@ class Program:
         exec(compile(self.source(note="note" if note else ""), f"<program {self.number}>", "exec"), space)
         torch.manual_seed(self.number)
         model: nn.Module = space["Model"]()
-        model = model.to(torch.bfloat16) if self.options.dtype == "bfloat16" else model
+        model = model.to(self.options.device, torch.bfloat16 if self.options.dtype == "bfloat16" else None)
         return model.to(memory_format=torch.channels_last) if self.options.is_channels_last else model  # type: ignore[call-overload]
 
     def without(self, line: Line) -> Program:

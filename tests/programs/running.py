@@ -82,7 +82,7 @@ class Values:
         self.times[place] += 1
         generator = torch.Generator().manual_seed((self.seed << 40) + (place << 20) + self.times[place])
         blocks = value.detach().reshape(-1, BLOCK)
-        uniform = 2 * torch.rand(blocks.shape, generator=generator) - 1
+        uniform = 2 * torch.rand(blocks.shape, generator=generator).to(value.device) - 1
         return (blocks.abs().amax(-1, keepdim=True) * uniform * self.noise).reshape(value.shape).to(value.dtype)
 
     def num_alive(self) -> int:
@@ -107,6 +107,7 @@ def _run(program: Program, plan: Plan | None, noise: float, seed: int) -> Outcom
     outcome = Outcome()
     _train(program, model, values, outcome)
     model.zero_grad(set_to_none=True)
+    _end_backward(program.options.device)
     if session is not None:
         bytes_left = session.stored_bytes
         session.close()
@@ -142,12 +143,12 @@ def _forward_and_backward(
 ) -> Tensor:
     options = program.options
     dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
-    total = torch.zeros(())
+    total = torch.zeros((), device=options.device)
     for _ in range(options.num_forwards):
-        x, weight = (torch.randn(64, 128, generator=generator) for _ in range(2))
+        x, weight = (torch.randn(64, 128, generator=generator).to(options.device) for _ in range(2))
         x = (values.disturbed(x, INPUT) if values.noise else x).to(dtype)
         inputs.append(x.requires_grad_(options.needs_input_gradient))
-        with torch.autocast("cpu", torch.bfloat16) if options.dtype == "autocast" else nullcontext():
+        with torch.autocast(x.device.type, torch.bfloat16) if options.dtype == "autocast" else nullcontext():
             if options.evaluates:
                 with torch.no_grad():
                     model(x)
@@ -159,6 +160,14 @@ def _forward_and_backward(
         total.backward(retain_graph=True)
     total.backward()
     return total.detach()
+
+
+def _end_backward(device: str) -> None:
+    """Wait until nothing of the last backward is alive in the thread in which autograd runs the nodes of a device.
+
+    That thread drops its last node after backward() has returned, and before it takes up another one.
+    """
+    torch.zeros((), device=device, requires_grad=True).mul(1).backward()
 
 
 def _state_of_modules(model: nn.Module) -> set[str]:
