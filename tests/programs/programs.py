@@ -197,6 +197,16 @@ def _class(name: str, owned: dict[str, str], taken: list[str], body: list[str]) 
     return "\n".join([*lines, f"    def forward(self, {', '.join(taken)}):", *(f"        {line}" for line in body), ""])
 
 
+def chain(operations: tuple[str, ...], block: int) -> list[Line]:
+    """Lines of a block, each of which takes the value before it."""
+    names = ["x", *(f"v{10 * block + place}" for place in range(len(operations)))]
+    rows = enumerate(zip(operations, names, names[1:], strict=False))
+    return [
+        Line(name, made, (taken,) * BY_NAME[name].num_inputs, block, 10 * block + place, 5, 0.5)
+        for place, (name, taken, made) in rows
+    ]
+
+
 def draw(number: int, attempt: int = 0) -> Program:
     """The program of a number; `attempt` counts those that PyTorch refused."""
     rng = random.Random(f"{number}, attempt {attempt}")

@@ -5,14 +5,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
 
-from tests.programs.judging import EXACT, INT8, changes, differences, distances, drawn, faults_of_exact, too_far
+from paredown.session import value_bounds
+from tests.programs.judging import EXACT, INT8, changes, differences, distances, drawn, faults_of_exact, faults_of_rounded, too_far
 from tests.programs.operations import BY_NAME, OPERATIONS
-from tests.programs.programs import NESTED, THREADS, Line, Options, Program, draw
-from tests.programs.running import Outcome, run
+from tests.programs.programs import NESTED, THREADS, Line, Options, Program, chain, draw
+from tests.programs.running import Noise, Outcome, run
 from tests.programs.shrinking import shrunk
 
 LINEAR = Line("linear", "v0", ("x",), 0, 0, 1, 0.5)
@@ -100,6 +102,35 @@ def test_noise_moves_ill_conditioned_gradients_further() -> None:
     )
     calm = changes(SMALL, expected, 2**-8)["step 0: block0.m0.weight"]
     assert 0 < calm < changes(steep, run(steep), 2**-8)["step 0: block0.m0.weight"]
+
+
+def test_noise_in_gradients_leaves_forward_exact_and_moves_sums_that_cancel() -> None:
+    """The gradient of a bias before a batch norm is a sum over rows, which is 0; that of one after it is not."""
+    norm, after = replace(SINE, operation="batch norm 1d"), Line("bias", "v2", ("v1",), 0, 2, 1, 0.5)
+    program = Program(1, (LINEAR, norm, after), Options())
+    expected, moved = run(program), run(program, noise=Noise(2**-8, is_in_gradients=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(expected.losses, moved.losses, strict=True))
+    bias = {name: moved.gradients[0][name].norm() for name in ("block0.m0.bias", "block0.m2")}
+    assert bias["block0.m0.bias"] > 100 * expected.gradients[0]["block0.m0.bias"].norm()
+    assert distances(expected, moved)["step 0: block0.m2"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("bound", "operations"),
+    [
+        ("MAX_LOGIT_ERROR", ("linear", "custom square", "softmax over rows", "causal attention")),
+        ("MAX_SPREAD", ("sub", "linear", "batch norm 1d", "layer norm")),
+    ],
+)
+def test_errors_of_saved_tensors_that_do_not_go_together_are_told(
+    monkeypatch: pytest.MonkeyPatch, bound: str, operations: tuple[str, ...]
+) -> None:
+    """Without the session's bounds on logits and on statistics gradients are too far off, and noise does not excuse that."""
+    program = Program(1, tuple(chain(operations, 0)), Options(needs_input_gradient=True))
+    expected = run(program)
+    assert not faults_of_rounded(program, expected, INT8)
+    monkeypatch.setattr(value_bounds, bound, inf)
+    assert faults_of_rounded(program, expected, INT8)
 
 
 def test_values_that_stay_alive_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import pytest
 
 from tests.programs.judging import E4M3, INT8, UINT4, faults_of_exact, faults_of_rounded
-from tests.programs.operations import BY_NAME
-from tests.programs.programs import PLAIN, THREADS, Line, Options, Program
+from tests.programs.programs import PLAIN, THREADS, Options, Program, chain
 from tests.programs.running import run
 from tests.programs.survey import UNREPEATABLE, Verdict, judge
 from tests.support.scale import scaled
@@ -24,6 +23,7 @@ FOUND = {
     "halves of one storage": (("linear", "views of halves"), (), PLAIN),
     "threads of which one ends before a layer": (("linear", "gelu", "linear"), ("linear", "gelu"), THREADS),
     "threads of which one ends after a norm": (("linear", "layer norm", "linear"), ("linear", "layer norm"), THREADS),
+    "equal rows before a norm, whose gradients cancel": (("sub", "linear", "unfold", "batch norm 1d", "layer norm"), (), PLAIN),
     "attention with large logits": (("linear", "custom square", "softmax over rows", "causal attention"), (), PLAIN),
 }
 NUM_PROGRAMS = scaled(200)
@@ -56,13 +56,3 @@ def test_gradients_that_were_wrong(name: str) -> None:
     faults = faults_of_exact(program, expected)
     faults += [fault for rounded in (INT8, UINT4) for fault in faults_of_rounded(program, expected, rounded)]
     assert not faults, "\n".join([*faults, str(program)])
-
-
-def chain(operations: tuple[str, ...], block: int) -> list[Line]:
-    """Lines of a block, each of which takes the value before it."""
-    names = ["x", *(f"v{10 * block + place}" for place in range(len(operations)))]
-    rows = enumerate(zip(operations, names, names[1:], strict=False))
-    return [
-        Line(name, made, (taken,) * BY_NAME[name].num_inputs, block, 10 * block + place, 5, 0.5)
-        for place, (name, taken, made) in rows
-    ]
