@@ -24,6 +24,7 @@ FOUND = {
     "threads of which one ends before a layer": (("linear", "gelu", "linear"), ("linear", "gelu"), THREADS),
     "threads of which one ends after a norm": (("linear", "layer norm", "linear"), ("linear", "layer norm"), THREADS),
     "equal rows before a norm, whose gradients cancel": (("sub", "linear", "unfold", "batch norm 1d", "layer norm"), (), PLAIN),
+    "attention whose rows attend to one key": (("mul of itself", "group norm", "causal attention"), (), PLAIN),
     "attention with large logits": (("linear", "custom square", "softmax over rows", "causal attention"), (), PLAIN),
 }
 NUM_PROGRAMS = scaled(200)

@@ -172,6 +172,7 @@ def test_long_attention_with_large_logits_stays_finite(monkeypatch: pytest.Monke
     """
     bounded = Run(pare.Plan.uniform(activation=INT8), None, Attention(), TEXT)
     monkeypatch.setattr(value_bounds, "MAX_LOGIT_ERROR", inf)
+    monkeypatch.setattr(value_bounds, "MAX_SHARED_ERROR", inf)
     plan, trace = pare.Plan.uniform(activation=INT8), traced(Attention(), TEXT)
     runs: dict[str, Run] = {}
     for name, guard in (("exact", None), ("lost", None), ("guarded", pare.Guard(trace, "100%", limits=pare.Limits(every=4)))):
