@@ -225,7 +225,8 @@ def draw(number: int, attempt: int = 0) -> Program:
         lines.append(_line(rng, row, lines, (place, block), is_apart=options.structure == THREADS and block == 1))
         if has_twins and block == 0 and place < num_twins:
             lines.append(_twin(lines[-1], lines))
-    return Program(number, tuple(lines), options)
+    needs = options.needs_input_gradient or any("permute" in line.row.text for line in lines)  # as in `_options`, of channels_last
+    return Program(number, tuple(lines), replace(options, needs_input_gradient=needs))
 
 
 def _line(rng: random.Random, row: Operation, lines: list[Line], at: tuple[int, int], *, is_apart: bool) -> Line:

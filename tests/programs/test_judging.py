@@ -52,6 +52,13 @@ def test_one_number_is_one_program() -> None:
     assert draw(7) != draw(8)
 
 
+def test_no_program_ends_the_process_of_an_unmodified_run() -> None:
+    """Number 11170 has a group norm of an image in channels_last by a permutation: torch 2.13 needs a gradient of such an input."""
+    program = draw(11170)
+    assert {"norm of channels", "norm, silu, conv"} <= {line.operation for line in program.lines}
+    assert program.options.needs_input_gradient
+
+
 def test_programs_are_of_all_structures() -> None:
     programs = [draw(number) for number in range(100)]
     assert {NESTED, THREADS} < {program.options.structure for program in programs}
