@@ -10,8 +10,20 @@ from math import inf
 import pytest
 import torch
 
+from paredown import Role, encode
 from paredown.session import value_bounds
-from tests.programs.judging import EXACT, INT8, changes, differences, distances, drawn, faults_of_exact, faults_of_rounded, too_far
+from tests.programs.judging import (
+    EXACT,
+    INT8,
+    ROUNDED,
+    changes,
+    differences,
+    distances,
+    drawn,
+    faults_of_exact,
+    faults_of_rounded,
+    too_far,
+)
 from tests.programs.operations import BY_NAME, OPERATIONS
 from tests.programs.programs import NESTED, THREADS, Line, Options, Program, chain, draw
 from tests.programs.running import Noise, Outcome, run
@@ -91,15 +103,32 @@ def test_a_distance_is_relative_to_the_gradient() -> None:
 
 def test_gradients_that_are_too_far_off_are_told() -> None:
     expected = run(SMALL)
-    assert not too_far(SMALL, expected, scaled_gradients(expected, 1.05, "block0.m0.weight"), INT8.noise)
-    assert set(too_far(SMALL, expected, scaled_gradients(expected, 1.45, "block0.m0.weight"), INT8.noise)) == {
+    assert not too_far(SMALL, expected, scaled_gradients(expected, 1.05, "block0.m0.weight"), INT8)
+    assert set(too_far(SMALL, expected, scaled_gradients(expected, 1.45, "block0.m0.weight"), INT8)) == {
         f"step {step}: block0.m0.weight" for step in range(3)
     }
 
 
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_gradient_of_zero_is_too_far_off_in_any_format(name: str) -> None:
+    expected, rounded = run(SMALL), ROUNDED[name]
+    assert too_far(SMALL, expected, scaled_gradients(expected, 0.0, "block0.m0.weight"), rounded)
+    assert not too_far(SMALL, expected, run(SMALL, rounded.plan), rounded)
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "uint4"])
+def test_floors_follow_from_the_error_of_one_tensor(name: str) -> None:
+    rounding = ROUNDED[name].plan.find(("",), Role.ACTIVATION)
+    assert rounding.format is not None
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    decoded = encode(x, rounding.format, rounding=rounding.resolved_rounding, seed=1).decode()
+    error = float((decoded - x).square().mean().sqrt() / x.square().mean().sqrt())
+    assert ROUNDED[name].floor == pytest.approx(error * 18**0.5, rel=0.02)
+
+
 def test_a_gradient_that_is_not_a_number_is_too_far_off() -> None:
     expected = run(SMALL)
-    assert too_far(SMALL, expected, scaled_gradients(expected, torch.nan, "block0.m0.weight"), INT8.noise)
+    assert too_far(SMALL, expected, scaled_gradients(expected, torch.nan, "block0.m0.weight"), INT8)
 
 
 def test_noise_moves_ill_conditioned_gradients_further() -> None:
