@@ -5,6 +5,7 @@ Between steps the parameters shrink by 1 %, whatever their gradients: the steps 
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -93,7 +94,8 @@ class Values:
 
     def _noise_of(self, value: Tensor, place: int) -> Tensor:
         self.times[place] += 1
-        generator = torch.Generator().manual_seed((self.noise.seed << 40) + (place << 20) + self.times[place])
+        numbers = random.Random(f"{self.noise.seed}, {place}, {self.times[place]}")  # torch's generators use 32 bits of a seed
+        generator = torch.Generator().manual_seed(numbers.getrandbits(32))
         blocks = value.detach().reshape(-1, BLOCK if value.numel() % BLOCK == 0 else 1)
         uniform = 2 * torch.rand(blocks.shape, generator=generator).to(value.device) - 1
         return (blocks.abs().amax(-1, keepdim=True) * uniform * self.noise.size).reshape(value.shape).to(value.dtype)

@@ -151,6 +151,14 @@ def test_noise_in_gradients_leaves_forward_exact_and_moves_sums_that_cancel() ->
     assert distances(expected, moved)["step 0: block0.m2"] < 0.05
 
 
+def test_seeds_of_noise_differ() -> None:
+    expected = run(SMALL)
+    moved = {
+        distances(expected, run(SMALL, noise=Noise(2**-8, seed, is_in_values=True)))["step 0: block0.m0.bias"] for seed in range(3)
+    }
+    assert len(moved) == 3
+
+
 @pytest.mark.parametrize(
     ("bounds", "operations"),
     [

@@ -1,4 +1,4 @@
-"""Decisions that depend on the values of saved tensors: when the operands of attention and the inputs of norms stay unmodified.
+"""Decisions that depend on the values of saved tensors: when operands of attention and inputs of norms, sin and cos stay unmodified.
 
 Attention. Backward computes P = exp(scale q.k - logsumexp) with the decoded q and k and the exact logsumexp of the forward pass. The
 logits are off by about
@@ -13,11 +13,15 @@ stay unmodified.
 Where a row attends to one key, its output is the value of that key. Backward subtracts the exact output from the decoded value, and what
 is left is small: the gradients of queries and keys are off by about error / (1 - share), with share = the variance of the output over that
 of the values (over tokens: 1 where every row attends to one key, 0 where it attends to many alike). Above MAX_SHARED_ERROR all operands
-stay unmodified too. Up to a share of 2/3 this allows what MAX_LOGIT_ERROR does.
+stay unmodified too. Up to a share of 1/2 this allows what MAX_LOGIT_ERROR does.
 
 Norms. Backward multiplies x - mean by rstd, the inverse standard deviation of a channel, row or group. If a block of the format holds
 values of several of them, its step follows the widest, and the differences of their means: a channel whose standard deviation is below
 1 / MAX_SPREAD of that would be noise. So would one whose variance is below eps, as that of a constant channel.
+
+Sin and cos. Backward takes the cosine or sine of the decoded input, which is off by as many radians as the input is: about 0.29 steps of
+the format, 0.23 % of the largest value of a block for int8. Above MAX_PHASE_ERROR the input stays unmodified. Other
+functions of the table are nearly linear where their input is large, and their derivatives are off by less.
 
 On a CPU values are read in every forward pass. On a GPU a read synchronizes with the device, so each slot is read once, when it is
 first saved; every READ_INTERVAL-th forward pass then copies the values to the host asynchronously, for the decisions of later passes.
@@ -43,11 +47,12 @@ from paredown.trace.operations import CANCELLED, CANCELS, EXPONENT
 
 ATTENTION_PINS = (EXPONENT, CANCELS, CANCELLED)
 MAX_LOGIT_ERROR = 0.05  # standard deviation of a logit's error: probabilities wrong by 5 %
-MAX_SHARED_ERROR = (
-    0.15  # random programs at 0.19 to 0.39 had gradients of norms before attention 12 to 27 % off, others at most 5 %
-)
+MAX_SHARED_ERROR = 0.1  # random programs at 0.12 to 0.39 had gradients of norms before attention 11 to 27 % off
 ROUNDING_ERROR = 0.75  # relative error of rounding, in units of 2^-bits: 0.6 % for int8, measured on normal values in blocks of 64
 MAX_SPREAD = 64.0  # of a block, in the smallest standard deviation; a constant channel beside others of 1 has 316 (eps 1e-5)
+MAX_PHASE_ERROR = 0.05  # radians: the derivative wrong by 5 %; int8 reaches it where rows have a largest value of 22
+PHASE_STEPS = 12**-0.5  # standard deviation of a rounding error, in steps
+PERIODIC = ("sin", "cos")
 SIGMAS = 6.0  # the range of normal values, in standard deviations
 READ_INTERVAL = 8
 
@@ -72,6 +77,8 @@ class ValueBounds:
         """Why a saved tensor stays unmodified in this forward pass although `format` was chosen; "" if it may be packed."""
         if saved.pin in ATTENTION_PINS:
             return self._logits(saved, format, forwards)
+        if saved.op in PERIODIC:
+            return self._phase(saved, format, forwards)
         return self._statistics(saved, forwards) if saved.is_centered else ""
 
     def _logits(self, saved: Saved, format: Format, forwards: int) -> str:
@@ -87,6 +94,15 @@ class ValueBounds:
         what = f"its logits are up to {bound:.3g}: quantized they would be off by about {error:.2g}"
         rows = f", and rows attend to few keys (outputs have {share:.0%} of the variance of values), so that backward cancels"
         return what + (", and probabilities by exp of that" if is_large else rows)
+
+    def _phase(self, saved: Saved, format: Format, forwards: int) -> str:
+        tensor = saved.tensor
+        assert tensor is not None
+        (largest,) = self._read(saved.name, lambda: largest_of_rows(tensor), tensor.is_cuda, forwards)
+        error = PHASE_STEPS * 2.0 ** -significant_bits(format) * largest
+        if error <= MAX_PHASE_ERROR:
+            return ""
+        return f"its rows have values up to {largest:.3g}: quantized the argument of {saved.op} would be off by about {error:.2g} radians"
 
     def _statistics(self, saved: Saved, forwards: int) -> str:
         node, rstd = saved.node, getattr(saved.node, "_saved_result2", None)
@@ -112,6 +128,15 @@ def logits_and_share(node: Any) -> Tensor:
     """[`largest_logit`, the variance of the output over that of the values], both over tokens; 2 numbers on the device."""
     output, value = (t.var(dim=-2, correction=0).float().mean() for t in (node._saved_output, node._saved_value))
     return torch.stack([largest_logit(node), (output / value).nan_to_num(nan=1.0).clamp(0.0, 1.0)])
+
+
+def largest_of_rows(tensor: Tensor) -> Tensor:
+    """The root mean square of the largest magnitudes of rows (the last dimension); infinity where it is not a number.
+
+    >>> float(largest_of_rows(torch.tensor([[3.0, -4.0], [0.0, 4.0]])))
+    4.0
+    """
+    return tensor.detach().abs().amax(dim=-1).float().square().mean().sqrt().nan_to_num(nan=inf)
 
 
 def largest_logit(node: Any) -> Tensor:
