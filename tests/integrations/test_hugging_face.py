@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -254,17 +252,8 @@ def test_a_smaller_batch_is_found_and_the_error_is_explained(tmp_path: Path) -> 
         assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """No run of the garbage collector in the middle of a test: a mask in a reference cycle counts as stored until then."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1, "bf16": True}], ids=["defaults", "smoothed bf16"])
-def test_verify_checks_the_first_batch_and_changes_no_bit(tmp_path: Path, options: dict[str, Any], no_collector: None) -> None:
+def test_verify_checks_the_first_batch_and_changes_no_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     plain = trainer_in(tmp_path / "a", **options)
     attach(plain, PLAN)
     plain.train()

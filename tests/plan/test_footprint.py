@@ -99,10 +99,10 @@ def test_stored_bytes_by_hand() -> None:
 def test_packed_bytes_by_hand() -> None:
     roles = footprint(MLP, Plan.uniform(activation=INT4)).by_role
     nbytes = Format.parse(INT4).nbytes
-    sigmoid = Format.parse(INT8).nbytes((HIDDEN,))  # its output is pinned
+    sigmoid = Format.parse("uint8/64@bf16+bf16").nbytes((HIDDEN,))  # its output is pinned, with minimums
     assert roles[Role.ACTIVATION] == nbytes((HIDDEN,)) + HIDDEN // 8 + sigmoid + HIDDEN * 4  # values and signs; sigmoid; output
     chosen = slot_storages(MLP, Plan.uniform(activation=INT4))
-    assert str(chosen[":sigmoid.output"].format) == INT8 and "pinned" in chosen[":sigmoid.output"].reason
+    assert str(chosen[":sigmoid.output"].format) == "uint8/64@bf16+bf16" and "pinned" in chosen[":sigmoid.output"].reason
     assert str(chosen["two:input"].format) == INT4
 
 

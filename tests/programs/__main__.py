@@ -1,34 +1,75 @@
-"""Runs one random program again, and says what is wrong with it: python -m tests.programs 228 --plan int8 --shrink."""
+"""Runs random programs by their numbers, and says what is wrong with them.
+
+python -m tests.programs 228 --plan int8 --shrink                             one program, made as small as it fails
+python -m tests.programs 3000 --count 400 --workers 8 --device cuda           400 programs from 3000 on, under fp32 and int8
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 
-from tests.programs.judging import ROUNDED, drawn, faults_of_exact, faults_of_rounded
+from tests.programs.judging import drawn
 from tests.programs.programs import Program
 from tests.programs.running import run
 from tests.programs.shrinking import shrunk
+from tests.programs.survey import PLANS, Job, Verdict, faults_by_kind, prepare, summary, survey
 
-
-def faults(program: Program, plan: str) -> list[str]:
-    """What is wrong with a program under a plan by its name."""
-    expected = run(program)
-    if not expected.is_sane:
-        return []
-    return faults_of_exact(program, expected) if plan == "fp32" else faults_of_rounded(program, expected, ROUNDED[plan])
+PROGRESS_SECONDS = 60
 
 
 def main() -> None:
-    """Print the program and its faults."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("number", type=int)
-    parser.add_argument("--plan", choices=["fp32", *ROUNDED], default="int8")
-    parser.add_argument("--shrink", action="store_true", help="drop lines and options as long as it still fails")
-    told = parser.parse_args()
-    program, _ = drawn(told.number)
-    program = shrunk(program, lambda other: bool(faults(other, told.plan))) if told.shrink else program
+    """Print the faults; the exit status is 1 if there are any."""
+    told = _parser().parse_args()
+    if told.count == 1:
+        sys.exit(_one(told.number, tuple(told.plan), told.device, is_shrunk=told.shrink))
+    job = Job(range(told.number, told.number + told.count), tuple(told.plan), told.device)
+    verdicts = survey(job, told.workers, Progress(told.count))
+    print(summary(verdicts), flush=True)
+    sys.exit(any(verdict.faults for verdict in verdicts))
+
+
+class Progress:
+    """Prints faults as they come, and once in a minute how far it is."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.printed = total, 0, time.monotonic()
+
+    def __call__(self, verdict: Verdict) -> None:
+        self.done += 1
+        if verdict.faults:
+            print(verdict, flush=True)
+        if time.monotonic() - self.printed > PROGRESS_SECONDS:
+            self.printed = time.monotonic()
+            print(f"{self.done} of {self.total} programs", flush=True)
+
+
+def _one(number: int, plans: tuple[str, ...], device: str, *, is_shrunk: bool) -> int:
+    """Print one program and its faults."""
+    prepare(device)
+    program, _ = drawn(number, device)
+    program = shrunk(program, lambda other: bool(_faults(other, plans))) if is_shrunk else program
     print(program)
-    print("\n".join(faults(program, told.plan)) or "nothing is wrong")
+    faults = _faults(program, plans)
+    print("\n".join(f"{kind}: {text}" for kind, texts in faults.items() for text in texts) or "nothing is wrong")
+    return int(bool(faults))
+
+
+def _faults(program: Program, plans: tuple[str, ...]) -> dict[str, list[str]]:
+    expected = run(program)
+    return faults_by_kind(program, expected, plans) if expected.is_sane else {}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("number", type=int, help="of the (first) program")
+    parser.add_argument("--count", type=int, default=1, help="how many programs, from that number on")
+    parser.add_argument("--plan", nargs="+", choices=PLANS, default=["fp32", "int8"])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
+    parser.add_argument("--shrink", action="store_true", help="of one program: drop lines and options as long as it still fails")
+    return parser
 
 
 if __name__ == "__main__":

@@ -5,54 +5,76 @@ that step where that is more (the gradient of a bias before a norm is a sum that
 
 A format that divides the largest value of a block in n steps rounds a value by up to `noise` = 1 / (2 n) of it: 2^-8 for int8. The distance
 of every gradient may be the larger of
-    FLOOR_STEPS * noise    25 half steps, 10 % for int8: rounding one tensor of normal numbers moves it by 1.6 half steps of its RMS (blocks
-                           of 64: largest / RMS = 2.7, uniform error: / sqrt 3); those of 18 operations add up to 7, like independent errors
-    FACTOR * change        what this gradient of the unmodified program changes by, as the median of NUM_DISTURBED runs, when every value of
-                           the program, in forward and backward, and every gradient of a value carry noise of that size: where that is
-                           much, the program is ill-conditioned, and no storage of 8 bits keeps its gradients
+    floor                  for int8 25 half steps, 10 %: rounding one tensor of normal numbers moves it by 1.6 half steps of its RMS (blocks
+                           of 64: largest / RMS = 2.7, uniform error: / sqrt 3); those of 18 operations add up to 7, as independent ones do.
+                           For formats of fewer bits that sum alone, sqrt(18) times the error of one tensor: where 3.7 times as much
+                           were allowed, as for int8, a gradient of 0 would pass. Of 250 programs under uint4, 95 % are below 0.25
+    FACTOR * change        what this gradient of the unmodified program changes by, as the median of NUM_DISTURBED runs, in the larger of
+        in values          every value of the program, in forward and backward, and every gradient of a value carry noise of that size:
+                           where that is much, no storage of 8 bits keeps the gradients
+        in gradients       every gradient that one node of backward passes to another carries noise of that size, and forward none: where
+                           that is much, the gradient is a sum that cancels. Backward multiplies stored tensors with gradients, and noise
+                           in one factor of a product does what noise in the other does
+Noise in gradients leaves the saved tensors exact. Errors that a node makes of saved tensors which do not go together (attention: decoded
+queries beside an exact logsumexp; norms: a decoded input beside exact statistics) are therefore no part of what is allowed.
+
+Noise in values alone may hide a sum that cancels: in program 1701 all rows before a batch norm are equal, and its gradients (times rstd =
+316) add up to 0 over the rows. Under int8 equal rows are no longer equal, and the sum is 0.22 off. Noise in gradients makes it 0.44; noise
+in values 0.03, since it raises the variance far above eps, and rstd falls.
 Seeds are fixed: a verdict repeats. Of 2,500 programs under int8, 22 had a distance above the floor; 20 of these were at 0.1 to 3.1 times
-the change: FACTOR lies above. The other two had norms of constant channels: 1693 is within since, 1701 is not (0.22, 0.13 is allowed).
+the change in values: FACTOR lies above.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import sqrt
 from statistics import median
 
 import torch
 
 from paredown import Plan
-from tests.programs.programs import Program, draw
-from tests.programs.running import Outcome, run
+from tests.programs.programs import MAX_LINES, Program, draw
+from tests.programs.running import Noise, Outcome, run
 
 EXACT = Plan.uniform(activation="fp32")
-FLOOR_STEPS, FACTOR, NUM_DISTURBED = 25, 4, 5
+FACTOR, NUM_DISTURBED = 4, 5
 MAX_ATTEMPTS = 40
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A plan that rounds, and the largest rounding error as a share of a block's largest value."""
+    """A plan that rounds, the largest rounding error as a share of a block's largest value, and the distance that is always allowed."""
 
     name: str
     plan: Plan
     noise: float
+    floor: float
 
 
-INT8 = Rounded("int8", Plan.uniform(activation="int8/64@bf16"), 2**-8)
-E4M3 = Rounded("e4m3fn", Plan.uniform(activation="e4m3fn/64@bf16"), 2**-5)
-UINT4 = Rounded("uint4", Plan.uniform(activation="uint4/64@bf16+bf16"), 2**-4)
+def _of_many(error: float) -> float:
+    """The sum of as many independent errors as a program has lines."""
+    return error * sqrt(MAX_LINES)
+
+
+# Errors of one tensor of normal numbers, over its RMS: 0.0252 for e4m3fn, rounded to nearest; 0.128 for uint4, rounded stochastically
+# (the range of 64 values is 4.7 standard deviations, a step 0.32, the error step / sqrt 6).
+INT8 = Rounded("int8", Plan.uniform(activation="int8/64@bf16"), 2**-8, 25 * 2**-8)
+E4M3 = Rounded("e4m3fn", Plan.uniform(activation="e4m3fn/64@bf16"), 2**-5, _of_many(0.0252))
+UINT4 = Rounded("uint4", Plan.uniform(activation="uint4/64@bf16+bf16"), 2**-4, _of_many(0.128))
 ROUNDED = {rounded.name: rounded for rounded in (INT8, E4M3, UINT4)}
 
 
-def drawn(number: int) -> tuple[Program, Outcome]:
-    """The first program of this number that PyTorch runs, and what comes of it unmodified."""
+def drawn(number: int, device: str = "cpu") -> tuple[Program, Outcome]:
+    """The first program of this number that PyTorch runs on a device, and what comes of it unmodified."""
     for attempt in range(MAX_ATTEMPTS):
         program = draw(number, attempt)
+        program = replace(program, options=replace(program.options, device=device))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # the first use in a thread
                 outcome = run(program)
         except Exception:  # a value modified in place that another operation saved, types that do not go together, no gradient
             continue
@@ -82,17 +104,21 @@ def distances(expected: Outcome, actual: Outcome) -> dict[str, float]:
 
 
 def changes(program: Program, expected: Outcome, noise: float) -> dict[str, float]:
-    """How far the gradients of the unmodified program move when every value carries noise: the medians of a few runs."""
-    runs = [distances(expected, run(program, noise=noise, seed=seed)) for seed in range(NUM_DISTURBED)]
-    return {name: median(moved[name] for moved in runs) for name in runs[0]}
+    """How far the gradients of the unmodified program move under noise in values, or in gradients: the larger of two medians."""
+    found: dict[str, float] = {}
+    for is_in_values in (True, False):
+        noises = [Noise(noise, seed, is_in_values=is_in_values, is_in_gradients=not is_in_values) for seed in range(NUM_DISTURBED)]
+        runs = [distances(expected, run(program, noise=each)) for each in noises]
+        for name in runs[0]:
+            found[name] = max(found.get(name, 0.0), median(moved[name] for moved in runs))
+    return found
 
 
-def too_far(program: Program, expected: Outcome, actual: Outcome, noise: float) -> dict[str, tuple[float, float]]:
+def too_far(program: Program, expected: Outcome, actual: Outcome, rounded: Rounded) -> dict[str, tuple[float, float]]:
     """(distance, what is allowed) of the gradients that are too far off."""
-    floor = FLOOR_STEPS * noise
-    far = {name: distance for name, distance in distances(expected, actual).items() if not distance <= floor}
-    moved = changes(program, expected, noise) if far else {}
-    allowed = {name: max(floor, FACTOR * moved[name]) for name in far}
+    far = {name: distance for name, distance in distances(expected, actual).items() if not distance <= rounded.floor}
+    moved = changes(program, expected, rounded.noise) if far else {}
+    allowed = {name: max(rounded.floor, FACTOR * moved[name]) for name in far}
     return {name: (distance, allowed[name]) for name, distance in far.items() if not distance <= allowed[name]}
 
 
@@ -109,7 +135,7 @@ def faults_of_exact(program: Program, expected: Outcome) -> list[str]:
 def faults_of_rounded(program: Program, expected: Outcome, rounded: Rounded) -> list[str]:
     """What is wrong with it under a plan that rounds."""
     actual = run(program, rounded.plan)
-    far = too_far(program, expected, actual, rounded.noise)
+    far = too_far(program, expected, actual, rounded)
     found = [f"{name} is {distance:.3g} off, {allowed:.3g} is allowed" for name, (distance, allowed) in far.items()]
     losses = zip(expected.losses, actual.losses, strict=True)
     found += ["the loss is not the same bit for bit"] if not all(torch.equal(mine, theirs) for mine, theirs in losses) else []

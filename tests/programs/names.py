@@ -166,7 +166,8 @@ class Doubled(Function):
 def rotary(value: Tensor) -> Tensor:
     """A sequence whose pairs of channels are turned by angles of their positions, in complex numbers."""
     pairs = torch.view_as_complex(value.float().reshape(4, 16, 64, 2))
-    angles = torch.arange(16.0)[:, None] * torch.arange(1.0, 65.0) / 64
+    positions, rates = torch.arange(16.0, device=value.device), torch.arange(1.0, 65.0, device=value.device) / 64
+    angles = positions[:, None] * rates
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).reshape(4, 16, 128).to(value.dtype)
 
 

@@ -31,6 +31,7 @@ TWIN = 40  # added to the number of a line for that of its twin
 class Options:
     """How a program is run."""
 
+    device: str = "cpu"  # where parameters and inputs are
     dtype: str = "float32"  # or "bfloat16", or "autocast": bfloat16 in torch.autocast
     structure: str = PLAIN
     has_pool: bool = False  # threads have made nodes before
@@ -99,7 +100,7 @@ class Program:
         exec(compile(self.source(note="note" if note else ""), f"<program {self.number}>", "exec"), space)
         torch.manual_seed(self.number)
         model: nn.Module = space["Model"]()
-        model = model.to(torch.bfloat16) if self.options.dtype == "bfloat16" else model
+        model = model.to(self.options.device, torch.bfloat16 if self.options.dtype == "bfloat16" else None)
         return model.to(memory_format=torch.channels_last) if self.options.is_channels_last else model  # type: ignore[call-overload]
 
     def without(self, line: Line) -> Program:
@@ -196,6 +197,16 @@ def _class(name: str, owned: dict[str, str], taken: list[str], body: list[str]) 
     return "\n".join([*lines, f"    def forward(self, {', '.join(taken)}):", *(f"        {line}" for line in body), ""])
 
 
+def chain(operations: tuple[str, ...], block: int) -> list[Line]:
+    """Lines of a block, each of which takes the value before it."""
+    names = ["x", *(f"v{10 * block + place}" for place in range(len(operations)))]
+    rows = enumerate(zip(operations, names, names[1:], strict=False))
+    return [
+        Line(name, made, (taken,) * BY_NAME[name].num_inputs, block, 10 * block + place, 5, 0.5)
+        for place, (name, taken, made) in rows
+    ]
+
+
 def draw(number: int, attempt: int = 0) -> Program:
     """The program of a number; `attempt` counts those that PyTorch refused."""
     rng = random.Random(f"{number}, attempt {attempt}")
@@ -214,7 +225,8 @@ def draw(number: int, attempt: int = 0) -> Program:
         lines.append(_line(rng, row, lines, (place, block), is_apart=options.structure == THREADS and block == 1))
         if has_twins and block == 0 and place < num_twins:
             lines.append(_twin(lines[-1], lines))
-    return Program(number, tuple(lines), options)
+    needs = options.needs_input_gradient or any("permute" in line.row.text for line in lines)  # as in `_options`, of channels_last
+    return Program(number, tuple(lines), replace(options, needs_input_gradient=needs))
 
 
 def _line(rng: random.Random, row: Operation, lines: list[Line], at: tuple[int, int], *, is_apart: bool) -> Line:

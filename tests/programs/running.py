@@ -5,6 +5,7 @@ Between steps the parameters shrink by 1 %, whatever their gradients: the steps 
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -45,27 +46,40 @@ class Outcome:
         return all(bool(tensor.isfinite().all()) and float(tensor.abs().max()) < 1e6 for _, tensor in self.tensors())
 
 
-class Values:
-    """Sees every value of a program: remembers the storages, and disturbs values and their gradients where `noise` is not 0.
+@dataclass(frozen=True)
+class Noise:
+    """The size of a disturbance, as a share of a block's largest value; the seed of its random numbers; what is disturbed."""
 
-    The disturbance is that of rounding in blocks of 64: uniform, up to `noise` times the largest of a block. Forward and backward both see
-    that of a value, so the result is the gradient of a program whose values differ by that much; that of its gradient is what sums see
+    size: float = 0.0
+    seed: int = 0
+    is_in_values: bool = False  # every value and its gradient
+    is_in_gradients: bool = False  # every gradient that backward passes from one node to another, and no value
+
+
+NO_NOISE = Noise()
+
+
+class Values:
+    """Sees every value of a program: remembers the storages, and disturbs values and their gradients.
+
+    The disturbance is that of rounding in blocks of 64: uniform, up to `Noise.size` times the largest of a block. Forward and backward both
+    see that of a value, so the result is the gradient of a program whose values differ by that much; that of its gradient is what sums see
     whose parts cancel. The random numbers of a value depend on its place in the program, and not on the order in which threads come to it.
     """
 
-    def __init__(self, noise: float, seed: int) -> None:
-        self.noise, self.seed = noise, seed
+    def __init__(self, noise: Noise) -> None:
+        self.noise = noise
         self.times: Counter[int] = Counter()
         self.storages: list[StorageWeakRef] = []
 
     def __call__(self, value: Tensor, place: int) -> Tensor:
         self.storages.append(StorageWeakRef(value.untyped_storage()))
-        return self.disturbed(value, place) if self.noise else value
+        return self.disturbed(value, place) if self.noise.is_in_values else value
 
     def watch(self, model: nn.Module) -> None:
         """Disturb what modules of torch.nn make too: some operations are several of them."""
         for place, module in enumerate(model.modules()):
-            if self.noise and type(module).__module__.startswith("torch.nn"):
+            if self.noise.is_in_values and type(module).__module__.startswith("torch.nn"):
                 module.register_forward_hook(lambda _, given, output, place=place: self._output(output, INNER + place))
 
     def disturbed(self, value: Tensor, place: int) -> Tensor:
@@ -80,26 +94,42 @@ class Values:
 
     def _noise_of(self, value: Tensor, place: int) -> Tensor:
         self.times[place] += 1
-        generator = torch.Generator().manual_seed((self.seed << 40) + (place << 20) + self.times[place])
-        blocks = value.detach().reshape(-1, BLOCK)
-        uniform = 2 * torch.rand(blocks.shape, generator=generator) - 1
-        return (blocks.abs().amax(-1, keepdim=True) * uniform * self.noise).reshape(value.shape).to(value.dtype)
+        numbers = random.Random(f"{self.noise.seed}, {place}, {self.times[place]}")  # torch's generators use 32 bits of a seed
+        generator = torch.Generator().manual_seed(numbers.getrandbits(32))
+        blocks = value.detach().reshape(-1, BLOCK if value.numel() % BLOCK == 0 else 1)
+        uniform = 2 * torch.rand(blocks.shape, generator=generator).to(value.device) - 1
+        return (blocks.abs().amax(-1, keepdim=True) * uniform * self.noise.size).reshape(value.shape).to(value.dtype)
+
+    def disturb_gradients(self, loss: Tensor) -> None:
+        """Give noise to every gradient that backward of `loss` passes from one node to another."""
+        nodes: dict[Any, int] = {}
+        waiting = [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in nodes:
+                nodes[node] = GRADIENT + len(nodes)
+                waiting.extend(following for following, _ in node.next_functions)
+        for node, place in nodes.items():
+            node.register_hook(lambda passed, _, place=place: tuple(self._noisy(gradient, place) for gradient in passed))
+
+    def _noisy(self, gradient: Tensor | None, place: int) -> Tensor | None:
+        return gradient if gradient is None or not gradient.is_floating_point() else gradient + self._noise_of(gradient, place)
 
     def num_alive(self) -> int:
         """How many of the values are still there."""
         return sum(not storage.expired() for storage in self.storages)
 
 
-def run(program: Program, plan: Plan | None = None, *, noise: float = 0.0, seed: int = 0) -> Outcome:
+def run(program: Program, plan: Plan | None = None, *, noise: Noise = NO_NOISE) -> Outcome:
     """Three steps of a program; with a plan, under a session.
 
     They run in a thread of their own: autograd adds gradients up in the order of its nodes' numbers, which then begin at 0 every time.
     """
-    return in_threads(lambda: _run(program, plan, noise, seed))[0]
+    return in_threads(lambda: _run(program, plan, noise))[0]
 
 
-def _run(program: Program, plan: Plan | None, noise: float, seed: int) -> Outcome:
-    values = Values(noise, seed)
+def _run(program: Program, plan: Plan | None, noise: Noise) -> Outcome:
+    values = Values(noise)
     model = program.build(values)
     values.watch(model)
     before = _state_of_modules(model)
@@ -107,6 +137,7 @@ def _run(program: Program, plan: Plan | None, noise: float, seed: int) -> Outcom
     outcome = Outcome()
     _train(program, model, values, outcome)
     model.zero_grad(set_to_none=True)
+    _end_backward(program.options.device)
     if session is not None:
         bytes_left = session.stored_bytes
         session.close()
@@ -142,12 +173,12 @@ def _forward_and_backward(
 ) -> Tensor:
     options = program.options
     dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
-    total = torch.zeros(())
+    total = torch.zeros((), device=options.device)
     for _ in range(options.num_forwards):
-        x, weight = (torch.randn(64, 128, generator=generator) for _ in range(2))
-        x = (values.disturbed(x, INPUT) if values.noise else x).to(dtype)
+        x, weight = (torch.randn(64, 128, generator=generator).to(options.device) for _ in range(2))
+        x = (values.disturbed(x, INPUT) if values.noise.is_in_values else x).to(dtype)
         inputs.append(x.requires_grad_(options.needs_input_gradient))
-        with torch.autocast("cpu", torch.bfloat16) if options.dtype == "autocast" else nullcontext():
+        with torch.autocast(x.device.type, torch.bfloat16) if options.dtype == "autocast" else nullcontext():
             if options.evaluates:
                 with torch.no_grad():
                     model(x)
@@ -155,10 +186,20 @@ def _forward_and_backward(
         held.extend([output] if options.holds_outputs else [])
         result = output["result"] if isinstance(output, dict) else output
         total = total + (result.float() * weight).mean() * 64
+    if values.noise.is_in_gradients:
+        values.disturb_gradients(total)
     if options.retains_graph:
         total.backward(retain_graph=True)
     total.backward()
     return total.detach()
+
+
+def _end_backward(device: str) -> None:
+    """Wait until nothing of the last backward is alive in the thread in which autograd runs the nodes of a device.
+
+    That thread drops its last node after backward() has returned, and before it takes up another one.
+    """
+    torch.zeros((), device=device, requires_grad=True).mul(1).backward()
 
 
 def _state_of_modules(model: nn.Module) -> set[str]:

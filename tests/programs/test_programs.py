@@ -1,6 +1,7 @@
 """Random programs: gradients under sessions against those of the unmodified program.
 
     OMP_NUM_THREADS=1 python -m tests.programs 228 --plan int8            one program again; --shrink makes it small first
+    python -m tests.programs 3000 --count 400 --workers 8 --device cuda     400 others, on a GPU
 
 Programs and runs are fixed by their numbers, so verdicts repeat; `judging.py` says what is allowed, and why.
 """
@@ -9,10 +10,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.programs.judging import E4M3, INT8, UINT4, Rounded, differences, drawn, faults_of_exact, faults_of_rounded
-from tests.programs.operations import BY_NAME
-from tests.programs.programs import PLAIN, THREADS, Line, Options, Program
+from tests.programs.judging import E4M3, INT8, UINT4, faults_of_exact, faults_of_rounded
+from tests.programs.programs import PLAIN, THREADS, Options, Program, chain
 from tests.programs.running import run
+from tests.programs.survey import UNREPEATABLE, Verdict, judge
 from tests.support.scale import scaled
 
 # Programs whose gradients were wrong: operations of the first block, of the second one, and their structure.
@@ -22,6 +23,8 @@ FOUND = {
     "halves of one storage": (("linear", "views of halves"), (), PLAIN),
     "threads of which one ends before a layer": (("linear", "gelu", "linear"), ("linear", "gelu"), THREADS),
     "threads of which one ends after a norm": (("linear", "layer norm", "linear"), ("linear", "layer norm"), THREADS),
+    "equal rows before a norm, whose gradients cancel": (("sub", "linear", "unfold", "batch norm 1d", "layer norm"), (), PLAIN),
+    "attention whose rows attend to one key": (("mul of itself", "group norm", "causal attention"), (), PLAIN),
     "attention with large logits": (("linear", "custom square", "softmax over rows", "causal attention"), (), PLAIN),
 }
 NUM_PROGRAMS = scaled(200)
@@ -30,25 +33,19 @@ CHUNK = 25
 SPARSE = ((E4M3, 5), (UINT4, 5))
 
 
-def judged(number: int) -> list[str]:
-    """What is wrong with a program under every plan; nothing if its own runs differ, which is told."""
-    program, expected = drawn(number)
-    if differences(expected, run(program)):
-        return ["not repeatable"]
-    plans: list[Rounded] = [INT8, *(rounded for rounded, every in SPARSE if number % every == 0)]
-    faults = [f"fp32: {fault}" for fault in faults_of_exact(program, expected)]
-    faults += [f"{rounded.name}: {fault}" for rounded in plans for fault in faults_of_rounded(program, expected, rounded)]
-    again = f"python -m tests.programs {number}"
-    return [*faults, f"{program}\nrun it alone: {again}"] if faults else []
+def judged(number: int) -> Verdict:
+    """What is wrong with a program under every plan."""
+    plans = ["fp32", "int8", *(rounded.name for rounded, every in SPARSE if number % every == 0)]
+    return judge(number, plans)
 
 
 @pytest.mark.parametrize("first", range(0, NUM_PROGRAMS, CHUNK))
 def test_gradients_of_random_programs(first: int) -> None:
-    found = {number: judged(number) for number in range(first, min(first + CHUNK, NUM_PROGRAMS))}
-    unrepeatable = [number for number, faults in found.items() if faults == ["not repeatable"]]
+    found = [verdict for number in range(first, min(first + CHUNK, NUM_PROGRAMS)) if (verdict := judged(number)).faults]
+    unrepeatable = [verdict.number for verdict in found if UNREPEATABLE in verdict.faults]
     assert len(unrepeatable) <= 1, f"programs {unrepeatable} differ from themselves when they run unmodified twice"
-    faults = [f"program {number}: {fault}" for number, faults in found.items() if faults != ["not repeatable"] for fault in faults]
-    assert not faults, "\n".join(faults)
+    faults = [str(verdict) for verdict in found if UNREPEATABLE not in verdict.faults]
+    assert not faults, "\n".join([*faults, "python -m tests.programs NUMBER runs one alone"])
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -60,13 +57,3 @@ def test_gradients_that_were_wrong(name: str) -> None:
     faults = faults_of_exact(program, expected)
     faults += [fault for rounded in (INT8, UINT4) for fault in faults_of_rounded(program, expected, rounded)]
     assert not faults, "\n".join([*faults, str(program)])
-
-
-def chain(operations: tuple[str, ...], block: int) -> list[Line]:
-    """Lines of a block, each of which takes the value before it."""
-    names = ["x", *(f"v{10 * block + place}" for place in range(len(operations)))]
-    rows = enumerate(zip(operations, names, names[1:], strict=False))
-    return [
-        Line(name, made, (taken,) * BY_NAME[name].num_inputs, block, 10 * block + place, 5, 0.5)
-        for place, (name, taken, made) in rows
-    ]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import paredown as pare
 from paredown.errors import ApplyError, BudgetError, PlanError
@@ -171,6 +172,7 @@ def test_long_attention_with_large_logits_stays_finite(monkeypatch: pytest.Monke
     """
     bounded = Run(pare.Plan.uniform(activation=INT8), None, Attention(), TEXT)
     monkeypatch.setattr(value_bounds, "MAX_LOGIT_ERROR", inf)
+    monkeypatch.setattr(value_bounds, "MAX_SHARED_ERROR", inf)
     plan, trace = pare.Plan.uniform(activation=INT8), traced(Attention(), TEXT)
     runs: dict[str, Run] = {}
     for name, guard in (("exact", None), ("lost", None), ("guarded", pare.Guard(trace, "100%", limits=pare.Limits(every=4)))):
@@ -414,7 +416,8 @@ def test_explains_slot_by_slot() -> None:
 def test_lets_go_of_everything() -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks  # type: ignore[attr-defined]
 
-    gc.collect()  # sessions of other tests
+    gc.collect()  # sessions of other tests, whose hooks go with the next registration
+    Run(pare.Plan.uniform(activation=INT8), pare.Guard(traced(Loud()))).session.close()
     before = len(hooks)
     run = Run(pare.Plan.uniform(activation=INT8), pare.Guard(traced(Loud()))).steps(2)
     assert len(hooks) == before + 1
@@ -425,7 +428,29 @@ def test_lets_go_of_everything() -> None:
     del run
     gc.collect()
     assert gone() is None
-    assert len(hooks) == before
+    Run(pare.Plan.uniform(activation=INT8), pare.Guard(traced(Loud()))).session.close()
+    assert len(hooks) == before, "the hook of a session that is gone is removed before the next one is registered"
+
+
+def test_a_session_may_be_freed_in_the_middle_of_a_step() -> None:
+    """torch iterates over its hooks: removing one meanwhile ends the step with 'OrderedDict mutated during iteration'."""
+    freed: list[Any] = []
+
+    def free(*_: Any) -> None:
+        freed.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(free)
+    run = Run(pare.Plan.uniform(activation=INT8), pare.Guard(traced(Loud())))
+    gone = weakref.ref(run.model)
+    freed.append(run)
+    del run
+    other = torch.nn.Parameter(torch.zeros(3))
+    other.grad = torch.ones(3)
+    torch.optim.SGD([other], 1.0).step()
+    handle.remove()
+    assert gone() is None
+    assert other.tolist() == [-1, -1, -1]
 
 
 def test_other_models_and_their_optimizers_are_none_of_its_business() -> None:

@@ -140,9 +140,9 @@ def test_patterns_choose() -> None:
     session = apply(Plan.uniform(activation=INT8).set("3:*", INT4).set("5:input", None), net)
     kept = net(rows())
     formats = {name: str(decision.format) for name, decision in session._activations.decisions.items()}
-    assert formats == {"1:input": "uint8/64@bf16+bf16", "3:input": INT4, "4:output": INT8, "5:input": "None"}
-    # 1:input has minimums, and 3:input is recomputed from it; 5:input is 4:result, which came first
-    assert session.stored_bytes == 8704 + 8448 + 1024
+    assert formats == {"1:input": "uint8/64@bf16+bf16", "3:input": INT4, "4:output": "uint8/64@bf16+bf16", "5:input": "None"}
+    # 1:input and 4:output have minimums, and 3:input is recomputed from it; 5:input is 4:result, which came first
+    assert session.stored_bytes == 8704 + 8704 + 1024
     assert kept.grad_fn is not None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paredown import Plan, Role, apply
 from paredown.errors import ApplyError
@@ -54,6 +55,26 @@ def test_nothing_keeps_a_model_that_nobody_has() -> None:
     del net
     gc.collect()
     assert there() is None
+
+
+def test_a_session_may_be_freed_in_the_middle_of_a_step() -> None:
+    """torch iterates over its hooks: removing one meanwhile ends the step with 'OrderedDict mutated during iteration'."""
+    nets = [Forked()]
+    apply(paper_plan(), nets[0], mode="simulate")
+    there = weakref.ref(nets[0])
+
+    def free(*_: object) -> None:
+        nets.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_post_hook(free), register_optimizer_step_post_hook(lambda *_: None)]
+    other = torch.nn.Parameter(torch.zeros(3))
+    other.grad = torch.ones(3)
+    torch.optim.SGD([other], 1.0).step()
+    for handle in handles:
+        handle.remove()
+    assert there() is None
+    assert other.tolist() == [-1, -1, -1]
 
 
 def test_inference_mode_rounds_as_no_grad_does() -> None:

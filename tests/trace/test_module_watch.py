@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paredown.models import MODELS, random_batch
-from paredown.trace.autograd_graph import Saved
+from paredown.trace.autograd_graph import Pass, Saved, kind_of
 from paredown.trace.module_watch import Watch
 from paredown.trace.operations import ROWS, Use, row_of
 
@@ -155,3 +155,14 @@ def test_rows_are_of_nodes_that_exist() -> None:
     assert not missing
     assert row_of("ConvolutionBackward0") is ROWS["Convolution"]
     assert row_of("NoSuchBackward7").op == "NoSuchBackward7"
+
+
+def test_a_storage_that_was_a_weights_is_an_activation() -> None:
+    """A packed weight gives its decoded storage back when its module ends, and the allocator may give the address to a dropout mask."""
+    layer = nn.BatchNorm1d(8)
+    forward = Pass(frozenset(), [layer], [])
+    weight, buffer = layer.weight.data, layer.running_mean
+    assert isinstance(buffer, Tensor)
+    assert (kind_of(weight, "other", forward), kind_of(buffer, "other", forward)) == ("weight", "buffer")
+    layer.weight.data = torch.ones(8)
+    assert (kind_of(weight, "other", forward), kind_of(buffer, "other", forward)) == ("activation", "buffer")

@@ -5,15 +5,15 @@ and `assign`), execution (session/activations.py) and probes (session/probe_pass
 several operations saved one tensor, so that predicted and stored bytes agree. They also share what determines storage otherwise: the use
 of each operand (trace/operations.py), MIN_PACKED_NUMEL and `is_packed_whole` (trace/autograd_graph.py), and `rematerialization_of`
 (trace/saved_tensors.py). The widths of packed indices are `index_bytes` (trace/trace.py) in predictions, and the equal table WIDTHS in
-session/activations.py. One decision depends on values and is made by the session alone: it stores a query, key or value of attention
-unmodified where the logits are too large for the format.
+session/activations.py. Some decisions depend on values and are made by the session alone (session/value_bounds.py): operands of
+attention, inputs of norms and of sin and cos are stored unmodified where values are too large for the format.
 
 Three limits apply beyond what the plan requests:
 
     pin             backward needs more significant bits than the format has (`Pin`)
-    is_centered     backward subtracts a mean from the values, as norms do. A format whose step grows with |x| loses the differences once
-                    the mean is a few standard deviations: symmetric integers and narrow floats become unsigned integers of the same
-                    width with a minimum for each block
+    is_centered     backward subtracts a mean from the values, as norms do, or the values from 1, as tanh does. A format whose step grows
+                    with |x| loses the differences once the mean is a few standard deviations: symmetric integers and narrow floats
+                    become unsigned integers of the same width with a minimum for each block
     size            the packed tensor must be smaller than the unmodified one
 
 >>> a = Assignment.parse("int4/64@bf16")
@@ -59,7 +59,7 @@ OVERFLOW_IN_WORDS = {
 Choice = TypeVar("Choice", bound=Enum)
 PINNED = Format.parse("int8/64@bf16")  # for pins of up to 7 significant bits, the most of any 8-bit format
 PINNED_WIDE = Format.parse("bf16")  # for pins of more
-CENTERED = "backward subtracts a mean from it: a minimum for each block keeps small differences beside a large mean"
+CENTERED = "backward subtracts a mean or 1 from it: a minimum for each block keeps small differences beside a large mean"
 PRECISE_BITS = 8  # significant bits of bf16, in which the baseline may compute
 # Smallest block of formats with a minimum. Blocks of 128 would have the bytes of int4/64@bf16, but two rows of 64 values would share a
 # minimum: the gradient error of a small ViT was 105 % at 4 bits instead of 16 %.

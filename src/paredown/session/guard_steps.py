@@ -49,6 +49,7 @@ from paredown.session.changes import THE_PROBE, THE_STEP, UNMODIFIED, Action
 from paredown.session.guard import UNSEEN, Guard, GuardState, OptimizerSteps, Signals, SlotSignal, check_model, total_norm
 from paredown.session.probe import probe
 from paredown.sizes import say_bytes
+from paredown.trace.step_hooks import register_weakly
 from paredown.trace.trace import Trace
 
 GRADIENTS, SAVED = 2.5, 3.0  # see above
@@ -80,8 +81,7 @@ class GuardRunner:
         self._activations = activations
         self._signals = Signals(activations, list(self.slots), guard.limits.every)
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._handle = register_optimizer_step_pre_hook(_weakly(self))
-        weakref.finalize(self, self._handle.remove)
+        self._handle = register_weakly(register_optimizer_step_pre_hook, self, GuardRunner.before_step)
 
     @property
     def terms(self) -> RepairTerms:
@@ -268,18 +268,6 @@ class GuardRunner:
         self._signals.looks_at_all = looks_at_all
         self.plan = plan
         self._change(plan)
-
-
-def _weakly(guarded: GuardRunner) -> Callable[..., None]:
-    """A hook for all optimizers that does not keep the guard alive."""
-    ref = weakref.ref(guarded)
-
-    def before_step(optimizer: Any, args: Any, keywords: Any) -> None:
-        runner = ref()
-        if runner is not None:
-            runner.before_step(optimizer)
-
-    return before_step
 
 
 def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Decisions that depend on the values of saved tensors: when the operands of attention and the inputs of norms stay unmodified.
+"""Decisions that depend on the values of saved tensors: when operands of attention and inputs of norms, sin and cos stay unmodified.
 
 Attention. Backward computes P = exp(scale q.k - logsumexp) with the decoded q and k and the exact logsumexp of the forward pass. The
 logits are off by about
@@ -10,9 +10,18 @@ gradients with them, without bound as logits grow. Where logits are large, proba
 small difference of v times the gradient and its sum over the output: rounding hides it. Above MAX_LOGIT_ERROR the operands and the output
 stay unmodified.
 
+Where a row attends to one key, its output is the value of that key. Backward subtracts the exact output from the decoded value, and what
+is left is small: the gradients of queries and keys are off by about error / (1 - share), with share = the variance of the output over that
+of the values (over tokens: 1 where every row attends to one key, 0 where it attends to many alike). Above MAX_SHARED_ERROR all operands
+stay unmodified too. Up to a share of 1/2 this allows what MAX_LOGIT_ERROR does.
+
 Norms. Backward multiplies x - mean by rstd, the inverse standard deviation of a channel, row or group. If a block of the format holds
 values of several of them, its step follows the widest, and the differences of their means: a channel whose standard deviation is below
 1 / MAX_SPREAD of that would be noise. So would one whose variance is below eps, as that of a constant channel.
+
+Sin and cos. Backward takes the cosine or sine of the decoded input, which is off by as many radians as the input is: about 0.29 steps of
+the format, 0.23 % of the largest value of a block for int8. Above MAX_PHASE_ERROR the input stays unmodified. Other
+functions of the table are nearly linear where their input is large, and their derivatives are off by less.
 
 On a CPU values are read in every forward pass. On a GPU a read synchronizes with the device, so each slot is read once, when it is
 first saved; every READ_INTERVAL-th forward pass then copies the values to the host asynchronously, for the decisions of later passes.
@@ -24,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf, sqrt
 from typing import Any
 
@@ -37,17 +47,21 @@ from paredown.trace.operations import CANCELLED, CANCELS, EXPONENT
 
 ATTENTION_PINS = (EXPONENT, CANCELS, CANCELLED)
 MAX_LOGIT_ERROR = 0.05  # standard deviation of a logit's error: probabilities wrong by 5 %
+MAX_SHARED_ERROR = 0.1  # random programs at 0.12 to 0.39 had gradients of norms before attention 11 to 27 % off
 ROUNDING_ERROR = 0.75  # relative error of rounding, in units of 2^-bits: 0.6 % for int8, measured on normal values in blocks of 64
 MAX_SPREAD = 64.0  # of a block, in the smallest standard deviation; a constant channel beside others of 1 has 316 (eps 1e-5)
+MAX_PHASE_ERROR = 0.05  # radians: the derivative wrong by 5 %; int8 reaches it where rows have a largest value of 22
+PHASE_STEPS = 12**-0.5  # standard deviation of a rounding error, in steps
+PERIODIC = ("sin", "cos")
 SIGMAS = 6.0  # the range of normal values, in standard deviations
 READ_INTERVAL = 8
 
 
 @dataclass(eq=False, slots=True)
 class Reading:
-    """A number read from tensors, the forward pass it is used in, and a later number that is being copied to the host."""
+    """Numbers read from tensors, the forward pass they are used in, and later numbers that are being copied to the host."""
 
-    value: float
+    values: list[float]
     forwards: int
     pending: Tensor | None = None
     copied: Any = None  # the CUDA event recorded after the copy of `pending`
@@ -63,37 +77,66 @@ class ValueBounds:
         """Why a saved tensor stays unmodified in this forward pass although `format` was chosen; "" if it may be packed."""
         if saved.pin in ATTENTION_PINS:
             return self._logits(saved, format, forwards)
+        if saved.op in PERIODIC:
+            return self._phase(saved, format, forwards)
         return self._statistics(saved, forwards) if saved.is_centered else ""
 
     def _logits(self, saved: Saved, format: Format, forwards: int) -> str:
         assert saved.tensor is not None
         node = saved.node
-        bound = self._read(saved.name.rpartition(".")[0], lambda: largest_logit(node), saved.tensor.is_cuda, forwards)
+        name = saved.name.rpartition(".")[0]
+        bound, share = self._read(name, lambda: logits_and_share(node), saved.tensor.is_cuda, forwards)
         bits = min(significant_bits(format), significant_bits(PINNED))
         error = sqrt(2 / saved.tensor.shape[-1]) * ROUNDING_ERROR * 2.0**-bits * bound
-        if error <= MAX_LOGIT_ERROR:
+        is_large = not error <= MAX_LOGIT_ERROR
+        if not is_large and error / MAX_SHARED_ERROR <= 1 - share:
             return ""
-        return (
-            f"its logits are up to {bound:.3g}: quantized they would be off by about {error:.2g}, and probabilities by exp of that"
-        )
+        what = f"its logits are up to {bound:.3g}: quantized they would be off by about {error:.2g}"
+        rows = f", and rows attend to few keys (outputs have {share:.0%} of the variance of values), so that backward cancels"
+        return what + (", and probabilities by exp of that" if is_large else rows)
+
+    def _phase(self, saved: Saved, format: Format, forwards: int) -> str:
+        tensor = saved.tensor
+        assert tensor is not None
+        (largest,) = self._read(saved.name, lambda: largest_of_rows(tensor), tensor.is_cuda, forwards)
+        error = PHASE_STEPS * 2.0 ** -significant_bits(format) * largest
+        if error <= MAX_PHASE_ERROR:
+            return ""
+        return f"its rows have values up to {largest:.3g}: quantized the argument of {saved.op} would be off by about {error:.2g} radians"
 
     def _statistics(self, saved: Saved, forwards: int) -> str:
         node, rstd = saved.node, getattr(saved.node, "_saved_result2", None)
         if rstd is None or saved.tensor is None or not _blocks_mix_groups(saved.tensor, rstd, saved.op):
             return ""
         eps = getattr(node, "_saved_eps", None) or getattr(node, "_saved_epsilon", 0.0)  # cuDNN's name; layer norms have none
-        spread = self._read(saved.name, lambda: spread_of_statistics(node._saved_result1, rstd, eps), rstd.is_cuda, forwards)
+        measure = partial(spread_of_statistics, node._saved_result1, rstd, eps)
+        (spread,) = self._read(saved.name, measure, rstd.is_cuda, forwards)
         if spread <= MAX_SPREAD:
             return ""
         return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
 
-    def _read(self, name: str, measure: Callable[[], Tensor], is_cuda: bool, forwards: int) -> float:
+    def _read(self, name: str, measure: Callable[[], Tensor], is_cuda: bool, forwards: int) -> list[float]:
         reading = self._readings.get(name)
         if reading is None or (not is_cuda and reading.forwards != forwards):
-            reading = self._readings[name] = Reading(measure().item(), forwards)
+            reading = self._readings[name] = Reading(measure().reshape(-1).tolist(), forwards)
         elif is_cuda and reading.forwards != forwards:
             _update(reading, measure, forwards)
-        return reading.value
+        return reading.values
+
+
+def logits_and_share(node: Any) -> Tensor:
+    """[`largest_logit`, the variance of the output over that of the values], both over tokens; 2 numbers on the device."""
+    output, value = (t.var(dim=-2, correction=0).float().mean() for t in (node._saved_output, node._saved_value))
+    return torch.stack([largest_logit(node), (output / value).nan_to_num(nan=1.0).clamp(0.0, 1.0)])
+
+
+def largest_of_rows(tensor: Tensor) -> Tensor:
+    """The root mean square of the largest magnitudes of rows (the last dimension); infinity where it is not a number.
+
+    >>> float(largest_of_rows(torch.tensor([[3.0, -4.0], [0.0, 4.0]])))
+    4.0
+    """
+    return tensor.detach().abs().amax(dim=-1).float().square().mean().sqrt().nan_to_num(nan=inf)
 
 
 def largest_logit(node: Any) -> Tensor:
@@ -126,7 +169,8 @@ def _update(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> N
     """Use the number whose copy to the host is complete; start the next copy in every READ_INTERVAL-th forward pass."""
     reading.forwards = forwards
     if reading.pending is not None and reading.copied.query():
-        reading.value, reading.pending = float(reading.pending), None
+        reading.values, reading.pending = reading.pending.tolist(), None
     if reading.pending is None and forwards % READ_INTERVAL == 0 and not torch.cuda.is_current_stream_capturing():
-        reading.pending = torch.empty((), pin_memory=True).copy_(measure(), non_blocking=True)
+        numbers = measure().reshape(-1)
+        reading.pending = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
         reading.copied = torch.cuda.current_stream().record_event()

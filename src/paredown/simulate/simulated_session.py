@@ -40,6 +40,7 @@ from paredown.simulate.rounded_values import MODES, RoundedValues, Simulate
 from paredown.trace.autograd_graph import tensors_in
 from paredown.trace.module_watch import Hook
 from paredown.trace.optimizer_state import role_of_state
+from paredown.trace.step_hooks import register_weakly
 
 __all__ = ["MODES", "Simulate", "SimulatedSession"]
 
@@ -273,12 +274,15 @@ class Updates:
     def __init__(self, slots: RoundedSlots, names: dict[int, str], *, gradients_at_step: bool) -> None:
         self._slots, self._names, self._gradients_at_step = slots, names, gradients_at_step
         self.num_steps = 0
-        ref: weakref.ref[Updates] = weakref.ref(self)
         self._handles = [
-            register_optimizer_step_pre_hook(_weak(ref, Updates._before)),
-            register_optimizer_step_post_hook(_weak(ref, Updates._after)),
+            register_weakly(register_optimizer_step_pre_hook, self, Updates._before),
+            register_weakly(register_optimizer_step_post_hook, self, Updates._after),
         ]
-        self.close = weakref.finalize(self, _remove, self._handles)  # also when the session is garbage collected
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer) -> None:
@@ -307,17 +311,3 @@ class Updates:
     def _round(self, tensors: list[tuple[Tensor, str, Role]]) -> None:
         pairs = [(tensor, self._slots.of((name,), role)) for tensor, name, role in tensors]
         self._slots.round_all([(tensor, tensor, slot) for tensor, slot in pairs if slot is not None])
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _weak(ref: weakref.ref[Updates], method: Callable[[Updates, Any], None]) -> Callable[..., None]:
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        updates = ref()
-        if updates is not None:
-            method(updates, optimizer)
-
-    return hook

@@ -89,13 +89,18 @@ class Pass:
     of_threads: set[Any] = field(default_factory=set)
     is_branch: bool = False  # whether this is the branch of another thread
     stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
-    _constants: dict[int, str] | None = None
+    _constants: dict[int, tuple[str, Tensor]] | None = None
 
-    def constants(self) -> dict[int, str]:
-        """Storage -> "weight" or "buffer", computed on first use."""
+    def kind_of_constant(self, storage: int) -> str | None:
+        """ "weight" or "buffer" if a parameter or buffer has this storage at the moment; None if none has.
+
+        A packed weight has its decoded storage only while its module runs. Then the storage is freed, and an activation may get its
+        address.
+        """
         if self._constants is None:
             self._constants = constants_of(self.modules)
-        return self._constants
+        kind, tensor = self._constants.get(storage, (None, None))
+        return kind if tensor is not None and tensor.untyped_storage()._cdata == storage else None
 
 
 def next_number() -> int:
@@ -103,14 +108,14 @@ def next_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def constants_of(modules: Iterable[nn.Module]) -> dict[int, str]:
-    """Storage -> "weight" or "buffer" for the parameters and buffers of `modules`."""
-    kinds: dict[int, str] = {}
+def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
+    """Storage -> ("weight", the parameter) or ("buffer", the buffer) for the parameters and buffers of `modules`."""
+    kinds: dict[int, tuple[str, Tensor]] = {}
     for module in modules:
         for tensors, kind in ((module._buffers, "buffer"), (module._parameters, "weight")):
             for tensor in tensors.values():
                 if tensor is not None and has_storage(tensor):
-                    kinds[tensor.untyped_storage()._cdata] = kind
+                    kinds[tensor.untyped_storage()._cdata] = kind, tensor
     return kinds
 
 
@@ -271,7 +276,7 @@ def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
     storage = tensor.untyped_storage()._cdata
     if storage in forward.inputs:
         return "input"
-    return "activation" if node is not None else forward.constants().get(storage, "activation")
+    return (node is None and forward.kind_of_constant(storage)) or "activation"
 
 
 def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:

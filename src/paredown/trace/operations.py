@@ -49,7 +49,8 @@ class Pin:
 class Needs:
     """What backward needs of a saved tensor, and the limits on its format.
 
-    `is_centered`: backward subtracts a mean from it, so its format must resolve small differences beside a large mean.
+    `is_centered`: backward subtracts a mean from it (norms) or it from 1 (tanh, sigmoid), so its format must resolve small differences
+    beside a large mean.
     """
 
     use: Use = Use.VALUE
@@ -80,7 +81,7 @@ class Operand:
     pin: Pin | None = None
     bound: Bound | None = None  # of INDEX: a function of the node that returns a bound which all values are below
     reason: str = ""  # of EXACT: why it is not quantized
-    is_centered: bool = False  # backward subtracts a mean from the tensor
+    is_centered: bool = False  # as in `Needs`
     exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
@@ -255,7 +256,12 @@ ROWS: dict[str, OperationRow] = {
     },
     **{
         name: OperationRow(name.lower(), {"self": Operand("input", pin=NONLINEAR), "result": Operand("output", pin=NONLINEAR)})
-        for name in ("Tanh", "Sigmoid", "Exp", "Elu", "Mish", "Hardswish", "Glu", "Erf", "Sin", "Cos")
+        for name in ("Exp", "Elu", "Mish", "Hardswish", "Glu", "Erf", "Sin", "Cos")
+    },
+    # Backward multiplies with 1 - y^2 or y (1 - y), which is small where y is near 1, beside other factors of y.
+    **{
+        name: OperationRow(name.lower(), {"result": Operand("output", pin=NONLINEAR, is_centered=True)})
+        for name in ("Tanh", "Sigmoid")
     },
     "Var": OperationRow("var", {"self": Operand("input", pin=NONLINEAR, is_centered=True)}),
     "Addcmul": OperationRow("addcmul", {"tensor1": Operand("input", pin=NONLINEAR), "tensor2": Operand("other", pin=NONLINEAR)}),
