@@ -1,8 +1,9 @@
 """The checked JSON reader: files, versions, field names and field values, with one set of limits and one wording for all errors.
 
 A JSON file can hold anything: numbers of thousands of digits, NaN, lists nested a thousand deep; its path can name a directory.
-`read_json` returns the value of a file or raises the given ParedownError; `object_parts` checks version and field names; `check_fields`
-checks values against a table of `Check`s. `brief` quotes any value in a message, also values that `repr` fails on.
+`read_json` returns the value of a file or raises the given ParedownError, and `load_json` the object that a `from_json` makes of it;
+`save_json` writes one. `object_parts` checks version and field names; `check_fields` checks values against a table of `Check`s. `brief`
+quotes any value in a message, also values that `repr` fails on.
 
 >>> brief([1, 2]), brief(10**6000), brief([10**6000])
 ('[1, 2]', 'a whole number of about 6001 digits', 'a list of 1')
@@ -13,7 +14,7 @@ Traceback (most recent call last):
 paredown.errors.PlanError: seed of a trial is a whole number of at most 64 bits, not a whole number of about 401 digits.
 
 `dump_dataclass` and `read_dataclass` convert dataclasses to JSON and back by the types of their fields: str, int from 0 to 2^53 (the
-integers that JavaScript represents exactly), finite float, bool, `X | None`, tuples and NamedTuples as lists, mappings and dataclasses
+integers that JavaScript represents exactly), finite float, bool, Any, `X | None`, tuples and NamedTuples as lists, mappings and dataclasses
 as objects. A field with a default can be missing; an unknown field is an error. Errors name the path of the value:
 
 >>> read_dataclass(tuple[int, ...], [1, -2], "sizes")
@@ -32,7 +33,7 @@ from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from paredown.errors import ParedownError, ReportError
 
@@ -44,6 +45,7 @@ SHOWN_BITS = 133  # of an integer that is quoted in full: 40 digits
 
 Raises = Callable[[str], ParedownError]
 PathText = str | PathLike[str]
+Loaded = TypeVar("Loaded")
 
 
 class Check(NamedTuple):
@@ -94,7 +96,7 @@ def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Rai
 
 
 def object_parts(
-    value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises
+    value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises, *, oldest: int = 1
 ) -> dict[str, Any]:
     """The fields of a JSON object without its version; raises `error` if it is no object, too new, or has missing or unknown fields.
 
@@ -103,8 +105,11 @@ def object_parts(
     {'a': 2}
     """
     version = value.get("version", newest) if isinstance(value, Mapping) else newest
-    if type(version) is not int or not 1 <= version <= newest:
-        raise error(f"the {what} is of version {brief(version)}; this paredown reads 1 to {newest}. Update paredown to read it.")
+    if type(version) is not int or not oldest <= version <= newest:
+        advice = (
+            "Write it again with this paredown." if type(version) is int and version < oldest else "Update paredown to read it."
+        )
+        raise error(f"the {what} is of version {brief(version)}; this paredown reads {oldest} to {newest}. {advice}")
     if not isinstance(value, Mapping) or not value.keys() >= set(needed):
         raise error(f"the JSON of a {what} is an object with {', '.join(sorted(needed))}; this is {brief(value)}.")
     unknown = [name for name in value if name != "version" and name not in names]
@@ -119,10 +124,39 @@ def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name:
     `hint` is appended to the message about a file that is not JSON. `name` replaces the path in messages.
     """
     data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
+    return parse_json(data, what, error, hint=hint, name=name or str(path))
+
+
+def parse_json(text: str | bytes, what: str, error: Raises, *, hint: str = "", name: str = "this text") -> Any:
+    """The value of a JSON text; raises `error` with `name` and `hint` if the text is not JSON."""
     try:
-        return json.loads(data)
+        return json.loads(text)
     except (ValueError, RecursionError) as reason:
-        raise error(f"{name or path} is no {what}: it is not JSON ({str(reason)[:SHOWN]}). {hint}".rstrip()) from None
+        raise error(f"{name} is no {what}: it is not JSON ({str(reason)[:SHOWN]}). {hint}".rstrip()) from None
+
+
+def load_json(
+    path: PathText,
+    what: str,
+    error: Raises,
+    from_json: Callable[[Any], Loaded],
+    *,
+    hint: str = "",
+    name: str = "",
+    most_bytes: int = MOST_BYTES,
+) -> Loaded:
+    """`from_json` of the object in a JSON file; every error begins with the path, or with `name`."""
+    value = read_json(path, what, error, hint=hint, name=name, most_bytes=most_bytes)
+    try:
+        return from_json(value)
+    except ParedownError as reason:
+        advice = "" if isinstance(value, dict) else hint
+        raise error(f"{name or path}: {reason} {advice}".rstrip()) from None
+
+
+def save_json(path: PathText, value: Any, *, indent: int | None = None) -> None:
+    """Write a JSON value and a line feed to a file; ValueError for NaN and infinity, which JSON does not have."""
+    Path(path).write_text(json.dumps(value, allow_nan=False, indent=indent) + "\n", encoding="utf-8", newline="\n")
 
 
 def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most_bytes: int = MOST_BYTES) -> bytes:
@@ -169,37 +203,48 @@ PLAIN: Mapping[Any, Check] = {
     int: Check(_is_whole, "a whole number from 0 to 2^53"),
     float: SUMMED,
     bool: Check(lambda value: type(value) is bool, "true or false"),
+    Any: Check(lambda value: True, "any JSON value"),
 }
 
 
-def read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    """`value` converted to the type `kind`; ReportError names the path of the first wrong value, which starts with `where`."""
+class _Refused(Exception):
+    """A value that does not have the type of its field; the message begins with the path of the value."""
+
+
+def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
+    """`value` converted to the type `kind`; `error` names the path of the first wrong value, which starts with `where`."""
+    try:
+        return _read(kind, value, where)
+    except _Refused as reason:
+        raise error(str(reason)) from None
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
     if kind in PLAIN:
         check, needed = PLAIN[kind]
-        return value if check(value) else _refuse(where, needed, value)
+        _need(check(value), where, needed, value)
+        return value
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:  # X | None
-        return None if value is None else read_dataclass(next(part for part in inner if part is not NoneType), value, where)
+        return None if value is None else _read(next(part for part in inner if part is not NoneType), value, where)
     if origin is tuple:
         return _read_tuple(inner, value, where)
     if origin is Mapping:
         _need(isinstance(value, dict), where, "an object", value)
-        return {
-            read_dataclass(str, key, where): read_dataclass(inner[1], part, f"{where}.{brief(key)}") for key, part in value.items()
-        }
+        return {_read(str, key, where): _read(inner[1], part, f"{where}.{brief(key)}") for key, part in value.items()}
     if is_dataclass(kind):
         return _read_object(kind, value, where)
     names, hints = kind._fields, _hints(kind)
     _need(isinstance(value, list) and len(value) == len(names), where, f"a list of {', '.join(names)}", value)
-    return kind(*(read_dataclass(hints[name], part, f"{where}.{name}") for name, part in zip(names, value, strict=True)))
+    return kind(*(_read(hints[name], part, f"{where}.{name}") for name, part in zip(names, value, strict=True)))
 
 
 def _read_tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     _need(isinstance(value, list), where, "a list", value)
     if inner[-1] is Ellipsis:
-        return tuple([read_dataclass(inner[0], part, f"{where}[{i}]") for i, part in enumerate(value)])
+        return tuple([_read(inner[0], part, f"{where}[{i}]") for i, part in enumerate(value)])
     _need(len(value) == len(inner), where, f"a list of {len(inner)}", value)
-    return tuple(read_dataclass(kind, part, f"{where}[{i}]") for i, (kind, part) in enumerate(zip(inner, value, strict=True)))
+    return tuple(_read(kind, part, f"{where}[{i}]") for i, (kind, part) in enumerate(zip(inner, value, strict=True)))
 
 
 def _read_object(kind: Any, value: Any, where: str) -> Any:
@@ -207,16 +252,21 @@ def _read_object(kind: Any, value: Any, where: str) -> Any:
     rows, hints = fields(kind), _hints(kind)
     names = [row.name for row in rows]
     for name in value.keys() - set(names):
-        raise ReportError(f"{where}: field {brief(name)} is unknown. Allowed: {', '.join(names)}.")
+        raise _Refused(f"{where}: field {brief(name)} is unknown. Allowed: {', '.join(names)}.")
     for row in rows:
         if row.default is MISSING and row.default_factory is MISSING and row.name not in value:
-            raise ReportError(f"{where}: {row.name} is missing.")
-    return kind(**{name: read_dataclass(hints[name], part, f"{where}.{name}") for name, part in value.items()})
+            raise _Refused(f"{where}: {row.name} is missing.")
+    return kind(**{name: _read(hints[name], part, f"{where}.{name}") for name, part in value.items()})
 
 
 @lru_cache(maxsize=64)
 def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
+
+
+def _need(holds: bool, where: str, needed: str, value: Any) -> None:
+    if not holds:
+        raise _Refused(f"{where}: {needed} is needed here; this is {brief(value)}.")
 
 
 def dump_dataclass(value: Any) -> Any:
@@ -226,12 +276,3 @@ def dump_dataclass(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): dump_dataclass(part) for key, part in value.items()}
     return [dump_dataclass(part) for part in value] if isinstance(value, tuple | list) else value
-
-
-def _need(holds: bool, where: str, needed: str, value: Any) -> None:
-    if not holds:
-        _refuse(where, needed, value)
-
-
-def _refuse(where: str, needed: str, value: Any) -> None:
-    raise ReportError(f"{where}: {needed} is needed here; this is {brief(value)}.")

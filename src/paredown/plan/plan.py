@@ -52,7 +52,7 @@ from paredown.plan.selectors import (
 )
 from paredown.plan.storage import UNMODIFIED, Assignment, FormatLike
 from paredown.roles import FORMATTED, Role
-from paredown.serial import brief, object_parts, read_json
+from paredown.serial import brief, load_json, object_parts
 
 VERSION = 2  # of the JSON: version 2 added `recompute`; version 1 can be read too
 FIELDS = ("version", "reason", "made_for", "recompute", "rules")
@@ -280,11 +280,7 @@ class Plan:
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
         """The plan that `save` wrote."""
-        value = read_json(path, "plan", PlanError, hint="Plans are written by plan.save(path).")
-        try:
-            return Plan.from_json(value)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
+        return load_json(path, "plan", PlanError, Plan.from_json, hint="Plans are written by plan.save(path).")
 
 
 def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:

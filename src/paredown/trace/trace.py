@@ -24,19 +24,17 @@ paredown.errors.TraceError: the part contradicts itself: packed 5, released 3; n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from math import prod
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from paredown.errors import TraceError
 from paredown.roles import Role
-from paredown.serial import brief, is_text, read_json
+from paredown.serial import brief, is_text, load_json, object_parts, save_json
 from paredown.sizes import FLOAT_BYTES, say_bytes
 from paredown.trace.operations import Needs, Pin, Use
 
@@ -208,26 +206,25 @@ class Trace:
     @staticmethod
     def from_json(value: Any) -> Trace:
         """The trace whose `to_json()` is `value`; TraceError where it is none."""
-        if not isinstance(value, dict) or value.get("version") != VERSION:
-            raise TraceError(f"this is no trace of version {VERSION}: traces are written by trace.save(path).")
+        parts = object_parts(value, "trace", FIELDS, ("version", *NEEDED), VERSION, TraceError, oldest=VERSION)
         try:
-            trace = _read(value)
+            trace = _read(parts)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TraceError(f"this is no trace: {type(error).__name__}: {error}.") from None
         return trace
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON."""
-        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8", newline="\n")
+        save_json(path, self.to_json())
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Trace:
         """The trace that `save` wrote."""
-        value = read_json(path, "trace", TraceError, hint="Traces are written by trace.save(path).")
-        try:
-            return Trace.from_json(value)
-        except TraceError as error:
-            raise TraceError(f"{path}: {error}") from None
+        return load_json(path, "trace", TraceError, Trace.from_json, hint="Traces are written by trace.save(path).")
+
+
+FIELDS = tuple(field.name for field in fields(Trace))
+NEEDED = tuple(name for name in FIELDS if name != "returned_bytes")
 
 
 def index_bytes(bound: int | None, itemsize: int) -> int:
@@ -301,9 +298,9 @@ def output_of(row: dict[str, Any]) -> Output:
 
 def _read(value: dict[str, Any]) -> Trace:
     """The checked trace of a JSON value."""
-    parts: dict[str, Any] = {name: part for name, part in value.items() if name != "version"}
     slots, outputs = tuple(map(slot_of, value["slots"])), tuple(map(output_of, value["outputs"]))
-    parts |= {"batch": tuple(value["batch"]), "notes": tuple(value["notes"]), "slots": slots, "outputs": outputs}
+    texts = {"batch": tuple(value["batch"]), "notes": tuple(value["notes"])}
+    parts: dict[str, Any] = {**value, **texts, "slots": slots, "outputs": outputs}
     trace = Trace(**parts)
     numbers = (trace.length, trace.backward_at, trace.returned_bytes)
     if not all(type(number) is int and 0 <= number < MAX_NUMBER for number in numbers) or trace.length > MAX_TICKS:
