@@ -40,6 +40,7 @@ from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.optim.batched_update import fold, square_sums
+from paredown.optim.reference import Fold
 
 
 @dataclass(eq=False)
@@ -75,7 +76,7 @@ class GradientSum:
         self.folds += 1
         seed = Seed(self.seed.value, self.seed.tensor, self.folds, self.seed.first_index)
         factor = self.factor if self.is_scaled and not is_first else None
-        fold(self.packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first, rounding=self.rounding)
+        fold(self.packed, grad, Fold(weight, factor, seed, is_first, self.rounding))
         self._reset_factor()
 
     def store(self, values: Tensor) -> None:

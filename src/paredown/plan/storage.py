@@ -4,9 +4,8 @@ This module alone decides the format of a saved tensor's values. Prediction (pla
 and `assign`), execution (session/activations.py) and probes (session/probe_passes.py) all call `resolve_format`, and `keeps_enough` where
 several operations saved one tensor, so that predicted and stored bytes agree. They also share what determines storage otherwise: the use
 of each operand (trace/operations.py), MIN_PACKED_NUMEL and `is_packed_whole` (trace/autograd_graph.py), and `rematerialization_of`
-(trace/saved_tensors.py). The widths of packed indices are `index_bytes` (trace/trace.py) in predictions, and the equal table WIDTHS in
-session/activations.py. One decision depends on values and is made by the session alone: it stores a query, key or value of attention
-unmodified where the logits are too large for the format.
+(trace/saved_tensors.py), and INDEX_DTYPES of trace/trace.py, the dtypes of packed indices. One decision depends on values and is made by
+the session alone: it stores a query, key or value of attention unmodified where the logits are too large for the format.
 
 Three limits apply beyond what the plan requests:
 

@@ -38,7 +38,7 @@ from paredown.serial import brief, is_text, load_json, object_parts, save_json
 from paredown.sizes import FLOAT_BYTES, say_bytes
 from paredown.trace.operations import Needs, Pin, Use
 
-INDEX_BYTES = ((1 << 8, 1), (1 << 15, 2), (1 << 31, 4))  # (exclusive bound, bytes): integers below the bound fit in these bytes
+INDEX_DTYPES = ((1 << 8, "uint8", 1), (1 << 15, "int16", 2), (1 << 31, "int32", 4))  # (exclusive bound, dtype, bytes of a value)
 VERSION = 2  # of the JSON file; version 2 added the times at which backward needs weights
 LARGEST = 10  # slots that repr shows
 DEVICES = ("cuda", "cpu")
@@ -227,13 +227,18 @@ FIELDS = tuple(field.name for field in fields(Trace))
 NEEDED = tuple(name for name in FIELDS if name != "returned_bytes")
 
 
+def index_dtype(bound: int | None, dtype: str) -> str:
+    """The dtype in which saved integers below `bound` are stored, such as the targets of an embedding; `dtype` without a bound."""
+    return next((name for limit, name, _ in INDEX_DTYPES if bound is not None and bound <= limit), dtype)
+
+
 def index_bytes(bound: int | None, itemsize: int) -> int:
-    """Bytes of an integer below `bound` in the smallest width that holds it; `itemsize` where the bound is unknown.
+    """Bytes of a saved integer below `bound` in its `index_dtype`; `itemsize` without a bound.
 
     >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
     (1, 4, 8)
     """
-    return next((width for limit, width in INDEX_BYTES if bound is not None and bound <= limit), itemsize)
+    return next((width for limit, _, width in INDEX_DTYPES if bound is not None and bound <= limit), itemsize)
 
 
 def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:
