@@ -1,7 +1,7 @@
 """The choices of `assign`: an `Item` for each part of a step that is decided as a whole, its `StorageOption`s, and their `Ledger`.
 
 An activation is an item with those that depend on it: views of one storage, which is freed when all of them are packed, and tensors
-that are recomputed from another one (trace/saved_tensors.py). A parameter is an item with its gradient, moments and residue, of
+that are recomputed from another one (trace/rematerialization.py). A parameter is an item with its gradient, moments and residue, of
 which none or some are packed (plan/replay.py).
 
     item                       options: unmodified, then lower and lower, each with the bytes held over time and a predicted error

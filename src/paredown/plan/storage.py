@@ -3,9 +3,9 @@
 This module alone decides the format of a saved tensor's values. Prediction (plan/replay.py, and through it footprints, `explain_slots`
 and `assign`), execution (session/activations.py) and probes (session/probe_passes.py) all call `resolve_format`, and `keeps_enough` where
 several operations saved one tensor, so that predicted and stored bytes agree. They also share what determines storage otherwise: the use
-of each operand (trace/operations.py), MIN_PACKED_NUMEL and `is_packed_whole` (trace/autograd_graph.py), and `rematerialization_of`
-(trace/saved_tensors.py), and INDEX_DTYPES of trace/trace.py, the dtypes of packed indices. One decision depends on values and is made by
-the session alone: it stores a query, key or value of attention unmodified where the logits are too large for the format.
+of each operand (trace/operations.py), MIN_PACKED_NUMEL and `is_packed_whole` (trace/autograd_graph.py), `rematerialization_of`
+(trace/rematerialization.py), and INDEX_DTYPES, the dtypes of packed indices (trace/trace.py). One decision depends on values and is made
+by the session alone: it stores a query, key or value of attention unmodified where the logits are too large for the format.
 
 Three limits apply beyond what the plan requests:
 

@@ -5,7 +5,7 @@
 
     backward needs          stored                                    unpacked
     value                   codes and scales in the plan's format     decoded values, same size and strides
-                            or nothing, if another stored tensor      recomputed from that tensor (`trace/saved_tensors.py`)
+                            or nothing, if another stored tensor      recomputed from that tensor (`trace/rematerialization.py`)
                             determines them
     sign, inside, mask      one exact bit per value                   two values for which backward gives the same result
     index                   integers of the smallest sufficient width the same integers
@@ -58,7 +58,7 @@ from paredown.session.stored_tensors import (
 from paredown.session.value_bounds import ValueBounds
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, Use
-from paredown.trace.saved_tensors import SOURCE_OPS, rematerialization_of
+from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
 from paredown.trace.trace import index_dtype
 
 LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
