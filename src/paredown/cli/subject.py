@@ -218,7 +218,7 @@ class Subject:
             where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
             return trace_step(self.model, batch, loss=self.loss, optimizer=self.optimizer, **where)
         task = self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
-        optimizer = None if self.optimizer == task.recipe.optimizer else self.optimizer
+        optimizer = None if self.optimizer == task.settings.optimizer else self.optimizer
         return trace_task(task, plan, self.device, batch_size=batch_size, optimizer=optimizer)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
@@ -283,7 +283,7 @@ def of_task(task: Task, device: str | None = None) -> Subject:
     torch.manual_seed(0)
     batch = next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
     kind = None if device is None else device.partition(":")[0]
-    return Subject(task.name, task.make_model(0), batch, task.loss, task.recipe.optimizer, task.autocast, kind, task)
+    return Subject(task.name, task.make_model(0), batch, task.loss, task.settings.optimizer, task.autocast, kind, task)
 
 
 def _task(text: str, head: str) -> Task:

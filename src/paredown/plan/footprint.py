@@ -19,7 +19,7 @@ from functools import cached_property
 from html import escape
 from itertools import accumulate
 
-from paredown.errors import PlanError
+from paredown.errors import PlanError, warn_renamed
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
@@ -140,7 +140,8 @@ class Footprint:
 
     @property
     def as_written(self) -> Footprint:
-        """`baseline`, under its name in version 0.1."""
+        """`baseline`, under its name in version 0.1; warns."""
+        warn_renamed("Footprint.as_written", "Footprint.baseline")
         return self.baseline
 
     def __repr__(self) -> str:

@@ -68,7 +68,7 @@ MAX_CACHED_TESTS = 8  # tasks whose test examples are kept on the device
 
 def why_alone(setting: TrainingSetup) -> str | None:
     """Why a training cannot share a graph, or None."""
-    settings, mode = setting.task.recipe, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
+    settings, mode = setting.task.settings, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
     if not isinstance(mode, Simulate):
         return "it is not simulated, and tensors that are stored in different formats have different sizes"
     if mode.raised is not None or mode.first_weights == "exact":
@@ -86,7 +86,7 @@ def why_alone(setting: TrainingSetup) -> str | None:
 
 def kind_of(setting: TrainingSetup) -> Any:
     """The key of a group of runs that can share graphs: everything that is fixed when a graph is captured."""
-    task, settings = setting.task, replace(setting.task.recipe, lr=1.0, schedule="constant")
+    task, settings = setting.task, replace(setting.task.settings, lr=1.0, schedule="constant")
     mode = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
     options = tuple(sorted((name, repr(value)) for name, value in settings.options.items()))
     x, answers = next(iter(task.data.tests(1, device=torch.device("cpu"))))
