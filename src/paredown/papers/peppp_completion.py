@@ -46,7 +46,7 @@ LARGE = 100_000  # entries above which there is no full decomposition
 
 @dataclass(frozen=True)
 class Completed:
-    """The matrix without gaps; `residual`: the last relative change, for a step of length 1."""
+    """The completed matrix; `residual`: the relative change of the last iteration, scaled to a step of length 1."""
 
     values: Array
     num_steps: int
@@ -118,7 +118,7 @@ class _Exact:
 
 
 class _Carried:
-    """The same from the singular vectors of the last step, by one product."""
+    """An approximation of `_Exact` that starts from the singular vectors of the last iteration and takes one matrix product."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

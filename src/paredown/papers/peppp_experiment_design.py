@@ -97,7 +97,7 @@ def relaxed(vectors: Array, count: int) -> list[int]:
 
 
 def pivoted(vectors: Array, count: int) -> list[int]:
-    """The first pivots: each plan is the one least explained by those before it."""
+    """The first pivots of a QR decomposition: each plan is the one that those before it explain least."""
     from scipy.linalg import qr
 
     *_, order = qr(vectors, mode="r", pivoting=True)
@@ -127,7 +127,7 @@ DESIGNS: Mapping[str, Callable[[Array, int], list[int]]] = MappingProxyType(
 
 
 def embed(errors: Array, rank: int = RANK) -> Array:
-    """(k, num_plans): the first right singular vectors, orthonormal; k is `rank` or the number of singular vectors."""
+    """The first right singular vectors (k, num_plans), orthonormal; k is the smaller of `rank` and their number."""
     return np.linalg.svd(errors, full_matrices=False)[2][:rank]
 
 
@@ -236,7 +236,7 @@ Picker = Callable[[TaskKnowledge, Measure, Iterable[int]], dict[int, Prediction]
 
 
 def plain(chosen: list[int], measured: Array, predicted: Array) -> Prediction:
-    """The published prediction: the front is drawn from predictions alone."""
+    """The prediction as published: the Pareto front comes from predicted errors alone."""
     return Prediction(tuple(chosen), predicted, with_measured(predicted, chosen, measured), predicted)
 
 
@@ -248,7 +248,7 @@ def with_measured(predicted: Array, chosen: list[int], measured: Array) -> Array
 
 
 def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
-    """A picker by least squares at a design (a function of vectors, count and seed)."""
+    """A picker that measures the plans of a design (a function of vectors, count and seed) and predicts the others by least squares."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         vectors = embed(known.completed)
@@ -263,7 +263,7 @@ def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
 
 
 def plugged(picker: Picker) -> Picker:
-    """The picker with a front that is drawn from measured errors too."""
+    """The picker with a Pareto front that uses measured errors in place of predicted ones."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         return {
@@ -274,7 +274,7 @@ def plugged(picker: Picker) -> Picker:
 
 
 def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
-    """A picker by expected improvement over points; `is_released`: the least improvement is next, as in the released code."""
+    """A picker by expected improvement; `is_released`: it measures the plan of least improvement next, as the released code does."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         squares, wanted = squared_distances(points_of(known)), set(counts)
@@ -294,13 +294,13 @@ def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool =
 
 
 def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Means over prior tasks, without measurements."""
+    """A picker without measurements: the predicted error of a plan is its mean over prior tasks."""
     means = known.completed.mean(axis=0)
     return {count: plain([], np.empty(0), means) for count in counts}
 
 
 def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Means over prior tasks, recommending a random one of the plans of most memory, without measurements."""
+    """A picker without measurements that recommends a random one of the plans of most memory; errors are means over prior tasks."""
     order = np.random.RandomState(known.seed).permutation(len(known.memory))
     ranks = np.empty(len(order))
     ranks[np.lexsort((order, -known.memory))] = np.arange(len(order))
