@@ -83,7 +83,7 @@ def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Coll
 
 
 def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> RepairedPlan:
-    """The plan of least predicted error, with no slot of `keeps` in fewer bits than in `plan`; `plan` itself if that is not clearly better."""
+    """The plan of least predicted error, with no slot of `keeps` in fewer bits than now; `plan` itself if that is not clearly better."""
     check(plan, terms)
     state = RepairState.of(plan, terms)
     min_bits = {name: state.current_bits(name) for name in keeps if name in state.item_of}
@@ -167,7 +167,7 @@ class RepairState:
         return chosen
 
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """`chosen` with items in fewer bits, the least added error per byte first, until the peak is within the budget; None if it cannot be.
+        """`chosen` with items in fewer bits, the least added error per byte first, until the peak is within the budget; None if impossible.
 
         `floors`: slot -> fewest bits per value that it may have.
         """

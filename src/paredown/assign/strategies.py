@@ -14,8 +14,9 @@ at that tick; then it computes the peak again. From each point of the path, item
 of that point, or of the point before, allows.
 
 A greedy move may free far more than needed, at a high error, where two small moves, or one item with fewer bytes and another with
-more, would have been enough. So each point of the Pareto front is visited once: all points that
-differ from it in one item, and in two where the ledger is small, join the front if no point there beats them. The search ends when all points were visited, or when WORK is spent.
+more, would have been enough. So each point of the Pareto front is visited once: all points that differ from it in one
+item, and in two where the ledger is small, join the front if no point there beats them. The search ends when all points were visited,
+or when WORK is spent.
 
 None of this depends on the budget. A budget selects, of all points whose peak is within it, the one of least error: so a larger
 budget never gives more error.

@@ -270,7 +270,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return bool(self.updates or self._num_accumulated or any(entry.step for entry in self._entries) or any(self.state.values()))
 
     def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
-        """Raise OptimError if this optimizer cannot store `parameter` and its state as `request` says; changes nothing."""
+        """Raise OptimError if this optimizer cannot store `parameter` and its state in the requested formats; changes nothing."""
         entry = self._by_id[id(parameter)]
         choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
         packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the session will pack it in this
@@ -278,7 +278,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._check_options(entry.group, choices)
 
     def follow_requests(self) -> None:
-        """Take the formats that the plan of a session gives to each parameter, as if the optimizer had been made after `apply`."""
+        """Use the formats that the plan of a session gives to each parameter, as if the optimizer had been created after `apply`."""
         for entry in self._entries:
             p = entry.parameter
             choices = choose(p, self.param_groups[entry.group], request_of(p), entry.name)
@@ -293,7 +293,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._batches.clear()
 
     def let_go(self, parameter: Tensor) -> None:
-        """Stop processing the gradients of a parameter that a newer optimizer has."""
+        """Remove the gradient hooks of a parameter that was passed to a newer optimizer."""
         entry = self._by_id.get(id(parameter))
         if entry is not None and entry.hook is not None:
             self._batches.clear()

@@ -163,7 +163,7 @@ class Weight:
         return made
 
     def write(self, values: Tensor) -> None:
-        """Take new values of the same shape and dtype, and encode them later; the caller must not change them after."""
+        """Replace the values by a tensor of the same shape and dtype, which is encoded later; the caller must not change it afterwards."""
         if self.address:
             self.store(values)
             return

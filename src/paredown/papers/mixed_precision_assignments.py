@@ -29,7 +29,7 @@ loss scaler to detect. Unlike in the paper's code, NaN stays NaN.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -156,7 +156,7 @@ ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
 
 
 def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
-    """The tensors in low precision: the first groups in this order whose share of numbers reaches `ratio`, or all groups if it is too high."""
+    """The tensors in low precision: the fewest groups in this order whose share of numbers reaches `ratio`, at most all groups."""
     if order not in ORDERS or not 0 <= ratio <= 1:
         raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; these are {ratio} and {order!r}.")
     groups = ORDERS[order](groups_of(outline), seed)
@@ -166,19 +166,9 @@ def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: i
     for group in groups:
         if reached >= needed:
             break
-        low |= _may_be_low(group.tensors)
+        low |= {tensor.key for tensor in group.tensors if tensor.may_be_low}
         reached += sum(tensor.numel for tensor in group.tensors if tensor.may_be_low)
     return frozenset(low)
-
-
-def demote_top(outline: Outline, count: int) -> Low:
-    """The tensors in low precision if the `count` largest groups are."""
-    groups = decreasing(groups_of(outline), 0)[:count]
-    return frozenset(key for group in groups for key in _may_be_low(group.tensors))
-
-
-def _may_be_low(tensors: Iterable[Counted]) -> set[tuple[Role, str]]:
-    return {tensor.key for tensor in tensors if tensor.may_be_low}
 
 
 # --- plans -------------------------------------------------------------------------------------------------------------

@@ -68,11 +68,11 @@ class HeldSlot:
         )[0]
 
     def restore(self) -> None:
-        """Backward gets the exact values."""
+        """Let backward read the exact values again."""
         self.form.plain_values, self.form.version = self.exact, self.exact._version
 
     def round(self, format: Format, seed: Seed, *, keeps: bool = False) -> None:
-        """Backward gets values rounded to `format`; `keeps`: the packed values are kept for the next call."""
+        """Let backward read values rounded to `format`; `keeps`: the packed values are kept for the next call."""
         packed = self.rounded.get(format) or self.encode(format, seed)
         if keeps:
             self.rounded[format] = packed
@@ -111,12 +111,12 @@ class HeldForward:
         return loss
 
     def restore(self) -> None:
-        """Backward gets the exact values of all slots."""
+        """Let backward read the exact values of all slots."""
         for held in self._by_form.values():
             held.restore()
 
     def round(self, formats: Mapping[str, Format], *, turn: int = 0) -> None:
-        """Backward gets rounded values of these slots and exact values of all others; `turn` selects the random bits."""
+        """Let backward read rounded values of these slots and exact values of all others; `turn` selects the random bits."""
         self.restore()
         for name, format in formats.items():
             resolved = self.slots[name].resolved(format)

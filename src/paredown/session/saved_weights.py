@@ -211,7 +211,7 @@ def _weight_behind(tensor: Tensor) -> Weight | None:
 
 
 def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
-    """Whether the bits equal those of the weight. `place` is then remembered, unless all values are equal, which proves nothing."""
+    """Whether a tensor has the bits of the weight. If so, `place` is remembered, unless all values are equal, which may be chance."""
     flat = tensor.detach().as_strided(weight.size, weight.stride, 0)
     is_equal = same_bits(flat, weight.shared(tensor.dtype))
     if is_equal and bool((flat != flat.flatten()[0]).any()):
@@ -272,7 +272,7 @@ class PackedModule:
         self._free: list[WeightCall] = []  # calls that ended, for reuse
 
     def call(self) -> WeightCall:
-        """A new call of the module, at its start."""
+        """The record of a call of the module that starts now."""
         parameters = self.module._parameters.values()
         known = [(id(p), vars(p).get(KEY)) for p in parameters if p is not None]
         if known != self._known:

@@ -183,7 +183,7 @@ def expected_error(format: Format, rounding: Rounding) -> float:
 
 
 class FaultSearch:
-    """A search of at most `max_tests` tests; sets that are not minimal by then stay so, and `is_spent` is True."""
+    """A search with at most `max_tests` tests; when they are spent, `is_spent` is True and sets found so far may not be minimal."""
 
     def __init__(self, max_tests: int) -> None:
         self.num_left = max_tests

@@ -167,7 +167,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """A part of a value has the rounding of the value, unless the plan has another assignment for it."""
+        """Round a part of a value like the value, unless the plan has another assignment for the part."""
         if not name:
             return value, out
         part = self._value(name)
@@ -188,7 +188,7 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: Operation) -> list[RoundedSlot | None]:
-        """The slots that a product reads; a bias is added in float32."""
+        """The slots of the operands of a matrix product or convolution; a bias is not among them, since it is added in float32."""
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
