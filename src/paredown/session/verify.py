@@ -329,7 +329,7 @@ class VerificationRuns:
         return lambda names: max(self._distances(self.stored(names, is_exact=is_exact)), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
-        """A row for each slot of a group: errors with the whole group stored, and with this slot alone; without slots, with nothing stored."""
+        """A row for each slot of a group: errors with the whole group stored, and with this slot alone; no slots: with nothing stored."""
         errors = self._distances(self.stored(group, is_exact=is_exact))
         error, parameter = max(zip(errors, self.names, strict=True))
         under = EXACT if is_exact else PLAN
