@@ -14,8 +14,9 @@ Traceback (most recent call last):
 paredown.errors.PlanError: seed of a trial is a whole number of at most 64 bits, not a whole number of about 401 digits.
 
 `dump_dataclass` and `read_dataclass` convert dataclasses to JSON and back by the types of their fields: str, int from 0 to 2^53 (the
-integers that JavaScript represents exactly), finite float, bool, Any, `X | None`, tuples and NamedTuples as lists, mappings and dataclasses
-as objects. A field with a default can be missing; an unknown field is an error. Errors name the path of the value:
+integers that JavaScript represents exactly), finite float, bool, enumerations by value, Any, `X | None`, `Annotated[X, Check]`, tuples and
+NamedTuples as lists, mappings and dataclasses as objects. A field with a default can be missing; an unknown field is an error. Errors name
+the path of the value:
 
 >>> read_dataclass(tuple[int, ...], [1, -2], "sizes")
 Traceback (most recent call last):
@@ -27,13 +28,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from functools import lru_cache
+from enum import Enum
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from paredown.errors import ParedownError, ReportError
 
@@ -214,54 +216,73 @@ class _Refused(Exception):
 def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
     """`value` converted to the type `kind`; `error` names the path of the first wrong value, which starts with `where`."""
     try:
-        return _read(kind, value, where)
+        return _reader(kind)(value, where)
     except _Refused as reason:
         raise error(str(reason)) from None
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
-    if kind in PLAIN:
-        check, needed = PLAIN[kind]
-        _need(check(value), where, needed, value)
-        return value
+Reader = Callable[[Any, str], Any]  # (value, path) -> the value converted, or _Refused
+
+
+@lru_cache(maxsize=256)
+def _reader(kind: Any) -> Reader:
+    """The function that reads values of the type `kind`."""
     origin, inner = get_origin(kind), get_args(kind)
+    if kind in PLAIN or origin is Annotated:
+        return partial(_checked, PLAIN[kind] if kind in PLAIN else inner[1])
     if origin is UnionType:  # X | None
-        return None if value is None else _read(next(part for part in inner if part is not NoneType), value, where)
+        read = _reader(next(part for part in inner if part is not NoneType))
+        return lambda value, where: None if value is None else read(value, where)
     if origin is tuple:
-        return _read_tuple(inner, value, where)
+        return partial(_read_list, _reader(inner[0])) if inner[-1] is Ellipsis else partial(_read_tuple, [*map(_reader, inner)], "")
     if origin is Mapping:
-        _need(isinstance(value, dict), where, "an object", value)
-        return {_read(str, key, where): _read(inner[1], part, f"{where}.{brief(key)}") for key, part in value.items()}
+        return partial(_read_mapping, _reader(inner[1]))
     if is_dataclass(kind):
-        return _read_object(kind, value, where)
-    names, hints = kind._fields, _hints(kind)
-    _need(isinstance(value, list) and len(value) == len(names), where, f"a list of {', '.join(names)}", value)
-    return kind(*(_read(hints[name], part, f"{where}.{name}") for name, part in zip(names, value, strict=True)))
+        return partial(_read_object, kind)
+    if issubclass(kind, Enum):
+        allowed = {member.value: member for member in kind}
+        check = Check(lambda value: isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}")
+        return lambda value, where: allowed[_checked(check, value, where)]
+    read_fields = partial(_read_tuple, list(_field_readers(kind).values()), f" of {', '.join(kind._fields)}")
+    return lambda value, where: kind(*read_fields(value, where))
 
 
-def _read_tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+def _checked(check: Check, value: Any, where: str) -> Any:
+    _need(check.holds(value), where, check.expected, value)
+    return value
+
+
+def _read_list(read: Reader, value: Any, where: str) -> tuple[Any, ...]:
     _need(isinstance(value, list), where, "a list", value)
-    if inner[-1] is Ellipsis:
-        return tuple([_read(inner[0], part, f"{where}[{i}]") for i, part in enumerate(value)])
-    _need(len(value) == len(inner), where, f"a list of {len(inner)}", value)
-    return tuple(_read(kind, part, f"{where}[{i}]") for i, (kind, part) in enumerate(zip(inner, value, strict=True)))
+    return tuple([read(part, f"{where}[{i}]") for i, part in enumerate(value)])
+
+
+def _read_tuple(readers: Sequence[Reader], names: str, value: Any, where: str) -> tuple[Any, ...]:
+    _need(isinstance(value, list) and len(value) == len(readers), where, f"a list{names or f' of {len(readers)}'}", value)
+    return tuple(read(part, f"{where}[{i}]") for i, (read, part) in enumerate(zip(readers, value, strict=True)))
+
+
+def _read_mapping(read: Reader, value: Any, where: str) -> dict[str, Any]:
+    _need(isinstance(value, dict) and all(type(key) is str for key in value), where, "an object", value)
+    return {key: read(part, f"{where}.{brief(key)}") for key, part in value.items()}
 
 
 def _read_object(kind: Any, value: Any, where: str) -> Any:
     _need(isinstance(value, dict), where, "an object", value)
-    rows, hints = fields(kind), _hints(kind)
-    names = [row.name for row in rows]
-    for name in value.keys() - set(names):
-        raise _Refused(f"{where}: field {brief(name)} is unknown. Allowed: {', '.join(names)}.")
-    for row in rows:
+    readers = _field_readers(kind)
+    for name in value.keys() - readers.keys():
+        raise _Refused(f"{where}: field {brief(name)} is unknown. Allowed: {', '.join(readers)}.")
+    for row in fields(kind):
         if row.default is MISSING and row.default_factory is MISSING and row.name not in value:
             raise _Refused(f"{where}: {row.name} is missing.")
-    return kind(**{name: _read(hints[name], part, f"{where}.{name}") for name, part in value.items()})
+    return kind(**{name: readers[name](part, f"{where}.{name}") for name, part in value.items()})
 
 
 @lru_cache(maxsize=64)
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _field_readers(kind: Any) -> dict[str, Reader]:
+    hints = get_type_hints(kind, include_extras=True)
+    names = [row.name for row in fields(kind)] if is_dataclass(kind) else kind._fields
+    return {name: _reader(hints[name]) for name in names}
 
 
 def _need(holds: bool, where: str, needed: str, value: Any) -> None:
@@ -269,10 +290,16 @@ def _need(holds: bool, where: str, needed: str, value: Any) -> None:
         raise _Refused(f"{where}: {needed} is needed here; this is {brief(value)}.")
 
 
-def dump_dataclass(value: Any) -> Any:
-    """The JSON value that `read_dataclass` reads."""
+def dump_dataclass(value: Any, *, skips_defaults: bool = False) -> Any:
+    """The JSON value that `read_dataclass` reads; `skips_defaults`: without fields that have their default."""
+    if type(value) in PLAIN or value is None:
+        return value
+    if isinstance(value, tuple | list):
+        return [dump_dataclass(part, skips_defaults=skips_defaults) for part in value]
     if is_dataclass(value):
-        return {row.name: dump_dataclass(getattr(value, row.name)) for row in fields(value)}
+        parts = [(row.name, getattr(value, row.name), row.default) for row in fields(value)]
+        kept = [(name, part) for name, part, default in parts if not skips_defaults or part != default]
+        return {name: dump_dataclass(part, skips_defaults=skips_defaults) for name, part in kept}
     if isinstance(value, Mapping):
-        return {str(key): dump_dataclass(part) for key, part in value.items()}
-    return [dump_dataclass(part) for part in value] if isinstance(value, tuple | list) else value
+        return {str(key): dump_dataclass(part, skips_defaults=skips_defaults) for key, part in value.items()}
+    return value.value if isinstance(value, Enum) else value
