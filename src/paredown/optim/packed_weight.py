@@ -191,7 +191,7 @@ class Weight:
         self.changed()
 
     def _store(self, values: Tensor) -> bool:
-        """Encode `values`; whether their size, strides, dtype or device differ from before."""
+        """Encode `values`; returns whether their size, strides, dtype or device differ from before."""
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
@@ -242,7 +242,7 @@ class Weight:
         self.address = 0
 
     def keep_changes(self) -> bool:
-        """Encode what was written into the plain parameter since `show`; whether anything was."""
+        """Encode what was written into the plain parameter since `show`; returns whether anything was written."""
         parameter = self._ref()
         if parameter is None or not self.address:
             return False

@@ -150,7 +150,7 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> Candidate | None:
-    """None where the plan cannot be made for this step, or has rules for slots that it does not have."""
+    """The candidate of a plan; None if the plan cannot be made for this step, or has rules for slots that the step does not have."""
     try:
         plan = make()
         return Candidate(label, plan, step.bytes_of(plan), column, step.features(plan))

@@ -49,7 +49,7 @@ class Prior:
 
     @staticmethod
     def of(errors: Array, levels: NDArray[np.intp] | None = None, num_kinds: int = 2) -> Prior:
-        """Fitted to errors (tasks, plans), NaN where not observed; levels are estimated unless given."""
+        """The prior fitted to errors (tasks, plans), NaN where not observed; levels are estimated unless given."""
         if not np.isfinite(errors).any():
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
         errors = np.where(np.isfinite(errors), errors, np.nan)
@@ -104,7 +104,7 @@ class Estimate:
 
     @staticmethod
     def of(prior: Prior, memory: Array, measured: Mapping[int, float | Sequence[float]] | None = None) -> Estimate:
-        """After measurements, or before any; a plan may have been measured several times."""
+        """The estimate after measurements, or before any; a plan may have been measured several times."""
         errors = {plan: np.atleast_1d(errors) for plan, errors in (measured or {}).items()}
         return Estimate.after(
             prior, memory, [SeedRun(plan, float(error)) for plan, plan_errors in errors.items() for error in plan_errors]
@@ -112,7 +112,7 @@ class Estimate:
 
     @staticmethod
     def after(prior: Prior, memory: Array, runs: Sequence[SeedRun]) -> Estimate:
-        """After runs with seeds: the common effect of a seed widens all standard deviations and favours no plan."""
+        """The estimate after runs with seeds: the common effect of a seed widens all standard deviations and favours no plan."""
         posterior, levels = prior.after(runs), prior.levels
         level_mean, level_deviation = posterior.levels()
         noise = posterior.run_noise()[levels]

@@ -103,7 +103,7 @@ def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
 def release_saved_weights(
     values: Any, first: int, memory: Mapping[int, Weight], trails: list[tuple[tuple[int, ...], str]] | None = None
 ) -> bool:
-    """Replace the weights saved by nodes behind `values`, from sequence number `first` on; whether other hooks may hold a weight.
+    """Replace weights saved by nodes behind `values`, from sequence number `first` on; returns whether other hooks may hold a weight.
 
     `memory`: storage address -> weight, of the unpacked parameters. `trails` receives the path to each replaced tensor: the indices of
     edges from the node of `values`, and the name of the saved-tensor attribute, "" if it is one of a list.
@@ -134,7 +134,7 @@ def _saved(node: Any) -> list[tuple[str, Any]]:
 
 
 def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
-    """Replace a saved tensor if it is a packed weight, a view or a cast of one; whether it was replaced."""
+    """Replace a saved tensor if it is a packed weight, a view or a cast of one; returns whether it was replaced."""
     if raw is None:
         return False
     tensor = raw.data

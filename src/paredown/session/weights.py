@@ -249,7 +249,7 @@ class Weights:
                 self._free(entry, is_hooked)
 
     def _free(self, entry: WeightUse, is_hooked: bool) -> None:
-        """Free the decoded values of a parameter, unless its tensor is still referenced; `is_hooked`: or its Python object is."""
+        """Free the decoded values of a parameter unless other code refers to its tensor, or, with `is_hooked`, to its Python object."""
         tensors, objects = entry.count()
         if tensors > entry.holders[0] or (is_hooked and objects > entry.holders[1]):
             self._hold(entry, is_hooked)

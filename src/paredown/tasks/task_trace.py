@@ -110,7 +110,7 @@ def peppp_bytes(text: str, plan: Plan, folder: Path | None) -> float:
 
 @lru_cache(maxsize=4)
 def outline_task(task: Task) -> Outline:
-    """Every value of a forward pass of the task's model on its first batch."""
+    """The outline of a forward pass on the task's first batch: every tensor that an operation computes."""
     x, _ = _first_batch(task)
     return outline(TrainingSetup(task, Plan(), 0, CPU).model(), (x,))
 

@@ -67,7 +67,7 @@ MAX_CACHED_TESTS = 8  # tasks whose test examples are kept on the device
 
 
 def why_alone(setting: TrainingSetup) -> str | None:
-    """Why a training cannot share a graph, or None."""
+    """Why a training run cannot share a captured CUDA graph with others; None if it can."""
     settings, mode = setting.task.settings, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
     if not isinstance(mode, Simulate):
         return "it is not simulated, and tensors that are stored in different formats have different sizes"
@@ -176,7 +176,7 @@ class GraphBench:
                 yield key, trial
 
     def turn(self) -> list[tuple[Any, Trial | BaseException]]:
-        """Queue one step in every lane; the trials that have ended, or the exceptions of their tasks."""
+        """Queue one step in every lane; returns the trials that have ended, or the exceptions of their tasks."""
         self._fill()
         if self._alone and not self._evaluates:
             refused, self._alone = self._alone, deque()
@@ -221,7 +221,7 @@ class GraphBench:
         self._forget()
 
     def _leave(self, queued: QueuedTraining, reason: str) -> None:
-        """Queue a run to be trained alone, which is slower; the reason is logged once for each task."""
+        """Queue a run to be trained without a shared graph, which is slower; the reason is logged once for each task."""
         self._alone.append(queued)
         name = queued.setting.task.name
         if (name, reason) not in self._reported:
@@ -236,7 +236,7 @@ class GraphBench:
         return dropped or bool(self._begun)
 
     def _drop_idle(self) -> bool:
-        """Free the memory of lanes without a run; whether there were any."""
+        """Free the memory of lanes without a run; returns whether there were any."""
         idle = [lane for group in self._groups.values() for lane in group.idle]
         for group in self._groups.values():
             group.lanes = [lane for lane in group.lanes if lane.run is not None]
@@ -428,7 +428,7 @@ class GraphsEngine(Engine):
 
 
 def serve(pipe: Connection, life: Connection, run: Trains, resources: TrialResources, lanes: int) -> None:
-    """The main function of a GPU's process, until the pipe is closed."""
+    """The main function of the process that runs the trials of one GPU; it returns when the pipe is closed."""
     settle(life, resources)
     with suppress(EOFError, OSError):
         _serve(pipe, run, lanes)
