@@ -97,7 +97,7 @@ class UpdateSlot:
 
     @cached_property
     def kind(self) -> SlotKind:
-        """Format or dtype, rounding and roots."""
+        """How the slot is stored, as a hashable key: format or dtype, rounding, and number of square roots."""
         return SlotKind(self.format, None if self.format is not None else self.codes.dtype, self.rounding, self.roots)
 
     @property

@@ -196,5 +196,5 @@ def _p_value(f: float, above: int, below: int) -> float:
 
 
 def lost_share(errors: Array, full: Array, guess: Array) -> Array:
-    """Share of full precision's gain over random guessing that a plan loses, (tasks, plans): 0 as good as full, 1 random guessing."""
+    """(error - full) / (guess - full) of each plan, (tasks, plans): 0 is as good as full precision, 1 as bad as random guessing."""
     return (errors - full[:, None]) / (guess - full)[:, None]

@@ -81,7 +81,7 @@ class Prior:
 
 @dataclass(frozen=True)
 class BudgetChoice:
-    """The plan of least mean error within a budget, its standard deviation; `ties` are other plans within it that may be as good."""
+    """The plan of least mean error within a budget, and its standard deviation; `ties`: other plans in the budget that may be as good."""
 
     plan: int
     error: float

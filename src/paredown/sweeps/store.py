@@ -117,7 +117,7 @@ def give_back(connection: Connection, claims: Sequence[Claim], statement: Update
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Delete a worker if `condition` holds; release its trials, or finish them as killed after MAX_ATTEMPTS; returns how many it released."""
+    """Delete a worker if `condition` holds; release its trials, or finish them as killed after MAX_ATTEMPTS; returns their number."""
     if not connection.execute(delete(WORKERS).where(condition)).rowcount:
         return 0
     is_its_trial = TRIALS.c.worker == worker
