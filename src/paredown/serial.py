@@ -176,8 +176,8 @@ def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most
     return data
 
 
-def brief(value: object, length: int = SHOWN) -> str:
-    """`repr(value)` cut to `length` characters, or a description of a value that `repr` cannot print."""
+def brief(value: object) -> str:
+    """`repr(value)` cut to SHOWN characters, or a description of a value that `repr` cannot print."""
     if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
         return f"a whole number of about {value.bit_length() * 30103 // 100000 + 1} digits"
     try:
@@ -185,7 +185,7 @@ def brief(value: object, length: int = SHOWN) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits inside; nested too deep
         size = f" of {len(value)}" if isinstance(value, list | tuple | dict) else ""
         return f"{NAMES.get(type(value), f'a value of type {type(value).__name__}')}{size}"
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 NAMES: Mapping[type, str] = {list: "a list", tuple: "a tuple", dict: "an object"}

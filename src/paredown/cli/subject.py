@@ -322,14 +322,8 @@ def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
             model = MODELS[name](**keywords)
     except Exception as error:
         raise TaskError(f"model {name!r} cannot be built with {dict(options)}: {error}.") from None
-    return Subject(
-        name, model, random_batch(name, options.get("batch", BATCH), **sizes), token_loss if name != "unet" else _pixel_loss
-    )
-
-
-def _pixel_loss(output: Tensor, answers: Tensor) -> Tensor:
-    """The mean cross entropy of logits (num, classes, height, width)."""
-    return nn.functional.cross_entropy(output, answers)
+    loss = token_loss if name != "unet" else nn.functional.cross_entropy  # of logits (num, classes, height, width)
+    return Subject(name, model, random_batch(name, options.get("batch", BATCH), **sizes), loss)
 
 
 def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions) -> Subject:

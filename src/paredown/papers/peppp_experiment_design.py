@@ -67,6 +67,7 @@ START = (20.0, 1.0)  # of the fit: length, noise
 BOUNDS = (1e-5, 1e5)
 JITTER = 1e-10
 MARGIN = 0.01
+NUM_FIRST = 5  # random plans that are drawn together
 
 
 # --- designs -----------------------------------------------------------------------------------------------------------
@@ -112,9 +113,9 @@ def pivoted(vectors: Array, count: int) -> list[int]:
     return np.asarray(order)[:count].tolist()
 
 
-def scattered(num_plans: int, count: int, *, seed: int, num_first: int = 5) -> list[int]:
+def scattered(num_plans: int, count: int, *, seed: int) -> list[int]:
     """Random plans as in the released code: the first ones together, then one at a time, each from a new generator of this seed."""
-    chosen = first_at_random(num_plans, min(count, num_first), seed=seed)
+    chosen = first_at_random(num_plans, min(count, NUM_FIRST), seed=seed)
     while len(chosen) < min(count, num_plans):
         left = np.setdiff1d(np.arange(num_plans), chosen)
         chosen.append(int(np.random.RandomState(seed).choice(left, 1, replace=False)[0]))
@@ -199,11 +200,11 @@ def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tu
     return float(0.5 * measured @ solved + np.log(np.diag(lower)).sum()), -0.5 * np.array(slopes)
 
 
-def expected_improvement(mean: Array, deviation: Array, best: float, margin: float = MARGIN) -> Array:
+def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
     """Expected amount by which a measurement is below `best`, 0 where it is above."""
     from scipy.stats import norm
 
-    gain, deviation = best - mean - margin, deviation + 1e-12
+    gain, deviation = best - mean - MARGIN, deviation + 1e-12
     return gain * norm.cdf(gain / deviation) + deviation * norm.pdf(gain / deviation)
 
 

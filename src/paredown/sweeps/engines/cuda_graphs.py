@@ -335,16 +335,16 @@ class GpuProcess:
 class GraphsEngine(Engine):
     """Runs simulated trials in `lanes` lanes on each GPU, or on the CPU where there is none."""
 
-    def __init__(self, run: RunTrial, *, lanes: int, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(self, run: RunTrial, *, lanes: int, gpus: Sequence[str] = ()) -> None:
         check_run(run)
         self._run, self._lanes = run, lanes
         self._gpus: list[str | None] = [*gpus] or [None]
         self.slots = PER_LANE * lanes * len(self._gpus)
         self._children: dict[str | None, GpuProcess] = {}
-        self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus, preload=preload)
+        self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus)
         self._later: deque[Claim] = deque()  # trials that will run in a process of their own, when a slot is free
         self._context: Any = get_context("forkserver")
-        self._context.set_forkserver_preload([*preload, __name__])
+        self._context.set_forkserver_preload([*PRELOAD, __name__])
 
     def start(self, claim: Claim) -> None:
         """Start a trial."""
