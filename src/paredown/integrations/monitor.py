@@ -70,7 +70,7 @@ class Monitor:
         self._handle = model.register_forward_hook(self._record)  # registered after the session's hooks, which pack
 
     def numbers(self, optimizer: Any = None) -> dict[str, float]:
-        """The current numbers; starts a new maximum."""
+        """The current numbers; activation memory is the maximum since the last call of this method."""
         values = numbers(self.session, optimizer)
         if "memory/activation_gib" in values:
             values["memory/activation_gib"] = max(values["memory/activation_gib"], self._most / GIB)

@@ -193,7 +193,7 @@ class NoiseMeasurement:
                 handle.remove()
 
     def errors(self, parameters: Sequence[Tensor], energies: Sequence[float]) -> dict[tuple[str, str], tuple[float, float]]:
-        """By (slot, format): the error of the parameters that an edge leads to directly, and the estimate for all others."""
+        """(slot, format) -> squared errors: of parameters that an edge of its node leads to directly, and an estimate for all others."""
         of_parameters = {id(p): 1 / energy for p, energy in zip(parameters, energies, strict=True) if energy > 0}
         numbers = iter(_numbers(tensor for measured in self._measured for tensor in _tensors(measured)))
         rows = [_NodeNumbers.of(measured, numbers) for measured in self._measured]

@@ -316,7 +316,7 @@ class Weights:
             self.held = tuple(name for name, weight in self.weights.items() if weight in self._held)
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
-        """load_state_dict(assign=True) replaced parameters: pack them before the next forward pass, when the state dict is freed."""
+        """Called after load_state_dict: parameters that assign=True replaced are packed before the next forward pass."""
         for name, parameter in self._named():
             weight = self.weights.get(name)
             if weight is not None and weight.is_pinned:

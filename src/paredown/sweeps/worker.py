@@ -157,7 +157,7 @@ class Worker:
         self._num_finished = 0
 
     def run(self) -> int:
-        """See `work`."""
+        """Run trials until all are finished, as `work` describes."""
         self._store.beat(self._id)
         options = self._options
         heart = Heartbeat(

@@ -235,7 +235,7 @@ class Loop:
                 group["lr"] = lr
 
     def run_step(self, x: Tensor, answers: Tensor) -> Tensor:
-        """Train on a batch at the learning rate that was set last; its loss."""
+        """Train on a batch at the learning rate that was set last; returns the loss of the batch."""
         with self.setting.autocast(), getattr(self.session, "following", nullcontext)():
             loss = self.setting.task.loss(self.model(x), answers)
         if self.scaler is None:
