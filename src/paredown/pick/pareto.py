@@ -72,7 +72,7 @@ class Scores:
 class Truth:
     """What predictions for one task are compared with: memory of all plans, relative to the largest of all tasks, and their true errors.
 
-    `feasible`: indices of allowed plans. `means`: the means of `errors` over runs that differ by noise alone, or `errors` themselves where that is not known.
+    `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone, or `errors` where not known.
     """
 
     memory: Array
