@@ -150,10 +150,9 @@ class Footprint:
         return "\n".join([*head, *(f"  {line}" for line in lines), *(f"  note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        head, rows = self._table()
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        head, (columns, *rows) = self._table()
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return f"<p>{'<br>'.join(escape(line) for line in head)}</p><table>{body}</table>{notes}"
+        return f"<p>{'<br>'.join(escape(line) for line in head)}</p>{Table(columns, rows).to_html()}{notes}"
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         trace = self.trace
