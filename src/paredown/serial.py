@@ -41,7 +41,7 @@ from paredown.errors import ParedownError, ReportError
 
 MOST_BYTES = 1 << 28  # the largest JSON file that is read
 BITS = 63  # of integers, without the sign: what SQLite, PostgreSQL, numpy and torch store
-LARGEST = 1e300  # the largest number that is summed up, so that sums stay finite
+LARGEST = 1e300  # the largest number that is summed up, so that sums stay finite; stands for infinity, which JSON does not have
 SHOWN = 80  # characters of a value in a message
 SHOWN_BITS = 133  # of an integer that is quoted in full: 40 digits
 

@@ -42,7 +42,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, default_rounding
 from paredown.plan.storage import significant_bits
 from paredown.roles import Role
-from paredown.serial import COUNT, brief, check_fields, is_text, load_json, object_parts, save_json
+from paredown.serial import COUNT, LARGEST, brief, check_fields, is_text, load_json, object_parts, save_json
 from paredown.tables import Table
 from paredown.trace.operations import Use
 from paredown.trace.trace import Saver
@@ -50,7 +50,6 @@ from paredown.trace.trace import Saver
 VERSION = 1  # of the JSON
 NUM_SHOWN_SLOTS = 12  # by repr
 NAN = float("nan")
-LARGEST = 1e300  # stands for an infinite error, which JSON does not have
 STOCHASTIC_FACTOR = 2.5  # over the error of rounding to nearest
 OTHER_FACTOR = 1.0  # of an operation without a row
 OP_FACTORS: Mapping[str, float] = MappingProxyType(

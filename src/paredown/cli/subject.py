@@ -44,7 +44,7 @@ from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import closest
 from paredown.serial import read_json
 from paredown.sizes import parse_bytes
-from paredown.tasks.lookup import DTYPES, WITH_FILE, WITHOUT_FILE, call_user_function, find_task, parse_options
+from paredown.tasks.lookup import WITH_FILE, WITHOUT_FILE, autocast_dtype, call_user_function, find_task, parse_options
 from paredown.tasks.task import RULES, Task
 from paredown.tasks.task_trace import formats_state, resized, trace_task
 from paredown.trace.trace import Trace
@@ -298,18 +298,12 @@ def _task(text: str, head: str) -> Task:
 
 
 def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
-    autocast = subject.autocast if changes.autocast is None else _dtype(changes.autocast)
+    autocast = subject.autocast if changes.autocast is None else autocast_dtype(changes.autocast)
     optimizer = changes.optimizer or subject.optimizer
     if isinstance(optimizer, str) and optimizer not in (*RULES, "adam"):
         raise TaskError(f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(RULES)}.")
     batch = subject.batch if changes.batch is None else resized(subject.batch, subject.batch_size, changes.batch)
     return replace(subject, batch=batch, autocast=autocast, optimizer=optimizer, device=changes.device, _traces={})
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    if name not in DTYPES:
-        raise TaskError(f"autocast {name!r} is unknown. Allowed: {', '.join(DTYPES)}.")
-    return DTYPES[name]
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:

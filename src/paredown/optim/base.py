@@ -40,7 +40,6 @@ from paredown.optim.gradient_hooks import Accumulator, GradientMean, PackedGradi
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import (
     FROM_TIER,
-    SLOTS,
     ParameterState,
     RequestedFormats,
     SlotFormats,
@@ -59,7 +58,7 @@ from paredown.optim.parameter_state import (
 )
 from paredown.optim.rules import RULES, Rule
 from paredown.optim.step_batches import StepBatches
-from paredown.roles import Role
+from paredown.roles import OF_PARAMETER, Role
 
 RESTARTED = (
     "its gradient was cleared between microbatches ({} of {} were added up), and the others would be lost. Call opt.zero_grad(), which "
@@ -155,7 +154,7 @@ class MemoryOptions:
 
     def defaults(self) -> dict[str, Any]:
         """The options that a parameter group may override."""
-        texts = {role.value: getattr(self, role.value) for role in SLOTS}
+        texts = {role.value: getattr(self, role.value) for role in OF_PARAMETER}
         formats = {name: value if value is None else str(value) for name, value in texts.items()}
         return {"tier": self.tier, **formats, "rounding": self.rounding}
 

@@ -28,12 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from paredown.codec.packed import DEVICES, PackedTensor, decoder, encode
+from paredown.codec.packed import DEVICES, DTYPES, PackedTensor, decoder, encode
 from paredown.formats.format import Format
 
 KEY = "_paredown_weight"  # in the __dict__ of a parameter
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPES = tuple(PLAIN_DTYPES.values())
 NO_MEMORY = (
     "this weight is stored packed and has no memory to read from. paredown decodes it for its modules and for functions of torch; "
     "for other code, work inside `with session.unpacked():`, or on a copy: p.detach().clone()."

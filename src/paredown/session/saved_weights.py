@@ -29,15 +29,14 @@ from paredown.trace.autograd_graph import (
     IS_WEIGHT,
     NO_SEQUENCE,
     SAVES_NOTHING,
-    VIEWS,
     attributes,
     has_storage,
     is_of_weight,
     next_number,
     tensors_in,
 )
+from paredown.trace.rematerialization import SAME_MEMORY_ORDER
 
-CASTS_AND_VIEWS = frozenset((*VIEWS, CAST_NODE))
 DECODED = f"{Decoded.__name__}Backward"
 
 
@@ -185,7 +184,7 @@ def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
     node, names = tensor.grad_fn, list[str]()
     while node is not None:
         name = node.name()
-        if name not in CASTS_AND_VIEWS:
+        if name not in SAME_MEMORY_ORDER:
             return name, node, names
         names.append(name)
         node = node.next_functions[0][0]

@@ -34,13 +34,12 @@ from paredown.errors import PlanError, VerificationError
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.serial import dump_dataclass, load_json, object_parts, read_dataclass, save_json
+from paredown.serial import LARGEST, dump_dataclass, load_json, object_parts, read_dataclass, save_json
 from paredown.tables import Table
 
 VERSION = 1  # of the JSON
 PEAK = 3.0  # the largest of 64 normally distributed values is at 2.4 standard deviations on average
 SHOWN = 12  # parameters that repr prints
-LARGEST = 1e300  # replaces an infinite error, which JSON has no number for
 OK, OFF, WRONG = "ok", "off", "off under the exact plan"
 HEAD = ("parameter", "exact plan", "plan", "verdict")
 EXACT, PLAN = "exact plan", "plan"

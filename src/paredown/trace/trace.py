@@ -47,7 +47,7 @@ PHASES = ("forward", "loss", "backward", "step")
 Tick = Annotated[int, Check(lambda value: type(value) is int and -1 <= value <= MAX_TICKS + 1, "a tick of the step, or -1,")]
 StorageNumber = Annotated[int, WHOLE]  # -1: unknown; below: a tensor that autograd's graph does not hold
 Span = tuple[Tick, Tick]
-PARAMETER_ROLES = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
+SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int
     if unknown_phase is not None:
         raise TraceError(f"phase of an output is one of {', '.join(PHASES)}, not {brief(unknown_phase)}.")
     for slot in slots:
-        if slot.role in PARAMETER_ROLES:
+        if slot.role in SIZED_BY_SHAPE:
             _check_bytes(slot)
         elif slot.role is Role.ACTIVATION:
             _check_uses(slot)
@@ -346,7 +346,7 @@ def _check_names(slots: tuple[Slot, ...]) -> None:
         )
         if keys & seen:
             raise _contradiction(slot, "another slot has this role and name")
-        seen |= keys if slot.role in (Role.ACTIVATION, *PARAMETER_ROLES) else set()
+        seen |= keys if slot.role in (Role.ACTIVATION, *SIZED_BY_SHAPE) else set()
 
 
 def _check_storages(activations: Iterable[Slot]) -> None:
