@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from paredown import Format, Plan, Role, Sensitivities, Trace, apply, assign, footprint, optim, trace_step
 from paredown.assign.checkpointed_layers import added_seconds, layers_alone, repeated_layers
 from paredown.assign.problem import AssignmentProblem, ladder_of
-from paredown.assign.strategies import METHODS, expected_error
+from paredown.assign.strategies import METHODS, role_table_error
 from paredown.errors import BudgetError, PlanError
 from paredown.models import MODELS, random_batch
 from paredown.models.resnet import resnet50
@@ -153,7 +153,7 @@ def test_no_more_layers_than_are_needed(share: float, recompute: bool | None) ->
     plan = assign(trace, budget, levels=levels, recompute=recompute)
     assert footprint(trace, plan).peak_bytes <= budget
     borne = sum(
-        expected_error(slot, Format.parse("int8/64@bf16" if recompute else "int4/64@bf16"))
+        role_table_error(slot, Format.parse("int8/64@bf16" if recompute else "int4/64@bf16"))
         for slot in trace.activations
         if not slot.stays and Use.VALUE in slot.uses
     )

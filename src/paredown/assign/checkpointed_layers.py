@@ -44,7 +44,7 @@ from math import inf, prod
 
 from paredown.assign.options import LADDER, Ladder
 from paredown.assign.problem import AssignmentProblem
-from paredown.assign.strategies import AssignmentPoint, expected_error
+from paredown.assign.strategies import AssignmentPoint, role_table_error
 from paredown.plan.checkpointed_trace import CALL, checkpointed_trace, is_of, modules_of, outermost
 from paredown.plan.footprint import peak_of, slot_bytes
 from paredown.plan.plan import Plan
@@ -134,7 +134,7 @@ def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> flo
     """
     formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
-    return sum(expected_error(slot, formats[:2][0 if recompute else -1]) for slot in slots) if formats else 0.0
+    return sum(role_table_error(slot, formats[:2][0 if recompute else -1]) for slot in slots) if formats else 0.0
 
 
 def with_layers(

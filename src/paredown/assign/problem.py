@@ -26,9 +26,9 @@ from paredown.assign.strategies import (
     AssignmentPoint,
     AssignMethod,
     best_within,
-    expected_error,
     ladder_for,
     measured_error,
+    role_table_error,
 )
 from paredown.errors import PlanError
 from paredown.formats.catalog import is_small
@@ -66,7 +66,7 @@ class AssignmentProblem:
     ) -> AssignmentProblem:
         """The problem of a trace for `method`; with a `ladder`, activations have its formats and parameters are unmodified."""
         formats = LADDER if ladder is None else ladder
-        error_of = expected_error if sensitivities is None else measured_error(trace, sensitivities, formats)
+        error_of = role_table_error if sensitivities is None else measured_error(trace, sensitivities, formats)
         eligible = method.eligible(trace) if method.eligible is not None else None
         is_free = method.order is None
         items = list(activation_items(trace, ladder_for(eligible, formats), error_of, is_free=is_free))

@@ -17,7 +17,7 @@ import numpy as np
 
 from paredown.assign.options import LADDER, ErrorOf, Ints, Item, Ladder, Ledger, StorageOption, activation_items, unowned
 from paredown.assign.sensitivity import Sensitivities
-from paredown.assign.strategies import expected_error, measured_error
+from paredown.assign.strategies import measured_error, role_table_error
 from paredown.errors import BudgetError
 from paredown.formats.format import Format
 from paredown.plan.checkpointed_trace import checkpointed_trace
@@ -118,7 +118,7 @@ class RepairState:
     def of(plan: Plan, terms: RepairTerms) -> RepairState:
         """The state of a run under `plan`."""
         trace, levels, measured = checkpointed_trace(terms.trace, plan.recompute), terms.levels, terms.sensitivities
-        error_of = expected_error if measured is None else measured_error(trace, measured, levels)
+        error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
         items = [
             _with_current(item, chosen, error_of) for item in activation_items(trace, lambda _: levels, error_of, is_free=False)
@@ -132,7 +132,7 @@ class RepairState:
                 if option.name == CURRENT:
                     current[number] = row
                 for (name, _), format in option.formats:
-                    bits.setdefault(name, {})[row] = bits_of(format)
+                    bits.setdefault(name, {})[row] = bits_per_value(format)
         item_of = {slot.name: number for number, item in enumerate(items) for slot in item.slots}
         totals = np.array([option.total for item in ledger.items for option in item.options], dtype=np.int64)
         return RepairState(trace, plan, ledger, current, bits, item_of, totals)
@@ -219,7 +219,7 @@ class RepairState:
         return self.ledger.items[item].options[row - int(self.ledger.starts[item])]
 
 
-def bits_of(format: Format | None) -> float:
+def bits_per_value(format: Format | None) -> float:
     """Bits per value; infinity for unmodified."""
     return inf if format is None else float(format.bits_per_value)
 

@@ -319,7 +319,7 @@ ROWS = (
 METHODS: Mapping[str, AssignMethod] = MappingProxyType({row.name: row for row in ROWS})
 
 
-def expected_error(slot: Slot, format: Format) -> float:
+def role_table_error(slot: Slot, format: Format) -> float:
     """The predicted error of a slot in a format, by the role table."""
     return slot_error(slot.savers, format)
 
@@ -331,13 +331,13 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
     """
     formats = [format for format in ladder if format is not None]
     probed = [(slot, name) for slot in trace.activations if (name := _probed_name(slot, sensitivities)) is not None]
-    ratios = [_ratio(sensitivities.of(name, format), expected_error(slot, format)) for slot, name in probed for format in formats]
+    ratios = [_ratio(sensitivities.of(name, format), role_table_error(slot, format)) for slot, name in probed for format in formats]
     scale = median([ratio for ratio in ratios if ratio > 0] or [1.0])
 
     def error_of(slot: Slot, format: Format) -> float:
         name = _probed_name(slot, sensitivities)
         if name is None:
-            return scale * expected_error(slot, format)
+            return scale * role_table_error(slot, format)
         bits = significant_bits(format)
         finer = (other for other in formats if significant_bits(other) > bits)
         return max(sensitivities.of(name, other) or 0.0 for other in (format, *finer))
