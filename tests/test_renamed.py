@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from paredown.cli.demo_verb import DemoResult
+from paredown.cli.train_verb import TrainingRun
+from paredown.pick.answer import Frontier, Picked
 from paredown.plan.explanation import explain_slots
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.tasks.task import OptimizerSettings, Task
+from paredown.tasks.trial import Status, Trial
 from paredown.trace.trace_step import trace_step
 from tests.cli.commands import ask
 from tests.tasks.made import make_task
@@ -56,3 +60,10 @@ def test_json_of_commands_lists_its_old_fields() -> None:
     value = json.loads(out)
     assert status == 0 and value["deprecated"] == {"recipe": "template"}
     assert all(row["recipe"] == row["template"] for row in value["plans"])
+
+
+def test_json_of_the_demo_lists_its_old_field() -> None:
+    picked = Picked("digits", Plan(), Frontier(()), "nothing smaller fits", budget_bytes=100, full_bytes=250)
+    runs = [TrainingRun(name, Plan(), Trial("digits", Plan(), seed, Status.DONE)) for seed, name in enumerate(("baseline", "lpmm"))]
+    value = DemoResult(picked, runs[0], runs[1], seconds=1.0).to_json()
+    assert value["deprecated"] == {"as_written": "baseline"} and value["as_written"] == value["baseline"] != value["with_plan"]

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import paredown
 from paredown import Plan, Trial, evaluate
 from paredown.tasks.data import Examples
+from paredown.tasks.evaluate import commit
 from paredown.tasks.task import OptimizerSettings, Task
 from paredown.tasks.training import learning_rate
 from paredown.tasks.trial import Status
@@ -216,6 +217,15 @@ def test_a_trial_knows_versions_and_no_place() -> None:
         assert secret not in text
     words = text.replace('"', " ").split()
     assert socket.gethostname() not in words and (getuser() == "root" or getuser() not in words)
+
+
+def test_the_environment_names_the_commit_of_a_copied_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAREDOWN_COMMIT", "0123456789ab")
+    commit.cache_clear()
+    try:
+        assert commit() == "0123456789ab"
+    finally:
+        commit.cache_clear()
 
 
 # --- other modes and devices ------------------------------------------------------------------------------------------
