@@ -397,7 +397,7 @@ def weight_slot(entry: ParameterState) -> UpdateSlot:
 
 
 def gradient_slot(gradient: Tensor) -> UpdateSlot:
-    """The slot of a packed accumulator; for a plain gradient its dtype and size, since each update gets a new tensor."""
+    """The slot of a gradient: a packed accumulator, or a plain gradient's dtype and size without its memory, which is new in each step."""
     if isinstance(gradient, PackedGradient):
         return UpdateSlot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)
     return plain_slot(torch.empty(local(gradient).shape, dtype=gradient.dtype, device="meta"), Rounding.NEAREST_EVEN)

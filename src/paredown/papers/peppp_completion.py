@@ -162,7 +162,7 @@ class Effects:
 
 
 def split_variance(errors: Array, levels: NDArray[np.intp]) -> Effects:
-    """The split of complete rows (tasks, plans), given the level of each plan."""
+    """The variance of complete errors (tasks, plans) split into levels, plans within levels, and the rest; `levels`: of each plan."""
     if not np.isfinite(errors).all():
         raise PlanError(f"errors {errors.shape} have gaps; the split needs complete rows.")
     num_tasks, num_plans = errors.shape
