@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from paredown.papers.peppp_cross_validation import SETTINGS, Cache, Matrices, PickerScores, held_out_tasks, judge
 from paredown.papers.peppp_experiment_design import PICKERS, Picker, Pooled
-from paredown.pick.posterior import Prior, propose
+from paredown.pick.acquisition import propose_for_front
+from paredown.pick.posterior import Prior
 
 Array = NDArray[np.float64]
 SCORES = ("convergence", "hypervolume", "regret", "mean_regret", "rmse")
@@ -164,7 +165,7 @@ def append(run: dict[str, object]) -> None:
 def proposal(errors: Array, memory: Array, levels: NDArray[np.intp] | None) -> int:
     """From matrices to the plan to measure first."""
     prior, seen = Prior.of(errors, levels), np.full(errors.shape[1], np.nan)
-    return propose("knowledge", prior, prior.given(seen), memory / memory.max(), seen)
+    return propose_for_front("knowledge", prior, prior.given(seen), memory / memory.max(), seen)
 
 
 def speeds() -> Iterable[dict[str, object]]:

@@ -160,7 +160,7 @@ def _train(task: Task, width: int, low: Rounder, high: Rounder, make_step: Calla
     torch.manual_seed(SEED)
     model = SumLastResNet(num_classes=task.data.num_answers or 10, width=width).to(DEVICE)
     _hook(model, low, high)
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.recipe.lr, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=task.settings.lr, momentum=0.9, weight_decay=5e-4)
     step = make_step(model, optimizer)
     device = torch.device(DEVICE)
     for x, answers in islice(task.data.batches(task.batch, seed=SEED, device=device), task.steps):

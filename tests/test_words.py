@@ -27,7 +27,8 @@ DISCARDED = {
 }
 PATTERN = re.compile(rf"(?<![\w-])(?:{'|'.join(DISCARDED)})(?![\w-])", re.IGNORECASE)
 RECORDS = ("docs/log.md", "docs/decisions/")
-OLD_NAMES = re.compile(r"[\"']as_written[\"']|as_written: until|def as_written\(")  # names of version 0.1 that still work
+# names of version 0.1 that still work
+OLD_NAMES = re.compile(r"[\"']as_written[\"']|def as_written\(|Footprint\.as_written")
 
 
 def texts() -> list[Path]:

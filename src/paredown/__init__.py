@@ -9,7 +9,6 @@ import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
 if TYPE_CHECKING:
     from paredown import errors, optim
@@ -115,12 +114,9 @@ def __getattr__(name: str) -> Any:
     if name in ("errors", "optim"):
         return import_module(f"paredown.{name}")
     if name.endswith("Error") and hasattr(import_module("paredown.errors"), name):
-        warn(
-            f"paredown.{name} is paredown.errors.{name} now; the old name goes with the next release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(import_module("paredown.errors"), name)
+        errors = import_module("paredown.errors")
+        errors.warn_renamed(f"paredown.{name}", f"paredown.errors.{name}")
+        return getattr(errors, name)
     if name not in _HOME:
         raise AttributeError(f"module 'paredown' has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_HOME[name]), name)  # the next look-up finds it

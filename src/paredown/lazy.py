@@ -7,14 +7,14 @@ A package keeps a table from each name to the module that defines it. `import pa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def loader(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`, whose names are defined in these modules of it: {module: names}."""
-    home = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
+def loader(package: str, **modules: str) -> Callable[[str], Any]:
+    """The `__getattr__` of `package`, whose names are defined in modules of it: module="name name ..."."""
+    home = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> Any:
         if name not in home:

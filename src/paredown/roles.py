@@ -23,3 +23,5 @@ FORMATTED = tuple(
     role for role in Role if role not in (Role.BUFFER, Role.INPUT, Role.TEMPORARY)
 )  # roles that a plan can assign a format to
 ACCUMULATED = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT2)  # sums of many small updates, which rounding to nearest would lose
+# roles of the tensors of a parameter that can have a format
+OF_PARAMETER: tuple[Role, ...] = (Role.WEIGHT, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)

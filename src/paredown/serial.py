@@ -1,8 +1,9 @@
 """The checked JSON reader: files, versions, field names and field values, with one set of limits and one wording for all errors.
 
 A JSON file can hold anything: numbers of thousands of digits, NaN, lists nested a thousand deep; its path can name a directory.
-`read_json` returns the value of a file or raises the given ParedownError; `object_parts` checks version and field names; `check_fields`
-checks values against a table of `Check`s. `brief` quotes any value in a message, also values that `repr` fails on.
+`read_json` returns the value of a file or raises the given ParedownError, and `load_json` the object that a `from_json` makes of it;
+`save_json` writes one. `object_parts` checks version and field names; `check_fields` checks values against a table of `Check`s. `brief`
+quotes any value in a message, also values that `repr` fails on.
 
 >>> brief([1, 2]), brief(10**6000), brief([10**6000])
 ('[1, 2]', 'a whole number of about 6001 digits', 'a list of 1')
@@ -13,8 +14,9 @@ Traceback (most recent call last):
 paredown.errors.PlanError: seed of a trial is a whole number of at most 64 bits, not a whole number of about 401 digits.
 
 `dump_dataclass` and `read_dataclass` convert dataclasses to JSON and back by the types of their fields: str, int from 0 to 2^53 (the
-integers that JavaScript represents exactly), finite float, bool, `X | None`, tuples and NamedTuples as lists, mappings and dataclasses
-as objects. A field with a default can be missing; an unknown field is an error. Errors name the path of the value:
+integers that JavaScript represents exactly), finite float, bool, enumerations by value, Any, `X | None`, `Annotated[X, Check]`, tuples and
+NamedTuples as lists, mappings and dataclasses as objects. A field with a default can be missing; an unknown field is an error. Errors name
+the path of the value:
 
 >>> read_dataclass(tuple[int, ...], [1, -2], "sizes")
 Traceback (most recent call last):
@@ -26,24 +28,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from functools import lru_cache
+from enum import Enum
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from paredown.errors import ParedownError, ReportError
 
 MOST_BYTES = 1 << 28  # the largest JSON file that is read
 BITS = 63  # of integers, without the sign: what SQLite, PostgreSQL, numpy and torch store
-LARGEST = 1e300  # the largest number that is summed up, so that sums stay finite
+LARGEST = 1e300  # the largest number that is summed up, so that sums stay finite; stands for infinity, which JSON does not have
 SHOWN = 80  # characters of a value in a message
 SHOWN_BITS = 133  # of an integer that is quoted in full: 40 digits
 
 Raises = Callable[[str], ParedownError]
 PathText = str | PathLike[str]
+Loaded = TypeVar("Loaded")
 
 
 class Check(NamedTuple):
@@ -94,7 +98,7 @@ def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Rai
 
 
 def object_parts(
-    value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises
+    value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises, *, oldest: int = 1
 ) -> dict[str, Any]:
     """The fields of a JSON object without its version; raises `error` if it is no object, too new, or has missing or unknown fields.
 
@@ -103,8 +107,11 @@ def object_parts(
     {'a': 2}
     """
     version = value.get("version", newest) if isinstance(value, Mapping) else newest
-    if type(version) is not int or not 1 <= version <= newest:
-        raise error(f"the {what} is of version {brief(version)}; this paredown reads 1 to {newest}. Update paredown to read it.")
+    if type(version) is not int or not oldest <= version <= newest:
+        advice = (
+            "Write it again with this paredown." if type(version) is int and version < oldest else "Update paredown to read it."
+        )
+        raise error(f"the {what} is of version {brief(version)}; this paredown reads {oldest} to {newest}. {advice}")
     if not isinstance(value, Mapping) or not value.keys() >= set(needed):
         raise error(f"the JSON of a {what} is an object with {', '.join(sorted(needed))}; this is {brief(value)}.")
     unknown = [name for name in value if name != "version" and name not in names]
@@ -119,10 +126,39 @@ def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name:
     `hint` is appended to the message about a file that is not JSON. `name` replaces the path in messages.
     """
     data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
+    return parse_json(data, what, error, hint=hint, name=name or str(path))
+
+
+def parse_json(text: str | bytes, what: str, error: Raises, *, hint: str = "", name: str = "this text") -> Any:
+    """The value of a JSON text; raises `error` with `name` and `hint` if the text is not JSON."""
     try:
-        return json.loads(data)
+        return json.loads(text)
     except (ValueError, RecursionError) as reason:
-        raise error(f"{name or path} is no {what}: it is not JSON ({str(reason)[:SHOWN]}). {hint}".rstrip()) from None
+        raise error(f"{name} is no {what}: it is not JSON ({str(reason)[:SHOWN]}). {hint}".rstrip()) from None
+
+
+def load_json(
+    path: PathText,
+    what: str,
+    error: Raises,
+    from_json: Callable[[Any], Loaded],
+    *,
+    hint: str = "",
+    name: str = "",
+    most_bytes: int = MOST_BYTES,
+) -> Loaded:
+    """`from_json` of the object in a JSON file; every error begins with the path, or with `name`."""
+    value = read_json(path, what, error, hint=hint, name=name, most_bytes=most_bytes)
+    try:
+        return from_json(value)
+    except ParedownError as reason:
+        advice = "" if isinstance(value, dict) else hint
+        raise error(f"{name or path}: {reason} {advice}".rstrip()) from None
+
+
+def save_json(path: PathText, value: Any, *, indent: int | None = None) -> None:
+    """Write a JSON value and a line feed to a file; ValueError for NaN and infinity, which JSON does not have."""
+    Path(path).write_text(json.dumps(value, allow_nan=False, indent=indent) + "\n", encoding="utf-8", newline="\n")
 
 
 def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most_bytes: int = MOST_BYTES) -> bytes:
@@ -140,8 +176,8 @@ def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most
     return data
 
 
-def brief(value: object, length: int = SHOWN) -> str:
-    """`repr(value)` cut to `length` characters, or a description of a value that `repr` cannot print."""
+def brief(value: object) -> str:
+    """`repr(value)` cut to SHOWN characters, or a description of a value that `repr` cannot print."""
     if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
         return f"a whole number of about {value.bit_length() * 30103 // 100000 + 1} digits"
     try:
@@ -149,7 +185,7 @@ def brief(value: object, length: int = SHOWN) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits inside; nested too deep
         size = f" of {len(value)}" if isinstance(value, list | tuple | dict) else ""
         return f"{NAMES.get(type(value), f'a value of type {type(value).__name__}')}{size}"
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 NAMES: Mapping[type, str] = {list: "a list", tuple: "a tuple", dict: "an object"}
@@ -169,69 +205,101 @@ PLAIN: Mapping[Any, Check] = {
     int: Check(_is_whole, "a whole number from 0 to 2^53"),
     float: SUMMED,
     bool: Check(lambda value: type(value) is bool, "true or false"),
+    Any: Check(lambda value: True, "any JSON value"),
 }
 
 
-def read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    """`value` converted to the type `kind`; ReportError names the path of the first wrong value, which starts with `where`."""
-    if kind in PLAIN:
-        check, needed = PLAIN[kind]
-        return value if check(value) else _refuse(where, needed, value)
+class _Refused(Exception):
+    """A value that does not have the type of its field; the message begins with the path of the value."""
+
+
+def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
+    """`value` converted to the type `kind`; `error` names the path of the first wrong value, which starts with `where`."""
+    try:
+        return _reader(kind)(value, where)
+    except _Refused as reason:
+        raise error(str(reason)) from None
+
+
+Reader = Callable[[Any, str], Any]  # (value, path) -> the value converted, or _Refused
+
+
+@lru_cache(maxsize=256)
+def _reader(kind: Any) -> Reader:
+    """The function that reads values of the type `kind`."""
     origin, inner = get_origin(kind), get_args(kind)
+    if kind in PLAIN or origin is Annotated:
+        return partial(_checked, PLAIN[kind] if kind in PLAIN else inner[1])
     if origin is UnionType:  # X | None
-        return None if value is None else read_dataclass(next(part for part in inner if part is not NoneType), value, where)
+        read = _reader(next(part for part in inner if part is not NoneType))
+        return lambda value, where: None if value is None else read(value, where)
     if origin is tuple:
-        return _read_tuple(inner, value, where)
+        return partial(_read_list, _reader(inner[0])) if inner[-1] is Ellipsis else partial(_read_tuple, [*map(_reader, inner)], "")
     if origin is Mapping:
-        _need(isinstance(value, dict), where, "an object", value)
-        return {
-            read_dataclass(str, key, where): read_dataclass(inner[1], part, f"{where}.{brief(key)}") for key, part in value.items()
-        }
+        return partial(_read_mapping, _reader(inner[1]))
     if is_dataclass(kind):
-        return _read_object(kind, value, where)
-    names, hints = kind._fields, _hints(kind)
-    _need(isinstance(value, list) and len(value) == len(names), where, f"a list of {', '.join(names)}", value)
-    return kind(*(read_dataclass(hints[name], part, f"{where}.{name}") for name, part in zip(names, value, strict=True)))
+        return partial(_read_object, kind)
+    if issubclass(kind, Enum):
+        allowed = {member.value: member for member in kind}
+        check = Check(lambda value: isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}")
+        return lambda value, where: allowed[_checked(check, value, where)]
+    read_fields = partial(_read_tuple, list(_field_readers(kind).values()), f" of {', '.join(kind._fields)}")
+    return lambda value, where: kind(*read_fields(value, where))
 
 
-def _read_tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+def _checked(check: Check, value: Any, where: str) -> Any:
+    _need(check.holds(value), where, check.expected, value)
+    return value
+
+
+def _read_list(read: Reader, value: Any, where: str) -> tuple[Any, ...]:
     _need(isinstance(value, list), where, "a list", value)
-    if inner[-1] is Ellipsis:
-        return tuple([read_dataclass(inner[0], part, f"{where}[{i}]") for i, part in enumerate(value)])
-    _need(len(value) == len(inner), where, f"a list of {len(inner)}", value)
-    return tuple(read_dataclass(kind, part, f"{where}[{i}]") for i, (kind, part) in enumerate(zip(inner, value, strict=True)))
+    return tuple([read(part, f"{where}[{i}]") for i, part in enumerate(value)])
+
+
+def _read_tuple(readers: Sequence[Reader], names: str, value: Any, where: str) -> tuple[Any, ...]:
+    _need(isinstance(value, list) and len(value) == len(readers), where, f"a list{names or f' of {len(readers)}'}", value)
+    return tuple(read(part, f"{where}[{i}]") for i, (read, part) in enumerate(zip(readers, value, strict=True)))
+
+
+def _read_mapping(read: Reader, value: Any, where: str) -> dict[str, Any]:
+    _need(isinstance(value, dict) and all(type(key) is str for key in value), where, "an object", value)
+    return {key: read(part, f"{where}.{brief(key)}") for key, part in value.items()}
 
 
 def _read_object(kind: Any, value: Any, where: str) -> Any:
     _need(isinstance(value, dict), where, "an object", value)
-    rows, hints = fields(kind), _hints(kind)
-    names = [row.name for row in rows]
-    for name in value.keys() - set(names):
-        raise ReportError(f"{where}: field {brief(name)} is unknown. Allowed: {', '.join(names)}.")
-    for row in rows:
+    readers = _field_readers(kind)
+    for name in value.keys() - readers.keys():
+        raise _Refused(f"{where}: field {brief(name)} is unknown. Allowed: {', '.join(readers)}.")
+    for row in fields(kind):
         if row.default is MISSING and row.default_factory is MISSING and row.name not in value:
-            raise ReportError(f"{where}: {row.name} is missing.")
-    return kind(**{name: read_dataclass(hints[name], part, f"{where}.{name}") for name, part in value.items()})
+            raise _Refused(f"{where}: {row.name} is missing.")
+    return kind(**{name: readers[name](part, f"{where}.{name}") for name, part in value.items()})
 
 
 @lru_cache(maxsize=64)
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def dump_dataclass(value: Any) -> Any:
-    """The JSON value that `read_dataclass` reads."""
-    if is_dataclass(value):
-        return {row.name: dump_dataclass(getattr(value, row.name)) for row in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): dump_dataclass(part) for key, part in value.items()}
-    return [dump_dataclass(part) for part in value] if isinstance(value, tuple | list) else value
+def _field_readers(kind: Any) -> dict[str, Reader]:
+    hints = get_type_hints(kind, include_extras=True)
+    names = [row.name for row in fields(kind)] if is_dataclass(kind) else kind._fields
+    return {name: _reader(hints[name]) for name in names}
 
 
 def _need(holds: bool, where: str, needed: str, value: Any) -> None:
     if not holds:
-        _refuse(where, needed, value)
+        raise _Refused(f"{where}: {needed} is needed here; this is {brief(value)}.")
 
 
-def _refuse(where: str, needed: str, value: Any) -> None:
-    raise ReportError(f"{where}: {needed} is needed here; this is {brief(value)}.")
+def dump_dataclass(value: Any, *, skips_defaults: bool = False) -> Any:
+    """The JSON value that `read_dataclass` reads; `skips_defaults`: without fields that have their default."""
+    if type(value) in PLAIN or value is None:
+        return value
+    if isinstance(value, tuple | list):
+        return [dump_dataclass(part, skips_defaults=skips_defaults) for part in value]
+    if is_dataclass(value):
+        parts = [(row.name, getattr(value, row.name), row.default) for row in fields(value)]
+        kept = [(name, part) for name, part, default in parts if not skips_defaults or part != default]
+        return {name: dump_dataclass(part, skips_defaults=skips_defaults) for name, part in kept}
+    if isinstance(value, Mapping):
+        return {str(key): dump_dataclass(part, skips_defaults=skips_defaults) for key, part in value.items()}
+    return value.value if isinstance(value, Enum) else value

@@ -42,11 +42,12 @@ class Table:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def to_html(self) -> str:
+    def to_html(self, caption: str = "") -> str:
         """The same rows as an HTML table."""
         head, *body = [[escape(cell) for cell in row] for row in (self.columns, *self.rows)]
         rows = "".join(f"<tr>{''.join(f'<td>{cell}' for cell in row)}</tr>" for row in body)
-        return f"<table><tr>{''.join(f'<th>{cell}' for cell in head)}</tr>{rows}</table>"
+        above = f"<caption>{escape(caption)}</caption>" if caption else ""
+        return f"<table>{above}<tr>{''.join(f'<th>{cell}' for cell in head)}</tr>{rows}</table>"
 
 
 class TableRows(tuple[Record, ...]):

@@ -13,7 +13,7 @@ from paredown import Plan, footprint
 from paredown.assign.assign import assign
 from paredown.assign.options import LADDER
 from paredown.assign.problem import AssignmentProblem, rules_of
-from paredown.assign.strategies import METHODS, best_within, expected_error
+from paredown.assign.strategies import METHODS, best_within, role_table_error
 from paredown.errors import BudgetError
 from paredown.plan.footprint import DEVICES
 from paredown.trace.trace import Trace
@@ -85,7 +85,7 @@ def all_errors_and_peaks(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
             spans = [(slot.birth, slot.dropped, slot.nbytes), (part.packed, part.released, format.nbytes((slot.numel,)))]
             for start, end, nbytes in [*spans, *((start, end, slot.nbytes) for start, end in part.decoded)]:
                 held[i, level, start : end + 1] += -(-nbytes // DEVICES[trace.device].rounding) * DEVICES[trace.device].rounding
-            errors[i, level] = expected_error(slot, format)
+            errors[i, level] = role_table_error(slot, format)
     held[:, 0] = -(-held[:, 0] // DEVICES[trace.device].rounding) * DEVICES[trace.device].rounding
     levels = np.array(list(product(range(len(LADDER)), repeat=len(trace.activations))))
     rows = np.arange(len(trace.activations))

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from paredown import Format, Plan, Role, Sensitivities, Trace, apply, assign, footprint, optim, trace_step
 from paredown.assign.checkpointed_layers import added_seconds, layers_alone, repeated_layers
 from paredown.assign.problem import AssignmentProblem, ladder_of
-from paredown.assign.strategies import METHODS, expected_error
+from paredown.assign.strategies import METHODS, role_table_error
 from paredown.errors import BudgetError, PlanError
 from paredown.models import MODELS, random_batch
 from paredown.models.resnet import resnet50
@@ -153,7 +153,7 @@ def test_no_more_layers_than_are_needed(share: float, recompute: bool | None) ->
     plan = assign(trace, budget, levels=levels, recompute=recompute)
     assert footprint(trace, plan).peak_bytes <= budget
     borne = sum(
-        expected_error(slot, Format.parse("int8/64@bf16" if recompute else "int4/64@bf16"))
+        role_table_error(slot, Format.parse("int8/64@bf16" if recompute else "int4/64@bf16"))
         for slot in trace.activations
         if not slot.stays and Use.VALUE in slot.uses
     )
@@ -236,7 +236,7 @@ def test_size_takes_the_largest_first_and_operator_inputs_of_products() -> None:
     trace = traced("resnet18", 32)
     rows = [row for row in explain_slots(trace, assign(trace, "90%", method="size")) if row.what in ("quantized", "recomputed")]
     kept = [row for row in explain_slots(trace, assign(trace, "90%", method="size")).that("unmodified")]
-    assert min(row.written_bytes for row in rows) >= max(row.written_bytes for row in kept)
+    assert min(row.baseline_bytes for row in rows) >= max(row.baseline_bytes for row in kept)
     ops = {saver.op for name in lowered(trace, assign(trace, "90%", method="operator")) for saver in trace.slot(name).savers}
     assert ops <= {"conv", "linear", "matmul", "relu"}
     seeds = [assign(trace, "80%", method="random", seed=seed) for seed in (0, 0, 1)]

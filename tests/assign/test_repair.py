@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paredown.assign.assign import assign
-from paredown.assign.repair import LEVELS, RepairedPlan, RepairTerms, bits_of, repair, replan
+from paredown.assign.repair import LEVELS, RepairedPlan, RepairTerms, bits_per_value, repair, replan
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import BudgetError
 from paredown.formats.format import Format
@@ -50,7 +50,7 @@ def assert_sound(trace: Trace, plan: Plan, found: RepairedPlan, budget_bytes: in
     before, after = formats(trace, plan), formats(trace, found.plan)
     moved = {move.slot: (move.before, move.after) for move in found.moves}
     assert moved == {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-    assert all(bits_of(after[name]) >= bits_of(before[name]) for name in keeps)
+    assert all(bits_per_value(after[name]) >= bits_per_value(before[name]) for name in keeps)
     for role in (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT):
         for slot in trace.of(role):
             assert found.plan.find((slot.name,), role) == plan.find((slot.name,), role)
@@ -70,7 +70,7 @@ def test_holds_the_budget_whatever_is_raised(data: st.DataObject) -> None:
     assert_sound(trace, plan, found, budget, keeps | set(found.raised))
     before, after = formats(trace, plan), formats(trace, found.plan)
     assert (*found.raised, *found.refused) == tuple(raised)
-    assert all(bits_of(after[slot]) > bits_of(before[slot]) for slot in found.raised)
+    assert all(bits_per_value(after[slot]) > bits_per_value(before[slot]) for slot in found.raised)
     if not raised:
         assert found.plan == plan and not found.moves
 
@@ -99,7 +99,7 @@ def test_the_least_sensitive_are_lowered(payer: str) -> None:
     raised = "layers.0.norm1:input" if payer != "layers.0.norm1:input" else "layers.0.norm2:input"
     found = repair(plan, RepairTerms(trace, peak_of(trace, plan), Sensitivities(errors)), raised=[raised])
     assert found.raised == (raised,)
-    assert payer in {move.slot for move in found.moves if bits_of(move.after) < bits_of(move.before)}
+    assert payer in {move.slot for move in found.moves if bits_per_value(move.after) < bits_per_value(move.before)}
 
 
 def test_refuses_what_no_other_slot_can_free() -> None:

@@ -90,7 +90,7 @@ def test_a_plan_is_within_its_budget_and_is_explained(folder: Path) -> None:
 
 def test_names_of_version_0_1_are_accepted_for_one_release(folder: Path) -> None:
     value = asked_json("plan", "net.py:both", "--budget", "70%", "--device", "cpu", "-o", "mine.json")
-    assert value["written_bytes"] == value["baseline_bytes"]
+    assert value["written_bytes"] == value["baseline_bytes"] and value["deprecated"] == {"written_bytes": "baseline_bytes"}
     slots = asked_json("explain", "mine.json", "--model", "net.py:both", "--device", "cpu")["slots"]
     assert slots and all(row["written_bytes"] == row["baseline_bytes"] for row in slots)
     status, out, err = ask("estimate", "net.py:both", "--device", "cpu", "--plan", "as_written", "--json")

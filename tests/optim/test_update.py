@@ -19,7 +19,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import WORD, Overflow, Rounding, Seed
 from paredown.optim import reference
 from paredown.optim.batched_update import Batch, fold, update_one
-from paredown.optim.reference import UpdateSlot, UpdateUnit
+from paredown.optim.reference import Fold, UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES
 from tests.optim.made import HYPERS, NEAREST, TIERS, assert_same_unit, moved, slot, tensors, unit
 from tests.support.compare import assert_same_bits
@@ -300,18 +300,18 @@ def test_fold_is_encode_of_the_sum(dtype: torch.dtype) -> None:
     made, seed = torch.Generator().manual_seed(4), Seed(3, 11, 2)
     grads = [(torch.randn(5, 100, generator=made) * 1e-3).to(dtype) for _ in range(2)]
     packed = encode(torch.ones(5, 100), "int8/64@bf16", order="logical")
-    fold(packed, grads[0], weight=0.25, factor=None, seed=seed, is_first=True)
+    fold(packed, grads[0], Fold(0.25, None, seed, is_first=True))
     expected = encode(grads[0].float() * 0.25, "int8/64@bf16", rounding="stochastic", seed=seed, order="logical")
     assert_same_packed(packed, expected)
     factor = torch.tensor(0.3)
     assert expected.scales is not None
     scales = (expected.scales.float() * factor).repeat_interleave(64, 1)[:, :100]
     total = expected.codes.view(torch.int8).float() * scales + grads[1].float() * 0.25
-    fold(packed, grads[1], weight=0.25, factor=factor, seed=Seed(3, 11, 3), is_first=False)
+    fold(packed, grads[1], Fold(0.25, factor, Seed(3, 11, 3), is_first=False))
     expected = encode(total, "int8/64@bf16", rounding="stochastic", seed=Seed(3, 11, 3), order="logical")
     assert_same_packed(packed, expected)
     grads[1][0, 0] = inf
-    fold(packed, grads[1], weight=0.25, factor=None, seed=Seed(3, 11, 4), is_first=False)
+    fold(packed, grads[1], Fold(0.25, None, Seed(3, 11, 4), is_first=False))
     assert packed.decode().isnan().sum() == 64
 
 

@@ -14,7 +14,7 @@ from paredown.codec.reference import PackedParts
 from paredown.formats.rounding import Rounding, Seed
 from paredown.optim import batched_update, reference
 from paredown.optim.batched_update import Batch
-from paredown.optim.reference import UpdateSlot, UpdateUnit
+from paredown.optim.reference import Fold, UpdateSlot, UpdateUnit
 from paredown.optim.rules import RULES
 from tests.optim.made import GRADIENT, HYPERS, NEAREST, STOCHASTIC, TIERS, Stored, assert_same_unit, moved, tensors, unit
 from tests.support.compare import assert_same_bits
@@ -134,8 +134,8 @@ def test_folds(dtype: torch.dtype, device: str) -> None:
             if step == 2:
                 grad.view(-1)[7] = torch.nan
             factor, seed = torch.tensor(0.3), Seed(4, 3, step, (1 << 32) - 99 if step == 1 else 5)
-            kernels.fold(ours, grad.to(device), 0.25, factor.to(device), seed, step == 0)
-            reference.fold(theirs, grad, weight=0.25, factor=factor, seed=seed, is_first=step == 0)
+            kernels.fold(ours, grad.to(device), Fold(0.25, factor.to(device), seed, step == 0))
+            reference.fold(theirs, grad, Fold(0.25, factor, seed, step == 0))
             for mine, other in zip(ours.parts.tensors(), theirs.parts.tensors(), strict=True):
                 assert_same_bits(mine.cpu(), other)
 

@@ -21,7 +21,6 @@ from paredown.papers.mixed_precision_assignments import (
     ORDERS,
     amp,
     demote,
-    demote_top,
     groups_of,
     low_ratio,
     memory_factor,
@@ -123,11 +122,11 @@ def test_autocast_keeps_the_losses_high_and_the_rest_low() -> None:
     assert (Role.WEIGHT, "stem.1.weight") not in low and (Role.WEIGHT, "stem.0.weight") in low
 
 
-def test_top_k_is_a_prefix_of_the_decreasing_order() -> None:
+def test_demotion_takes_the_largest_groups_first() -> None:
     found = outline_of("ResNet-18")
-    assert demote_top(found, 0) == ALL_HIGH
-    assert demote_top(found, 22) == demote(found, 1.0)
-    assert demote_top(found, 5) == demote(found, 0.5)
+    groups = sorted(groups_of(found), key=lambda group: -group.numel)
+    for ratio, count in ((0.0, 0), (0.5, 5), (1.0, 22)):
+        assert demote(found, ratio) == {tensor.key for group in groups[:count] for tensor in group.tensors if tensor.may_be_low}
 
 
 @st.composite

@@ -33,7 +33,7 @@ def deep(seed: int) -> nn.Module:
 
 def make_task(make_model: Any = deep, **changes: Any) -> Task:
     """Blobs for `deep`."""
-    return small_task(make_model, **{"data": examples(512), "batch": 256, "recipe": OptimizerSettings("adamw", 3e-3), **changes})
+    return small_task(make_model, **{"data": examples(512), "batch": 256, "settings": OptimizerSettings("adamw", 3e-3), **changes})
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from paredown.errors import BudgetError, PlanError
 from paredown.papers.peppp_cross_validation import SETTINGS, Matrices, PickerScores, held_out_tasks, judge
-from paredown.papers.peppp_experiment_design import PICKERS, Pooled, TaskKnowledge
-from paredown.pick.posterior import Estimate, Prior, luck
+from paredown.papers.peppp_experiment_design import PICKERS, Pooled, TaskKnowledge, luck
+from paredown.pick.posterior import Estimate, Prior
 from tests.papers.released import needs_matrices, released_trials
 from tests.support.scale import SCALE
 

@@ -53,7 +53,7 @@ def assert_as_alone(cases: Sequence[tuple[Task, Plan, int]], device: str, *, mod
 @pytest.mark.parametrize("mode", ["simulate", "peppp"])
 @pytest.mark.parametrize("rule", ["sgdm", "sgd", "adamw"])
 def test_as_alone(rule: str, mode: str, device: str) -> None:
-    task = make_task(steps=8, recipe=OptimizerSettings(rule, 0.05, max_norm=1.0 if rule == "adamw" else None))
+    task = make_task(steps=8, settings=OptimizerSettings(rule, 0.05, max_norm=1.0 if rule == "adamw" else None))
     texts = ("e4m3fn", "e3m1b4fns") if SCALE == 1 else ("e4m3fn", "e5m2f", "e3m1b4fns")
     cases = [(task, plan_of(text), seed) for seed in (0, 1) for text in texts]  # more than there are lanes
     trials = assert_as_alone(cases, device, mode=mode)
@@ -71,7 +71,7 @@ def test_networks_with_buffers_and_odd_last_batches(device: str) -> None:
 
 @every_device
 def test_tasks_with_other_data_and_rates_share_lanes(device: str) -> None:
-    tasks = [make_task(recipe=OptimizerSettings("sgdm", lr)) for lr in (0.02, 0.2)]
+    tasks = [make_task(settings=OptimizerSettings("sgdm", lr)) for lr in (0.02, 0.2)]
     tasks += [make_task(data=examples(96), steps=7)]
     few = examples(96)
     tasks += [
@@ -84,8 +84,8 @@ def test_tasks_with_other_data_and_rates_share_lanes(device: str) -> None:
 
 @every_device
 def test_runs_that_diverge_or_are_hopeless_end_where_they_do_alone(device: str) -> None:
-    wild = make_task(steps=40, recipe=OptimizerSettings("sgd", 1e9, schedule="constant"))
-    vain = make_task(steps=120, recipe=OptimizerSettings("sgd", 1e-9))
+    wild = make_task(steps=40, settings=OptimizerSettings("sgd", 1e9, schedule="constant"))
+    vain = make_task(steps=120, settings=OptimizerSettings("sgd", 1e-9))
     trials = assert_as_alone([(task, plan_of("e8m7"), 0) for task in (wild, vain, make_task())], device, lanes=2)
     assert [trial.status.value for trial in trials] == ["diverged", "stopped", "done"]
 
@@ -110,7 +110,7 @@ def test_what_a_graph_has_fixed_tells_groups_apart() -> None:
         make_setting(task, plan_of(None), mode="simulate"),
         make_setting(task, plan_of("e4m3fn"), mode="peppp"),
         make_setting(make_task(batch=16), plan_of("e4m3fn"), mode="simulate"),
-        make_setting(make_task(recipe=OptimizerSettings("sgdm", 0.1, {"weight_decay": 0.1})), plan_of("e4m3fn"), mode="simulate"),
+        make_setting(make_task(settings=OptimizerSettings("sgdm", 0.1, {"weight_decay": 0.1})), plan_of("e4m3fn"), mode="simulate"),
         make_setting(make_task(lambda seed: net(seed)), plan_of("e4m3fn"), mode="simulate"),
     ]
     assert len({first, *map(kind_of, others)}) == 1 + len(others)
@@ -122,9 +122,9 @@ def test_what_a_graph_has_fixed_tells_groups_apart() -> None:
     [
         ({}, "store", "e4m3fn", "different sizes"),
         ({}, Simulate(raised=Plan()), "e4m3fn", "depends on the steps before"),
-        ({"recipe": OptimizerSettings("lion", 0.01)}, "simulate", "e4m3fn", "no lion"),
-        ({"recipe": OptimizerSettings("sgd", 0.01, loss_scale=8.0)}, "simulate", "e4m3fn", "GradScaler"),
-        ({"recipe": OptimizerSettings("sgdm", 0.01, {"dampening": 0.5})}, "simulate", "e4m3fn", "dampening"),
+        ({"settings": OptimizerSettings("lion", 0.01)}, "simulate", "e4m3fn", "no lion"),
+        ({"settings": OptimizerSettings("sgd", 0.01, loss_scale=8.0)}, "simulate", "e4m3fn", "GradScaler"),
+        ({"settings": OptimizerSettings("sgdm", 0.01, {"dampening": 0.5})}, "simulate", "e4m3fn", "dampening"),
         ({}, "simulate", "int8/64@bf16", "blocks or tables"),
     ],
 )

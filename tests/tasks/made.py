@@ -45,7 +45,7 @@ def net(seed: int) -> nn.Module:
 
 def make_task(make_model: Callable[[int], nn.Module] = net, **changes: Any) -> Task:
     """Blobs for `net`."""
-    given: dict[str, Any] = {"steps": 12, "batch": 32, "recipe": OptimizerSettings("sgdm", 0.1), **changes}
+    given: dict[str, Any] = {"steps": 12, "batch": 32, "settings": OptimizerSettings("sgdm", 0.1), **changes}
     return Task("blobs", make_model, given.pop("data", None) or examples(), **given)
 
 

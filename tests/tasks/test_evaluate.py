@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import paredown
 from paredown import Plan, Trial, evaluate
 from paredown.tasks.data import Examples
+from paredown.tasks.evaluate import commit
 from paredown.tasks.task import OptimizerSettings, Task
 from paredown.tasks.training import learning_rate
 from paredown.tasks.trial import Status
@@ -103,7 +104,7 @@ def test_torch_is_afterwards_as_it_was() -> None:
 
 def test_bytes_are_predicted_and_measured() -> None:
     task = make_task(lambda seed: nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4)))
-    task = replace(task, recipe=OptimizerSettings("sgdm", 0.1, {"weight_decay": 1e-4}))  # for which torch's SGD takes scratch
+    task = replace(task, settings=OptimizerSettings("sgdm", 0.1, {"weight_decay": 1e-4}))  # for which torch's SGD takes scratch
     trial = run(task)
     assert trial.measured_peak_bytes is not None and trial.predicted_peak_bytes is not None
     weights = 4 * sum(p.numel() for p in task.make_model(0).parameters())
@@ -155,13 +156,13 @@ def test_progress_is_told_and_the_curve_is_the_same() -> None:
 )
 @pytest.mark.parametrize("plan", ["baseline", "lpmm"])
 def test_optimizers_learn(settings: OptimizerSettings, plan: str) -> None:
-    trial = run(make_task(recipe=settings, steps=20), PLANS[plan])
+    trial = run(make_task(settings=settings, steps=20), PLANS[plan])
     assert trial.status is Status.DONE
     assert trial.curve[-1][1] < 0.7 * trial.curve[0][1]
 
 
 def test_a_scaled_loss_is_told_unscaled() -> None:
-    plain, scaled = (run(make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_scale=scale), steps=5)) for scale in (None, 1024.0))
+    plain, scaled = (run(make_task(settings=OptimizerSettings("sgdm", 0.1, loss_scale=scale), steps=5)) for scale in (None, 1024.0))
     for (_, a), (_, b) in zip(plain.curve, scaled.curve, strict=True):
         assert a == pytest.approx(b, rel=1e-5)
 
@@ -218,6 +219,15 @@ def test_a_trial_knows_versions_and_no_place() -> None:
     assert socket.gethostname() not in words and (getuser() == "root" or getuser() not in words)
 
 
+def test_the_environment_names_the_commit_of_a_copied_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAREDOWN_COMMIT", "0123456789ab")
+    commit.cache_clear()
+    try:
+        assert commit() == "0123456789ab"
+    finally:
+        commit.cache_clear()
+
+
 # --- other modes and devices ------------------------------------------------------------------------------------------
 
 
@@ -263,10 +273,10 @@ def test_a_gpu_takes_what_is_predicted() -> None:
 
 def test_a_factor_of_the_loss_changes_nothing_where_nothing_is_rounded() -> None:
     """1024 is a power of two: every gradient is as it was, to the bit."""
-    plain, scaled = (run(make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_factor=factor))) for factor in (None, 1024.0))
+    plain, scaled = (run(make_task(settings=OptimizerSettings("sgdm", 0.1, loss_factor=factor))) for factor in (None, 1024.0))
     assert plain.curve == scaled.curve and plain.error == scaled.error
     packed = [
-        run(make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_factor=f)), Plan.preset("lpmm")).curve[0] for f in (None, 1024.0)
+        run(make_task(settings=OptimizerSettings("sgdm", 0.1, loss_factor=f)), Plan.preset("lpmm")).curve[0] for f in (None, 1024.0)
     ]
     assert packed[0] == packed[1], "packed gradients are divided too"
 
@@ -278,6 +288,6 @@ def test_a_factor_keeps_small_gradients_from_being_lost() -> None:
     of the mean difference of four seeds away from 0.60, below one false alarm in a million.
     """
     plan = Plan.uniform(error="e2m1", rounding="nearest_even", overflow="saturate")
-    tasks = [make_task(recipe=OptimizerSettings("sgdm", 0.1, loss_factor=factor)) for factor in (None, 1024.0)]
+    tasks = [make_task(settings=OptimizerSettings("sgdm", 0.1, loss_factor=factor)) for factor in (None, 1024.0)]
     lost, kept = ([run(task, plan, mode="simulate", seed=seed).error or 0.0 for seed in range(4)] for task in tasks)
     assert fmean(lost) - fmean(kept) > 0.15

@@ -22,7 +22,7 @@ from tests.tasks.made import examples, make_task, net, run
 
 
 def test_a_run_that_diverges_is_a_trial() -> None:
-    trial = run(make_task(recipe=OptimizerSettings("sgdm", 1e6, schedule="constant")), Plan.preset("activations4"))
+    trial = run(make_task(settings=OptimizerSettings("sgdm", 1e6, schedule="constant")), Plan.preset("activations4"))
     assert trial.status is Status.DIVERGED and trial.error is None
     assert trial.reason.startswith("the training loss is ")
     assert 1 <= len(trial.curve) < 12
@@ -171,7 +171,7 @@ def test_a_plan_for_another_model_is_refused() -> None:
         ((make_task(), Plan()), {"device": "cuda:99"}, "device 'cuda:99' is not available on this machine. Allowed: cpu"),
         ((make_task(), Plan()), {"device": "gpu"}, "device 'gpu' is not available on this machine"),
         (
-            (make_task(recipe=OptimizerSettings("sgdm", 0.1, {"beta": 3})), Plan()),
+            (make_task(settings=OptimizerSettings("sgdm", 0.1, {"beta": 3})), Plan()),
             {},
             "optimizer 'sgdm' cannot be made of lr, momentum, beta",
         ),

@@ -55,7 +55,7 @@ def test_options_reach_task_optimizer_data_and_model() -> None:
         "digits#model=vit,steps=7,batch=16,lr=0.002,schedule=constant,max_norm=2,loss_scale=1024,autocast=bf16,dim=32,shift=1"
     )
     assert (task.steps, task.batch, task.autocast) == (7, 16, torch.bfloat16)
-    settings = task.recipe
+    settings = task.settings
     assert (settings.optimizer, settings.lr, settings.schedule, settings.max_norm, settings.loss_scale) == (
         "adamw",
         0.002,

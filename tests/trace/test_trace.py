@@ -384,6 +384,26 @@ def test_wrong_arguments_raise_trace_error() -> None:
 # --- the value -----------------------------------------------------------------------------------------------------------------
 
 
+class Caching(nn.Module):
+    """Keeps a tensor beside autograd's graph, as a model with a cache does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.cache = h * 2
+        return self.second(h)
+
+
+def test_a_trace_with_a_tensor_that_the_model_holds_round_trips_through_json() -> None:
+    batch = torch.randn(256, 64), torch.randn(256, 64)
+    result = trace_step(Caching(), batch, loss=nn.functional.mse_loss, optimizer="sgd")
+    assert [slot.name for slot in result.slots if slot.storage < -1] == [":mul.held"]
+    assert Trace.from_json(result.to_json()) == result
+
+
 def test_a_trace_round_trips_through_json(tmp_path: Path) -> None:
     result = traced("unet", 2, device="cuda", autocast=torch.bfloat16, optimizer="adamw")
     result.save(tmp_path / "trace.json")

@@ -11,9 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Sensitivities"]
 
-__getattr__ = loader(
-    __name__,
-    {
-        "sensitivity": ("Sensitivities",),
-    },
-)
+__getattr__ = loader(__name__, sensitivity="Sensitivities")

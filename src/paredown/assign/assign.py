@@ -148,7 +148,7 @@ def _checked_plan(trace: Trace, solution: Solution, budget_bytes: int, reason: s
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint) -> Iterator[Rules]:
-    """Sets of rules for a point, the preferred one first: without a rule for activations a session installs no hooks for them."""
+    """Rules that realize a point, the preferred variant first: without a rule for activations, since a session then needs no hooks."""
     formats = problem.formats(point)
     short, long = (rules_of(problem.trace, formats, is_short=is_short) for is_short in (True, False))
     if not any(format is not None for (_, role), format in formats.items() if role is Role.ACTIVATION):
@@ -268,7 +268,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
 
 
 def _why(item: Item, nbytes: int) -> str:
-    """Why an item takes no less than the `nbytes` that it holds at the peak."""
+    """Why an item cannot be stored in fewer than the `nbytes` that it has at the peak."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
         return slot.stays or "a parameter with its gradient and optimizer state"
@@ -286,7 +286,7 @@ def _rest(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """A sentence if the pins alone prevent a plan, else an empty text."""
+    """A sentence if a plan would fit without pins (lower bounds on precision); else an empty text."""
     pinned = [slot for slot in problem.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""

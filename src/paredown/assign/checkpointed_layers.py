@@ -44,7 +44,7 @@ from math import inf, prod
 
 from paredown.assign.options import LADDER, Ladder
 from paredown.assign.problem import AssignmentProblem
-from paredown.assign.strategies import AssignmentPoint, expected_error
+from paredown.assign.strategies import AssignmentPoint, role_table_error
 from paredown.plan.checkpointed_trace import CALL, checkpointed_trace, is_of, modules_of, outermost
 from paredown.plan.footprint import peak_of, slot_bytes
 from paredown.plan.plan import Plan
@@ -86,7 +86,7 @@ def _within(solutions: Iterable[Solution | None], error: float) -> list[Solution
 
 
 def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Solution | None:
-    """As few checkpointed layers as fit with nothing quantized; None if all of them are not enough."""
+    """The solution with the fewest checkpointed layers and nothing quantized; None if checkpointing all of them is not enough."""
     layers = repeated_layers(trace)
 
     def fits(count: int) -> bool:
@@ -129,16 +129,18 @@ def _saved_bytes(trace: Trace, path: str) -> int:
 
 
 def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
-    """Predicted error of all activations in the first format of the ladder; in the second where checkpointing is the last resort."""
+    """The error above which layers are checkpointed: that of all activations in the first format of the ladder, or in the second where
+    checkpointing is the last resort.
+    """
     formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
-    return sum(expected_error(slot, formats[:2][0 if recompute else -1]) for slot in slots) if formats else 0.0
+    return sum(role_table_error(slot, formats[:2][0 if recompute else -1]) for slot in slots) if formats else 0.0
 
 
 def with_layers(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float
 ) -> Solution | None:
-    """The solution with as few checkpointed layers as the policy asks for; None if none fits."""
+    """The solution with the fewest checkpointed layers whose error is at most `tolerated`; None if none fits."""
     layers = repeated_layers(trace)
 
     @cache

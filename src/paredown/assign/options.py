@@ -1,21 +1,22 @@
 """The choices of `assign`: an `Item` for each part of a step that is decided as a whole, its `StorageOption`s, and their `Ledger`.
 
 An activation is an item with those that depend on it: views of one storage, which is freed when all of them are packed, and tensors
-that are recomputed from another one (trace/saved_tensors.py). A parameter is an item with its gradient, moments and residue, of
+that are recomputed from another one (trace/rematerialization.py). A parameter is an item with its gradient, moments and residue, of
 which none or some are packed (plan/replay.py).
 
-    item                       options: unmodified, then lower and lower, each with the bytes held over time and a predicted error
+    item                       options: unmodified, then of fewer and fewer bits; each has its bytes over time and a predicted error
     layers.0.mlp.1:input       unmodified | int8 | int4 | uint2;   layers.0.mlp.2:input is recomputed from it and takes no bytes
     layers.0.mlp.0.weight      full | moments8 | safe | half | lpmm | lpmm4, with packed or plain gradients
 
 The bytes come from the functions of plan/replay.py, so that they equal those of a footprint.
 
-The ledger has the bytes of every option at every tick, so that a search adds and subtracts rows instead of computing footprints:
+The ledger is a matrix with the bytes of every option (row) at every tick of the step (column). A choice is one row for each item, and
+a search adds and subtracts rows instead of computing footprints:
 
     load[t]  =  base[t]  +  sum over items of  bytes[option of the item, t]  +  what torch.optim's step takes, at its tick
 
-Only ticks at which the peak can lie are kept. Whatever is held at a tick is also held at the last birth before the first death
-after it; and a tick where less is held under every plan than another tick holds under all of them has no peak.
+Only ticks at which the peak can lie are kept: of the ticks from one allocation to the next free the last one suffices, and a tick
+that needs less under every plan than another tick needs under all of them is never the peak.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Ladder = tuple[Format | None, ...]  # formats, the best first; None: unmodified
 Ints = NDArray[np.int64]
 ErrorOf = Callable[[Slot, Format], float]
 LADDER: Ladder = (None, *(Format.parse(text) for text in ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")))
-MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more are lowered together
+MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more have the same one
 _PLAIN_GRADIENT = {name: {role: text for role, text in row.items() if role != "gradient"} for name, row in TIERS.items()}
 TIER_ROWS: Mapping[str, Mapping[str, str]] = {
     "full": {},
@@ -64,7 +65,9 @@ TIER_ROWS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class StorageOption:
-    """One way to store an item. `formats`: of its slots, None for unmodified; `full_bytes`: of weights that torch.optim updates."""
+    """One way to store an item. `held`: its bytes over time; `formats`: of its slots, None for unmodified; `full_bytes`: of weights that
+    torch.optim updates.
+    """
 
     name: str
     error: float
@@ -80,7 +83,7 @@ class StorageOption:
 
 @dataclass(frozen=True)
 class Item:
-    """A part of a step that is decided as a whole; options from the least modified one down."""
+    """Slots whose storage is decided together; `options` start with the unmodified one and go on to fewer bits."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -98,7 +101,7 @@ class Item:
 def activation_items(
     trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True
 ) -> Iterator[Item]:
-    """An item for each storage and what depends on it; `is_free`: slots of an item may have different formats."""
+    """An item for each storage and the slots that depend on it; `is_free`: slots of an item may have different formats."""
     plans: dict[Format | None, Plan] = {}
     for slots in _components(trace.activations):
         storages: list[list[SlotStorage]] = []
@@ -167,7 +170,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
-    """Options by rising error, then by falling bytes; dominated options are left to the search."""
+    """Options by rising error, then by falling bytes; options that others beat in both stay, since the search skips them."""
     return sorted(options, key=lambda option: (option.error, -option.total))
 
 
@@ -220,7 +223,7 @@ def unowned(trace: Trace) -> list[Interval]:
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """Rows are options, those of one item after each other; `starts[i]` is the first of item i, `item_of[r]` the item of row r."""
+    """Bytes of every option (row) at every tick (column). Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r."""
 
     items: tuple[Item, ...]
     ticks: Ints
@@ -263,16 +266,16 @@ class Ledger:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """A lower bound of the peak for all choices: the largest, over ticks, of the least that the items can hold there."""
+        """A lower bound of the peak under every choice: the largest sum, over ticks, of the fewest bytes of each item at that tick."""
         least = self.base + np.minimum.reduceat(self.held, self.starts, axis=0).sum(axis=0) if len(self.items) else self.base
         return int(least.max(initial=0)) + self.workspace_bytes
 
     def load(self, chosen: Ints) -> Ints:
-        """Bytes at each tick for these rows, one of each item."""
+        """Bytes at each tick if `chosen` has one row for each item, without the optimizer's step."""
         return self.base + self.held[chosen].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """`load` plus what the optimizer's step takes."""
+        """`load` plus the memory that the optimizer's step allocates."""
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -281,7 +284,7 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """The expected peak, equal to that of a footprint."""
+        """Peak bytes of a choice, equal to those of its plan's footprint."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def peaks(self, loads: Ints, fulls: Ints) -> Ints:
@@ -291,7 +294,7 @@ class Ledger:
         return loads.max(axis=1, initial=0) + self.workspace_bytes
 
     def error(self, chosen: Ints) -> float:
-        """The predicted error of these rows."""
+        """The predicted error of a choice: the sum over its rows."""
         return float(self.errors[chosen].sum())
 
 
@@ -307,7 +310,7 @@ def _peak_ticks(held: Iterable[Interval], others: Iterable[int]) -> Ints:
 
 
 def _can_peak(base: Ints, held: Ints, starts: Ints, step_bytes: int) -> NDArray[np.bool_]:
-    """Ticks at which the peak can lie: more can be held there than the least that must be held at some tick."""
+    """Ticks that can be the peak: their largest possible bytes are at least the fewest possible bytes of every other tick."""
     if not len(starts):
         return np.ones(len(base), dtype=bool)
     least = base + np.minimum.reduceat(held, starts, axis=0).sum(axis=0)

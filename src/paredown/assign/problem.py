@@ -1,4 +1,4 @@
-"""The problem that `assign` solves for a trace, independent of the budget: items, their ledger, and the points to choose from.
+"""What `assign` computes of a trace before it knows the budget: items, their ledger, and the points (peak, error) to choose from.
 
 `rules_of` writes the formats of a point as short rules that are readable and hold for other batch sizes. A role has one rule if its
 slots agree, patterns match layers that agree, and names match the rest:
@@ -26,9 +26,9 @@ from paredown.assign.strategies import (
     AssignmentPoint,
     AssignMethod,
     best_within,
-    expected_error,
     ladder_for,
     measured_error,
+    role_table_error,
 )
 from paredown.errors import PlanError
 from paredown.formats.catalog import is_small
@@ -66,7 +66,7 @@ class AssignmentProblem:
     ) -> AssignmentProblem:
         """The problem of a trace for `method`; with a `ladder`, activations have its formats and parameters are unmodified."""
         formats = LADDER if ladder is None else ladder
-        error_of = expected_error if sensitivities is None else measured_error(trace, sensitivities, formats)
+        error_of = role_table_error if sensitivities is None else measured_error(trace, sensitivities, formats)
         eligible = method.eligible(trace) if method.eligible is not None else None
         is_free = method.order is None
         items = list(activation_items(trace, ladder_for(eligible, formats), error_of, is_free=is_free))
@@ -76,7 +76,7 @@ class AssignmentProblem:
 
     @cached_property
     def points(self) -> list[AssignmentPoint]:
-        """The points from which a budget selects."""
+        """The points (peak, error) from which a budget selects one."""
         return self.method.points(self.ledger, self.seed)
 
     def best(self, budget_bytes: int) -> AssignmentPoint | None:
@@ -90,7 +90,7 @@ class AssignmentProblem:
 
     @property
     def smallest(self) -> AssignmentPoint:
-        """The point of the least peak."""
+        """The point of least peak memory."""
         return min(self.points, key=lambda point: (point.peak_bytes, point.error))
 
 
@@ -155,7 +155,7 @@ def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
 
 
 def _activation_rules(trace: Trace, formats: Formats) -> list[tuple[str, Assignment]]:
-    """A rule for the role, which also packs masks, and further rules for slots with another format than most."""
+    """One rule for the role activation with the most frequent format, which also packs masks, and rules for slots with other formats."""
     format_of: dict[str, Format | None] = {}
     for slot in trace.activations:
         names = [saver.name for saver in slot.savers if saver.use is Use.VALUE]
@@ -181,7 +181,7 @@ def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bo
 def _named(
     rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
 ) -> list[tuple[str, Assignment]]:
-    """Rules for the slots of `rest`: patterns that match no other slot of `wanted`, or names."""
+    """Rules for the slots of `rest`: patterns where they match no slot of `wanted` with another format, else names."""
     patterns: dict[tuple[str, Format | None], list[str]] = {}
     for name, format in rest.items():
         patterns.setdefault((_pattern(name), format), []).append(name)

@@ -17,7 +17,7 @@ import numpy as np
 
 from paredown.assign.options import LADDER, ErrorOf, Ints, Item, Ladder, Ledger, StorageOption, activation_items, unowned
 from paredown.assign.sensitivity import Sensitivities
-from paredown.assign.strategies import expected_error, measured_error
+from paredown.assign.strategies import measured_error, role_table_error
 from paredown.errors import BudgetError
 from paredown.formats.format import Format
 from paredown.plan.checkpointed_trace import checkpointed_trace
@@ -47,7 +47,7 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The new plan, the slots that moved, and which of the slots to raise were raised and which refused."""
+    """The new plan, the slots whose format changed, and which of the requested slots got a wider format and which did not."""
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -66,7 +66,7 @@ class RepairTerms:
 
 
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
-    """`plan` with the slots `raised`, the worst first, one level up, and others, except `keeps`, lowered as far as the budget needs."""
+    """`plan` with the slots `raised`, the worst first, in the next wider format, and others, except `keeps`, in narrower ones to fit."""
     check(plan, terms)
     state = RepairState.of(plan, terms)
     packed = [name for name in dict.fromkeys(raised) if state.can_rise(name)]
@@ -83,7 +83,7 @@ def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Coll
 
 
 def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> RepairedPlan:
-    """The plan of least predicted error for activations, none of `keeps` lower than now; `plan` itself if that is not clearly better."""
+    """The plan of least predicted error, with no slot of `keeps` in fewer bits than now; `plan` itself if that is not clearly better."""
     check(plan, terms)
     state = RepairState.of(plan, terms)
     min_bits = {name: state.current_bits(name) for name in keeps if name in state.item_of}
@@ -104,7 +104,7 @@ def check(plan: Plan, terms: RepairTerms) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RepairState:
-    """A plan on the ledger of its trace: `current` has the row of each item; `bits[slot][row]` are bits per value."""
+    """A plan as a choice of ledger rows: `current` has the row of each item; `bits[slot][row]` are the bits per value of a slot."""
 
     trace: Trace
     plan: Plan
@@ -118,7 +118,7 @@ class RepairState:
     def of(plan: Plan, terms: RepairTerms) -> RepairState:
         """The state of a run under `plan`."""
         trace, levels, measured = checkpointed_trace(terms.trace, plan.recompute), terms.levels, terms.sensitivities
-        error_of = expected_error if measured is None else measured_error(trace, measured, levels)
+        error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
         items = [
             _with_current(item, chosen, error_of) for item in activation_items(trace, lambda _: levels, error_of, is_free=False)
@@ -132,7 +132,7 @@ class RepairState:
                 if option.name == CURRENT:
                     current[number] = row
                 for (name, _), format in option.formats:
-                    bits.setdefault(name, {})[row] = bits_of(format)
+                    bits.setdefault(name, {})[row] = bits_per_value(format)
         item_of = {slot.name: number for number, item in enumerate(items) for slot in item.slots}
         totals = np.array([option.total for item in ledger.items for option in item.options], dtype=np.int64)
         return RepairState(trace, plan, ledger, current, bits, item_of, totals)
@@ -150,7 +150,7 @@ class RepairState:
         return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """Rows where these slots are one level up, and none of the slots in their items is lower."""
+        """A choice in which these slots have the next wider format, and no other slot of their items has fewer bits than before."""
         chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]
@@ -167,9 +167,9 @@ class RepairState:
         return chosen
 
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """`chosen` with items lowered, the least error per byte first, until the peak is within the budget; None if it cannot be.
+        """`chosen` with items in fewer bits, the least added error per byte first, until the peak is within the budget; None if impossible.
 
-        `floors`: the least bits of some slots.
+        `floors`: slot -> fewest bits per value that it may have.
         """
         ledger, chosen = self.ledger, chosen.copy()
         refused = {row for name, least in floors.items() for row, bits in self.bits[name].items() if bits < least}
@@ -187,7 +187,7 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """The row of least added error per byte that it frees at the tick."""
+        """Of the `allowed` rows, the one that adds least error per byte that it frees at the tick."""
         current = chosen[self.ledger.item_of[allowed]]
         column, totals = self.ledger.held[:, tick], self.totals
         freed = column[current] - column[allowed]
@@ -219,13 +219,13 @@ class RepairState:
         return self.ledger.items[item].options[row - int(self.ledger.starts[item])]
 
 
-def bits_of(format: Format | None) -> float:
+def bits_per_value(format: Format | None) -> float:
     """Bits per value; infinity for unmodified."""
     return inf if format is None else float(format.bits_per_value)
 
 
 def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
-    """The item with one more option, the last: what the plan gives it."""
+    """The item with one more option at the end: how the current plan stores it."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)

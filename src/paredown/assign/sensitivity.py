@@ -28,13 +28,11 @@ True
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import exp, log
 from os import PathLike
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -44,7 +42,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, default_rounding
 from paredown.plan.storage import significant_bits
 from paredown.roles import Role
-from paredown.serial import COUNT, brief, check_fields, is_text, object_parts, read_json
+from paredown.serial import COUNT, LARGEST, brief, check_fields, is_text, load_json, object_parts, save_json
 from paredown.tables import Table
 from paredown.trace.operations import Use
 from paredown.trace.trace import Saver
@@ -52,7 +50,6 @@ from paredown.trace.trace import Saver
 VERSION = 1  # of the JSON
 NUM_SHOWN_SLOTS = 12  # by repr
 NAN = float("nan")
-LARGEST = 1e300  # stands for an infinite error, which JSON does not have
 STOCHASTIC_FACTOR = 2.5  # over the error of rounding to nearest
 OTHER_FACTOR = 1.0  # of an operation without a row
 OP_FACTORS: Mapping[str, float] = MappingProxyType(
@@ -132,16 +129,13 @@ class Sensitivities:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8", newline="\n")
+        save_json(path, self.to_json(), indent=1)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Sensitivities:
         """The sensitivities that `save` wrote."""
-        value = read_json(path, "file of sensitivities", PlanError, hint="They are written by sensitivities.save(path).")
-        try:
-            return Sensitivities.from_json(value)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
+        hint = "They are written by sensitivities.save(path)."
+        return load_json(path, "file of sensitivities", PlanError, Sensitivities.from_json, hint=hint)
 
 
 def _row(name: str, row: Any) -> dict[str, float]:

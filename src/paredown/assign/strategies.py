@@ -8,14 +8,15 @@
 
 Pins hold under every method: they state what backward needs (trace/operations.py), and a session enforces them in any case.
 
-The greedy path goes from the baseline down to the least memory. A move lowers one item by one option or more. At the tick where
-most is held, it takes the move of least error per byte that it frees there, which is the next corner of the item's convex hull at
-that tick; then it looks again. From each point of the path, items are raised again as far as they fit under the peak of that point,
-and under that of the point before.
+The greedy path goes from the baseline down to the least memory. A move gives one item an option of fewer bytes. At the tick of the
+peak, the search takes the move of least added error per byte that it frees there, which is the next corner of the item's convex hull
+at that tick; then it computes the peak again. From each point of the path, items get options of less error again as far as the peak
+of that point, or of the point before, allows.
 
-A greedy move may free far more than needed, at a high error, where two small moves, or one down and another up, would have been
-enough. So each point of the Pareto front is visited once: all points that differ from it in one item, and in two where the ledger
-is small, join the front if no point there beats them. The search ends when all points were visited, or when WORK is spent.
+A greedy move may free far more than needed, at a high error, where two small moves, or one item with fewer bytes and another with
+more, would have been enough. So each point of the Pareto front is visited once: all points that differ from it in one
+item, and in two where the ledger is small, join the front if no point there beats them. The search ends when all points were visited,
+or when WORK is spent.
 
 None of this depends on the budget. A budget selects, of all points whose peak is within it, the one of least error: so a larger
 budget never gives more error.
@@ -40,7 +41,7 @@ from paredown.plan.storage import significant_bits
 from paredown.trace.operations import Use
 from paredown.trace.trace import Slot, Trace
 
-RAISED_POINTS = 100  # about so many points of a path, from which items are raised again
+RAISED_POINTS = 100  # points of a path, at most, from which items get options of less error again
 MOST_MOVES = 200  # to a lower peak
 TIGHT_TICKS = 8  # ticks of the largest load, checked before all others
 WORK = 40_000_000  # additions: about 0.25 s
@@ -52,7 +53,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """A row of the ledger for each item, with the peak and the error of this choice."""
+    """One option for each item (`chosen`: rows of the ledger), with the peak memory and the predicted error that follow."""
 
     chosen: Ints
     peak_bytes: int
@@ -66,7 +67,7 @@ def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> Assignm
 
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
-    """The points of the greedy path, and those from raising items again at some of them."""
+    """The points of the greedy path, and points with less error and the same peak that are found from some of them."""
     path = list(_down(ledger))
     points = [*path, *_least(ledger)]
     for index in range(0, len(path), max(1, len(path) // RAISED_POINTS)):
@@ -78,7 +79,7 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """The points of lowering item by item in this order: all to their second option, then all to their third, and so on."""
+    """The points of quantizing item by item in this order: all items to their second option, then all to their third, and so on."""
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
     points = [_point(ledger, chosen)]
@@ -111,7 +112,7 @@ def _down(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Points from the options that hold least, move by move to a lower peak at any error: the greedy path may miss the least peak."""
+    """Points of least peak memory at any error, which the greedy path may miss: from the smallest options, move by move to a lower peak."""
     totals = ledger.held.sum(axis=1)
     ends = np.append(ledger.starts[1:], len(ledger.errors))
     chosen = np.array(
@@ -130,7 +131,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """The row below a chosen one of least added error per byte freed at the tick; among equals the one that frees most."""
+    """The smaller option, of any item, that adds least error per byte that it frees at the tick; among equals the one that frees most."""
     current = chosen[ledger.item_of]
     column = ledger.held[:, tick]
     freed = column[current] - column + _freed_in_step(ledger, chosen, current, tick)
@@ -142,7 +143,7 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Bytes of the optimizer's step that each row frees, if the tick is in it."""
+    """Bytes that each option frees during the optimizer's step, 0 at other ticks."""
     freed: Ints | int = 0
     full = int(ledger.full_bytes[chosen].sum())
     for ticks, most in ledger.transients:
@@ -152,7 +153,7 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
 
 
 def _raised(ledger: Ledger, point: AssignmentPoint, cap_bytes: int) -> list[AssignmentPoint]:
-    """The point with items raised again, the largest error first, while the peak is within `cap_bytes`; none if nothing can be raised."""
+    """The point with less error at a peak of at most `cap_bytes`: items get wider formats, the largest error first; none if none fits."""
     chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
     load = ledger.load(chosen)
     while (row := _raisable(ledger, chosen, load, cap)) is not None:
@@ -163,7 +164,7 @@ def _raised(ledger: Ledger, point: AssignmentPoint, cap_bytes: int) -> list[Assi
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """The row above a chosen one that removes most of the error and still fits; None if there is none."""
+    """The wider option, of any item, that removes most error and still fits under `cap`; None if there is none."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -191,7 +192,7 @@ class PointFront:
         self._errors: list[float] = []
 
     def add(self, point: AssignmentPoint) -> bool:
-        """Add a point unless another one is as good in both, and remove those that it beats; whether it was added."""
+        """Add a point unless another one is as good in peak and error, and remove points that it beats; returns whether it was added."""
         index = bisect_right(self._peaks, point.peak_bytes)
         if index and self._errors[index - 1] <= point.error:
             return False
@@ -209,7 +210,7 @@ class PointFront:
         return bool(index) and self.points[index - 1] is point
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
-        """Indices of candidates that no point of the front beats, the best of each peak alone."""
+        """Indices of candidates that no point of the front beats; of candidates with equal peaks, only the one of least error."""
         front_errors = np.array([np.inf, *self._errors])
         error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), peaks, side="right")]
         better = np.flatnonzero(errors < error_to_beat)
@@ -219,7 +220,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """The Pareto front of `points`, and of what exchanging one or two options at a time makes of them."""
+    """The Pareto front of `points` and of all points reached from them by changing the options of one or two items at a time."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -240,7 +241,7 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Rows to change (one row twice, or two), the peaks and errors of the changed choices, and the additions this took."""
+    """All changes of one or two items of a point: pairs of rows (equal for one item), new peaks and errors, and additions done."""
     current = point.chosen[ledger.item_of]
     rows = np.flatnonzero(current != np.arange(len(current)))
     first, second = rows, rows
@@ -266,7 +267,7 @@ def _neighbours(ledger: Ledger, point: AssignmentPoint) -> tuple[Ints, Ints, np.
 
 @dataclass(frozen=True)
 class AssignMethod:
-    """A method. `order`: of the items, None for the greedy search by predicted error; `eligible`: the activations that it may quantize."""
+    """A method of `assign`. `order`: of the items to quantize, None for the greedy search; `eligible`: activations it may quantize."""
 
     name: str
     note: str
@@ -276,7 +277,7 @@ class AssignMethod:
     needs_sensitivities: bool = False
 
     def points(self, ledger: Ledger, seed: int) -> list[AssignmentPoint]:
-        """The points from which a budget selects."""
+        """The points (peak, error) from which a budget selects one."""
         if self.order is not None:
             return in_order(ledger, self.order(ledger.items, seed))
         return exchange_options(ledger, greedy(ledger))
@@ -293,7 +294,7 @@ def _shuffled(items: tuple[Item, ...], seed: int) -> list[int]:
 
 
 def _inputs_of_products(trace: Trace) -> frozenset[str]:
-    """Activations that a matrix product or a convolution needs, except those of the first and the last one."""
+    """Saved inputs of matrix products and convolutions, except those of the first and the last one."""
     inputs = [
         slot
         for slot in sorted(trace.activations, key=lambda slot: slot.birth)
@@ -318,25 +319,25 @@ ROWS = (
 METHODS: Mapping[str, AssignMethod] = MappingProxyType({row.name: row for row in ROWS})
 
 
-def expected_error(slot: Slot, format: Format) -> float:
+def role_table_error(slot: Slot, format: Format) -> float:
     """The predicted error of a slot in a format, by the role table."""
     return slot_error(slot.savers, format)
 
 
 def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -> ErrorOf:
-    """The measured error of a slot in a format; for slots without one, the role table times the median of measured over predicted.
+    """A function (slot, format) -> error: measured where the slot was probed; else the role table, scaled by median(measured / predicted).
 
-    A lower format never has a smaller error than a higher one, whatever the noise of the measurement.
+    A format later in the ladder never has a smaller error than one before it, whatever the noise of the measurement.
     """
     formats = [format for format in ladder if format is not None]
     probed = [(slot, name) for slot in trace.activations if (name := _probed_name(slot, sensitivities)) is not None]
-    ratios = [_ratio(sensitivities.of(name, format), expected_error(slot, format)) for slot, name in probed for format in formats]
+    ratios = [_ratio(sensitivities.of(name, format), role_table_error(slot, format)) for slot, name in probed for format in formats]
     scale = median([ratio for ratio in ratios if ratio > 0] or [1.0])
 
     def error_of(slot: Slot, format: Format) -> float:
         name = _probed_name(slot, sensitivities)
         if name is None:
-            return scale * expected_error(slot, format)
+            return scale * role_table_error(slot, format)
         bits = significant_bits(format)
         finer = (other for other in formats if significant_bits(other) > bits)
         return max(sensitivities.of(name, other) or 0.0 for other in (format, *finer))
@@ -354,7 +355,7 @@ def _ratio(measured: float | None, expected: float) -> float:
 
 
 def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
-    """The formats that a slot may have: all, or the first alone where it is not eligible."""
+    """A function slot -> formats that it may have: the whole ladder, or only its first format for slots that are not `eligible`."""
     if eligible is None:
         return lambda slot: ladder
     names = frozenset(eligible)

@@ -16,19 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-# modules that define subcommands, in the order of the help
-PARTS = (
-    "environment_verbs",
-    "estimate_verb",
-    "plan_verbs",
-    "pick_verbs",
-    "train_verb",
-    "sweep_verbs",
-    "prior_verbs",
-    "report_verbs",
-    "demo_verb",
-)
-
 
 def main() -> None:
     """Run the command line: the entry point of `paredown` and of `python -m paredown`."""
@@ -47,9 +34,7 @@ def main() -> None:
 
 def _load() -> Any:
     """The typer application with all subcommands."""
-    for part in PARTS:
-        import_module(f"paredown.cli.{part}")
-    return import_module("paredown.cli.application").app
+    return import_module("paredown.cli.application").load()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""The typer application: the decorator `verb` that registers a subcommand, exit statuses, and options that subcommands share.
+"""The typer application: the files that define subcommands (VERB_FILES), the decorator `verb` that registers one, exit statuses, and
+options that subcommands share.
 
 Errors end in one message on stderr and an exit status:
 
@@ -21,6 +22,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -31,6 +33,18 @@ from paredown.cli.output import say
 from paredown.errors import BudgetError, ParedownError
 from paredown.sizes import parse_bytes
 
+# modules of this package that define subcommands, in the order of the help
+VERB_FILES = (
+    "environment_verbs",
+    "estimate_verb",
+    "plan_verbs",
+    "pick_verbs",
+    "train_verb",
+    "sweep_verbs",
+    "prior_verbs",
+    "report_verbs",
+    "demo_verb",
+)
 EXTRAS = {
     "psycopg": "postgres",
     "pyarrow": "parquet",
@@ -73,6 +87,13 @@ app = typer.Typer(
     epilog="Try it: paredown demo. Exit status: 0 done, 1 error, 2 usage, 3 does not fit, 4 training ended badly, 130 interrupted.",
 )
 LOOK, CHOOSE, MANY, SHOW = "Inspect", "Choose and train", "Many trials", "Report"
+
+
+def load() -> typer.Typer:
+    """The application with all subcommands, which register themselves when their modules are imported."""
+    for name in VERB_FILES:
+        import_module(f"paredown.cli.{name}")
+    return app
 
 
 def _version(is_asked: bool) -> None:

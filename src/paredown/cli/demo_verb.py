@@ -171,7 +171,7 @@ def _session(task: Task, picked: Picked) -> Generator[Any]:
     model = setting.model()
     with setting.session(model) as session:
         loop = Loop(setting, model, session)  # held in a variable: the session asks the live optimizer
-        loop.step(x, answers, task.recipe.lr)
+        loop.step(x, answers, task.settings.lr)
         yield session if picked.plan.rules else None
 
 
@@ -188,8 +188,15 @@ class DemoResult:
         """The JSON value."""
         budget = {"budget_bytes": self.picked.budget_bytes, "full_bytes": self.picked.full_bytes, "seconds": self.seconds}
         baseline = self.baseline.trial.to_json()
-        runs = {"baseline": baseline, "as_written": baseline, "with_plan": self.packed.trial.to_json()}  # as_written: until 0.3
-        return {"task": self.picked.task, "picked": self.picked.label, "reason": self.picked.reason, **budget, **runs}
+        runs = {"baseline": baseline, "as_written": baseline, "with_plan": self.packed.trial.to_json()}
+        return {
+            "task": self.picked.task,
+            "picked": self.picked.label,
+            "reason": self.picked.reason,
+            **budget,
+            **runs,
+            "deprecated": {"as_written": "baseline"},
+        }
 
     def in_words(self, files: dict[str, str]) -> list[str]:
         """Lines with the memory saved, its cost in error and time, and commands for one's own model."""

@@ -36,7 +36,7 @@ def check_places(files: Mapping[str, Path | None]) -> None:
             raise typer.BadParameter(f"there is no folder {path.parent}.", param_hint=option)
 
 
-def read_json(path: Path) -> Any:
+def read_json_file(path: Path) -> Any:
     """The value of a JSON file; PlanError if there is none."""
     if not path.is_file():
         raise PlanError(f"there is no file {path}.")
@@ -52,7 +52,7 @@ def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
     """The frontier in a JSON file, and the pick if the file holds one."""
     from paredown.pick.answer import Frontier, Picked
 
-    value = read_json(path)
+    value = read_json_file(path)
     try:
         if isinstance(value, dict) and "frontier" in value:
             picked = Picked.from_json(without_files(value))
@@ -78,7 +78,7 @@ def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Re
     """The record of a file whose name ends in .json, or of a store."""
     if not source.lower().endswith(".json"):
         return _of_store(source, sweep, title)
-    value = read_json(Path(source))
+    value = read_json_file(Path(source))
     try:
         return _of_value(value, title)
     except ParedownError as error:

@@ -95,9 +95,9 @@ Report = Callable[[float, float, str], None]  # (done, total, note)
 
 
 @contextmanager
-def progress_bar(what: str, *, is_shown: bool = True) -> Generator[Report]:
+def progress_bar(what: str) -> Generator[Report]:
     """A function `report(done, total, note)` that moves a progress bar; it does nothing unless stderr is a terminal."""
-    if not (is_shown and sys.stderr.isatty()):
+    if not sys.stderr.isatty():
         yield lambda done, total, note: None
         return
     from rich.console import Console

@@ -79,12 +79,24 @@ def make_plan(
     made.save(out)
     if is_json:
         sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, **baseline_bytes(baseline.peak_bytes)}
-        emit({"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(out), "plan": made.to_json()})
+        emit(
+            {
+                "model": subject.name,
+                "budget_bytes": allowed,
+                **sizes,
+                "file": str(out),
+                "plan": made.to_json(),
+                "deprecated": RENAMED,
+            }
+        )
         return
     fit = repr(foot.fits(allowed))
     arguments = command_text(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
     hint = f"The plan is in {out}. Slot by slot: paredown explain {out} --model {arguments}"
     tell(made.reason, fit[0].upper() + fit[1:], "", hint)
+
+
+RENAMED = {"written_bytes": "baseline_bytes"}
 
 
 def baseline_bytes(nbytes: int) -> dict[str, int]:
@@ -152,11 +164,18 @@ def _slots(subject: Subject, plan: Plan) -> dict[str, Any]:
     trace = subject.trace(plan)
     peaks = {**baseline_bytes(footprint(subject.trace()).peak_bytes), "peak_bytes": footprint(trace, plan).peak_bytes}
     slots = [
-        {"slot": row.slot, "role": row.role.value, **baseline_bytes(row.written_bytes), "nbytes": row.nbytes}
+        {"slot": row.slot, "role": row.role.value, **baseline_bytes(row.baseline_bytes), "nbytes": row.nbytes}
         | {"format": row.format, "what": row.what, "why": row.why}
         for row in explain_slots(trace, plan)
     ]
-    return {"words": plan.explain().splitlines(), "plan": plan.to_json(), "model": subject.name, **peaks, "slots": slots}
+    return {
+        "words": plan.explain().splitlines(),
+        "plan": plan.to_json(),
+        "model": subject.name,
+        **peaks,
+        "slots": slots,
+        "deprecated": RENAMED,
+    }
 
 
 def _slot_lines(value: dict[str, Any]) -> list[str]:

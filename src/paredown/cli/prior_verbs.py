@@ -128,9 +128,14 @@ def summary(prior: PriorData) -> dict[str, Any]:
         "entries": int(np.isfinite(prior.errors).sum()),
         "runs": int(prior.counts.sum()),
     }
-    # the field "recipe" is the name of "template" in version 0.1
     plans = [{"label": p.label, "template": p.template, FILE_FIELDS["template"]: p.template, "level": p.level} for p in prior.plans]
-    return {**head, "tasks": tasks, "plans": plans, "provenance": [dict(source) for source in prior.provenance]}
+    return {
+        **head,
+        "tasks": tasks,
+        "plans": plans,
+        "provenance": [dict(source) for source in prior.provenance],
+        "deprecated": {FILE_FIELDS["template"]: "template"},
+    }
 
 
 def text_of(prior: PriorData, most: int) -> str:

@@ -91,10 +91,10 @@ def serve(
 
 def _source(source: str, sweep: str | None) -> Any:
     """The source of records: a store or a record file is reread when it changes, other files are read once."""
-    from paredown.cli.inputs import read_json, read_source
+    from paredown.cli.inputs import read_json_file, read_source
     from paredown.report.server import RecordSource, open_source
 
-    value = read_json(Path(source)) if source.lower().endswith(".json") else None
+    value = read_json_file(Path(source)) if source.lower().endswith(".json") else None
     if value is None or (isinstance(value, dict) and "title" in value and "frontier" not in value):
         return open_source(source, sweep=sweep)
     loaded = read_source(source)

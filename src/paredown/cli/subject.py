@@ -44,7 +44,7 @@ from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import closest
 from paredown.serial import read_json
 from paredown.sizes import parse_bytes
-from paredown.tasks.lookup import DTYPES, WITH_FILE, WITHOUT_FILE, call_user_function, find_task, parse_options
+from paredown.tasks.lookup import WITH_FILE, WITHOUT_FILE, autocast_dtype, call_user_function, find_task, parse_options
 from paredown.tasks.task import RULES, Task
 from paredown.tasks.task_trace import formats_state, resized, trace_task
 from paredown.trace.trace import Trace
@@ -218,7 +218,7 @@ class Subject:
             where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
             return trace_step(self.model, batch, loss=self.loss, optimizer=self.optimizer, **where)
         task = self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
-        optimizer = None if self.optimizer == task.recipe.optimizer else self.optimizer
+        optimizer = None if self.optimizer == task.settings.optimizer else self.optimizer
         return trace_task(task, plan, self.device, batch_size=batch_size, optimizer=optimizer)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
@@ -283,7 +283,7 @@ def of_task(task: Task, device: str | None = None) -> Subject:
     torch.manual_seed(0)
     batch = next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
     kind = None if device is None else device.partition(":")[0]
-    return Subject(task.name, task.make_model(0), batch, task.loss, task.recipe.optimizer, task.autocast, kind, task)
+    return Subject(task.name, task.make_model(0), batch, task.loss, task.settings.optimizer, task.autocast, kind, task)
 
 
 def _task(text: str, head: str) -> Task:
@@ -298,18 +298,12 @@ def _task(text: str, head: str) -> Task:
 
 
 def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
-    autocast = subject.autocast if changes.autocast is None else _dtype(changes.autocast)
+    autocast = subject.autocast if changes.autocast is None else autocast_dtype(changes.autocast)
     optimizer = changes.optimizer or subject.optimizer
     if isinstance(optimizer, str) and optimizer not in (*RULES, "adam"):
         raise TaskError(f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(RULES)}.")
     batch = subject.batch if changes.batch is None else resized(subject.batch, subject.batch_size, changes.batch)
     return replace(subject, batch=batch, autocast=autocast, optimizer=optimizer, device=changes.device, _traces={})
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    if name not in DTYPES:
-        raise TaskError(f"autocast {name!r} is unknown. Allowed: {', '.join(DTYPES)}.")
-    return DTYPES[name]
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
@@ -322,14 +316,8 @@ def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
             model = MODELS[name](**keywords)
     except Exception as error:
         raise TaskError(f"model {name!r} cannot be built with {dict(options)}: {error}.") from None
-    return Subject(
-        name, model, random_batch(name, options.get("batch", BATCH), **sizes), token_loss if name != "unet" else _pixel_loss
-    )
-
-
-def _pixel_loss(output: Tensor, answers: Tensor) -> Tensor:
-    """The mean cross entropy of logits (num, classes, height, width)."""
-    return nn.functional.cross_entropy(output, answers)
+    loss = token_loss if name != "unet" else nn.functional.cross_entropy  # of logits (num, classes, height, width)
+    return Subject(name, model, random_batch(name, options.get("batch", BATCH), **sizes), loss)
 
 
 def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions) -> Subject:

@@ -222,7 +222,7 @@ def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
 
 
 def _excess(run: TrainingRun) -> str:
-    """A note if the measured peak on a GPU is far above the prediction, else ""; operators on a CPU always use workspace."""
+    """A note if the measured peak on a GPU is far above the prediction; else "", also on a CPU, whose operators always use workspace."""
     from paredown.sizes import say_bytes
 
     measured, predicted = run.trial.measured_peak_bytes, run.trial.predicted_peak_bytes

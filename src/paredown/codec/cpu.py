@@ -242,7 +242,7 @@ def _add_and_truncate(x: Tensor, element: Element, bits: Tensor | int, out: Tens
 
 
 def _shift_down(bits: Tensor, shift: int, kept: int) -> Tensor:
-    """bits >>= shift in place, of which `kept` bits are left: where that is fewer than 31, the sign's copies are cleared."""
+    """bits >>= shift in place, as unsigned integers: copies of the sign bit above the `kept` lowest bits are cleared if `kept` < 31."""
     bits.bitwise_right_shift_(_word(shift))
     return bits if kept == 31 else bits.bitwise_and_(_word((1 << kept) - 1))
 

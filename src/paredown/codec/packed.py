@@ -242,7 +242,7 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
 
 
 def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, order: str) -> tuple[int, ...]:
-    """The order to pack in; that of `scales` if it is a packed tensor."""
+    """The order of dimensions in which `x` is packed; that of `scales` if this is a packed tensor."""
     if not isinstance(scales, PackedTensor):
         return memory_order(x, encoding.format, order)
     if scales.format != encoding.format or scales.shape != x.shape or scales.device != x.device:

@@ -87,7 +87,7 @@ class RuntimeFormatTable:
 
     def set_seeds(self, seeds: dict[int, Seed]) -> None:
         """Write the keys of the random bits of slots, without the step, which is an argument of each rounding."""
-        self._write({row: signed_keys(seed) for row, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2))
+        self._write({row: signed_base_keys(seed) for row, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2))
 
     def _write(self, rows: Mapping[int, Sequence[int]], columns: slice) -> None:
         if rows:
@@ -132,7 +132,7 @@ class RuntimeFormatTable:
         return out
 
 
-def signed_keys(seed: Seed) -> tuple[int, ...]:
+def signed_base_keys(seed: Seed) -> tuple[int, ...]:
     """The keys of a random stream before the step is mixed in, as int32."""
     return tuple(key - (1 << 32) if key >> 31 else key for key in seed.base_keys())
 

@@ -12,10 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Monitor", "explain_on_out_of_memory"]
 
-__getattr__ = loader(
-    __name__,
-    {
-        "monitor": ("Monitor",),
-        "out_of_memory": ("explain_on_out_of_memory",),
-    },
-)
+__getattr__ = loader(__name__, monitor="Monitor", out_of_memory="explain_on_out_of_memory")

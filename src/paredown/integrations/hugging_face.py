@@ -133,7 +133,7 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool =
 
 
 def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Replace the first training step of a trainer by a verification and that step."""
+    """Make a trainer verify the plan's gradients right before its first training step."""
     before, inner = vars(trainer).get("training_step"), trainer.training_step
 
     def first(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:

@@ -44,7 +44,9 @@ def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -
     model = session._model() if session is not None else None
     parameters = _parameters(model, optimizer)
     packed = session.weight_bytes if isinstance(session, Session) else 0
-    values = {"memory/weight_gib": packed + sum(_plain_bytes(p) for p in parameters)}
+    values = {
+        "memory/weight_gib": packed + sum(p.untyped_storage().nbytes() for p in parameters)
+    }  # a packed one has an empty storage
     if isinstance(session, Session):
         values["memory/activation_gib"] = session.stored_bytes
     if optimizer is not None:
@@ -68,7 +70,7 @@ class Monitor:
         self._handle = model.register_forward_hook(self._record)  # registered after the session's hooks, which pack
 
     def numbers(self, optimizer: Any = None) -> dict[str, float]:
-        """The current numbers; starts a new maximum."""
+        """The current numbers; activation memory is the maximum since the last call of this method."""
         values = numbers(self.session, optimizer)
         if "memory/activation_gib" in values:
             values["memory/activation_gib"] = max(values["memory/activation_gib"], self._most / GIB)
@@ -103,11 +105,6 @@ def _parameters(model: nn.Module | None, optimizer: Any) -> list[Tensor]:
     if model is not None:
         return list(model.parameters())
     return [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
-
-
-def _plain_bytes(parameter: Tensor) -> int:
-    """Bytes of the storage of a parameter; 0 for a packed one, whose storage is empty."""
-    return parameter.untyped_storage().nbytes()
 
 
 def _gradient_bytes(parameter: Tensor, optimizer: Any) -> int:

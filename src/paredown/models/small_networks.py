@@ -257,7 +257,7 @@ def conv_branch(num_in: int, num_out: int, stride: int) -> nn.Sequential:
 
 @final
 class Passing(nn.Module):
-    """A ShuffleNet layer that changes half of the channels."""
+    """A ShuffleNet layer that convolves half of the channels and passes the other half through."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(config.dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(num, length, dim) to the same."""
+        """x, (num, length, dim), to a tensor of the same shape."""
         num, length, dim = x.shape
         heads = self.qkv(x).view(num, length, 3, self.num_heads, dim // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (num, num_heads, length, dim / num_heads)
@@ -106,7 +106,7 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(num, length, dim) to the same."""
+        """x, (num, length, dim), to a tensor of the same shape."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 

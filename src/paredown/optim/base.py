@@ -40,7 +40,6 @@ from paredown.optim.gradient_hooks import Accumulator, GradientMean, PackedGradi
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import (
     FROM_TIER,
-    SLOTS,
     ParameterState,
     RequestedFormats,
     SlotFormats,
@@ -59,7 +58,7 @@ from paredown.optim.parameter_state import (
 )
 from paredown.optim.rules import RULES, Rule
 from paredown.optim.step_batches import StepBatches
-from paredown.roles import Role
+from paredown.roles import OF_PARAMETER, Role
 
 RESTARTED = (
     "its gradient was cleared between microbatches ({} of {} were added up), and the others would be lost. Call opt.zero_grad(), which "
@@ -155,7 +154,7 @@ class MemoryOptions:
 
     def defaults(self) -> dict[str, Any]:
         """The options that a parameter group may override."""
-        texts = {role.value: getattr(self, role.value) for role in SLOTS}
+        texts = {role.value: getattr(self, role.value) for role in OF_PARAMETER}
         formats = {name: value if value is None else str(value) for name, value in texts.items()}
         return {"tier": self.tier, **formats, "rounding": self.rounding}
 
@@ -228,7 +227,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._batches.clear()
 
     def _remove_entries(self, num_entries: int) -> None:
-        """Remove the entries of a group that raised an error."""
+        """Remove all but the first `num_entries` entries, after adding a group failed."""
         for entry in self._entries[num_entries:]:
             self._by_id.pop(id(entry.parameter), None)
             remove_owner(entry.parameter, self)
@@ -270,7 +269,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return bool(self.updates or self._num_accumulated or any(entry.step for entry in self._entries) or any(self.state.values()))
 
     def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
-        """Raise OptimError if this optimizer cannot store `parameter` and its state as `request` says; changes nothing."""
+        """Raise OptimError if this optimizer cannot store `parameter` and its state in the requested formats; changes nothing."""
         entry = self._by_id[id(parameter)]
         choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
         packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the session will pack it in this
@@ -278,7 +277,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._check_options(entry.group, choices)
 
     def follow_requests(self) -> None:
-        """Take the formats that the plan of a session gives to each parameter, as if the optimizer had been made after `apply`."""
+        """Use the formats that the plan of a session gives to each parameter, as if the optimizer had been created after `apply`."""
         for entry in self._entries:
             p = entry.parameter
             choices = choose(p, self.param_groups[entry.group], request_of(p), entry.name)
@@ -293,7 +292,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._batches.clear()
 
     def let_go(self, parameter: Tensor) -> None:
-        """Stop processing the gradients of a parameter that a newer optimizer has."""
+        """Remove the gradient hooks of a parameter that was passed to a newer optimizer."""
         entry = self._by_id.get(id(parameter))
         if entry is not None and entry.hook is not None:
             self._batches.clear()

@@ -21,9 +21,8 @@ from torch import Tensor
 from paredown.codec.packed import PackedTensor
 from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
-from paredown.formats.rounding import Rounding, Seed
 from paredown.optim import reference
-from paredown.optim.reference import UpdateLayout, UpdateSlot, UpdateUnit
+from paredown.optim.reference import Fold, UpdateLayout, UpdateSlot, UpdateUnit
 from paredown.optim.rules import Rule
 
 Hyper = Sequence[float]
@@ -82,22 +81,13 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
         kernels.update_one(unit, layout, hyper, step, seed, gradient)
 
 
-def fold(
-    packed: PackedTensor,
-    grad: Tensor,
-    *,
-    weight: float,
-    factor: Tensor | None,
-    seed: Seed,
-    is_first: bool,
-    rounding: Rounding = Rounding.STOCHASTIC,
-) -> None:
-    """packed <- encode(decode(packed) * factor + grad * weight), in place; encode(grad * weight) if `is_first`."""
+def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
+    """Add a gradient to a packed sum in place, by a kernel where there is one for the format."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
-        reference.fold(packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first, rounding=rounding)
+        reference.fold(packed, grad, how)
     else:
-        kernels.fold(packed, grad, weight, factor, seed, is_first, rounding)
+        kernels.fold(packed, grad, how)
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:

@@ -132,7 +132,7 @@ class Accumulator(_Hook):
         self.gradient = gradient
 
     def collect(self) -> bool:
-        """Encode a p.grad that is plain or was assigned by user code; whether there is a gradient."""
+        """Encode a p.grad that is plain or was assigned by user code; returns whether there is a gradient."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad

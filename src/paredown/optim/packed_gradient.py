@@ -40,11 +40,12 @@ from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
 from paredown.formats.rounding import Rounding, Seed
 from paredown.optim.batched_update import fold, square_sums
+from paredown.optim.reference import Fold
 
 
 @dataclass(eq=False)
 class GradientSum:
-    """The buffers of one accumulator. The optimizer changes them in place; other code sees them through a `GradientTensor`."""
+    """The buffers of one accumulator. The optimizer changes them in place; other code reads them through a `GradientTensor`."""
 
     packed: PackedTensor
     seed: Seed
@@ -75,7 +76,7 @@ class GradientSum:
         self.folds += 1
         seed = Seed(self.seed.value, self.seed.tensor, self.folds, self.seed.first_index)
         factor = self.factor if self.is_scaled and not is_first else None
-        fold(self.packed, grad, weight=weight, factor=factor, seed=seed, is_first=is_first, rounding=self.rounding)
+        fold(self.packed, grad, Fold(weight, factor, seed, is_first, self.rounding))
         self._reset_factor()
 
     def store(self, values: Tensor) -> None:
@@ -186,7 +187,7 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its 
 
 @dataclass(eq=False)
 class Lease:
-    """The sum that a `GradientTensor` and its views show: replaced by a copy before the optimizer overwrites the buffers."""
+    """The sum that a `GradientTensor` and its views read; replaced by a copy of the sum before the optimizer overwrites it."""
 
     total: GradientSum
     last: weakref.ref[Lease] | None = field(default=None)  # the lease of the current p.grad, made by `lend`
@@ -202,7 +203,7 @@ class GradientTensor(Tensor):
 
     @classmethod
     def over(cls, lease: Lease, dtype: torch.dtype, views: tuple[View, ...] = (), like: Tensor | None = None) -> Self:
-        """A tensor that shows a lease; `like` has the shape, strides and dtype after `views`."""
+        """A tensor that reads the sum of `lease` through `views`; `like` has the shape, strides and dtype that result."""
         packed = lease.total.packed
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -302,7 +303,7 @@ class GradientTensor(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Whether `other` shows all of these buffers; deferred bounds are then applied."""
+        """Whether `other` is a `GradientTensor` over all of these buffers; if so, deferred bounds are applied."""
         if not isinstance(other, GradientTensor) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()

@@ -28,12 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from paredown.codec.packed import DEVICES, PackedTensor, decoder, encode
+from paredown.codec.packed import DEVICES, DTYPES, PackedTensor, decoder, encode
 from paredown.formats.format import Format
 
 KEY = "_paredown_weight"  # in the __dict__ of a parameter
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPES = tuple(PLAIN_DTYPES.values())
 NO_MEMORY = (
     "this weight is stored packed and has no memory to read from. paredown decodes it for its modules and for functions of torch; "
     "for other code, work inside `with session.unpacked():`, or on a copy: p.detach().clone()."
@@ -163,7 +162,7 @@ class Weight:
         return made
 
     def write(self, values: Tensor) -> None:
-        """Take new values of the same shape and dtype, and encode them later; the caller must not change them after."""
+        """Replace the values by a tensor of the same shape and dtype, which is encoded later; the caller must not change it afterwards."""
         if self.address:
             self.store(values)
             return
@@ -191,7 +190,7 @@ class Weight:
         self.changed()
 
     def _store(self, values: Tensor) -> bool:
-        """Encode `values`; whether their size, strides, dtype or device differ from before."""
+        """Encode `values`; returns whether their size, strides, dtype or device differ from before."""
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
@@ -242,7 +241,7 @@ class Weight:
         self.address = 0
 
     def keep_changes(self) -> bool:
-        """Encode what was written into the plain parameter since `show`; whether anything was."""
+        """Encode what was written into the plain parameter since `show`; returns whether anything was written."""
         parameter = self._ref()
         if parameter is None or not self.address:
             return False

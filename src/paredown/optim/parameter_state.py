@@ -32,17 +32,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paredown.codec.packed import PackedTensor
+from paredown.codec.packed import DTYPES, PackedTensor
 from paredown.codec.reference import Encoding, PackedParts
 from paredown.errors import FormatError, OptimError
 from paredown.formats.catalog import TIERS, find_format, is_small
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, default_rounding
 from paredown.optim.gradient_hooks import PackedGradient
-from paredown.optim.packed_weight import Weight, weight_of
+from paredown.optim.packed_weight import PLAIN_DTYPES, Weight, weight_of
 from paredown.optim.reference import UpdateSlot, UpdateUnit
 from paredown.optim.rules import Rule
-from paredown.roles import ACCUMULATED, Role
+from paredown.roles import ACCUMULATED, OF_PARAMETER, Role
 
 Choice = tuple[Format | None, Rounding]
 
@@ -95,8 +95,6 @@ def owner_of(parameter: Tensor) -> Any:
 # --- formats of slots -------------------------------------------------------------------------------------------------
 
 FROM_TIER = "tier"  # default of a keyword: the format of the tier or the plan
-SLOTS: tuple[Role, ...] = (Role.WEIGHT, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -123,11 +121,11 @@ PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormats | None, default_name: str) -> SlotFormats:
     """The formats of the slots of `parameter`, from its parameter group and the plan's `request`; `default_name` is used without a plan."""
     name = request.name if request is not None else default_name
-    wanted = {role: _wanted(role, group, request) for role in SLOTS}
+    wanted = {role: _wanted(role, group, request) for role in OF_PARAMETER}
     if not any(format for format, _ in wanted.values()):
-        return SlotFormats(name, True, False, dict.fromkeys(SLOTS, PLAIN))
+        return SlotFormats(name, True, False, dict.fromkeys(OF_PARAMETER, PLAIN))
     if is_small(parameter.shape):
-        slots = dict.fromkeys(SLOTS, PLAIN)
+        slots = dict.fromkeys(OF_PARAMETER, PLAIN)
         if parameter.dtype is torch.bfloat16:
             slots[Role.RESIDUE] = (Format.parse("int8"), Rounding.NEAREST_EVEN)
         return SlotFormats(name, False, True, slots)
@@ -141,9 +139,9 @@ def check_group(group: Mapping[str, Any]) -> None:
     if tier is not None and tier not in TIERS:
         raise OptimError(f"tier {tier!r} is unknown. Allowed: {', '.join(TIERS)}, or None for the plan's formats.")
     for role, rounding in (group.get("rounding") or {}).items():
-        if role not in tuple(SLOTS) or rounding not in tuple(Rounding):
+        if role not in OF_PARAMETER or rounding not in tuple(Rounding):
             raise OptimError(
-                f"rounding {{{role!r}: {rounding!r}}} is unknown. Keys: {', '.join(r.value for r in SLOTS)}; "
+                f"rounding {{{role!r}: {rounding!r}}} is unknown. Keys: {', '.join(r.value for r in OF_PARAMETER)}; "
                 f"values: {', '.join(r.value for r in Rounding)}."
             )
 
@@ -196,8 +194,6 @@ def _check(wanted: Mapping[Role, Choice], name: str) -> None:
 
 
 # --- one parameter ----------------------------------------------------------------------------------------------------
-
-PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(eq=False)
@@ -401,7 +397,7 @@ def weight_slot(entry: ParameterState) -> UpdateSlot:
 
 
 def gradient_slot(gradient: Tensor) -> UpdateSlot:
-    """The slot of a packed accumulator; for a plain gradient its dtype and size, since each update gets a new tensor."""
+    """The slot of a gradient: a packed accumulator, or a plain gradient's dtype and size without its memory, which is new in each step."""
     if isinstance(gradient, PackedGradient):
         return UpdateSlot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)
     return plain_slot(torch.empty(local(gradient).shape, dtype=gradient.dtype, device="meta"), Rounding.NEAREST_EVEN)

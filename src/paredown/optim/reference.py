@@ -97,7 +97,7 @@ class UpdateSlot:
 
     @cached_property
     def kind(self) -> SlotKind:
-        """Format or dtype, rounding and roots."""
+        """How the slot is stored, as a hashable key: format or dtype, rounding, and number of square roots."""
         return SlotKind(self.format, None if self.format is not None else self.codes.dtype, self.rounding, self.roots)
 
     @property
@@ -175,23 +175,24 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
         piece.store(old[0], p, moments)
 
 
-def fold(
-    packed: PackedTensor,
-    grad: Tensor,
-    *,
-    weight: float,
-    factor: Tensor | None,
-    seed: Seed,
-    is_first: bool,
-    rounding: Rounding = Rounding.STOCHASTIC,
-) -> None:
-    """packed <- encode(decode(packed) * factor + grad * weight), in place; encode(grad * weight) if `is_first`."""
-    slot = UpdateSlot(packed.format, rounding, packed.parts)
+class Fold(NamedTuple):
+    """How a gradient is added to a packed sum: sum <- encode(sum * factor + grad * weight), or encode(grad * weight) if `is_first`."""
+
+    weight: float
+    factor: Tensor | None
+    seed: Seed
+    is_first: bool
+    rounding: Rounding = Rounding.STOCHASTIC
+
+
+def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
+    """Add a gradient to a packed sum, in place."""
+    slot = UpdateSlot(packed.format, how.rounding, packed.parts)
     rows, cols = packed.format.rows_and_cols(packed.shape)
-    x = grad.detach().reshape(rows, cols).float() * as_float32(weight)
-    if not is_first:
-        x = values(slot, cols, factor) + x
-    encoding = Encoding(packed.format, rounding, default_overflow(packed.format), seed)  # without a block inf stays inf
+    x = grad.detach().reshape(rows, cols).float() * as_float32(how.weight)
+    if not how.is_first:
+        x = values(slot, cols, how.factor) + x
+    encoding = Encoding(packed.format, how.rounding, default_overflow(packed.format), how.seed)  # without a block inf stays inf
     _copy(packed.parts, cpu.encode_rows(x, encoding, None))
 
 

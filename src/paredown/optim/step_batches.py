@@ -135,7 +135,7 @@ class StepBatches:
         return kinds, kept, totals, [weight.packed for weight in weights], addresses, dtypes, layouts
 
     def _make(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
-        """Build new batches; the gradients, after those that user code assigned were encoded."""
+        """Build new batches; returns the gradients, of which those that user code assigned are encoded."""
         self.settle()
         self._batches, self._built_for = [], None
         assert self._entries is not None

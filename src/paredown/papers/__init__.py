@@ -39,26 +39,7 @@ __all__ = [
 
 __getattr__ = loader(
     __name__,
-    {
-        "mixed_precision_assignments": (
-            "BASELINES",
-            "demote",
-            "groups_of",
-            "high_plan",
-            "low_ratio",
-            "memory_factor",
-            "plan_of",
-            "total_bytes",
-        ),
-        "peppp_cross_validation": (
-            "Matrices",
-            "SETTINGS",
-            "judge",
-            "held_out_tasks",
-        ),
-        "peppp_experiment_design": (
-            "PICKERS",
-            "Pooled",
-        ),
-    },
+    mixed_precision_assignments="BASELINES demote groups_of high_plan low_ratio memory_factor plan_of total_bytes",
+    peppp_cross_validation="Matrices SETTINGS judge held_out_tasks",
+    peppp_experiment_design="PICKERS Pooled",
 )

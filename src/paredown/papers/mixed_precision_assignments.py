@@ -1,8 +1,8 @@
 """ "Training with Mixed-Precision Floating-Point Assignments": precision demotion, and the assignments that the paper compares it with.
 
-Demotion: groups of tensors are lowered, the largest first. Counted are, for each value of an outline, the tensor itself and its
-gradient, and for each parameter the same. A group is the output of one matrix product, everything after it up to the next product,
-and the parameters that are applied to it. Starting from all high, whole groups are lowered until the share of low numbers reaches a
+Demotion: groups of tensors change from the high to the low precision, the largest group first. Tensors are every value of the forward
+pass, every parameter, and the gradient of each. A group is the output of one matrix product, everything after it up to the next product,
+and the parameters that are applied to it. Starting from all high, whole groups become low until the share of low numbers reaches a
 ratio. Gradients of parameters are always high, so that the share ends below 1.
 
     ratio_low = numbers in low tensors / all numbers         bytes relative to float32 = (2 - ratio_low) / 4, for 16 and 8 bits
@@ -29,7 +29,7 @@ loss scaler to detect. Unlike in the paper's code, NaN stays NaN.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,13 +71,13 @@ class Counted:
 
     @property
     def may_be_low(self) -> bool:
-        """Whether the tensor may be low: all but the gradients of parameters."""
+        """Whether the tensor may have the low precision: all but gradients of parameters may."""
         return self.role is not Role.GRADIENT
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors that are lowered together."""
+    """Tensors that change to the low precision together."""
 
     number: int
     tensors: tuple[Counted, ...]
@@ -156,7 +156,7 @@ ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
 
 
 def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
-    """The low tensors: the fewest groups in this order that reach `ratio`, or all groups where none do."""
+    """The tensors in low precision: the fewest groups in this order whose share of numbers reaches `ratio`, at most all groups."""
     if order not in ORDERS or not 0 <= ratio <= 1:
         raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; these are {ratio} and {order!r}.")
     groups = ORDERS[order](groups_of(outline), seed)
@@ -166,19 +166,9 @@ def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: i
     for group in groups:
         if reached >= needed:
             break
-        low |= _may_be_low(group.tensors)
+        low |= {tensor.key for tensor in group.tensors if tensor.may_be_low}
         reached += sum(tensor.numel for tensor in group.tensors if tensor.may_be_low)
     return frozenset(low)
-
-
-def demote_top(outline: Outline, count: int) -> Low:
-    """The low tensors: those of the `count` largest groups."""
-    groups = decreasing(groups_of(outline), 0)[:count]
-    return frozenset(key for group in groups for key in _may_be_low(group.tensors))
-
-
-def _may_be_low(tensors: Iterable[Counted]) -> set[tuple[Role, str]]:
-    return {tensor.key for tensor in tensors if tensor.may_be_low}
 
 
 # --- plans -------------------------------------------------------------------------------------------------------------
@@ -186,7 +176,7 @@ def _may_be_low(tensors: Iterable[Counted]) -> set[tuple[Role, str]]:
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of high and low: low has one format in forward and another one in backward."""
+    """The formats of the high and the low precision; low has one format in forward and another one in backward."""
 
     forward: str = "e4m3b11f"
     backward: str = "e5m2f"
@@ -205,7 +195,7 @@ FORMATS = Formats()
 
 
 def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str = "") -> Plan:
-    """The plan with everything high except the tensors `low`, which have a rule each."""
+    """The plan with all tensors in high precision except those in `low`, which have a rule each."""
     high_rules = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
     low_rules = [
         (slot_key(name, role), formats.of(role, is_low=True)) for role, name in sorted(low, key=lambda key: (key[0].value, key[1]))
@@ -215,7 +205,7 @@ def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str 
 
 
 def high_plan(formats: Formats = FORMATS) -> Plan:
-    """The plan with everything high, to which promotion raises tensors."""
+    """The plan with all tensors in high precision: what tensors are promoted to after overflow."""
     return Plan(tuple((role.value, formats.of(role, is_low=False)) for role in ROLES), reason="everything high")
 
 
@@ -223,7 +213,7 @@ def high_plan(formats: Formats = FORMATS) -> Plan:
 
 
 def operator(outline: Outline) -> Low:
-    """HFP8: the operands of products are low, except for the first and the last product."""
+    """The low tensors of HFP8: operands of matrix products and convolutions, except the first and the last one."""
     products = [index for index, value in enumerate(outline.values) if value.is_product]
     low: set[tuple[Role, str]] = set()
     for value in (outline.values[index] for index in products):
@@ -233,7 +223,7 @@ def operator(outline: Outline) -> Low:
 
 
 def _ends(outline: Outline, products: list[int]) -> Low:
-    """What stays high: the first product with its inputs and output, the group of the last product, and its inputs."""
+    """Tensors that HFP8 leaves high: inputs and output of the first product, the group of the last product, and its inputs."""
     first, last = (outline.values[index] for index in (products[0], products[-1]))
     values = [first, *(outline.values[source] for source in (*first.sources, *last.sources))]
     kept = {(role, value.name) for value in values for role in (Role.ACTIVATION, Role.ERROR)}
@@ -242,7 +232,7 @@ def _ends(outline: Outline, products: list[int]) -> Low:
 
 
 def amp(outline: Outline) -> Low:
-    """torch.autocast: products are low; an operation that no list names is low if all of its inputs are."""
+    """The low tensors of torch.autocast: outputs of products, and of operations on neither of its lists if all inputs are low."""
     is_low: list[bool] = []
     low: set[tuple[Role, str]] = set()
     for value in outline.values:

@@ -46,7 +46,7 @@ LARGE = 100_000  # entries above which there is no full decomposition
 
 @dataclass(frozen=True)
 class Completed:
-    """The matrix without gaps; `residual`: the last relative change, for a step of length 1."""
+    """The completed matrix; `residual`: the relative change of the last iteration, scaled to a step of length 1."""
 
     values: Array
     num_steps: int
@@ -118,7 +118,7 @@ class _Exact:
 
 
 class _Carried:
-    """The same from the singular vectors of the last step, by one product."""
+    """An approximation of `_Exact` that starts from the singular vectors of the last iteration and takes one matrix product."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -162,7 +162,7 @@ class Effects:
 
 
 def split_variance(errors: Array, levels: NDArray[np.intp]) -> Effects:
-    """The split of complete rows (tasks, plans), given the level of each plan."""
+    """The variance of complete errors (tasks, plans) split into levels, plans within levels, and the rest; `levels`: of each plan."""
     if not np.isfinite(errors).all():
         raise PlanError(f"errors {errors.shape} have gaps; the split needs complete rows.")
     num_tasks, num_plans = errors.shape
@@ -196,5 +196,5 @@ def _p_value(f: float, above: int, below: int) -> float:
 
 
 def lost_share(errors: Array, full: Array, guess: Array) -> Array:
-    """Share of full precision's gain over random guessing that a plan loses, (tasks, plans): 0 as good as full, 1 random guessing."""
+    """(error - full) / (guess - full) of each plan, (tasks, plans): 0 is as good as full precision, 1 as bad as random guessing."""
     return (errors - full[:, None]) / (guess - full)[:, None]

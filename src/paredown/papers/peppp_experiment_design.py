@@ -37,19 +37,27 @@ Bayesian optimization over plans, the published baseline, is a Gaussian process 
 >>> mean, deviation = Process.fitted(squares, [0, 2], np.array([0.5, 0.7])).predict()
 >>> bool(deviation[3] >= deviation[1]) and mean.shape == (4,)
 True
+
+A front of single runs shows the lucky ones: where nothing was measured, `Pooled` draws it from the mean of a level less `luck` standard
+deviations of a run.
+
+>>> [round(luck(runs), 2) for runs in (1, 2, 9)]
+[0.0, 0.28, 1.01]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paredown.pick.acquisition import propose_for_front
 from paredown.pick.mixture import Posterior
-from paredown.pick.posterior import Prior, luck, propose
+from paredown.pick.posterior import Prior
 
 Array = NDArray[np.float64]
 Measure = Callable[[int], float]
@@ -59,6 +67,7 @@ START = (20.0, 1.0)  # of the fit: length, noise
 BOUNDS = (1e-5, 1e5)
 JITTER = 1e-10
 MARGIN = 0.01
+NUM_FIRST = 5  # random plans that are drawn together
 
 
 # --- designs -----------------------------------------------------------------------------------------------------------
@@ -97,16 +106,16 @@ def relaxed(vectors: Array, count: int) -> list[int]:
 
 
 def pivoted(vectors: Array, count: int) -> list[int]:
-    """The first pivots: each plan is the one least explained by those before it."""
+    """The first pivots of a QR decomposition: each plan is the one that those before it explain least."""
     from scipy.linalg import qr
 
     *_, order = qr(vectors, mode="r", pivoting=True)
     return np.asarray(order)[:count].tolist()
 
 
-def scattered(num_plans: int, count: int, *, seed: int, num_first: int = 5) -> list[int]:
+def scattered(num_plans: int, count: int, *, seed: int) -> list[int]:
     """Random plans as in the released code: the first ones together, then one at a time, each from a new generator of this seed."""
-    chosen = first_at_random(num_plans, min(count, num_first), seed=seed)
+    chosen = first_at_random(num_plans, min(count, NUM_FIRST), seed=seed)
     while len(chosen) < min(count, num_plans):
         left = np.setdiff1d(np.arange(num_plans), chosen)
         chosen.append(int(np.random.RandomState(seed).choice(left, 1, replace=False)[0]))
@@ -127,7 +136,7 @@ DESIGNS: Mapping[str, Callable[[Array, int], list[int]]] = MappingProxyType(
 
 
 def embed(errors: Array, rank: int = RANK) -> Array:
-    """(k, num_plans): the first right singular vectors, orthonormal; k is `rank` or the number of singular vectors."""
+    """The first right singular vectors (k, num_plans), orthonormal; k is the smaller of `rank` and their number."""
     return np.linalg.svd(errors, full_matrices=False)[2][:rank]
 
 
@@ -191,11 +200,11 @@ def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tu
     return float(0.5 * measured @ solved + np.log(np.diag(lower)).sum()), -0.5 * np.array(slopes)
 
 
-def expected_improvement(mean: Array, deviation: Array, best: float, margin: float = MARGIN) -> Array:
+def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
     """Expected amount by which a measurement is below `best`, 0 where it is above."""
     from scipy.stats import norm
 
-    gain, deviation = best - mean - margin, deviation + 1e-12
+    gain, deviation = best - mean - MARGIN, deviation + 1e-12
     return gain * norm.cdf(gain / deviation) + deviation * norm.pdf(gain / deviation)
 
 
@@ -236,7 +245,7 @@ Picker = Callable[[TaskKnowledge, Measure, Iterable[int]], dict[int, Prediction]
 
 
 def plain(chosen: list[int], measured: Array, predicted: Array) -> Prediction:
-    """The published prediction: the front is drawn from predictions alone."""
+    """The prediction as published: the Pareto front comes from predicted errors alone."""
     return Prediction(tuple(chosen), predicted, with_measured(predicted, chosen, measured), predicted)
 
 
@@ -248,7 +257,7 @@ def with_measured(predicted: Array, chosen: list[int], measured: Array) -> Array
 
 
 def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
-    """A picker by least squares at a design (a function of vectors, count and seed)."""
+    """A picker that measures the plans of a design (a function of vectors, count and seed) and predicts the others by least squares."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         vectors = embed(known.completed)
@@ -263,7 +272,7 @@ def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
 
 
 def plugged(picker: Picker) -> Picker:
-    """The picker with a front that is drawn from measured errors too."""
+    """The picker with a Pareto front that uses measured errors in place of predicted ones."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         return {
@@ -274,7 +283,7 @@ def plugged(picker: Picker) -> Picker:
 
 
 def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
-    """A picker by expected improvement over points; `is_released`: the least improvement is next, as in the released code."""
+    """A picker by expected improvement; `is_released`: it measures the plan of least improvement next, as the released code does."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         squares, wanted = squared_distances(points_of(known)), set(counts)
@@ -294,13 +303,13 @@ def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool =
 
 
 def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Means over prior tasks, without measurements."""
+    """A picker without measurements: the predicted error of a plan is its mean over prior tasks."""
     means = known.completed.mean(axis=0)
     return {count: plain([], np.empty(0), means) for count in counts}
 
 
 def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Means over prior tasks, recommending a random one of the plans of most memory, without measurements."""
+    """A picker without measurements that recommends a random one of the plans of most memory; errors are means over prior tasks."""
     order = np.random.RandomState(known.seed).permutation(len(known.memory))
     ranks = np.empty(len(order))
     ranks[np.lexsort((order, -known.memory))] = np.arange(len(order))
@@ -344,7 +353,7 @@ class Pooled:
             if count in wanted:
                 predictions[count] = predicted(prior, posterior, chosen, measured)
             if len(chosen) < len(measured) and count < max(wanted):
-                chosen.append(propose(self.turns[count % len(self.turns)], prior, posterior, known.memory, measured))
+                chosen.append(propose_for_front(self.turns[count % len(self.turns)], prior, posterior, known.memory, measured))
                 measured[chosen[-1]] = prior.finite(measure(chosen[-1]))
         return predictions
 
@@ -363,3 +372,18 @@ def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Arr
         with_measured(means - luck_of_level[levels], chosen, measured),
         np.sqrt((deviation**2 + noise**2)[levels] + prior.doubt),
     )
+
+
+@cache
+def luck(runs: int) -> float:
+    """Mean over r = 1 .. runs of how far the least of r normal runs lies below their mean, in standard deviations.
+
+    On a front drawn from single runs, a level's r-th cheapest plan appears if its run is below those of the r - 1 before it.
+    """
+    from scipy.special import ndtr
+
+    grid = np.linspace(-9.0, 9.0, 3601)
+    above = 1 - ndtr(grid)
+    # E min = integral over x < 0 of -P(min < x), and over x > 0 of P(min > x)
+    least = [float(np.trapezoid(np.where(grid < 0, above**r - 1, above**r), grid)) for r in range(1, runs + 1)]
+    return max(0.0, -float(np.mean(least))) if runs > 1 else 0.0

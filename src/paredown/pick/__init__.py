@@ -13,21 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Estimate", "Frontier", "Picked", "Prior", "known_prior", "made_up_prior", "write_prior"]
 
-__getattr__ = loader(
-    __name__,
-    {
-        "answer": (
-            "Frontier",
-            "Picked",
-        ),
-        "posterior": (
-            "Estimate",
-            "Prior",
-        ),
-        "priors": (
-            "known_prior",
-            "made_up_prior",
-            "write_prior",
-        ),
-    },
-)
+__getattr__ = loader(__name__, answer="Frontier Picked", posterior="Estimate Prior", priors="known_prior made_up_prior write_prior")

@@ -12,6 +12,13 @@ However many runs are made, they are worth no more than knowing all means a:
 
 When that is small relative to the noise of a run, no measurement changes the choice by a noticeable amount.
 
+`propose` chooses the next plan for one budget, `propose_for_front` for the whole Pareto front, by one of two rules that take turns:
+
+    knowledge    the plan whose measurement lowers the sum of the levels' variances most
+    improvement  the plan whose measurement is expected to add most to the area that the measured front dominates
+
+Within a level they take the plan of least memory that was not measured yet.
+
 >>> close = TaskKinds(np.ones(1), np.array([[0.30, 0.31, 0.60]]), 1e-4 * np.eye(3)[None], np.full((1, 3), 1e-4))
 >>> gains = expected_gains(close)
 >>> bool(gains[0] > 1e-4 and gains[2] < 1e-9), bool(gains.max() < value_of_perfect_information(close))
@@ -113,3 +120,48 @@ def is_settled(prior: Prior, posterior: Posterior, plans: Indices) -> bool:
     kinds = kinds_of(prior, posterior, plans)
     noise = (1 + prior.shared) * (kinds.weights @ kinds.noise)[int(kinds.mean.argmin())]
     return value_of_perfect_information(kinds) <= ENOUGH * float(np.sqrt(noise))
+
+
+# --- for the whole front ---------------------------------------------------------------------------------------------
+
+
+def propose_for_front(design: str, prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> int:
+    """The plan to measure next: the largest gain of "knowledge" or "improvement"; among equals, the least memory."""
+    if design == "knowledge":
+        levels = TaskKinds(posterior.weights[0], posterior.means[0], posterior.spreads[0], posterior.noise)
+        gains = variance_reduction(levels)[prior.levels]
+    else:
+        gains = _improvement(prior, posterior, memory, measured)
+    gains = np.where(np.isnan(measured), gains, -np.inf)
+    best = np.flatnonzero(gains >= gains.max() - 1e-12 * abs(gains.max()))
+    return int(best[np.argmin(memory[best])])
+
+
+def _improvement(prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> Array:
+    """By how much each plan is expected to add to the area that the measured front dominates, (plans,)."""
+    order = np.argsort(memory, kind="stable")
+    top = max(1.0, prior.worst)
+    heights = np.minimum.accumulate(
+        np.where(np.isnan(measured[order]), top, measured[order])
+    )  # the measured front at each plan's memory
+    steps, step_of_plan = np.unique(heights, return_inverse=True)
+    widths = np.zeros(len(steps))
+    expected_gain = np.empty(len(measured))
+    edges = np.append(memory[order], max(1.0, memory.max()))
+    levels = prior.levels[order]
+    means = posterior.means[0][:, levels] + prior.offsets[order]  # (kinds, plans)
+    spreads = (np.diagonal(posterior.spreads[0], axis1=-2, axis2=-1) + posterior.noise)[:, levels]
+    gains = np.einsum("k,kph->ph", posterior.weights[0], _shortfall(steps, means, np.sqrt(spreads)))  # (plans, steps of the front)
+    for rank in range(len(order) - 1, -1, -1):
+        widths[step_of_plan[rank]] += edges[rank + 1] - edges[rank]
+        expected_gain[order[rank]] = gains[rank] @ widths
+    return expected_gain
+
+
+def _shortfall(heights: Array, means: Array, deviations: Array) -> Array:
+    """E max(height - run, 0), (kinds, levels, heights)."""
+    from scipy.special import ndtr
+
+    difference = heights - means[..., None]
+    ratio = difference / deviations[..., None]
+    return difference * ndtr(ratio) + deviations[..., None] * np.exp(-(ratio**2) / 2) / np.sqrt(2 * np.pi)

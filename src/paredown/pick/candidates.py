@@ -150,7 +150,7 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> Candidate | None:
-    """None where the plan cannot be made for this step, or has rules for slots that it does not have."""
+    """The candidate of a plan; None if the plan cannot be made for this step, or has rules for slots that the step does not have."""
     try:
         plan = make()
         return Candidate(label, plan, step.bytes_of(plan), column, step.features(plan))
@@ -178,10 +178,10 @@ def features_of(plan: Plan, trace: Trace | None = None) -> Array:
     return np.array([*precision_lost, range_lost])
 
 
-def bits_of(format: Format | None) -> float:
+def effective_bits(format: Format | None) -> float:
     """Significant bits of a format; for integer blocks of other lengths than 64, corrected for the largest of their values.
 
-    >>> bits_of(Format.parse("int4/64@bf16")), round(bits_of(Format.parse("int4/1024@bf16")), 1)
+    >>> effective_bits(Format.parse("int4/64@bf16")), round(effective_bits(Format.parse("int4/1024@bf16")), 1)
     (3.0, 2.6)
     """
     if format is None:
@@ -196,7 +196,7 @@ def bits_of(format: Format | None) -> float:
 
 def _precision_lost(formats: Iterable[Format | None]) -> float:
     """Precision lost by the mean squared error, 4^-bits, of these formats."""
-    bits = [bits_of(format) for format in formats]
+    bits = [effective_bits(format) for format in formats]
     if not bits or min(bits) >= FP32_BITS:
         return 0.0
     effective = -0.5 * np.log2(np.mean(4.0 ** -np.array(bits)))

@@ -66,7 +66,7 @@ class LevelSums:
 
     @staticmethod
     def of(errors: Array, levels: NDArray[np.intp], num_levels: int | None = None, weights: Array | None = None) -> LevelSums:
-        """From errors (tasks, plans), NaN where not observed; `weights` (plans,): how much a run counts, 1 unless given."""
+        """The statistics of errors (tasks, plans), NaN where not observed; `weights` (plans,): how much a run counts, 1 unless given."""
         membership = (levels[:, None] == np.arange(num_levels or int(levels.max()) + 1)[None]).astype(float)
         membership = membership if weights is None else membership * weights[:, None]
         observed = np.where(np.isfinite(errors), errors, 0.0)
@@ -178,7 +178,7 @@ class _StartValues:
 
     @staticmethod
     def of(sums: LevelSums) -> _StartValues:
-        """Estimated from the sums: two-way means, and what they leave over."""
+        """Start values from a two-way analysis of the sums: means of tasks and levels, and residual variances."""
         counts = np.maximum(sums.count, 1e-12)
         offsets = sums.total.sum(axis=0) / np.maximum(sums.count.sum(axis=0), 1e-12)
         mean = float(sums.total.sum() / max(sums.count.sum(), 1.0))

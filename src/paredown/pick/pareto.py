@@ -70,9 +70,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class Truth:
-    """Memory of all plans on a task, relative to the largest of all tasks, and their true errors; `feasible`: indices of allowed plans.
+    """What predictions for one task are compared with: memory of all plans, relative to the largest of all tasks, and their true errors.
 
-    `means` are the means of `errors` over runs that differ by noise alone, or `errors` themselves where that is not known.
+    `feasible`: indices of allowed plans. `means`: means of `errors` over runs that differ by noise alone, or `errors` where not known.
     """
 
     memory: Array

@@ -214,7 +214,7 @@ class PickLoop:
         return None if least in tried else least
 
     def _twin(self, plan: int) -> int:
-        """The same number for plans whose runs were equal to the last bit on all prior tasks: one trial serves all of them."""
+        """The number of a group of plans whose runs were equal to the last bit on all prior tasks: one trial measures all of them."""
         column = self.candidates.rows[plan].column
         return int(self.task_prior.twins[column]) if column >= 0 else -1 - plan
 
@@ -284,7 +284,7 @@ class PickLoop:
         return Frontier(tuple(points), self.metric, self.step.full_bytes)
 
     def _infeasible(self, points: Sequence[Point]) -> tuple[list[Point], str]:
-        """The smallest plan there is, unless it is one of `points`, and the sentences for why nothing fits."""
+        """The smallest possible plan as a point, unless it is one of `points`, and the sentences that explain why nothing fits."""
         within = [point for point in points if point.predicted_bytes <= self.budget_bytes]
         if within:
             return [], explain_nothing_trains(within, self.trials)

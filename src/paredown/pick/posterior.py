@@ -10,17 +10,6 @@ one are ties.
 >>> estimate.best(0.5)
 Traceback (most recent call last):
 paredown.errors.BudgetError: no plan fits 0.5; the smallest needs 1 (plan 0, error 0.87 +- 0.06, standard deviation).
-
-Acquisition for the whole front (`propose`; for one budget see pick/acquisition.py) has two designs, which take turns:
-
-    knowledge    the plan whose measurement lowers the sum of the levels' variances most
-    improvement  the plan whose measurement is expected to add most to the area that the measured front dominates
-
-Within a level the plan of least memory that was not measured yet is taken. A front of single runs shows the lucky ones: where
-nothing was measured, it is drawn from the mean of a level less `luck` standard deviations of a run.
-
->>> [round(luck(runs), 2) for runs in (1, 2, 9)]
-[0.0, 0.28, 1.01]
 """
 
 from __future__ import annotations
@@ -28,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +49,7 @@ class Prior:
 
     @staticmethod
     def of(errors: Array, levels: NDArray[np.intp] | None = None, num_kinds: int = 2) -> Prior:
-        """Fitted to errors (tasks, plans), NaN where not observed; levels are estimated unless given."""
+        """The prior fitted to errors (tasks, plans), NaN where not observed; levels are estimated unless given."""
         if not np.isfinite(errors).any():
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
         errors = np.where(np.isfinite(errors), errors, np.nan)
@@ -93,7 +81,7 @@ class Prior:
 
 @dataclass(frozen=True)
 class BudgetChoice:
-    """The plan of least mean error within a budget, its standard deviation; `ties` are other plans within it that may be as good."""
+    """The plan of least mean error within a budget, and its standard deviation; `ties`: other plans in the budget that may be as good."""
 
     plan: int
     error: float
@@ -116,7 +104,7 @@ class Estimate:
 
     @staticmethod
     def of(prior: Prior, memory: Array, measured: Mapping[int, float | Sequence[float]] | None = None) -> Estimate:
-        """After measurements, or before any; a plan may have been measured several times."""
+        """The estimate after measurements, or before any; a plan may have been measured several times."""
         errors = {plan: np.atleast_1d(errors) for plan, errors in (measured or {}).items()}
         return Estimate.after(
             prior, memory, [SeedRun(plan, float(error)) for plan, plan_errors in errors.items() for error in plan_errors]
@@ -124,7 +112,7 @@ class Estimate:
 
     @staticmethod
     def after(prior: Prior, memory: Array, runs: Sequence[SeedRun]) -> Estimate:
-        """After runs with seeds: the common effect of a seed widens all standard deviations and favours no plan."""
+        """The estimate after runs with seeds: the common effect of a seed widens all standard deviations and favours no plan."""
         posterior, levels = prior.after(runs), prior.levels
         level_mean, level_deviation = posterior.levels()
         noise = posterior.run_noise()[levels]
@@ -191,66 +179,3 @@ class Estimate:
 def _normal_cdf(values: Array) -> Array:
     """Probability that a standard normal number is below each value; without scipy, since few values are needed."""
     return np.vectorize(lambda value: 0.5 * math.erfc(-value / math.sqrt(2)), otypes=[float])(values)
-
-
-# --- acquisition for the whole front ----------------------------------------------------------------------------------
-
-
-def propose(design: str, prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> int:
-    """The plan to measure next: the largest gain of this design; among equals, the least memory."""
-    gains = _knowledge(posterior)[prior.levels] if design == "knowledge" else _improvement(prior, posterior, memory, measured)
-    gains = np.where(np.isnan(measured), gains, -np.inf)
-    best = np.flatnonzero(gains >= gains.max() - 1e-12 * abs(gains.max()))
-    return int(best[np.argmin(memory[best])])
-
-
-def _knowledge(posterior: Posterior) -> Array:
-    """By how much a run of each level lowers the sum of all levels' variances, (levels,)."""
-    spreads, weights = posterior.spreads[0], posterior.weights[0]  # (kinds, levels, levels)
-    reduction = (spreads**2).sum(axis=1) / (np.diagonal(spreads, axis1=-2, axis2=-1) + posterior.noise)
-    return weights @ reduction
-
-
-def _improvement(prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> Array:
-    """By how much each plan is expected to add to the area that the measured front dominates, (plans,)."""
-    order = np.argsort(memory, kind="stable")
-    top = max(1.0, prior.worst)
-    heights = np.minimum.accumulate(
-        np.where(np.isnan(measured[order]), top, measured[order])
-    )  # the measured front at each plan's memory
-    steps, step_of_plan = np.unique(heights, return_inverse=True)
-    widths = np.zeros(len(steps))
-    expected_gain = np.empty(len(measured))
-    edges = np.append(memory[order], max(1.0, memory.max()))
-    levels = prior.levels[order]
-    means = posterior.means[0][:, levels] + prior.offsets[order]  # (kinds, plans)
-    spreads = (np.diagonal(posterior.spreads[0], axis1=-2, axis2=-1) + posterior.noise)[:, levels]
-    gains = np.einsum("k,kph->ph", posterior.weights[0], _shortfall(steps, means, np.sqrt(spreads)))  # (plans, steps of the front)
-    for rank in range(len(order) - 1, -1, -1):
-        widths[step_of_plan[rank]] += edges[rank + 1] - edges[rank]
-        expected_gain[order[rank]] = gains[rank] @ widths
-    return expected_gain
-
-
-def _shortfall(heights: Array, means: Array, deviations: Array) -> Array:
-    """E max(height - run, 0), (kinds, levels, heights)."""
-    from scipy.special import ndtr
-
-    difference = heights - means[..., None]
-    ratio = difference / deviations[..., None]
-    return difference * ndtr(ratio) + deviations[..., None] * np.exp(-(ratio**2) / 2) / np.sqrt(2 * np.pi)
-
-
-@cache
-def luck(runs: int) -> float:
-    """Mean over r = 1 .. runs of how far the least of r normal runs lies below their mean, in standard deviations.
-
-    On a front drawn from single runs, a level's r-th cheapest plan appears if its run is below those of the r - 1 before it.
-    """
-    from scipy.special import ndtr
-
-    grid = np.linspace(-9.0, 9.0, 3601)
-    above = 1 - ndtr(grid)
-    # E min = integral over x < 0 of -P(min < x), and over x > 0 of P(min > x)
-    least = [float(np.trapezoid(np.where(grid < 0, above**r - 1, above**r), grid)) for r in range(1, runs + 1)]
-    return max(0.0, -float(np.mean(least))) if runs > 1 else 0.0

@@ -77,7 +77,7 @@ class CollectedTrial(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class CollectedTrials:
     """The trials of a prior, its tasks by text, and its columns by key."""
 
     mode: str
@@ -141,7 +141,7 @@ def _names(rows: Rows) -> list[str]:
     return sorted({str(row["sweep"]) for row in rows})
 
 
-def _table(rows: Rows, mode: str, folder: Path | None) -> Table:
+def _table(rows: Rows, mode: str, folder: Path | None) -> CollectedTrials:
     """The trials that count, once for each task, plan and seed; columns in the order of their first trial."""
     plans: dict[str, PlanRow] = {}
     entries: dict[tuple[str, str, int], CollectedTrial] = {}
@@ -161,7 +161,7 @@ def _table(rows: Rows, mode: str, folder: Path | None) -> Table:
     if not entries:
         raise PriorError(f"no prior can be made: of {len(rows)} trials none has an error and none diverged.")
     texts = dict.fromkeys(entry_key[0] for entry_key in entries)
-    return Table(mode, list(entries.values()), {text: row_of_task(text, folder) for text in texts}, plans)
+    return CollectedTrials(mode, list(entries.values()), {text: row_of_task(text, folder) for text in texts}, plans)
 
 
 def _trial(row: Mapping[str, Any]) -> Trial:
@@ -171,7 +171,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
         raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
 
 
-def _prior_data(name: str, table: Table, folder: Path | None) -> PriorData:
+def _prior_data(name: str, table: CollectedTrials, folder: Path | None) -> PriorData:
     """The matrices of the prior."""
     row_of_task_text, column_of = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
     shape, seed_index = (len(row_of_task_text), len(column_of)), _seed_indices(table.entries)
@@ -228,7 +228,7 @@ def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
     return np.where(np.isinf(runs), replacement[:, None, None], runs)
 
 
-def _distinct_task_rows(table: Table, source: str) -> list[TaskRow]:
+def _distinct_task_rows(table: CollectedTrials, source: str) -> list[TaskRow]:
     """The rows of tasks with names that differ: by the whole text where short names are equal, then by a number."""
     count, used = Counter(row.name for row in table.tasks.values()), Counter[str]()
     rows: list[TaskRow] = []

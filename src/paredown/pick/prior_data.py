@@ -73,7 +73,7 @@ class PlanRow:
 
     @property
     def key(self) -> str:
-        """Equal for columns that mean the same plan: the template, or the text of the plan's key."""
+        """A text that identifies the plan: the template, or the plan's key; columns with equal keys are one plan."""
         if self.plan is None:
             return self.template
         return repr(Plan.from_json(self.plan).key)
@@ -121,7 +121,7 @@ class PriorData:
 
     @staticmethod
     def of_runs(name: str, mode: str, tasks: Sequence[TaskRow], plans: Sequence[PlanRow], runs: Array, **fields: Any) -> PriorData:
-        """From single runs (tasks, plans, seeds), NaN where there is none; `fields` are the other fields, unknown unless given."""
+        """A prior from single runs (tasks, plans, seeds), NaN where there is none; `fields` are the other fields, unknown unless given."""
         runs, shape = np.asarray(runs, dtype=np.float64), (len(tasks), len(plans))
         counts = np.isfinite(runs).sum(axis=2)
         errors = np.where(counts > 0, np.nansum(runs, axis=2) / np.maximum(counts, 1), np.nan)
@@ -175,7 +175,7 @@ def pooled_noise(runs: Array) -> Array:
 
 
 def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
-    """All tasks under all plans; a plan that several parts have is one column, a task of two parts two rows."""
+    """One prior with all tasks and all plans of `parts`; a plan of several parts is one column, a task of two parts is two rows."""
     modes = list(dict.fromkeys(part.mode for part in parts))
     if len(modes) != 1:
         raise PriorError(f"only priors of one mode can be joined; these have {', '.join(modes) or 'none'}.")

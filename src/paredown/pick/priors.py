@@ -20,11 +20,10 @@ PriorData(made_up: 3 tasks x 4 plans, store mode, 12 of 12 entries, 24 runs, noi
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from importlib import resources
 from itertools import islice, product
 from pathlib import Path
@@ -37,7 +36,7 @@ from paredown.formats.catalog import TIERS
 from paredown.pick.prior_data import Array, Mask, PlanRow, PriorData, TaskRow, join_priors, pooled_noise
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import closest
-from paredown.serial import read_bytes
+from paredown.serial import SUMMED, TEXT, Check, brief, check_fields, load_json, object_parts, parse_json, read_dataclass
 
 __all__ = [
     "PlanRow",
@@ -69,6 +68,7 @@ FIELDS = (
 NEEDED = ("version", "name", "mode", "tasks", "plans", "runs")
 DIGITS = 6  # decimals of an error in a file
 FILE_FIELDS = {"template": "recipe"}  # fields that have another name in files, since version 0.1
+DATA_FIELDS = {name: field for field, name in FILE_FIELDS.items()}
 Row = TypeVar("Row", TaskRow, PlanRow)
 
 ABOUT = {
@@ -216,10 +216,7 @@ def _check_size(size: int, what: str) -> None:
 
 def read_prior(path: Path) -> PriorData:
     """The prior in a file; PriorError names what is wrong with another file."""
-    try:
-        return prior_from_text(read_bytes(path, "prior", PriorError, name=path.name, most_bytes=MOST_BYTES))
-    except PriorError as error:
-        raise PriorError(str(error) if str(error).startswith(path.name) else f"{path.name}: {error}") from None
+    return load_json(path, "prior", PriorError, prior_from_json, name=path.name, most_bytes=MOST_BYTES)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -275,69 +272,50 @@ def _number(value: float) -> float | None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def prior_from_text(text: str | bytes) -> PriorData:
+def prior_from_text(text: str) -> PriorData:
     """The prior whose JSON text this is; PriorError names what is wrong with another text."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PriorError(f"this is not JSON: {str(error)[:100]}.") from None
-    if not isinstance(value, dict) or not {"version", "name"} <= value.keys():
-        raise PriorError(f"a prior is a JSON object with {', '.join(NEEDED)}; this is {_brief(value)}.")
-    if type(value["version"]) is not int or not FIRST_VERSION <= value["version"] <= VERSION:
-        version = f"it has version {_brief(value['version'])}; this paredown reads {FIRST_VERSION} to {VERSION}"
-        raise PriorError(f"{version}. Update paredown to read it.")
-    unknown, missing = sorted(set(value) - set(FIELDS)), [name for name in NEEDED if name not in value]
-    if unknown or missing:
-        raise PriorError(f"field {unknown[0]!r} is unknown." if unknown else f"field {missing[0]!r} is missing.")
-    if not isinstance(value["name"], str) or value["mode"] not in MODES:
-        raise PriorError(
-            f"name is text and mode one of {', '.join(MODES)}; they are {_brief(value['name'])}, {_brief(value['mode'])}."
-        )
-    return _prior_data(value)
+    return prior_from_json(parse_json(text, "prior", PriorError))
 
 
-def _prior_data(value: Mapping[str, Any]) -> PriorData:
+def prior_from_json(value: Any) -> PriorData:
+    """The prior with this JSON value; PriorError names what is wrong with another value."""
+    parts = object_parts(value, "prior", FIELDS, NEEDED, VERSION, PriorError)
+    check_fields(parts, {"name": TEXT, "mode": Check(MODES.__contains__, f"one of {', '.join(MODES)}")}, "prior", PriorError)
+    return _prior_data(parts, is_first_version=value["version"] == FIRST_VERSION)
+
+
+def _prior_data(value: Mapping[str, Any], *, is_first_version: bool) -> PriorData:
     tasks, plans = _rows(value["tasks"], TaskRow, "tasks"), _rows(value["plans"], PlanRow, "plans")
+    for i, plan in enumerate(plans):
+        if plan.plan is not None and not _is_plan(plan.plan):
+            raise PriorError(f"plans[{i}].plan: the JSON of a plan is needed here; this is {brief(plan.plan)}.")
     shape = len(tasks), len(plans)
     matrices = {name: _matrix(value.get(name), shape, name) for name in ("diverged", "memory", "measured", "propensity")}
     matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     provenance = value.get("provenance", [])
     if not isinstance(provenance, list) or not all(isinstance(record, dict) for record in provenance):
-        raise PriorError(f"provenance is a list of objects, not {_brief(provenance)}.")
+        raise PriorError(f"provenance is a list of objects, not {brief(provenance)}.")
     runs = _all_runs(value["runs"], shape)
-    seeds = _has_seeds(value.get("seeds"), shape[0]) & (_may_have_seeds(runs) if value["version"] == FIRST_VERSION else True)
+    seeds = _has_seeds(value.get("seeds"), shape[0]) & (_may_have_seeds(runs) if is_first_version else True)
     fields = {"provenance": tuple(provenance), "has_seeds": seeds, **matrices}
     return PriorData.of_runs(value["name"], value["mode"], tasks, plans, runs, **fields)
 
 
-def _rows(value: Any, kind: type[Row], what: str) -> list[Row]:
+def _rows(value: Any, kind: type[Row], what: str) -> tuple[Row, ...]:
+    """The tasks or plans of a file, at least one; `what` names them in errors."""
     if not isinstance(value, list) or not value or not all(isinstance(row, dict) for row in value):
-        raise PriorError(f"{what} is a list of at least one object, not {_brief(value)}.")
-    return [_row(row, kind, f"row {i} of {what}") for i, row in enumerate(value, 1)]
-
-
-def _row(value: Mapping[str, Any], row_type: type[Row], where: str) -> Row:
-    names = {FILE_FIELDS.get(field.name, field.name): field.name for field in fields(row_type)}
-    unknown = sorted(set(value) - set(names))
-    if unknown:
-        raise PriorError(f"{where} has a field {unknown[0]!r}, which is unknown. Allowed: {', '.join(names)}.")
-    for name, part in value.items():
-        if not CHECKS[name](part):
-            raise PriorError(f"{where}: {name} cannot be {_brief(part)}.")
-    try:
-        return row_type(**{names[name]: part for name, part in value.items()})
-    except TypeError:
-        raise PriorError(
-            f"{where} needs {', '.join(REQUIRED[row_type.__name__])}; it has {', '.join(value) or 'nothing'}."
-        ) from None
+        raise PriorError(f"{what} is a list of at least one object, not {brief(value)}.")
+    return read_dataclass(
+        tuple[kind, ...], [{DATA_FIELDS.get(name, name): row[name] for name in row} for row in value], what, PriorError
+    )
 
 
 def _matrix(value: Any, shape: tuple[int, int], name: str) -> Array | None:
     """A matrix (tasks, plans) of numbers from 0 up, NaN for null; None where the file has none."""
     if value is None:
         return None
-    if not _is_table(value, shape) or not all(part is None or (_is_number(part) and part >= 0) for row in value for part in row):
-        raise PriorError(f"{name} is {shape[0]} rows of {shape[1]} numbers from 0 up or null; it is {_brief(value)}.")
+    if not _is_table(value, shape) or not all(part is None or (SUMMED.holds(part) and part >= 0) for row in value for part in row):
+        raise PriorError(f"{name} is {shape[0]} rows of {shape[1]} numbers from 0 up or null; it is {brief(value)}.")
     return np.array([[np.nan if part is None else part for part in row] for row in value], dtype=np.float64).reshape(shape)
 
 
@@ -345,15 +323,15 @@ def _all_runs(value: Any, shape: tuple[int, int]) -> Array:
     """The runs, (tasks, plans, most runs of a pair), NaN where there is none."""
     expected = f"runs is {shape[0]} rows of {shape[1]} lists of finite errors or null"
     if not _is_table(value, shape) or not all(isinstance(cell, list) for row in value for cell in row):
-        raise PriorError(f"{expected}; it is {_brief(value)}.")
+        raise PriorError(f"{expected}; it is {brief(value)}.")
     depth = max((len(cell) for row in value for cell in row), default=0)
     if depth > MOST_RUNS:
         raise PriorError(f"{expected}, at most {MOST_RUNS} of them, one for each seed of the task; one list has {depth}.")
     runs = np.full((*shape, max(depth, 1)), np.nan)
     for i, row in enumerate(value):
         for j, cell in enumerate(row):
-            if not all(part is None or _is_number(part) for part in cell):
-                raise PriorError(f"{expected}; those of task {i + 1} and plan {j + 1} are {_brief(cell)}.")
+            if not all(part is None or SUMMED.holds(part) for part in cell):
+                raise PriorError(f"{expected}; those of task {i + 1} and plan {j + 1} are {brief(cell)}.")
             runs[i, j, : len(cell)] = [np.nan if part is None else part for part in cell]
     return runs
 
@@ -362,7 +340,7 @@ def _has_seeds(value: Any, num_tasks: int) -> Mask:
     if value is not None and not (
         isinstance(value, list) and len(value) == num_tasks and all(type(flag) is bool for flag in value)
     ):
-        raise PriorError(f"seeds is {num_tasks} times true or false, or null; it is {_brief(value)}.")
+        raise PriorError(f"seeds is {num_tasks} times true or false, or null; it is {brief(value)}.")
     return np.ones(num_tasks, dtype=bool) if value is None else np.array(value, dtype=bool)
 
 
@@ -377,43 +355,10 @@ def _is_table(value: Any, shape: tuple[int, int]) -> bool:
     return rows and all(isinstance(row, list) and len(row) == shape[1] for row in value)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and math.isfinite(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) < 10_000
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def _is_features(value: object) -> bool:
-    return isinstance(value, Mapping) and all(_is_text(name) and _is_number(part) for name, part in value.items())
-
-
 def _is_plan(value: Any) -> bool:
     """Whether a value has the form of a plan's JSON; `Plan.from_json` checks the rest on use, which takes 0.25 s for 100 plans."""
     rules = value.get("rules") if isinstance(value, dict) else None
     return isinstance(rules, list) and "version" in value and all(isinstance(rule, list) and len(rule) == 2 for rule in rules)
-
-
-CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("name", "family", "data", "metric", "source", "text", "label", FILE_FIELDS["template"], "level"), _is_text),
-    **dict.fromkeys(("answers", "steps"), _is_count),
-    **dict.fromkeys(("blind", "full_bytes"), _is_number),
-    "plan": _is_plan,
-    "features": _is_features,
-}
-REQUIRED: dict[str, Sequence[str]] = {"TaskRow": ("name", "family", "data"), "PlanRow": ("label",)}
-
-
-def _brief(value: object) -> str:
-    """A value for a message, cut to one short line."""
-    if isinstance(value, list | dict):
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    return text if len(text := repr(value)) <= 60 else text[:57] + "..."
 
 
 # --- a synthetic prior -------------------------------------------------------------------------------------------------

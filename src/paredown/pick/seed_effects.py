@@ -104,7 +104,7 @@ def variance_parts_of(runs: Array) -> VarianceParts:
 
 
 def squares_of(runs: Array) -> SeedSquares:
-    """Sums of squares of one task's runs (plans, seeds), from plans that ran more than once."""
+    """Sums of squares of one task's runs (plans, seeds) between and within seeds; only plans that ran more than once count."""
     repeated = runs[np.isfinite(runs).sum(axis=1) > 1]
     is_run = np.isfinite(repeated)
     sizes = is_run.sum(axis=1, keepdims=True)

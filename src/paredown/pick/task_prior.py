@@ -168,7 +168,7 @@ class TaskPrior:
         return replace(prior, levels=levels, offsets=shift, doubt=variances, mixture=mixture)
 
     def similarity(self, points: Array) -> tuple[NDArray[np.intp], PlanSimilarity]:
-        """The levels with known features, and the process over features; a level is at the mean of its plans' features."""
+        """The levels with known features, and a Gaussian process over features; the features of a level are the mean of its plans'."""
         levels, is_known = self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
         if not len(known):
@@ -239,7 +239,7 @@ def calm_runs(prior_data: PriorData) -> Array:
 
 
 def levels_of(prior_data: PriorData, errors: Array) -> NDArray[np.intp]:
-    """A level for each plan: by name, or else each plan by itself; estimated where that would be too many."""
+    """The level of each plan: as named by the prior, else one level per plan, or estimated levels if those would be too many."""
     names = [plan.level or f"\0{i}" for i, plan in enumerate(prior_data.plans)]
     levels = renumbered(np.unique(names, return_inverse=True)[1])
     if levels.max() < MOST_LEVELS:
@@ -271,7 +271,7 @@ def nearest(family: str, known: Sequence[str]) -> str:
 
 
 def with_unknown_kind(mixture: Mixture) -> Mixture:
-    """The mixture and, last, the kind of tasks unlike all prior ones."""
+    """The mixture with one more kind at the end, for tasks unlike all prior ones."""
     mean = mixture.shares @ mixture.means
     spread = TOGETHER**2 + APART**2 * np.eye(len(mean))
     noise = np.full(len(mean), NOISIER**2 * float((mixture.shares @ mixture.noise).mean()))
@@ -279,7 +279,7 @@ def with_unknown_kind(mixture: Mixture) -> Mixture:
 
 
 def with_noises(mixture: Mixture, ratios: Array) -> Mixture:
-    """Each kind once for each ratio of noise variances: the noise of a new task is as uncertain as its kind."""
+    """The mixture with a copy of each kind for each ratio of noise variances, because the noise of a new task is unknown too."""
     shares = np.repeat(mixture.shares, len(ratios)) / len(ratios)
     noise = (mixture.noise[:, None] * ratios[:, None]).reshape(len(shares), -1)
     means, spreads = (np.repeat(part, len(ratios), axis=0) for part in (mixture.means, mixture.spreads))
@@ -287,7 +287,7 @@ def with_noises(mixture: Mixture, ratios: Array) -> Mixture:
 
 
 def with_family(mixture: Mixture, sums: LevelSums, is_of: NDArray[np.bool_], *, is_own: bool = True) -> Mixture:
-    """The mixture and, last, the kind of the tasks `is_of`; unmodified where these are all tasks, or none."""
+    """The mixture with one more kind at the end, fitted to the tasks in the mask `is_of`; unmodified if these are all tasks, or none."""
     count = int(is_of.sum())
     if not count or count == len(is_of):
         return mixture
@@ -347,7 +347,7 @@ class PlanSimilarity:
         return PlanSimilarity(points, best.lengths, best.nugget, max(factor, 1e-6) ** 2)
 
     def weights(self, points: Array) -> tuple[Array, Array]:
-        """W (new plans, levels), and the covariance of the rest (new plans, new plans)."""
+        """Weights (new plans, levels) that predict new plans from levels, and the covariance of the residuals (new plans, new plans)."""
         covariance = np.column_stack([self._kernel(points, self.points), np.ones(len(points))])
         solved = np.linalg.solve(self._system(), covariance.T).T.astype(float)
         rest = self._kernel(points, points) + self.nugget * np.eye(len(points)) - solved @ covariance.T

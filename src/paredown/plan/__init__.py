@@ -13,11 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Footprint", "Plan", "explain_slots"]
 
-__getattr__ = loader(
-    __name__,
-    {
-        "explanation": ("explain_slots",),
-        "footprint": ("Footprint",),
-        "plan": ("Plan",),
-    },
-)
+__getattr__ = loader(__name__, explanation="explain_slots", footprint="Footprint", plan="Plan")

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paredown.errors import warn_renamed
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
 from paredown.plan.checkpointed_trace import checkpointed_trace
@@ -34,21 +35,27 @@ NO_RULE = "the plan assigns it no format"
 
 @dataclass(frozen=True)
 class PlannedSlot:
-    """How a plan stores one slot. `nbytes`: its stored bytes under the plan; `written_bytes`: those in the baseline."""
+    """How a plan stores one slot. `nbytes`: its stored bytes under the plan; `baseline_bytes`: those in the baseline."""
 
     slot: str
     role: Role
-    written_bytes: int
+    baseline_bytes: int
     nbytes: int
     format: str
     what: str
     why: str
 
     @property
+    def written_bytes(self) -> int:
+        """`baseline_bytes`, under its name in version 0.1; warns."""
+        warn_renamed("written_bytes of a slot", "baseline_bytes")
+        return self.baseline_bytes
+
+    @property
     def cells(self) -> tuple[str, ...]:
         """The cells of its row in the table."""
         stored = f"{say_bytes(self.nbytes)} {self.format}".strip()
-        return self.slot, self.role.value, say_bytes(self.written_bytes), stored, self.what, self.why
+        return self.slot, self.role.value, say_bytes(self.baseline_bytes), stored, self.what, self.why
 
 
 class PlannedSlots(TableRows[PlannedSlot]):

@@ -19,7 +19,7 @@ from functools import cached_property
 from html import escape
 from itertools import accumulate
 
-from paredown.errors import PlanError
+from paredown.errors import PlanError, warn_renamed
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
@@ -140,7 +140,8 @@ class Footprint:
 
     @property
     def as_written(self) -> Footprint:
-        """`baseline`, under its name in version 0.1."""
+        """`baseline`, under its name in version 0.1; warns."""
+        warn_renamed("Footprint.as_written", "Footprint.baseline")
         return self.baseline
 
     def __repr__(self) -> str:
@@ -149,10 +150,9 @@ class Footprint:
         return "\n".join([*head, *(f"  {line}" for line in lines), *(f"  note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        head, rows = self._table()
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        head, (columns, *rows) = self._table()
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return f"<p>{'<br>'.join(escape(line) for line in head)}</p><table>{body}</table>{notes}"
+        return f"<p>{'<br>'.join(escape(line) for line in head)}</p>{Table(columns, rows).to_html()}{notes}"
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         trace = self.trace

@@ -30,7 +30,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from html import escape
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -52,7 +51,8 @@ from paredown.plan.selectors import (
 )
 from paredown.plan.storage import UNMODIFIED, Assignment, FormatLike
 from paredown.roles import FORMATTED, Role
-from paredown.serial import brief, object_parts, read_json
+from paredown.serial import brief, load_json, object_parts
+from paredown.tables import Table
 
 VERSION = 2  # of the JSON: version 2 added `recompute`; version 1 can be read too
 FIELDS = ("version", "reason", "made_for", "recompute", "rules")
@@ -244,14 +244,11 @@ class Plan:
         return "\n".join([f"Plan({len(self.rules)} rule{'s' * (len(self.rules) != 1)})", *lines, *more])
 
     def _repr_html_(self) -> str:
-        cells = [(str(key), a.say(key.role or Role.ACTIVATION)) for key, (_, a) in zip(self._index.keys, self.rules, strict=True)]
-        rows = [f"<tr><td>{escape(key)}</td><td>{escape(text)}</td></tr>" for key, text in cells[:SHOWN]]
-        more = [f"<tr><td colspan=2>{len(self.rules) - SHOWN} more</td></tr>"] if len(self.rules) > SHOWN else []
-        more += (
-            [f"<tr><td>{escape(', '.join(self.recompute))}</td><td>activation checkpointing</td></tr>"] if self.recompute else []
-        )
-        head = f"<caption>{escape(self.reason)}</caption>" if self.reason else ""
-        return "".join([f"<table>{head}<tr><th>slots</th><th>format</th></tr>", *rows, *more, "</table>"])
+        rules = zip(self._index.keys, self.rules[:SHOWN], strict=False)
+        rows = [(str(key), assignment.say(key.role or Role.ACTIVATION)) for key, (_, assignment) in rules]
+        rows += [(f"{len(self.rules) - SHOWN} more", "")] if len(self.rules) > SHOWN else []
+        rows += [(", ".join(self.recompute), "activation checkpointing")] if self.recompute else []
+        return Table(("slots", "format"), rows).to_html(self.reason)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each."""
@@ -280,11 +277,7 @@ class Plan:
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
         """The plan that `save` wrote."""
-        value = read_json(path, "plan", PlanError, hint="Plans are written by plan.save(path).")
-        try:
-            return Plan.from_json(value)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
+        return load_json(path, "plan", PlanError, Plan.from_json, hint="Plans are written by plan.save(path).")
 
 
 def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:

@@ -43,12 +43,11 @@ from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
 from paredown.plan.plan import Plan
 from paredown.plan.storage import keeps_enough, resolve_format
-from paredown.roles import FORMATTED, Role
+from paredown.roles import FORMATTED, OF_PARAMETER, Role
 from paredown.sizes import FLOAT_BYTES
 from paredown.trace.operations import Use
 from paredown.trace.trace import Part, Slot, Trace, index_bytes
 
-PARAMETER_ROLES = (Role.WEIGHT, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 FLOAT32_BYTES = 4
 WITH_RESIDUE = "bf16"  # format of weights whose next 8 bits a residue stores
 BASELINE = Plan()
@@ -94,7 +93,7 @@ FULL = ParameterFormats(True)
 
 def resolve_parameter_formats(weight: Slot, plan: Plan) -> ParameterFormats:
     """The formats under `plan` of the parameter whose slot is `weight`."""
-    requested = {role: plan.find((weight.name,), role).format for role in PARAMETER_ROLES} if plan.rules else {}
+    requested = {role: plan.find((weight.name,), role).format for role in OF_PARAMETER} if plan.rules else {}
     if weight.stays or weight.dtype not in FLOAT_BYTES or not any(requested.values()):
         return FULL
     if is_small(weight.shape):

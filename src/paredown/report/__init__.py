@@ -13,17 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Record", "Server", "open_source", "render", "write"]
 
-__getattr__ = loader(
-    __name__,
-    {
-        "page": (
-            "render",
-            "write",
-        ),
-        "record": ("Record",),
-        "server": (
-            "Server",
-            "open_source",
-        ),
-    },
-)
+__getattr__ = loader(__name__, page="render write", record="Record", server="Server open_source")

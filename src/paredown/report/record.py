@@ -24,11 +24,10 @@ host, this user and addresses of databases are removed.
 from __future__ import annotations
 
 import getpass
-import json
 import re
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import count
 from os import PathLike
@@ -49,7 +48,7 @@ from paredown.report.studies import (
     study_of_pick,
     study_of_trials,
 )
-from paredown.serial import dump_dataclass, read_dataclass, read_json
+from paredown.serial import dump_dataclass, load_json, object_parts, read_dataclass, save_json
 from paredown.session.changes import Action, Change
 from paredown.tasks.trial import Trial
 from paredown.trace.trace import Trace
@@ -136,7 +135,6 @@ def _names() -> re.Pattern[str]:
 # --- the record ------------------------------------------------------------------------------------------------------
 
 VERSION = 1  # of the JSON
-LARGEST_BYTES = 256 << 20  # of a record file
 MOST_RUNS = 2000  # trials that are listed
 MOST_CURVES = 200  # training curves that are drawn
 
@@ -231,28 +229,18 @@ class Record:
     @staticmethod
     def from_json(value: Any) -> Record:
         """The record whose `to_json` is `value`; ReportError if it is not one."""
-        if not isinstance(value, dict) or not {"version", "title"} <= value.keys():
-            raise ReportError("the JSON of a record is an object with version and title; this is not.")
-        version = value["version"]
-        if type(version) is not int or not 1 <= version <= VERSION:
-            shown = version if type(version) is int and abs(version) < 10**6 else "that is no number"
-            raise ReportError(f"the record has version {shown}; this paredown reads 1 to {VERSION}. Update paredown to read it.")
-        return read_dataclass(Record, {name: part for name, part in value.items() if name != "version"}, "record")
+        names = [row.name for row in fields(Record)]
+        return read_dataclass(Record, object_parts(value, "record", names, ("version", "title"), VERSION, ReportError), "record")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON to a file."""
-        Path(path).write_text(json.dumps(self.to_json(), allow_nan=False) + "\n", encoding="utf-8")
+        save_json(path, self.to_json())
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Record:
         """The record that `save` wrote; ReportError if the file holds none."""
-        name = Path(path).name
         hint = "Records are written by record.save(path)."
-        value = read_json(path, "record", ReportError, hint=hint, name=name, most_bytes=LARGEST_BYTES)
-        try:
-            return Record.from_json(value)
-        except ReportError as error:
-            raise ReportError(f"{name}: {error}") from None
+        return load_json(path, "record", ReportError, Record.from_json, hint=hint, name=Path(path).name)
 
 
 def _last(trials: list[Trial]) -> list[Trial]:

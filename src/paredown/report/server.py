@@ -281,7 +281,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Http  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
-        """Answer one of the three paths."""
+        """Answer a GET request for the page, its record, or its events."""
         self.close_connection = True
         if self.headers.get_all("Host") is None or any(name not in self.server.names for name in self.headers.get_all("Host", [])):
             return self._send(HTTPStatus.MISDIRECTED_REQUEST, TEXT, "this server answers to its loopback address alone\n")

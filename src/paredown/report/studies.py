@@ -375,7 +375,7 @@ def _kept(trace: Trace, label: str, plan: Plan) -> MemoryUse:
         by_role=by_role,
         places=tuple(ModuleBytes(module, role.value, nbytes) for (module, role), nbytes in foot.places_at_peak().items()),
         slots=tuple(
-            SlotRow(row.slot, row.role.value, row.written_bytes, row.nbytes, row.format, row.what, row.why)
+            SlotRow(row.slot, row.role.value, row.baseline_bytes, row.nbytes, row.format, row.what, row.why)
             for row in explain_slots(trace, plan)
         ),
         notes=foot.notes,

@@ -13,17 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "Limits", "Session", "Verification", "apply"]
 
-__getattr__ = loader(
-    __name__,
-    {
-        "guard": (
-            "Guard",
-            "Limits",
-        ),
-        "session": (
-            "Session",
-            "apply",
-        ),
-        "verification": ("Verification",),
-    },
-)
+__getattr__ = loader(__name__, guard="Guard Limits", session="Session apply", verification="Verification")

@@ -5,7 +5,7 @@
 
     backward needs          stored                                    unpacked
     value                   codes and scales in the plan's format     decoded values, same size and strides
-                            or nothing, if another stored tensor      recomputed from that tensor (`trace/saved_tensors.py`)
+                            or nothing, if another stored tensor      recomputed from that tensor (`trace/rematerialization.py`)
                             determines them
     sign, inside, mask      one exact bit per value                   two values for which backward gives the same result
     index                   integers of the smallest sufficient width the same integers
@@ -58,10 +58,10 @@ from paredown.session.stored_tensors import (
 from paredown.session.value_bounds import ValueBounds
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, Use
-from paredown.trace.saved_tensors import SOURCE_OPS, rematerialization_of
+from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
+from paredown.trace.trace import index_dtype
 
 LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
-INDEX_WIDTHS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))  # (number of different indices, dtype)
 REASONS = {
     "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
     "weight": "it is a weight",
@@ -345,7 +345,7 @@ def _only_positive_value(tensor: Tensor) -> float | None:
 
 def _index_dtype(saved: Saved, tensor: Tensor) -> torch.dtype:
     """The smallest integer dtype that holds an index."""
-    return next((dtype for bound, dtype in INDEX_WIDTHS if saved.bound is not None and saved.bound <= bound), tensor.dtype)
+    return getattr(torch, index_dtype(saved.bound, str(tensor.dtype).removeprefix("torch.")))
 
 
 def _keeps_enough(form: StoredForm, saved: Saved) -> bool:

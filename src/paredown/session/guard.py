@@ -60,7 +60,8 @@ DECAY = 0.9  # weight of the previous value in the usual norm and the usual erro
 
 @dataclass(frozen=True)
 class Limits:
-    """When a guard acts. Errors are squared and relative: |x - decoded|^2 / |x|^2.
+    """When a guard acts. Errors are squared and relative: |x - decoded|^2 / |x|^2. To raise a slot is to give it the next more precise
+    format, to lower it the next less precise one.
 
     `every`: a slot is measured in one of this many forward passes.
     `error`: a slot with a larger error is raised.

@@ -172,7 +172,7 @@ class GuardRunner:
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
-        """Slots to raise where gradients are wrong and no slot has a large error: pinned ones, then by error; twice as many each time."""
+        """Slots to raise if gradients are wrong but all errors small: pinned ones, then by falling error; twice as many each time."""
 
         def rank(name: str) -> tuple[bool, float, str]:
             decision = self._activations.decisions.get(name)
@@ -193,7 +193,7 @@ class GuardRunner:
     # --- plans ------------------------------------------------------------------------------------------------------------
 
     def _use(self, repaired: RepairedPlan, why: Mapping[str, str], whole: str = "") -> None:
-        """Use a repaired plan, and add an action for each slot that moved or could not. `why`: reasons by slot; `whole`: of all moves."""
+        """Use a repaired plan; add an action for each slot that has a new format or could not get one. `why`: by slot; `whole`: of all."""
         steps = self.memory.steps
         for move in repaired.moves:
             is_raised = move.slot in repaired.raised

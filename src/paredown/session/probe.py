@@ -103,7 +103,7 @@ class ProbeMeasurement:
         return {name: {text: inf if isnan(error) else error for text, error in row.items()} for name, row in errors.items()}
 
     def _trials(self, formats: Sequence[Format]) -> dict[Any, list[SlotRounding]]:
-        """By node, the slots that it saved, in each format in which the node is to run."""
+        """Autograd node -> the slots that it saved, once for each format in which the node will run."""
         trials: dict[Any, list[SlotRounding]] = defaultdict(list)
         for name in self.slots:
             held = self.board.slots[name]
@@ -116,7 +116,7 @@ class ProbeMeasurement:
         return trials
 
     def _scales(self, parts: Mapping[str, tuple[float, float]], format: Format, backwards: int) -> dict[str, float]:
-        """Factors for the estimates, by slot, from backward passes with whole groups rounded."""
+        """Slot -> factor that corrects its estimated error, measured by backward passes in which whole groups of slots are rounded."""
         estimates = [name for name, (direct, rest) in parts.items() if rest > MIN_ESTIMATED * (direct + rest)]
         scales: dict[str, float] = {}
         alone = sorted(estimates, key=lambda name: -sum(parts[name]))[: backwards // 3]

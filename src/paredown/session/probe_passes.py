@@ -68,11 +68,11 @@ class HeldSlot:
         )[0]
 
     def restore(self) -> None:
-        """Backward gets the exact values."""
+        """Let backward read the exact values again."""
         self.form.plain_values, self.form.version = self.exact, self.exact._version
 
     def round(self, format: Format, seed: Seed, *, keeps: bool = False) -> None:
-        """Backward gets values rounded to `format`; `keeps`: the packed values are kept for the next call."""
+        """Let backward read values rounded to `format`; `keeps`: the packed values are kept for the next call."""
         packed = self.rounded.get(format) or self.encode(format, seed)
         if keeps:
             self.rounded[format] = packed
@@ -111,12 +111,12 @@ class HeldForward:
         return loss
 
     def restore(self) -> None:
-        """Backward gets the exact values of all slots."""
+        """Let backward read the exact values of all slots."""
         for held in self._by_form.values():
             held.restore()
 
     def round(self, formats: Mapping[str, Format], *, turn: int = 0) -> None:
-        """Backward gets rounded values of these slots and exact values of all others; `turn` selects the random bits."""
+        """Let backward read rounded values of these slots and exact values of all others; `turn` selects the random bits."""
         self.restore()
         for name, format in formats.items():
             resolved = self.slots[name].resolved(format)
@@ -193,7 +193,7 @@ class NoiseMeasurement:
                 handle.remove()
 
     def errors(self, parameters: Sequence[Tensor], energies: Sequence[float]) -> dict[tuple[str, str], tuple[float, float]]:
-        """By (slot, format): the error of the parameters that an edge leads to directly, and the estimate for all others."""
+        """(slot, format) -> squared errors: of parameters that an edge of its node leads to directly, and an estimate for all others."""
         of_parameters = {id(p): 1 / energy for p, energy in zip(parameters, energies, strict=True) if energy > 0}
         numbers = iter(_numbers(tensor for measured in self._measured for tensor in _tensors(measured)))
         rows = [_NodeNumbers.of(measured, numbers) for measured in self._measured]

@@ -29,15 +29,14 @@ from paredown.trace.autograd_graph import (
     IS_WEIGHT,
     NO_SEQUENCE,
     SAVES_NOTHING,
-    VIEWS,
     attributes,
     has_storage,
     is_of_weight,
     next_number,
     tensors_in,
 )
+from paredown.trace.rematerialization import SAME_MEMORY_ORDER
 
-CASTS_AND_VIEWS = frozenset((*VIEWS, CAST_NODE))
 DECODED = f"{Decoded.__name__}Backward"
 
 
@@ -103,7 +102,7 @@ def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
 def release_saved_weights(
     values: Any, first: int, memory: Mapping[int, Weight], trails: list[tuple[tuple[int, ...], str]] | None = None
 ) -> bool:
-    """Replace the weights saved by nodes behind `values`, from sequence number `first` on; whether other hooks may hold a weight.
+    """Replace weights saved by nodes behind `values`, from sequence number `first` on; returns whether other hooks may hold a weight.
 
     `memory`: storage address -> weight, of the unpacked parameters. `trails` receives the path to each replaced tensor: the indices of
     edges from the node of `values`, and the name of the saved-tensor attribute, "" if it is one of a list.
@@ -134,7 +133,7 @@ def _saved(node: Any) -> list[tuple[str, Any]]:
 
 
 def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
-    """Replace a saved tensor if it is a packed weight, a view or a cast of one; whether it was replaced."""
+    """Replace a saved tensor if it is a packed weight, a view or a cast of one; returns whether it was replaced."""
     if raw is None:
         return False
     tensor = raw.data
@@ -185,7 +184,7 @@ def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
     node, names = tensor.grad_fn, list[str]()
     while node is not None:
         name = node.name()
-        if name not in CASTS_AND_VIEWS:
+        if name not in SAME_MEMORY_ORDER:
             return name, node, names
         names.append(name)
         node = node.next_functions[0][0]
@@ -211,7 +210,7 @@ def _weight_behind(tensor: Tensor) -> Weight | None:
 
 
 def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
-    """Whether the bits equal those of the weight. `place` is then remembered, unless all values are equal, which proves nothing."""
+    """Whether a tensor has the bits of the weight. If so, `place` is remembered, unless all values are equal, which may be chance."""
     flat = tensor.detach().as_strided(weight.size, weight.stride, 0)
     is_equal = same_bits(flat, weight.shared(tensor.dtype))
     if is_equal and bool((flat != flat.flatten()[0]).any()):
@@ -272,7 +271,7 @@ class PackedModule:
         self._free: list[WeightCall] = []  # calls that ended, for reuse
 
     def call(self) -> WeightCall:
-        """A new call of the module, at its start."""
+        """The record of a call of the module that starts now."""
         parameters = self.module._parameters.values()
         known = [(id(p), vars(p).get(KEY)) for p in parameters if p is not None]
         if known != self._known:

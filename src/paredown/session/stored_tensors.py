@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from paredown.codec.packed import PackedTensor
 from paredown.codec.recompute import DecodeSteps, Norm, recompute, unpack_mask
 from paredown.trace.autograd_graph import is_packed_whole
-from paredown.trace.saved_tensors import Rematerialization
+from paredown.trace.rematerialization import Rematerialization
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "

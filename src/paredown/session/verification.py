@@ -24,24 +24,22 @@ fail only together, such as two that wrongly share one stored form, are found as
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from math import sqrt
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from paredown.errors import PlanError, VerificationError
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
+from paredown.serial import LARGEST, dump_dataclass, load_json, object_parts, read_dataclass, save_json
 from paredown.tables import Table
 
 VERSION = 1  # of the JSON
 PEAK = 3.0  # the largest of 64 normally distributed values is at 2.4 standard deviations on average
 SHOWN = 12  # parameters that repr prints
-LARGEST = 1e300  # replaces an infinite error, which JSON has no number for
 OK, OFF, WRONG = "ok", "off", "off under the exact plan"
 HEAD = ("parameter", "exact plan", "plan", "verdict")
 EXACT, PLAN = "exact plan", "plan"
@@ -136,34 +134,24 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """Version, `ok` and the fields, as JSON values."""
-        return {"version": VERSION, "ok": self.ok, **asdict(self)}
+        return {"version": VERSION, "ok": self.ok, **dump_dataclass(self)}
 
     @staticmethod
     def from_json(value: Any) -> Verification:
         """The verification whose `to_json` is `value`."""
-        if not isinstance(value, dict) or value.get("version") != VERSION:
-            raise PlanError(f"this is not a verification of version {VERSION}. Load a file that verification.save(path) wrote.")
-        fields = {name: part for name, part in value.items() if name not in ("version", "ok")}
-        try:
-            rows = tuple(Compared(**row) for row in fields.pop("rows"))
-            faults = tuple(Fault(**row) for row in fields.pop("at_fault"))
-            return Verification(rows=rows, at_fault=faults, notes=tuple(fields.pop("notes")), **fields)
-        except (KeyError, TypeError) as error:
-            raise PlanError(
-                f"this is not a verification: {type(error).__name__}: {error}. Load a file that verification.save(path) wrote."
-            ) from None
+        names = [row.name for row in fields(Verification)]
+        parts = object_parts(value, "verification", [*names, "ok"], ("version", "model", "rows"), VERSION, PlanError)
+        return read_dataclass(Verification, {name: part for name, part in parts.items() if name != "ok"}, "verification", PlanError)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the verification to `path` as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8", newline="\n")
+        save_json(path, self.to_json(), indent=1)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Verification:
         """The verification that `save` wrote to `path`."""
-        try:
-            return Verification.from_json(json.loads(Path(path).read_bytes()))
-        except ValueError as error:
-            raise PlanError(f"{path}: {error}") from None
+        hint = "Load a file that verification.save(path) wrote."
+        return load_json(path, "verification", PlanError, Verification.from_json, hint=hint)
 
 
 def _say(error: float) -> str:
@@ -194,7 +182,7 @@ def expected_error(format: Format, rounding: Rounding) -> float:
 
 
 class FaultSearch:
-    """A search of at most `max_tests` tests; sets that are not minimal by then stay so, and `is_spent` is True."""
+    """A search with at most `max_tests` tests; when they are spent, `is_spent` is True and sets found so far may not be minimal."""
 
     def __init__(self, max_tests: int) -> None:
         self.num_left = max_tests

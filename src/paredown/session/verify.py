@@ -157,7 +157,7 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 
 @contextmanager
 def _session(opened: Session | None, plan: Plan | None, model: nn.Module, seed: int) -> Generator[Session]:
-    """The open session of the model, or one for the time of the context, which restores the weights when it ends."""
+    """A context with the open session of the model, or with a temporary one whose end restores the weights."""
     if opened is not None:
         yield opened
         return
@@ -329,7 +329,7 @@ class VerificationRuns:
         return lambda names: max(self._distances(self.stored(names, is_exact=is_exact)), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
-        """A row for each slot of a group: errors with all of them stored and alone. No slot: the error with nothing stored."""
+        """A row for each slot of a group: errors with the whole group stored, and with this slot alone; no slots: with nothing stored."""
         errors = self._distances(self.stored(group, is_exact=is_exact))
         error, parameter = max(zip(errors, self.names, strict=True))
         under = EXACT if is_exact else PLAN

@@ -249,7 +249,7 @@ class Weights:
                 self._free(entry, is_hooked)
 
     def _free(self, entry: WeightUse, is_hooked: bool) -> None:
-        """Free the decoded values of a parameter, unless its tensor is still referenced; `is_hooked`: or its Python object is."""
+        """Free the decoded values of a parameter unless other code refers to its tensor, or, with `is_hooked`, to its Python object."""
         tensors, objects = entry.count()
         if tensors > entry.holders[0] or (is_hooked and objects > entry.holders[1]):
             self._hold(entry, is_hooked)
@@ -261,10 +261,10 @@ class Weights:
         entry.weight.hide()
 
     def _hold(self, entry: WeightUse, is_hooked: bool) -> None:
-        """Leave a parameter unpacked, and try again when its gradient is accumulated.
+        """Leave a parameter unpacked, since other code refers to it, and try to pack it again when its gradient is accumulated.
 
-        Frozen parameters of a checkpointed module, which have no gradient, are tried again when the next one is held, and when backward
-        ends.
+        Frozen parameters of a checkpointed module have no gradient: they are tried again at the next call of this method, and when
+        backward ends.
         """
         if entry.weight not in self._held:
             entry.is_hooked = is_hooked
@@ -316,7 +316,7 @@ class Weights:
             self.held = tuple(name for name, weight in self.weights.items() if weight in self._held)
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
-        """load_state_dict(assign=True) replaced parameters: pack them before the next forward pass, when the state dict is freed."""
+        """Called after load_state_dict: parameters that assign=True replaced are packed before the next forward pass."""
         for name, parameter in self._named():
             weight = self.weights.get(name)
             if weight is not None and weight.is_pinned:
@@ -337,7 +337,7 @@ class Weights:
     # --- outside of modules -------------------------------------------------------------------------------------------
 
     def used(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
-        """An operation outside the weights' modules computed `result` from their decoded values: replace what it saved of them."""
+        """Called after an operation outside the weights' modules used their decoded values: replace those that it saved."""
         if torch.is_grad_enabled():
             release_saved_weights(result, first, {value.untyped_storage()._cdata: weight for weight, value in values})
             if getattr(self._running, "loose", 0) is None and leads_to_weight(result):
@@ -347,7 +347,7 @@ class Weights:
                 self._pin(weight)
 
     def _pin(self, weight: Weight) -> None:
-        """Keep the weight unpacked: torch.compile runs its module, and the hooks there do nothing."""
+        """Leave a weight unpacked, because torch.compile runs its module and hooks have no effect there."""
         weight.pin()
         self.pinned.update(name for name, other in self.weights.items() if other is weight)
 
@@ -374,7 +374,7 @@ class Used:
         self._weights = weakref.ref(weights)
 
     def __call__(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
-        """Replace what an operation saved of decoded weights."""
+        """Replace the decoded weights that an operation saved."""
         weights = self._weights()
         if weights is not None:
             weights.used(result, first, values)

@@ -11,9 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Simulate"]
 
-__getattr__ = loader(
-    __name__,
-    {
-        "rounded_values": ("Simulate",),
-    },
-)
+__getattr__ = loader(__name__, rounded_values="Simulate")

@@ -86,7 +86,7 @@ class Operation:
 
 
 class OperationListener(ABC):
-    """Is called for the operations of a forward pass."""
+    """Receives a call before and after every operation of a forward pass."""
 
     @abstractmethod
     def taken(self, weight: nn.Parameter) -> Tensor:
@@ -94,11 +94,11 @@ class OperationListener(ABC):
 
     @abstractmethod
     def begins(self, operation: Operation) -> None:
-        """An operation is about to run."""
+        """Called before an operation runs."""
 
     @abstractmethod
     def made(self, operation: Operation, out: Tensor, number: int) -> Any:
-        """An operation computed `out`, which may be changed in place; returns the value that marks it."""
+        """Called when an operation computed `out`, which may be changed in place; returns the value to mark it with."""
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
         """An operation made a view or a copy of `value`; returns the value that marks it, and the tensor that later operations use.

@@ -146,7 +146,7 @@ class OutlineListener(OperationListener):
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
     def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
-        """Record a copy, so that saving it counts as saving the value; a part is a value of its own, as the paper counts."""
+        """Record a view or copy of a value, so that saving it counts as saving the value; a part of it is a new value, as in the paper."""
         self._kept.append(out)
         self._by_storage.setdefault(out.untyped_storage()._cdata, value)
         return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out

@@ -46,7 +46,7 @@ FORWARD = (Role.ACTIVATION, Role.WEIGHT)  # roles that can be promoted
 
 
 class Promotion(NamedTuple):
-    """A slot that was raised: the number of forward passes before it, and the share of its values that had overflowed."""
+    """The promotion of a slot to a wider format: the forward passes before it, and the share of its values that had overflowed."""
 
     slot: str
     forward: int
@@ -55,7 +55,7 @@ class Promotion(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RoundedSlot:
-    """One slot: its number, what it is rounded to, and what promotion raises it to."""
+    """One slot: its number, the format that it is rounded to, and the format after promotion."""
 
     number: int
     names: tuple[str, ...]
@@ -229,7 +229,7 @@ class RoundedSlots:
         self._counter.add_(1)
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """`x` rounded in slot, unrecorded by autograd; `counts_overflow`: overflowing values are counted first."""
+        """Round `x` in place to the format of `slot`, unrecorded by autograd; `counts_overflow`: overflowing values are counted first."""
         return self._round(x, x, slot, counts_overflow=counts_overflow)
 
     def rounded(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
@@ -299,11 +299,11 @@ class RoundedSlots:
     # --- promotion ------------------------------------------------------------------------------------------------------
 
     def is_raised(self, slot: RoundedSlot) -> bool:
-        """Whether this slot was promoted; reads from the device, unless promotion is off or the role cannot be promoted."""
+        """Whether this slot was promoted; synchronizes with the device, unless promotion is off or the role cannot be promoted."""
         return self.raised is not None and slot.role in FORWARD and bool(self._promoted[slot.number] >= 0)
 
     def promote(self) -> None:
-        """Raise the slots that overflowed in the last training pass; reads nothing from the device."""
+        """Promote the slots that overflowed in the last training pass, without synchronizing with the device."""
         if self.raised is None:
             return
         is_new = (self._shares >= self.share) & self._can_rise & (self._promoted < 0)

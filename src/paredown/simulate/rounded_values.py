@@ -38,10 +38,12 @@ CHOICES = {"sums": ("exact", "rounded"), "gradients": ("backward", "step"), "fir
 class Simulate:
     """Settings of simulate mode; `apply(plan, model, mode="simulate")` uses these defaults.
 
-    `raised`: the plan whose assignments activations and weights get permanently once `share` of their values overflow in one training
-    pass. `sums`: where several operations use an activation, "exact" rounds the gradient of each and not their sum, "rounded" only the
-    sum. `gradients`: rounded in "backward" or before the optimizer's "step". `first_weights`: "exact" computes with unmodified
-    parameters until the first step. `all_live`: `session.set_plan` can give every slot any format later, so no product runs in TF32.
+    `raised`: a plan; once `share` of the values of an activation or weight overflow in one training pass, it has the format of this plan
+    from then on. None: no promotion.
+    `sums`: of an activation that several operations use, "exact" rounds the gradient of each use, "rounded" only their sum.
+    `gradients`: gradients of parameters are rounded in "backward", or before the optimizer's "step".
+    `first_weights`: "exact" computes with unmodified parameters until the first optimizer step.
+    `all_live`: `session.set_plan` may give any slot any format later, so that no product runs in TF32.
     """
 
     raised: Plan | None = None
@@ -99,7 +101,7 @@ class RoundedValues(OperationListener):
         self.set_outline(self._outline)
 
     def begin(self, args: Any, kwargs: Any, *, counts_overflow: bool) -> Any:
-        """Start of a forward pass: its arguments, with rounded copies of float tensors."""
+        """Start a forward pass; returns its arguments with rounded copies of float tensors."""
         self.counts_overflow = counts_overflow
         self._weights.clear()
         numbers = {id(tensor): number for number, tensor in enumerate(tensors_in((args, kwargs)), 1)}
@@ -167,7 +169,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """A part of a value has the rounding of the value, unless the plan has another assignment for it."""
+        """Round a part of a value like the value, unless the plan has another assignment for the part."""
         if not name:
             return value, out
         part = self._value(name)
@@ -188,7 +190,7 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: Operation) -> list[RoundedSlot | None]:
-        """The slots that a product reads; a bias is added in float32."""
+        """The slots of the operands of a matrix product or convolution; a bias is not among them, since it is added in float32."""
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
@@ -230,7 +232,7 @@ class RoundedValues(OperationListener):
 
 
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Index of an outgoing edge of `node` -> slot, for those in `edges`: (target node, number of its output, slot)."""
+    """Index of an edge of `node` -> slot, for the edges listed in `edges` as (target node, number of its output, slot)."""
     by_edge: dict[int, RoundedSlot] = {}
     for index, (target, output) in enumerate(node.next_functions):
         for other, other_output, slot in edges:

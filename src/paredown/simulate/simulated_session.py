@@ -93,7 +93,7 @@ class SimulatedSession:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The slots that were raised because their values overflowed."""
+        """The slots that were promoted to a wider format because their values overflowed."""
         return self._slots.promotions
 
     @property
@@ -106,7 +106,7 @@ class SimulatedSession:
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Raise the slots that overflowed in the last training pass. Each training pass begins with this, also in a captured graph."""
+        """Promote the slots that overflowed in the last training pass. Each training pass begins with this, also in a captured graph."""
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
@@ -205,7 +205,7 @@ class SimulatedSession:
         return rounded
 
     def _prepare(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Prepare a forward pass: its rounded arguments."""
+        """Prepare a forward pass, and return its arguments rounded."""
         first = next((t for tensors in (model.parameters(), tensors_in((args, kwargs))) for t in tensors), None)
         self._slots.move(first.device if first is not None else torch.device("cpu"))
         if self._outline is None:
@@ -240,7 +240,7 @@ class SimulatedSession:
         self._values.set_outline(self._outline)
 
     def _slots_of_loss(self) -> list[tuple[tuple[str, ...], Role]]:
-        """The slots of a loss that the plan names: the model's forward pass does not have them."""
+        """The slots of a loss for which the plan has rules; they are not in the model's forward pass."""
         names = [key.partition("=")[2] or key for key, _ in self.plan.rules]
         return [((name,), role) for name in names if name.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
 

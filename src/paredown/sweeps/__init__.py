@@ -16,16 +16,5 @@ if TYPE_CHECKING:
 __all__ = ["Store", "Sweep", "TaskFolder", "count", "make_engine", "rows", "run_sweep"]
 
 __getattr__ = loader(
-    __name__,
-    {
-        "export": ("rows",),
-        "runner": (
-            "TaskFolder",
-            "make_engine",
-            "run_sweep",
-        ),
-        "status": ("count",),
-        "store": ("Store",),
-        "sweep": ("Sweep",),
-    },
+    __name__, export="rows", runner="TaskFolder make_engine run_sweep", status="count", store="Store", sweep="Sweep"
 )

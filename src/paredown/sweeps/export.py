@@ -45,7 +45,7 @@ def rows(store: Store, sweep: str | None = None) -> list[dict[str, Any]]:
 
 
 def export(store: Store, to: str | Path, *, sweep: str | None = None) -> int:
-    """Write the trials to a file, in the format of its suffix; the number of rows."""
+    """Write the trials to a file, in the format of its suffix; returns the number of rows."""
     path = Path(to)
     if path.suffix not in WRITERS:
         raise StoreError(f"{path.name} has suffix {path.suffix!r}, which is no format of an export. Allowed: {', '.join(WRITERS)}.")

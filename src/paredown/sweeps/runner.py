@@ -107,7 +107,7 @@ def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddRes
 
 
 def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, options: WorkerOptions | None = None) -> int:
-    """Run the open trials of a sweep, in parallel with other workers; the number of trials that this worker finished."""
+    """Run the open trials of a sweep, in parallel with other workers; returns the number of trials that this worker finished."""
     add_sweep(sweep, store, cost=cost)
     return work(store, engine, replace(options or WorkerOptions(), sweep=sweep.name))
 

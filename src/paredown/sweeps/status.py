@@ -139,7 +139,7 @@ class Pace:
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, finished: int, now: float) -> float | None:
-        """Add a count; trials per minute over the window, None until a trial has finished in it."""
+        """Add a count; returns trials per minute over the window, None until a trial has finished in it."""
         self._counts.append((now, finished))
         while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
             self._counts.popleft()

@@ -117,7 +117,7 @@ def give_back(connection: Connection, claims: Sequence[Claim], statement: Update
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Delete a worker if `condition` holds, and release its trials, or finish them as killed after MAX_ATTEMPTS; the number released."""
+    """Delete a worker if `condition` holds; release its trials, or finish them as killed after MAX_ATTEMPTS; returns their number."""
     if not connection.execute(delete(WORKERS).where(condition)).rowcount:
         return 0
     is_its_trial = TRIALS.c.worker == worker
@@ -237,7 +237,7 @@ class Store:
         return self.database.write(work)
 
     def claim(self, worker: str, num: int, *, sweep: str | None = None, without: Sequence[str] = ()) -> list[Claim]:
-        """Claim up to `num` open trials for a worker, in the order of their sweep; none of the tasks `without`."""
+        """Claim up to `num` open trials for a worker, in the order of their sweep, except trials of the tasks in `without`."""
         return self.exchange(worker, (), num, sweep=sweep, without=without)[1]
 
     def finish(self, worker: str, ended: EndedTrial) -> WrittenResult:
@@ -272,16 +272,16 @@ class Store:
         return self.database.read(lambda c: {row.id: row.beats for row in c.execute(select(WORKERS))})
 
     def leave(self, worker: str) -> int:
-        """Delete a worker that ends, and release its trials; their number."""
+        """Delete a worker that ends, and release its trials; returns their number."""
         return self.database.write(lambda connection: bury(connection, worker, WORKERS.c.id == worker))
 
     def free(self, worker: str, beats: int) -> int:
-        """Delete a dead worker, unless it has counted a heartbeat since `beats`, and release its trials; their number."""
+        """Delete a dead worker, unless it has counted a heartbeat since `beats`, and release its trials; returns their number."""
         same = and_(WORKERS.c.id == worker, WORKERS.c.beats == beats)
         return self.database.write(lambda connection: bury(connection, worker, same))
 
     def reopen(self, sweep: str, statuses: Sequence[Status]) -> int:
-        """Reopen the trials of a sweep with these statuses, and delete their results; their number."""
+        """Reopen the trials of a sweep with these statuses, and delete their results; returns their number."""
         condition = and_(TRIALS.c.sweep == sweep, TRIALS.c.status.in_([status.value for status in statuses]))
         values = {**FREE, "attempts": 0, "status": None, "error": None, "seconds": None, "result": None}
         return self.database.write(lambda c: c.execute(update(TRIALS).where(condition).values(**values)).rowcount)

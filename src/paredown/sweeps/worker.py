@@ -53,7 +53,7 @@ class WorkerPulse:
     _unchanged: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
 
     def look(self, beats: Mapping[str, int], now: float) -> list[str]:
-        """Read the counters at time `now`; the workers whose counters did not change for `patience_seconds`."""
+        """Read the counters at time `now`; returns the workers whose counters did not change for `patience_seconds`."""
         passed = 0.0 if self._last is None else min(now - self._last, 2 * self.look_seconds)
         self._last = now
         previous = self._unchanged
@@ -141,7 +141,7 @@ class WorkerOptions:
 
 
 def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> int:
-    """Run trials until all are finished; the number that this worker finished. When interrupted, it releases its claims."""
+    """Run trials until all are finished; returns how many this worker finished. When interrupted, it releases its claims."""
     return Worker(store, engine, options or WorkerOptions()).run()
 
 
@@ -157,7 +157,7 @@ class Worker:
         self._num_finished = 0
 
     def run(self) -> int:
-        """See `work`."""
+        """Run trials until all are finished, as `work` describes."""
         self._store.beat(self._id)
         options = self._options
         heart = Heartbeat(
@@ -189,7 +189,7 @@ class Worker:
         return bool(self._claims or claims) or not self._is_over()
 
     def _write(self, num_free: int) -> list[Claim]:
-        """Write and then report results; up to `num_free` new claims."""
+        """Write results to the store and report them; returns up to `num_free` new claims."""
         options, ended = self._options, self._ended
         written, claims = self._store.exchange(self._id, ended, num_free, sweep=options.sweep, without=tuple(self._refused))
         self._ended = []

@@ -14,15 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Examples", "OptimizerSettings", "Task", "Trial", "find_task"]
 
-__getattr__ = loader(
-    __name__,
-    {
-        "data": ("Examples",),
-        "lookup": ("find_task",),
-        "task": (
-            "OptimizerSettings",
-            "Task",
-        ),
-        "trial": ("Trial",),
-    },
-)
+__getattr__ = loader(__name__, data="Examples", lookup="find_task", task="OptimizerSettings Task", trial="Trial")

@@ -161,7 +161,7 @@ class Examples(Data):
         return mean.float()[:, None, None], std.float()[:, None, None]
 
     def model_inputs(self, x: Tensor) -> Tensor:
-        """Stored examples as the model gets them: normalized, with the channels of `look`."""
+        """Stored examples as the model gets them: normalized, and with as many channels as `look` asks for."""
         if self.normalization is not None:
             mean, std = (part.to(x.device, non_blocking=True) for part in self.normalization)
             x = (x.float() - mean) / std

@@ -104,7 +104,7 @@ def _are_labels(array: Array, num: int) -> bool:
 
 
 def split(x: Array, y: Array) -> Arrays:
-    """Every fifth example of each class in the test split, the others in the training split."""
+    """The arrays of both splits: every fifth example of each class is in the test split, the others are in the training split."""
     rank = np.zeros(len(y), dtype=np.int64)  # of each example within its class
     for label in np.unique(y):
         rank[y == label] = np.arange((y == label).sum())

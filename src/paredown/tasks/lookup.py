@@ -146,7 +146,7 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
     batch = options.get("batch", BATCH)
     steps = options.get("steps", TEXT_STEPS if is_text else max(NUM_PASSES * (data.num_train // max(batch, 1)), 1))
     metric = "loss" if is_text else "error"
-    autocast = _dtype(options.get("autocast", "none"))
+    autocast = autocast_dtype(options.get("autocast", "none"))
     optimizer, is_convolutional = _optimizer_settings(model, options), not is_text and model not in WITHOUT_CONVOLUTIONS
     switches: dict[str, Any] = {"metric": metric, "autocast": autocast, "channels_last": is_convolutional}
     return Task(name, partial(_new_model, build), data, steps, batch, optimizer, **switches)
@@ -232,7 +232,8 @@ def _optimizer_settings(model: str, options: Mapping[str, Any]) -> OptimizerSett
     return OptimizerSettings(options["optimizer"], **changes)
 
 
-def _dtype(name: str) -> torch.dtype | None:
+def autocast_dtype(name: str) -> torch.dtype | None:
+    """The dtype of autocast by its name; None for "none"."""
     if name not in DTYPES:
         raise TaskError(f"autocast {name!r} is unknown. Allowed: {', '.join(DTYPES)}.")
     return DTYPES[name]

@@ -75,7 +75,7 @@ def _trace(task: Task, device: str | None, has_state_formats: bool, batch_size: 
     if batch_size is not None:
         batch = resized(batch, len(batch[0]), batch_size)
     # An optimizer by name has state and no temporaries; an instance has both.
-    state: Any = optimizer or (task.recipe.optimizer if has_state_formats else make_optimizer(task.recipe, model))
+    state: Any = optimizer or (task.settings.optimizer if has_state_formats else make_optimizer(task.settings, model))
     return trace_step(model, batch, loss=task.loss, optimizer=state, device=device, autocast=task.autocast)
 
 
@@ -110,7 +110,7 @@ def peppp_bytes(text: str, plan: Plan, folder: Path | None) -> float:
 
 @lru_cache(maxsize=4)
 def outline_task(task: Task) -> Outline:
-    """Every value of a forward pass of the task's model on its first batch."""
+    """The outline of a forward pass on the task's first batch: every tensor that an operation computes."""
     x, _ = _first_batch(task)
     return outline(TrainingSetup(task, Plan(), 0, CPU).model(), (x,))
 

@@ -149,7 +149,7 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
 
 def task_learning_rate(task: Task, step: int) -> float:
     """The learning rate of a step of a task, counted from 0."""
-    return task.recipe.lr if task.recipe.schedule == "constant" else learning_rate(step, task.steps, task.recipe.lr)
+    return task.settings.lr if task.settings.schedule == "constant" else learning_rate(step, task.steps, task.settings.lr)
 
 
 def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
@@ -215,7 +215,7 @@ class Loop:
     scaler: torch.amp.GradScaler | None = field(init=False)
 
     def __post_init__(self) -> None:
-        settings, device = self.setting.task.recipe, self.setting.device
+        settings, device = self.setting.task.settings, self.setting.device
         self.model.train()
         self.optimizer = make_optimizer(settings, self.model, seed=self.setting.seed, mode=self.setting.mode)
         scale = settings.loss_scale
@@ -235,7 +235,7 @@ class Loop:
                 group["lr"] = lr
 
     def run_step(self, x: Tensor, answers: Tensor) -> Tensor:
-        """Train on a batch at the learning rate that was set last; its loss."""
+        """Train on a batch at the learning rate that was set last; returns the loss of the batch."""
         with self.setting.autocast(), getattr(self.session, "following", nullcontext)():
             loss = self.setting.task.loss(self.model(x), answers)
         if self.scaler is None:
@@ -253,7 +253,7 @@ class Loop:
 
     def _backward(self, loss: Tensor) -> None:
         """Gradients of the loss; gradients of activations are `loss_factor` times as large on the way."""
-        factor = self.setting.task.recipe.loss_factor
+        factor = self.setting.task.settings.loss_factor
         if factor is None:
             loss.backward()
             return
@@ -271,7 +271,7 @@ class Loop:
         return self.setting.task.judge(output, answers), self.setting.task.loss(output, answers)
 
     def _clip(self) -> None:
-        max_norm = self.setting.task.recipe.max_norm
+        max_norm = self.setting.task.settings.max_norm
         if max_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 

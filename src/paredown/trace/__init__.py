@@ -11,9 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Trace"]
 
-__getattr__ = loader(
-    __name__,
-    {
-        "trace": ("Trace",),
-    },
-)
+__getattr__ = loader(__name__, trace="Trace")

@@ -1,7 +1,7 @@
 """`FakeStep`: runs forward, loss and backward of a model on fake tensors and records what happens.
 
 The step runs on the CPU with the operations of the target device (trace/fake_tensors.py). A `Timeline` gives each operation a tick and
-records every allocation (trace/timeline.py); a `Recorder` packs every saved tensor that can be packed (trace/saved_tensors.py).
+records every allocation (trace/timeline.py); a `Recorder` packs every saved tensor that can be packed (trace/saved_lifetimes.py).
 
 `ModuleRunTimes` records when a weight that is stored packed must be decoded: while a module that owns it runs. A checkpoint calls its
 modules again in backward and holds what they saved: then the weight is decoded until its gradient is complete.
@@ -28,7 +28,7 @@ from paredown.roles import Role
 from paredown.trace.autograd_graph import tensors_in
 from paredown.trace.fake_tensors import DeviceForms, FakeTensors
 from paredown.trace.module_watch import Watch
-from paredown.trace.saved_tensors import Recorder
+from paredown.trace.saved_lifetimes import Recorder
 from paredown.trace.timeline import Allocation, Timeline
 
 Span = tuple[int, int]

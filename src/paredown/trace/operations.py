@@ -1,4 +1,6 @@
-"""The table of operations: what backward needs of each tensor that autograd saves, one row for each known kind of node.
+"""The backward of each operation: what it needs of every tensor that autograd saved for it, one row for each kind of node.
+
+To support the backward of another operation, add a row here; tracing, prediction and sessions read this table.
 
 Autograd nodes expose saved tensors by name: a `ConvolutionBackward0` has `_saved_input` and `_saved_weight`. A row gives the operation
 one name on all devices, gives its operands readable names, and states what backward does with each of them:

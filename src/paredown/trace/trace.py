@@ -15,7 +15,7 @@ operation saved, views of one storage with different sizes, two slots of one rol
 >>> check_row(Part(Use.VALUE, packed=1, released=99), length=10)
 Traceback (most recent call last):
     ...
-paredown.errors.TraceError: released of a part is a time from -1 to 11, not 99.
+paredown.errors.TraceError: the part has a time after the end of the step at 10: packed 1, released 99. Trace the step again.
 >>> check_row(Part(Use.VALUE, packed=5, released=3), length=10)
 Traceback (most recent call last):
     ...
@@ -24,34 +24,30 @@ paredown.errors.TraceError: the part contradicts itself: packed 5, released 3; n
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from enum import Enum
 from functools import cached_property
 from math import prod
 from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from paredown.errors import TraceError
 from paredown.roles import Role
-from paredown.serial import brief, is_text, read_json
+from paredown.serial import WHOLE, Check, brief, dump_dataclass, load_json, object_parts, read_dataclass, save_json
 from paredown.sizes import FLOAT_BYTES, say_bytes
 from paredown.trace.operations import Needs, Pin, Use
 
-INDEX_BYTES = ((1 << 8, 1), (1 << 15, 2), (1 << 31, 4))  # (exclusive bound, bytes): integers below the bound fit in these bytes
+INDEX_DTYPES = ((1 << 8, "uint8", 1), (1 << 15, "int16", 2), (1 << 31, "int32", 4))  # (exclusive bound, dtype, bytes of a value)
 VERSION = 2  # of the JSON file; version 2 added the times at which backward needs weights
 LARGEST = 10  # slots that repr shows
 DEVICES = ("cuda", "cpu")
 MAX_TICKS = 1 << 26  # of a step read from a file
-MAX_NUMBER = 1 << 60  # of bytes, values and ticks in a file
 MAX_TOTAL_BYTES = 1 << 58  # of all rows and their decoded copies: every sum of them fits in int64, in any format
-TIMES = frozenset({"birth", "death", "dropped", "packed", "released", "used"})
-SPANS = frozenset({"running", "decoded"})
-MAY_BE_UNKNOWN = frozenset({"storage", "dropped", "used"})  # fields in which -1 means unknown
 PHASES = ("forward", "loss", "backward", "step")
-PARAMETER_ROLES = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
+Tick = Annotated[int, Check(lambda value: type(value) is int and -1 <= value <= MAX_TICKS + 1, "a tick of the step, or -1,")]
+StorageNumber = Annotated[int, WHOLE]  # -1: unknown; below: a tensor that autograd's graph does not hold
+Span = tuple[Tick, Tick]
+SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,9 @@ class Part:
     """One form in which a slot can be stored for one use: when it is packed, released, and decoded (spans of ticks)."""
 
     use: Use
-    packed: int
-    released: int
-    decoded: tuple[tuple[int, int], ...] = ()
+    packed: Tick
+    released: Tick
+    decoded: tuple[Span, ...] = ()
     bound: int | None = None  # of Use.INDEX: all values are below it
 
 
@@ -100,17 +96,17 @@ class Slot:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    birth: int
-    death: int
+    birth: Tick
+    death: Tick
     numel: int = 0  # values that are stored when it is packed: those of the storage, or of a small view
-    storage: int = -1
-    dropped: int = -1
+    storage: StorageNumber = -1
+    dropped: Tick = -1
     savers: tuple[Saver, ...] = ()
     parts: tuple[Part, ...] = ()
     stays: str = ""
     recomputed_from: str = ""  # the slot that its values can be recomputed from, as relu(batch_norm(x)) from x
     # of a weight: when modules that own it run; of the cast of a weight in a checkpointed module: when the cast exists
-    running: tuple[tuple[int, int], ...] = ()
+    running: tuple[Span, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -143,10 +139,10 @@ class Output:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    birth: int
-    death: int
+    birth: Tick
+    death: Tick
     slot: str = ""
-    used: int = -1
+    used: Tick = -1
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,45 +194,42 @@ class Trace:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""
-        head = {
-            name: getattr(self, name)
-            for name in ("model", "device", "dtype", "optimizer", "length", "backward_at", "returned_bytes")
-        }
-        rows = {"slots": [to_row(s) for s in self.slots], "outputs": [to_row(o) for o in self.outputs]}
-        return {"version": VERSION, **head, "batch": list(self.batch), "notes": list(self.notes), **rows}
+        rows = {name: dump_dataclass(getattr(self, name), skips_defaults=True) for name in ("slots", "outputs")}
+        return {"version": VERSION, **{name: dump_dataclass(getattr(self, name)) for name in FIELDS if name not in rows}, **rows}
 
     @staticmethod
     def from_json(value: Any) -> Trace:
         """The trace whose `to_json()` is `value`; TraceError where it is none."""
-        if not isinstance(value, dict) or value.get("version") != VERSION:
-            raise TraceError(f"this is no trace of version {VERSION}: traces are written by trace.save(path).")
-        try:
-            trace = _read(value)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"this is no trace: {type(error).__name__}: {error}.") from None
+        parts = object_parts(value, "trace", FIELDS, ("version", "model", "slots"), VERSION, TraceError, oldest=VERSION)
+        trace = read_dataclass(Trace, parts, "trace", TraceError)
+        check_trace(trace)
         return trace
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the JSON."""
-        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8", newline="\n")
+        save_json(path, self.to_json())
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Trace:
         """The trace that `save` wrote."""
-        value = read_json(path, "trace", TraceError, hint="Traces are written by trace.save(path).")
-        try:
-            return Trace.from_json(value)
-        except TraceError as error:
-            raise TraceError(f"{path}: {error}") from None
+        return load_json(path, "trace", TraceError, Trace.from_json, hint="Traces are written by trace.save(path).")
+
+
+FIELDS = tuple(field.name for field in fields(Trace))
+
+
+def index_dtype(bound: int | None, dtype: str) -> str:
+    """The dtype in which saved integers below `bound` are stored, such as the targets of an embedding; `dtype` without a bound."""
+    return next((name for limit, name, _ in INDEX_DTYPES if bound is not None and bound <= limit), dtype)
 
 
 def index_bytes(bound: int | None, itemsize: int) -> int:
-    """Bytes of an integer below `bound` in the smallest width that holds it; `itemsize` where the bound is unknown.
+    """Bytes of a saved integer below `bound` in its `index_dtype`; `itemsize` without a bound.
 
     >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
     (1, 4, 8)
     """
-    return next((width for limit, width in INDEX_BYTES if bound is not None and bound <= limit), itemsize)
+    return next((width for limit, _, width in INDEX_DTYPES if bound is not None and bound <= limit), itemsize)
 
 
 def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:
@@ -254,124 +247,40 @@ def _once(slots: tuple[Slot, ...]) -> list[Slot]:
     return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
 
 
-# --- JSON: rows leave out fields that have their default ---
-
-
-def to_row(value: Any) -> dict[str, Any]:
-    """The JSON value of a Slot or an Output."""
-    return {f.name: _json_value(getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default}
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Saver | Part | Pin):
-        return to_row(value)
-    return [_json_value(part) for part in value] if isinstance(value, tuple) else value
-
-
-def slot_of(row: dict[str, Any]) -> Slot:
-    """The slot whose `to_row(slot)` is `row`."""
-    savers = tuple(_saver(saver) for saver in row.get("savers", ()))
-    parts = tuple(_part(part) for part in row.get("parts", ()))
-    slot: dict[str, Any] = {**row, "role": Role(row["role"]), "shape": tuple(row["shape"]), "savers": savers, "parts": parts}
-    slot["running"] = _spans(row.get("running", ()))
-    return Slot(**slot)
-
-
-def _spans(rows: Iterable[Any]) -> tuple[tuple[int, int], ...]:
-    return tuple((start, end) for start, end in rows)
-
-
-def _saver(row: dict[str, Any]) -> Saver:
-    saver: dict[str, Any] = {**row, "use": Use(row["use"]), "pin": Pin(**row["pin"]) if "pin" in row else None}
-    return Saver(**saver)
-
-
-def _part(row: dict[str, Any]) -> Part:
-    part: dict[str, Any] = {**row, "use": Use(row["use"]), "decoded": _spans(row.get("decoded", ()))}
-    return Part(**part)
-
-
-def output_of(row: dict[str, Any]) -> Output:
-    """The output whose `to_row(output)` is `row`."""
-    output: dict[str, Any] = {**row, "shape": tuple(row["shape"])}
-    return Output(**output)
-
-
-def _read(value: dict[str, Any]) -> Trace:
-    """The checked trace of a JSON value."""
-    parts: dict[str, Any] = {name: part for name, part in value.items() if name != "version"}
-    slots, outputs = tuple(map(slot_of, value["slots"])), tuple(map(output_of, value["outputs"]))
-    parts |= {"batch": tuple(value["batch"]), "notes": tuple(value["notes"]), "slots": slots, "outputs": outputs}
-    trace = Trace(**parts)
-    numbers = (trace.length, trace.backward_at, trace.returned_bytes)
-    if not all(type(number) is int and 0 <= number < MAX_NUMBER for number in numbers) or trace.length > MAX_TICKS:
-        raise TraceError(f"length, backward_at and returned_bytes are whole numbers, not {brief(numbers)}.")
-    texts = (trace.model, trace.device, trace.dtype, trace.optimizer, *trace.batch, *trace.notes)
-    if not all(isinstance(text, str) for text in texts) or trace.device not in DEVICES:
-        raise TraceError(f"model, device ({' or '.join(DEVICES)}), dtype, optimizer, batch and notes are texts.")
-    if trace.backward_at > trace.length:
-        raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
-    check_rows(slots, outputs, trace.length)
-    return trace
-
-
 # --- Checks of a trace that was read from a file ---
 
-Row = Slot | Output | Saver | Part | Pin
+
+def check_trace(trace: Trace) -> None:
+    """TraceError where times, sizes or rows of a trace contradict one another."""
+    if trace.device not in DEVICES:
+        raise TraceError(f"device of a trace is {' or '.join(DEVICES)}, not {brief(trace.device)}.")
+    if trace.length > MAX_TICKS:
+        raise TraceError(f"the step has {trace.length} ticks; at most {MAX_TICKS} are supported.")
+    if trace.backward_at > trace.length:
+        raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
+    check_rows(trace.slots, trace.outputs, trace.length)
 
 
-def _is_count_or_unknown(value: Any) -> bool:
-    return type(value) is int and -1 <= value < MAX_NUMBER
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_NUMBER
-
-
-# annotation of a field -> (check, what is expected); fields with other annotations are checked where they are parsed
-FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_count, "a whole number from 0 to 2^60"),
-    "int | None": (lambda value: value is None or _is_count(value), "a whole number from 0 to 2^60, or nothing"),
-    "str": (is_text, "text"),
-    "tuple[int, ...]": (lambda value: all(map(_is_count, value)), "whole numbers from 0 to 2^60"),
-}
-UNKNOWN = _is_count_or_unknown, "a whole number, -1 for unknown"
-
-
-def check_row(row: Row, length: int) -> None:
-    """TraceError where a field of `row` has the wrong type, is out of range, or contradicts another field."""
+def check_row(row: Slot | Output | Part, length: int) -> None:
+    """TraceError where a time of `row` is after the end of the step, or a lifetime ends before it begins."""
     kind = type(row).__name__.lower()
-    row_kind = f"{'an' if kind[0] == 'o' else 'a'} {kind}"
-    for field in fields(row):
-        value = getattr(row, field.name)
-        is_time = field.name in TIMES
-        check, expected = UNKNOWN if field.name in MAY_BE_UNKNOWN else FIELD_CHECKS.get(str(field.type), (lambda value: True, ""))
-        if not is_time and not check(value):
-            raise TraceError(f"{field.name} of {row_kind} is {expected}, not {brief(value)}.")
-        for time in (value,) if is_time else [t for span in value for t in span] if field.name in SPANS else ():
-            if not _is_count_or_unknown(time) or time > length + 1:
-                raise TraceError(f"{field.name} of {row_kind} is a time from -1 to {length + 1}, not {brief(time)}.")
-    nested: tuple[Any, ...] = (row.pin,) if isinstance(row, Saver) else (*row.savers, *row.parts) if isinstance(row, Slot) else ()
-    for inner in nested:
-        if inner is not None:
-            check_row(inner, length)
-    _check_order(row, kind)
-
-
-def _check_order(row: Row, kind: str) -> None:
-    """TraceError where a lifetime of `row` ends before it begins."""
     where = f"{kind} {brief(row.name)}" if isinstance(row, Slot) else kind
     for first, begin, last, end in _lifetimes(row):
+        times = f"{first} {begin}, {last} {end}"
+        if max(begin, end) > length + 1:
+            raise TraceError(f"the {where} has a time after the end of the step at {length}: {times}. Trace the step again.")
         if end < begin:
-            raise TraceError(f"the {where} contradicts itself: {first} {begin}, {last} {end}; no tensor ends before it begins.")
+            raise TraceError(f"the {where} contradicts itself: {times}; no tensor ends before it begins.")
+    for part in row.parts if isinstance(row, Slot) else ():
+        check_row(part, length)
 
 
-def _lifetimes(row: Row) -> Iterator[tuple[str, int, str, int]]:
+def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]:
     """(word, begin, word, end) of every lifetime in a row."""
     if isinstance(row, Slot | Output):
         yield "born at", row.birth, "dead at", row.death
+    if isinstance(row, Output):
+        yield "read until", row.used, "and dead at", max(row.used, row.death)
     if isinstance(row, Slot):
         if row.dropped != -1:
             yield "born at", row.birth, "dropped at", row.dropped
@@ -392,7 +301,7 @@ def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int
     if unknown_phase is not None:
         raise TraceError(f"phase of an output is one of {', '.join(PHASES)}, not {brief(unknown_phase)}.")
     for slot in slots:
-        if slot.role in PARAMETER_ROLES:
+        if slot.role in SIZED_BY_SHAPE:
             _check_bytes(slot)
         elif slot.role is Role.ACTIVATION:
             _check_uses(slot)
@@ -437,7 +346,7 @@ def _check_names(slots: tuple[Slot, ...]) -> None:
         )
         if keys & seen:
             raise _contradiction(slot, "another slot has this role and name")
-        seen |= keys if slot.role in (Role.ACTIVATION, *PARAMETER_ROLES) else set()
+        seen |= keys if slot.role in (Role.ACTIVATION, *SIZED_BY_SHAPE) else set()
 
 
 def _check_storages(activations: Iterable[Slot]) -> None:

@@ -26,7 +26,7 @@ from paredown.trace.autograd_graph import tensors_in
 from paredown.trace.fake_step import LOSS, Arguments, FakeStep, merged
 from paredown.trace.fake_tensors import FakeTensors, check_model, with_fake_tensors
 from paredown.trace.optimizer_state import OptimizerState, StateTensor, state_of_optimizer
-from paredown.trace.saved_tensors import OUTSIDE, held_slots, slots_of
+from paredown.trace.saved_lifetimes import OUTSIDE, held_slots, slots_of
 from paredown.trace.timeline import Allocation
 from paredown.trace.trace import DEVICES, Output, Slot, Trace
 

@@ -1,7 +1,7 @@
 """The codec as Triton kernels: the same bits as `reference.py`. Importing this needs Triton; `backend.py` decides whether to."""
 
-from paredown.codec.kernels.flat import covers_recompute, decode_flat, encode_flat, pack_mask, recompute, unpack_mask
-from paredown.codec.kernels.launch import (
+from paredown.codec.kernels.flat import covers_recompute, decode_flat, encode_flat, pack_mask, recompute, unpack_mask  # noqa: F401
+from paredown.codec.kernels.launch import (  # noqa: F401
     covers,
     decode_rows,
     decoder,
@@ -13,22 +13,3 @@ from paredown.codec.kernels.launch import (
     round_trip_by_row,
     round_trip_rows,
 )
-
-__all__ = [
-    "covers",
-    "covers_recompute",
-    "decode_flat",
-    "decode_rows",
-    "decoder",
-    "device_spec",
-    "encode_flat",
-    "encode_rows",
-    "largest_finite",
-    "pack_mask",
-    "recompute",
-    "round_many",
-    "round_trip_at_run_time",
-    "round_trip_by_row",
-    "round_trip_rows",
-    "unpack_mask",
-]

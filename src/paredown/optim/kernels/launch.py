@@ -26,10 +26,10 @@ from paredown.codec.kernels.pack import load_codes, load_shared
 from paredown.codec.packed import PackedTensor
 from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
-from paredown.formats.rounding import Overflow, Rounding, Seed
+from paredown.formats.rounding import Overflow, Seed
 from paredown.optim.kernels import arithmetic, slots, update
 from paredown.optim.kernels.update import fold_kernel
-from paredown.optim.reference import SlotKind, UpdateLayout, UpdateSlot, UpdateUnit
+from paredown.optim.reference import Fold, SlotKind, UpdateLayout, UpdateSlot, UpdateUnit
 from paredown.optim.rules import Rule, as_float32
 
 RULE_NUMBERS = {
@@ -283,22 +283,14 @@ def signed_keys(seed: Seed) -> tuple[int, int]:
     return k0 - (k0 >> 31 << 32), k1 - (k1 >> 31 << 32)
 
 
-def fold(
-    packed: PackedTensor,
-    grad: Tensor,
-    weight: float,
-    factor: Tensor | None,
-    seed: Seed,
-    is_first: bool,
-    rounding: Rounding = Rounding.STOCHASTIC,
-) -> None:
-    """packed <- encode(decode(packed) * factor + grad * weight), in place; `grad` is contiguous."""
-    k0, k1 = signed_keys(seed)
-    has_factor = factor is not None and not is_first
-    arguments = (packed.codes, packed.scales, grad, factor if has_factor else packed.codes)
-    kind = SlotKind(packed.format, None, rounding, 0)
-    for launch in _folds(kind, grad.dtype, packed.shape, seed.first_index, has_factor, is_first):
-        launch(arguments, (seed.first_index, k0, k1, weight))
+def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
+    """Add a contiguous gradient to a packed sum, in place."""
+    k0, k1 = signed_keys(how.seed)
+    has_factor = how.factor is not None and not how.is_first
+    arguments = (packed.codes, packed.scales, grad, how.factor if has_factor else packed.codes)
+    kind = SlotKind(packed.format, None, how.rounding, 0)
+    for launch in _folds(kind, grad.dtype, packed.shape, how.seed.first_index, has_factor, how.is_first):
+        launch(arguments, (how.seed.first_index, k0, k1, how.weight))
 
 
 @lru_cache(maxsize=4096)

@@ -67,8 +67,8 @@ MAX_CACHED_TESTS = 8  # tasks whose test examples are kept on the device
 
 
 def why_alone(setting: TrainingSetup) -> str | None:
-    """Why a training cannot share a graph, or None."""
-    settings, mode = setting.task.recipe, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
+    """Why a training run cannot share a captured CUDA graph with others; None if it can."""
+    settings, mode = setting.task.settings, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
     if not isinstance(mode, Simulate):
         return "it is not simulated, and tensors that are stored in different formats have different sizes"
     if mode.raised is not None or mode.first_weights == "exact":
@@ -86,7 +86,7 @@ def why_alone(setting: TrainingSetup) -> str | None:
 
 def kind_of(setting: TrainingSetup) -> Any:
     """The key of a group of runs that can share graphs: everything that is fixed when a graph is captured."""
-    task, settings = setting.task, replace(setting.task.recipe, lr=1.0, schedule="constant")
+    task, settings = setting.task, replace(setting.task.settings, lr=1.0, schedule="constant")
     mode = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
     options = tuple(sorted((name, repr(value)) for name, value in settings.options.items()))
     x, answers = next(iter(task.data.tests(1, device=torch.device("cpu"))))
@@ -176,7 +176,7 @@ class GraphBench:
                 yield key, trial
 
     def turn(self) -> list[tuple[Any, Trial | BaseException]]:
-        """Queue one step in every lane; the trials that have ended, or the exceptions of their tasks."""
+        """Queue one step in every lane; returns the trials that have ended, or the exceptions of their tasks."""
         self._fill()
         if self._alone and not self._evaluates:
             refused, self._alone = self._alone, deque()
@@ -221,7 +221,7 @@ class GraphBench:
         self._forget()
 
     def _leave(self, queued: QueuedTraining, reason: str) -> None:
-        """Queue a run to be trained alone, which is slower; the reason is logged once for each task."""
+        """Queue a run to be trained without a shared graph, which is slower; the reason is logged once for each task."""
         self._alone.append(queued)
         name = queued.setting.task.name
         if (name, reason) not in self._reported:
@@ -236,7 +236,7 @@ class GraphBench:
         return dropped or bool(self._begun)
 
     def _drop_idle(self) -> bool:
-        """Free the memory of lanes without a run; whether there were any."""
+        """Free the memory of lanes without a run; returns whether there were any."""
         idle = [lane for group in self._groups.values() for lane in group.idle]
         for group in self._groups.values():
             group.lanes = [lane for lane in group.lanes if lane.run is not None]
@@ -335,16 +335,16 @@ class GpuProcess:
 class GraphsEngine(Engine):
     """Runs simulated trials in `lanes` lanes on each GPU, or on the CPU where there is none."""
 
-    def __init__(self, run: RunTrial, *, lanes: int, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(self, run: RunTrial, *, lanes: int, gpus: Sequence[str] = ()) -> None:
         check_run(run)
         self._run, self._lanes = run, lanes
         self._gpus: list[str | None] = [*gpus] or [None]
         self.slots = PER_LANE * lanes * len(self._gpus)
         self._children: dict[str | None, GpuProcess] = {}
-        self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus, preload=preload)
+        self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus)
         self._later: deque[Claim] = deque()  # trials that will run in a process of their own, when a slot is free
         self._context: Any = get_context("forkserver")
-        self._context.set_forkserver_preload([*preload, __name__])
+        self._context.set_forkserver_preload([*PRELOAD, __name__])
 
     def start(self, claim: Claim) -> None:
         """Start a trial."""
@@ -428,7 +428,7 @@ class GraphsEngine(Engine):
 
 
 def serve(pipe: Connection, life: Connection, run: Trains, resources: TrialResources, lanes: int) -> None:
-    """The main function of a GPU's process, until the pipe is closed."""
+    """The main function of the process that runs the trials of one GPU; it returns when the pipe is closed."""
     settle(life, resources)
     with suppress(EOFError, OSError):
         _serve(pipe, run, lanes)

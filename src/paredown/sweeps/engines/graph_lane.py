@@ -155,7 +155,7 @@ class Lane:
         self.run = run  # last: nothing raises after this
 
     def advance(self, *, blocks: bool) -> Trial | None:
-        """Queue the next step or the evaluation; the trial once its results have arrived. `blocks`: wait for them."""
+        """Queue the next step or the evaluation; returns the trial once its results are on the host. `blocks`: block until they are."""
         run = self.run
         assert run is not None
         task = run.setting.task

@@ -6,14 +6,7 @@ plan. The units of storage are those of a session: one `SavedStorage` for each s
 of its storage), with one `StoredPart` for each use. Weights, and casts of weights, are recorded in the same way: where a weight is
 stored packed, backward gets it decoded.
 
-`rematerialization_of` finds saved tensors that need not be stored, because they can be recomputed from another saved tensor:
-
-    relu(batch_norm(x))     from x, the statistics that the norm saved, and the exact signs that the ReLU saved
-    layer_norm(x)           from x and its statistics
-    gelu(x), silu(x)        from x
-
-Of a convolution, norm and ReLU, the input of the norm is stored and the input of the next convolution is not. The result may have been
-cast and viewed in between. Sessions use the same function.
+What an operation's backward needs of the tensors that it saves is the table of trace/operations.py.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -30,30 +23,16 @@ from torch import Tensor
 
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES
-from paredown.trace.autograd_graph import CAST_NODE, MIN_PACKED_NUMEL, VIEWS, Saved, covers_storage
-from paredown.trace.operations import Use, row_of
+from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, Saved, covers_storage
+from paredown.trace.operations import Use
+from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
 from paredown.trace.timeline import RANDOM_BITS, Allocation, Timeline
 from paredown.trace.trace import Part, Saver, Slot, index_bytes
 
-SAME_MEMORY_ORDER = frozenset((*VIEWS, CAST_NODE))
-# operations from whose saved "input" (of a ReLU: "output") later tensors can be recomputed
-SOURCE_OPS = frozenset(("batch_norm", "layer_norm", "gelu", "silu", "relu"))
-REORDERED = frozenset(f"{name}Backward0" for name in ("Transpose", "Permute", "T"))
-ACTIVATIONS = frozenset(("gelu", "silu"))
 # reasons why a slot cannot be packed
 HELD = "it is held outside of autograd as well: by the caller, or by an operation that needs it unmodified"
 UNSEEN = "something other than autograd's graph holds it, such as a checkpoint or the model itself"
 OUTSIDE = "it is outside of the model"
-
-
-@dataclass(frozen=True, eq=False)
-class Rematerialization:
-    """How to recompute a tensor: apply `op` to the operand "input" that node `source` saved; `sign` is the node of a ReLU after it."""
-
-    op: str
-    source: Any
-    sign: Any | None = None
-    is_copy: bool = False  # a cast came after it, which writes the logical order: the source must be contiguous
 
 
 @dataclass(eq=False)
@@ -216,36 +195,6 @@ class Recorder:
             flat = torch.empty(unit.numel, dtype=unit.dtype)
         part.decoded.append(self.timeline.allocations[-1])
         return flat
-
-
-def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
-    """How to recompute `tensor` from what a node before it saved; None where that is not known."""
-    node = tensor.grad_fn
-    passed: set[str] = set()
-    while node is not None and node.name() in SAME_MEMORY_ORDER:
-        passed.add(node.name())
-        node = node.next_functions[0][0]
-    is_copy = CAST_NODE in passed  # a cast may change the memory order
-    if node is None or (is_copy and passed & REORDERED):
-        return None
-    op = _op(node)
-    if is_copy and op != "relu" and not tensor.is_contiguous():
-        return None
-    if op in ACTIVATIONS or op == "layer_norm":
-        return Rematerialization(op, node, is_copy=is_copy)
-    before = node.next_functions[0][0] if op == "relu" else None
-    if before is not None and _op(before) == "batch_norm" and _is_training(before):
-        return Rematerialization("batch_norm", before, node)
-    return None
-
-
-def _op(node: Any) -> str:
-    return row_of(getattr(node, "stands_for", (node.name(),))[0]).op
-
-
-def _is_training(norm: Any) -> bool:
-    """Whether a batch norm used the statistics of the batch, and has a weight and a bias to recompute with."""
-    return bool(getattr(norm, "_saved_training", True)) and len(norm.next_functions) == 3
 
 
 def _is_float_mask(saved: Saved, allocation: Allocation) -> bool:

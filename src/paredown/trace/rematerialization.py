@@ -1,0 +1,65 @@
+"""Saved tensors that need not be stored, because backward can recompute them from another saved tensor.
+
+    relu(batch_norm(x))     from x, the statistics that the norm saved, and the exact signs that the ReLU saved
+    layer_norm(x)           from x and its statistics
+    gelu(x), silu(x)        from x
+
+Of a convolution, norm and ReLU, the input of the norm is stored and the input of the next convolution is not. The result may have been
+cast and viewed in between. Traces (trace/saved_lifetimes.py) and sessions (session/activations.py) both call `rematerialization_of`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paredown.trace.autograd_graph import CAST_NODE, VIEWS
+from paredown.trace.operations import row_of
+
+SAME_MEMORY_ORDER = frozenset((*VIEWS, CAST_NODE))
+# operations from whose saved "input" (of a ReLU: "output") later tensors can be recomputed
+SOURCE_OPS = frozenset(("batch_norm", "layer_norm", "gelu", "silu", "relu"))
+REORDERED = frozenset(f"{name}Backward0" for name in ("Transpose", "Permute", "T"))
+ACTIVATIONS = frozenset(("gelu", "silu"))
+
+
+@dataclass(frozen=True, eq=False)
+class Rematerialization:
+    """How to recompute a tensor: apply `op` to the operand "input" that node `source` saved; `sign` is the node of a ReLU after it."""
+
+    op: str
+    source: Any
+    sign: Any | None = None
+    is_copy: bool = False  # a cast came after it, which writes the logical order: the source must be contiguous
+
+
+def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
+    """How to recompute `tensor` from what a node before it saved; None where that is not known."""
+    node = tensor.grad_fn
+    passed: set[str] = set()
+    while node is not None and node.name() in SAME_MEMORY_ORDER:
+        passed.add(node.name())
+        node = node.next_functions[0][0]
+    is_copy = CAST_NODE in passed  # a cast may change the memory order
+    if node is None or (is_copy and passed & REORDERED):
+        return None
+    op = _op(node)
+    if is_copy and op != "relu" and not tensor.is_contiguous():
+        return None
+    if op in ACTIVATIONS or op == "layer_norm":
+        return Rematerialization(op, node, is_copy=is_copy)
+    before = node.next_functions[0][0] if op == "relu" else None
+    if before is not None and _op(before) == "batch_norm" and _is_training(before):
+        return Rematerialization("batch_norm", before, node)
+    return None
+
+
+def _op(node: Any) -> str:
+    return row_of(getattr(node, "stands_for", (node.name(),))[0]).op
+
+
+def _is_training(norm: Any) -> bool:
+    """Whether a batch norm used the statistics of the batch, and has a weight and a bias to recompute with."""
+    return bool(getattr(norm, "_saved_training", True)) and len(norm.next_functions) == 3
