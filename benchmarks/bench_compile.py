@@ -242,23 +242,27 @@ def run_batch(commands: Mapping[str, Sequence[str]], folder: Path, limit_seconds
     """Start all commands; when each is ready or has failed, let one after the other take its times. Yields (name, reply)."""
     num_threads = max(2, math.ceil((os.cpu_count() or 2) / len(commands)))
     processes: dict[str, Process] = {}
-    try:
-        for number, (name, command) in enumerate(commands.items()):
-            processes[name] = Process(command, folder / str(number), num_threads)
-        with ThreadPoolExecutor(len(commands)) as threads:
-            replies = dict(zip(processes, threads.map(lambda one: one.reply(limit_seconds), processes.values()), strict=True))
-        for name, process in processes.items():
-            reply = replies[name]
-            if reply.get("ready"):
-                process.go()
-                reply = process.reply(limit_seconds)
-            if reply.get("error"):
-                print(f"{name}: {process.tail(25)}", flush=True)
-            process.end()
-            yield name, reply
-    finally:
-        for process in processes.values():
-            process.end()
+    with ThreadPoolExecutor(len(commands)) as threads:
+        try:
+            for number, (name, command) in enumerate(commands.items()):
+                processes[name] = Process(command, folder / str(number), num_threads)
+            replies = list(threads.map(lambda one: one.reply(limit_seconds), processes.values()))
+            for (name, process), reply in zip(processes.items(), replies, strict=True):
+                yield name, timed_reply(name, process, reply, limit_seconds)
+        finally:
+            for process in processes.values():
+                process.end()
+
+
+def timed_reply(name: str, process: Process, reply: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
+    """The last reply of a process that is ready or has failed; the process has ended then."""
+    if reply.get("ready"):
+        process.go()
+        reply = process.reply(limit_seconds)
+    if reply.get("error"):
+        print(f"{name}: {process.tail(25)}", flush=True)
+    process.end()
+    return reply
 
 
 def row_of(cell: Cell, reply: Mapping[str, Any], num_at_once: int) -> Row:
@@ -386,4 +390,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes, too
     main()

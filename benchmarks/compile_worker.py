@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from bench_session import cpu_times, cuda_times, gpt2, texts, torchvision_model
-from loops import GIB, Batch, Job, applied, build, failure, forward, make_optimizer, make_step, pictures, release
+from loops import GIB, Batch, Job, applied, build, failure, forward, gib, make_optimizer, make_step, pictures, release
 from loops import Way as Format
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -191,12 +191,12 @@ def timed(worker: Worker, step: Callable[[], Tensor], num_steps: int) -> dict[st
     return cuda_times(step, num_steps) if worker.device == "cuda" else cpu_times(step, num_steps)
 
 
-def step_fields(worker: Worker, job: Job) -> dict[str, Any]:
-    """One row of the table."""
+def step_fields(worker: Worker, job: Job, **options: Any) -> dict[str, Any]:
+    """One row of the table; `options` are those of torch.compile."""
     torch.manual_seed(0)
     model = build(job, worker.device)
     batch, optimizer = job.batch(job.size, worker.device), make_optimizer(job.optimizer, model)
-    with called(worker.way, model) as (network, session):
+    with called(worker.way, model, **options) as (network, session):
         step = make_step(network, batch, optimizer, worker.device)
         fields: dict[str, Any] = {**warmed_up(worker, step), "size": job.size, "shape": shape_of(batch)}
         with worker.lock:
@@ -217,7 +217,7 @@ def line_through(peaks: dict[int, int], limit: int) -> int:
 
 
 def next_size(peaks: dict[int, int], limit: int) -> int | None:
-    """The batch to measure next, by measured peak bytes of at least two batches; None when the largest that fits is measured.
+    """The batch to measure next, by the peak bytes of at least two batches; None when the largest that fits is measured.
 
     It is the largest multiple of GRAIN that the line predicts to fit, and after a batch that does not fit at least one GRAIN below.
 
@@ -247,19 +247,21 @@ def peak_of(worker: Worker, job: Job) -> int:
         return torch.cuda.max_memory_allocated()
 
 
-def largest_fields(worker: Worker, job: Job, first: Sequence[int] = (64, 256)) -> dict[str, Any]:
-    """The largest batch whose peak is below LIMIT_BYTES, and its times."""
-    peaks: dict[int, int] = {}
-    size: int | None = first[0]
+def largest_fields(worker: Worker, job: Job) -> dict[str, Any]:
+    """The largest batch whose peak is below LIMIT_BYTES, and its times; the first batch measured is the job's own."""
+    num_values = sum(param.numel() for param in build(job, "meta").parameters())
+    peaks = {0: 16 * num_values}  # weights, gradients and two moments in fp32: where the first line begins
+    size: int | None = job.size
     while size is not None:
         torch.compiler.reset()
         release(worker.device)
         peaks[size] = peak_of(worker, replace(job, size=size))
-        size = first[1] if len(peaks) == 1 else next_size(peaks, LIMIT_BYTES)
+        print(f"a batch of {size} peaks at {gib(peaks[size])} GiB", flush=True)
+        size = next_size(peaks, LIMIT_BYTES)
     torch.compiler.reset()
     release(worker.device)
     best = max(size for size, peak in peaks.items() if peak < LIMIT_BYTES)
-    fields = step_fields(worker, replace(job, size=best))  # compiled already: found in the cache of this process
+    fields = step_fields(worker, replace(job, size=best), dynamic=False)  # in the compile cache of this process
     return {**fields, "compile_seconds": None, "limit_bytes": LIMIT_BYTES}
 
 

@@ -182,13 +182,13 @@ def test_the_search_finds_the_largest_batch(bench: Any, fixed: int, slope: int, 
         return int(fixed + slope * size + bend * size * size)
 
     limit = 16_384
-    peaks = {size: peak(size) for size in (64, 256)}
+    peaks = {0: fixed // 2, 256: peak(256)}  # what is known before the first batch is a guess
     while (size := next_size(peaks, limit)) is not None:
         assert size not in peaks and size % 32 == 0
         peaks[size] = peak(size)
     expected = max(size for size in range(32, 4096, 32) if peak(size) < limit)
     assert max(size for size, found in peaks.items() if found < limit) == expected
-    assert len(peaks) <= 6, "each of them is compiled"
+    assert len(peaks) <= 5, "each of them is compiled"
 
 
 def test_tables_of_compiled_steps(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
