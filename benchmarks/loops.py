@@ -162,7 +162,9 @@ class Log:
         """Write one more row, a dataclass."""
         self.rows.append(asdict(row))
         if self.path:
-            self.path.write_text(json.dumps(self.runs, indent=1) + "\n")
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps(self.runs, indent=1) + "\n")
+            part.replace(self.path)  # at once: a run that is killed here leaves the file whole
 
 
 @dataclass(frozen=True)

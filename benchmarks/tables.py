@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ GIB = 2**30
 WORDS = {
     "checkpointing": "activation checkpointing",
     "by hand": "an eager loop",
+    "compiled": "`torch.compile`",
 }  # names in results: names on the page
 
 
@@ -28,7 +30,8 @@ def newest(name: str, keys: tuple[str, ...]) -> dict[tuple[Any, ...], dict[str, 
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for run in json.loads((RESULTS / f"{name}.json").read_text()):
         for row in run.get("rows", ()):
-            found[tuple(row.get(key) for key in keys)] = {**row, "commit": run["commit"], "device": run["device"]}
+            whole = {**row, "commit": run["commit"], "device": run["device"]}
+            found[tuple(whole.get(key) for key in keys)] = whole
     return found
 
 
@@ -49,6 +52,72 @@ def activations() -> str:
         for row in sorted(rows, key=lambda row: row["job"])
     ]  # fmt: skip
     return markdown(("step", "storage of activations", "peak, GiB", "predicted", "x baseline", "ms", "x baseline", "commit"), cells)
+
+
+def compiled_rows(kind: str) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
+    """The newest rows of compiled steps without an error, each with the rows by way of the same job and commit.
+
+    There are none before results/compile.json exists.
+    """
+    if not (RESULTS / "compile.json").exists():
+        return []
+    everything = newest("compile", ("job", "way", "commit", "error"))
+    rows = [row for row in everything.values() if row["kind"] == kind and not row["error"] and not row["job"].startswith("toy")]
+    last = {(row["job"], row["way"]): row for row in rows}
+    places = list(dict.fromkeys(row["job"] for row in rows))
+    beside = {(row["job"], row["commit"]): {} for row in rows}
+    for row in rows:
+        beside[row["job"], row["commit"]][row["way"]] = row
+    return [(row, beside[row["job"], row["commit"]]) for row in sorted(last.values(), key=lambda row: places.index(row["job"]))]
+
+
+def relative(row: dict[str, Any], baseline: dict[str, Any] | None, name: str) -> str:
+    """A value relative to that of the baseline, if both were measured."""
+    return f"{row[name] / baseline[name]:.2f}x" if baseline and row[name] and baseline[name] else ""
+
+
+def titled(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table below its title; no text without rows."""
+    return f"{title}\n\n{markdown(head, rows)}" if rows else ""
+
+
+def compiled() -> str:
+    """Peaks and times of compiled steps, relative to plain torch.compile."""
+    cells: list[tuple[str, ...]] = []
+    for row, beside in compiled_rows("steps"):
+        plain = beside.get("compiled")
+        low, median, high = (f"{1e3 * row[name]:.1f}" for name in ("p20_seconds", "median_seconds", "p80_seconds"))
+        time = (median, f"{low} to {high}", relative(row, plain, "median_seconds"))
+        peak = (f"{row['peak_bytes'] / GIB:.2f}", relative(row, plain, "peak_bytes"))
+        seconds = "" if row["way"].startswith("eager") else f"{row['compile_seconds']:.0f}"
+        cells.append((row["job"], str(WORDS.get(row["way"], row["way"])), *peak, *time, seconds, row["commit"]))
+    head = ("step", "way", "peak, GiB", "x compiled", "ms", "p20 to p80", "x compiled", "compile, s", "commit")
+    return titled("Training steps, with ratios to plain `torch.compile` at the same commit:", head, cells)
+
+
+def compiled_losses() -> str:
+    """Losses after short trainings with compiled steps: mean and standard deviation over seeds."""
+    cells = [
+        (row["job"].removesuffix("-losses"), row["way"], str(row["num_steps"]), str(len(row["losses"])),
+         f"{statistics.mean(row['losses']):.4f}", f"{statistics.stdev(row['losses']):.4f}", row["commit"])
+        for row, _ in compiled_rows("losses")
+    ]  # fmt: skip
+    head = ("network", "way", "steps", "seeds", "mean loss", "standard deviation", "commit")
+    return titled("Losses after short trainings, over seeds:", head, cells)
+
+
+def compiled_largest() -> str:
+    """Examples per second of the largest batch below a limit of peak memory."""
+    cells: list[tuple[str, ...]] = []
+    for row, beside in compiled_rows("largest"):
+        speeds = {way: {"speed": other["size"] / other["median_seconds"]} for way, other in beside.items()}
+        own = speeds[row["way"]]
+        ratios = (relative(own, speeds.get(base), "speed") for base in ("eager", "compiled"))
+        peaks = (f"{row['peak_bytes'] / GIB:.2f}", f"{row['limit_bytes'] / GIB:.0f}")
+        name = (row["job"].removesuffix("-largest"), row["way"], str(row["size"]))
+        cells.append((*name, *peaks, f"{own['speed']:.0f}", *ratios, row["commit"]))
+    head = ("network", "way", "largest batch", "peak, GiB", "limit, GiB", "examples per second", "x eager", "x compiled", "commit")
+    return titled("The largest batch whose step peaks below a limit:", head, cells)
 
 
 def optimizers() -> str:
@@ -99,7 +168,8 @@ def planning() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    made.__name__: made for made in (activations, optimizers, footprints, sweeps, planning)
+    made.__name__: made
+    for made in (activations, compiled, compiled_losses, compiled_largest, optimizers, footprints, sweeps, planning)
 }  # the names that the page's marks have
 
 

@@ -1,0 +1,361 @@
+"""One measurement of bench_compile.py in a process of its own: `python benchmarks/compile_worker.py '{"job": "toy", "way": "compiled"}'`.
+
+The process builds its network, compiles it and runs the first steps. It then prints one line of JSON, {"ready": true}, and blocks on its
+standard input until it reads a line: bench_compile.py sends that line when no other process computes. It times its steps, prints a
+second line of JSON with the fields of its row, and exits. End of file on the standard input ends it without a row.
+
+While other processes compile, a lock on a file admits one process at a time to what must not be disturbed: Inductor's timing of kernel
+configurations, which decides which kernel runs, and the steps after the first. Seconds spent blocked on the lock are not counted as
+compile time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch._functorch.config
+from bench_session import cpu_times, cuda_times, gpt2, texts, torchvision_model
+from loops import GIB, Batch, Job, applied, build, failure, forward, gib, make_optimizer, make_step, pictures, release
+from loops import Way as Format
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate
+
+from paredown.models import MODELS
+
+LIMIT_BYTES = 16 * GIB
+GRAIN = 32  # the largest batch is a multiple of this
+FORMATS = {"int8": "int8/64@bf16", "int4": "int4/64@bf16"}  # those of bench_session.py; int4 rounds stochastically
+NUM_LOSSES = 10  # the loss after a training is the mean of its last ones
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step runs; names are joined by + or -: compiled, eager, int8, int4, budget=0.5, eager-int8, int8+budget=0.6."""
+
+    name: str
+    is_eager: bool
+    bits: str | None  # a key of FORMATS
+    budget: float | None  # torch's activation_memory_budget
+
+    @staticmethod
+    def parse(name: str) -> Way:
+        """The way of that name."""
+        parts = re.split(r"[+-]", name)
+        budgets = [float(part[7:]) for part in parts if re.fullmatch(r"budget=[01](\.\d+)?", part)]
+        bits = [part for part in parts if part in FORMATS]
+        plain = [part for part in parts if part in ("compiled", "eager")]
+        if len(budgets) + len(bits) + len(plain) != len(parts) or max(map(len, (budgets, bits, plain))) > 1:
+            raise ValueError(f"{name!r} is no way to run a step; write compiled, eager, int8, int4, budget=0.5 or int8+budget=0.6")
+        return Way(name, "eager" in plain, bits[0] if bits else None, budgets[0] if budgets else None)
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+def llama() -> nn.Module:
+    """A Llama-shaped network of 0.4 billion parameters, without a key-value cache."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape: dict[str, Any] = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 12}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=4, vocab_size=32000, use_cache=False)).train()
+
+
+def toy() -> nn.Module:
+    """Two convolutions with batch norms: what compiles on a CPU in seconds."""
+    layers = [module for num in (3, 64) for module in (nn.Conv2d(num, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU())]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def jobs() -> dict[str, Job]:
+    """The steps of the table by name, all with fused AdamW."""
+    last = lambda size, device: pictures(size, device, channels_last=True)  # noqa: E731
+    small = lambda size, device: pictures(size, device, side=32, num_classes=10, channels_last=True)  # noqa: E731
+    found = (
+        Job("resnet50", 256, lambda: torchvision_model("resnet50"), last, "adamw", channels_last=True),
+        Job("vit_b_16", 128, lambda: torchvision_model("vit_b_16"), pictures, "adamw"),
+        Job("gpt2", 16, gpt2, texts, "adamw"),
+        Job("llama", 8, llama, lambda size, device: texts(size, device, vocabulary=32000), "adamw"),
+        Job("toy", 16, toy, small, "adamw", channels_last=True),
+    )
+    return {job.name: job for job in found}
+
+
+# --- one process among several ----------------------------------------------------------------------------------------
+
+
+class DeviceLock:
+    """A lock on a file that one process holds at a time; a process that holds it may enter again."""
+
+    def __init__(self, path: str) -> None:
+        self.file = open(path, "w")  # noqa: SIM115
+        self.depth = 0
+        self.blocked_seconds = 0.0
+
+    def __enter__(self) -> None:
+        if self.depth == 0:
+            begun = time.perf_counter()
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+            self.blocked_seconds += time.perf_counter() - begun
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # queued kernels belong to the holder
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+
+
+def lock_autotuning(lock: DeviceLock) -> None:
+    """Let Inductor time kernel configurations under the lock alone; a version of torch without that method is left unmodified."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    timing = getattr(CachingAutotuner, "benchmark_all_configs", None)
+    if timing is None:
+        return
+
+    def locked(self: Any, *args: Any, **keywords: Any) -> Any:
+        with lock:
+            return timing(self, *args, **keywords)
+
+    CachingAutotuner.benchmark_all_configs = locked
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What every kind of measurement needs: the way, the device, the lock, and `ready`, which blocks until no other process computes."""
+
+    way: Way
+    device: str
+    num_steps: int
+    lock: DeviceLock
+    ready: Callable[[], None]
+
+
+@contextmanager
+def called(way: Way, model: nn.Module, *, seed: int = 0, **options: Any) -> Generator[tuple[Any, Any]]:
+    """What a step calls in place of the model, and the session or None; `options` are those of torch.compile."""
+    name = way.bits or "unmodified"
+    with applied(Format(name, FORMATS.get(name)), model, seed) as session:
+        if way.is_eager:
+            yield model, session
+        else:
+            yield torch.compile(model, **options) if session is None else session.compile(**options), session
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def shape_of(batch: Batch) -> list[int]:
+    """The shape of a network's input."""
+    return list((batch[0] if isinstance(batch, tuple) else batch["input_ids"]).shape)
+
+
+def stored_bytes(model: Any, batch: Batch, session: Any, device: str) -> int | None:
+    """What a session stores between forward and backward; None where it has no such number."""
+    if session is None:
+        return None
+    with torch.autocast(device, torch.bfloat16):
+        loss, _output = forward(model, batch)
+    found = getattr(session, "stored_bytes", None)
+    loss.backward()
+    return found
+
+
+def warmed_up(worker: Worker, step: Callable[[], Tensor]) -> dict[str, float]:
+    """Run the first steps: the first loss, and the seconds of the first step."""
+    before, begun = worker.lock.blocked_seconds, time.perf_counter()
+    first = float(step())
+    seconds = time.perf_counter() - begun - (worker.lock.blocked_seconds - before)
+    with worker.lock:
+        for _ in range(3):
+            step()
+    return {"first_loss": first, "compile_seconds": seconds}
+
+
+def timed(worker: Worker, step: Callable[[], Tensor], num_steps: int) -> dict[str, Any]:
+    """Median, spread and peak of `num_steps` steps after two that are not counted."""
+    for _ in range(2):
+        step()
+    return cuda_times(step, num_steps) if worker.device == "cuda" else cpu_times(step, num_steps)
+
+
+def step_fields(worker: Worker, job: Job, **options: Any) -> dict[str, Any]:
+    """One row of the table; `options` are those of torch.compile."""
+    torch.manual_seed(0)
+    model = build(job, worker.device)
+    batch, optimizer = job.batch(job.size, worker.device), make_optimizer(job.optimizer, model)
+    with called(worker.way, model, **options) as (network, session):
+        step = make_step(network, batch, optimizer, worker.device)
+        fields: dict[str, Any] = {**warmed_up(worker, step), "size": job.size, "shape": shape_of(batch)}
+        with worker.lock:
+            fields["stored_bytes"] = stored_bytes(network, batch, session, worker.device)
+            optimizer.zero_grad(set_to_none=True)
+        worker.ready()
+        fields |= timed(worker, step, worker.num_steps)
+        return {**fields, "num_changes": None if session is None else len(session.changes)}
+
+
+# --- the largest batch ------------------------------------------------------------------------------------------------
+
+
+def line_through(peaks: dict[int, int], limit: int) -> int:
+    """The size at which the line through the two largest sizes in `peaks` meets the limit, rounded down to GRAIN."""
+    (small, low), (large, high) = sorted(peaks.items())[-2:]
+    return int(small + (limit - low) * (large - small) / (high - low)) // GRAIN * GRAIN
+
+
+def next_size(peaks: dict[int, int], limit: int) -> int | None:
+    """The batch to measure next, by the peak bytes of at least two batches; None when the largest that fits is measured.
+
+    It is the largest multiple of GRAIN that the line predicts to fit, and after a batch that does not fit at least one GRAIN below.
+
+    >>> next_size({64: 2000, 128: 4000}, limit=15_500), next_size({64: 2000, 128: 4000, 480: 15_400}, limit=15_500)
+    (480, None)
+    >>> next_size({64: 2000, 128: 4000, 480: 15_600}, limit=15_500)
+    448
+    """
+    fits = [size for size, peak in peaks.items() if peak < limit]
+    too_large = [size for size, peak in peaks.items() if peak >= limit]
+    guess = max(line_through(peaks, limit), GRAIN)
+    if too_large:
+        guess = min(guess, min(too_large) - GRAIN)
+    known = max(fits, default=0)
+    return guess if guess > known else None
+
+
+def peak_of(worker: Worker, job: Job) -> int:
+    """Peak bytes of a few steps of a fresh network."""
+    model = build(job, worker.device)
+    batch, optimizer = job.batch(job.size, worker.device), make_optimizer(job.optimizer, model)
+    with called(worker.way, model, dynamic=False) as (network, _):
+        warmed_up(worker, make_step(network, batch, optimizer, worker.device))
+        torch.cuda.reset_peak_memory_stats()
+        with worker.lock:
+            make_step(network, batch, optimizer, worker.device)()
+        return torch.cuda.max_memory_allocated()
+
+
+def largest_fields(worker: Worker, job: Job) -> dict[str, Any]:
+    """The largest batch whose peak is below LIMIT_BYTES, and its times; the first batch measured is the job's own."""
+    num_values = sum(param.numel() for param in build(job, "meta").parameters())
+    peaks = {0: 16 * num_values}  # weights, gradients and two moments in fp32: where the first line begins
+    size: int | None = job.size
+    while size is not None:
+        torch.compiler.reset()
+        release(worker.device)
+        peaks[size] = peak_of(worker, replace(job, size=size))
+        print(f"a batch of {size} peaks at {gib(peaks[size])} GiB", flush=True)
+        size = next_size(peaks, LIMIT_BYTES)
+    torch.compiler.reset()
+    release(worker.device)
+    best = max(size for size, peak in peaks.items() if peak < LIMIT_BYTES)
+    fields = step_fields(worker, replace(job, size=best), dynamic=False)  # in the compile cache of this process
+    return {**fields, "compile_seconds": None, "limit_bytes": LIMIT_BYTES}
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def teacher_pictures(size: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Coarse 4 x 4 noise as pictures of 32 x 32; labels are the largest of ten linear functions of it, the same for all seeds."""
+    teacher = torch.randn(10, 48, generator=torch.Generator().manual_seed(0))
+    coarse = torch.randn(size, 3, 4, 4, generator=source)
+    fine = interpolate(coarse, scale_factor=8) + 0.1 * torch.randn(size, 3, 32, 32, generator=source)
+    return fine, (coarse.flatten(1) @ teacher.T).argmax(1)
+
+
+def teacher_texts(size: int, source: torch.Generator, *, length: int = 64, vocabulary: int = 256) -> tuple[Tensor, Tensor]:
+    """Tokens of which 4 of 5 follow from the one before by a fixed permutation; the others are random."""
+    follower = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))
+    columns = [torch.randint(vocabulary, (size,), generator=source)]
+    for _ in range(length):
+        is_random = torch.rand(size, generator=source) < 0.2
+        columns.append(torch.where(is_random, torch.randint(vocabulary, (size,), generator=source), follower[columns[-1]]))
+    tokens = torch.stack(columns, 1)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, Tensor]]]] = {
+    "resnet18": (lambda: MODELS["resnet18"](width=32), teacher_pictures),
+    "gpt": (lambda: MODELS["gpt"](dim=128), teacher_texts),
+    "toy": (toy, teacher_pictures),
+}  # name of the network: how it is built, and its data
+
+
+def loss_after(worker: Worker, name: str, seed: int, num_steps: int, size: int = 128) -> float:
+    """The mean loss of the last steps of a training from `seed`, each step with new data."""
+    make, data = TRAININGS[name]
+    torch.manual_seed(seed)
+    model, source = make().to(worker.device).train(), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    losses: list[Tensor] = []
+    with called(worker.way, model, seed=seed) as (network, _):
+        for _ in range(num_steps):
+            x, target = (tensor.to(worker.device) for tensor in data(size, source))
+            with torch.autocast(worker.device, torch.bfloat16):
+                output = network(x)
+                loss = cross_entropy(output.flatten(0, -2), target.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+    return float(torch.stack(losses[-NUM_LOSSES:]).mean())
+
+
+def loss_fields(worker: Worker, name: str, num_steps: int, seeds: Sequence[int] = (0, 1, 2)) -> dict[str, Any]:
+    """The losses after trainings from several seeds."""
+    losses = [loss_after(worker, name, seed, num_steps) for seed in seeds]
+    worker.ready()
+    return {"num_steps": num_steps, "losses": losses}
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def fields_of(worker: Worker, job: str, kind: str) -> dict[str, Any]:
+    """The measurement `kind` of a job: steps, largest or losses."""
+    name = job.split("-")[0]
+    if kind == "losses":
+        return loss_fields(worker, name, worker.num_steps)
+    return (step_fields if kind == "steps" else largest_fields)(worker, jobs()[name])
+
+
+def main() -> None:
+    """Read the request, measure, print the row."""
+    request: dict[str, Any] = {"kind": "steps", "device": "cpu", "num_steps": 10, "lock": os.devnull, **json.loads(sys.argv[1])}
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print goes to the log
+
+    def ready() -> None:
+        replies.write(json.dumps({"ready": True}) + "\n")
+        if not sys.stdin.readline():
+            raise SystemExit("the benchmark that asked for this row has ended")
+
+    way, lock = Way.parse(request["way"]), DeviceLock(request["lock"])
+    if way.budget is not None:
+        torch._functorch.config.activation_memory_budget = way.budget
+    try:
+        if request["device"] == "cuda":
+            lock_autotuning(lock)
+        worker = Worker(way, request["device"], request["num_steps"], lock, ready)
+        reply = fields_of(worker, request["job"], request["kind"])
+    except Exception as error:
+        traceback.print_exc()
+        reply = {"error": failure(error)}
+    replies.write(json.dumps(reply) + "\n")
+
+
+if __name__ == "__main__":
+    main()
