@@ -97,9 +97,7 @@ def encode_in_graph(x: Tensor, format: Format, rounding: Rounding, overflow: Ove
     return packed, scales, torch.where(scale.isnan(), 0.0, minimum).to(_stored_dtype(format.minimum))
 
 
-def decode_in_graph(
-    parts: tuple[Tensor, ...], format: Format, numel: int, dtype: torch.dtype, *, in_order: bool = False
-) -> Tensor:
+def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype: torch.dtype, *, in_order: bool = False) -> Tensor:
     """The 1-D `numel` values of what `encode_in_graph` returned. Finite values past float16's largest stay finite.
 
     `in_order`: the bytes hold neighbours, as in the reference.

@@ -19,23 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from paredown.plan.plan import Plan
-from paredown.session.graph_packing import STEP_SHAPE, GraphDecision, GraphReport, make_backend
+from paredown.session.graph_packing import GraphDecision, GraphReport, make_backend
 from paredown.trace.autograd_graph import tensors_in
 
 
 class CompiledGraphs:
     """The compiled graphs of one session: the decisions made in them, their calls, and the bytes that are stored."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
-        self.plan, self.seed, self.calls = plan, seed, 0
+    def __init__(self, plan: Plan, seed: int, *, calls: int) -> None:
+        self.plan, self.seed, self.calls = plan, seed, calls
         self.reports: list[GraphReport] = []
-        self.is_open = True
         self._steps: dict[torch.device, Tensor] = {}
         self._alive: list[tuple[weakref.ref[Any], int]] = []  # (the autograd node of a call, bytes that it saved packed)
 
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options) with packed graphs."""
-        backend = make_backend(self.plan, self.seed, on_graph=self.reports.append, step=self._step, on_call=self._called, options=options)
+        backend = make_backend(
+            self.plan, self.seed, on_graph=self._compiled, step=self._step, on_call=self._called, options=options
+        )
         return torch.compile(model, backend=backend, **options)
 
     @property
@@ -57,8 +58,12 @@ class CompiledGraphs:
 
     def _step(self, device: torch.device) -> Tensor:
         if device not in self._steps:
-            self._steps[device] = torch.full(STEP_SHAPE, self.calls, dtype=torch.int64, device=device)
+            self._steps[device] = torch.full((1,), self.calls, dtype=torch.int64, device=device)
         return self._steps[device]
+
+    def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
+        """A graph was compiled; `previous`: what it reported when it was compiled before."""
+        self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def _called(self, report: GraphReport, outputs: Any) -> None:
         self.calls += 1

@@ -21,9 +21,10 @@ Stochastic rounding reads a step counter, a tensor that `compile_backend` adds t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,28 +34,47 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
-from torch._functorch.partitioners import _is_primal, _is_tangent, min_cut_rematerialization_partition
+from torch._functorch._aot_autograd.utils import _is_primal, _is_tangent
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from paredown.codec import backend, graph_codec
-from paredown.codec import graph_ops as _  # noqa: F401  (defines torch.ops.paredown)
+from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
 from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, keys_in_graph, pack_mask_in_graph, unpack_mask_in_graph
 from paredown.codec.packed import default_overflow
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.plan import Plan
-from paredown.plan.storage import is_same_level, resolve_format
+from paredown.plan.storage import is_same_level, resolve_format, significant_bits
 from paredown.roles import Role
-from paredown.session.graph_slots import GraphSlot, aten_name, is_backward, read_joint_graph, slot_of
+from paredown.session.graph_slots import (
+    ATTENTION,
+    NORMS,
+    GraphSlot,
+    JointGraph,
+    Operation,
+    aten_name,
+    is_backward,
+    read_joint_graph,
+    slot_of,
+)
+from paredown.session.value_bounds import (
+    Reading,
+    blocks_mix_groups,
+    measure_attention,
+    reason_of_logits,
+    reason_of_spread,
+    spread_of_statistics,
+    update_reading,
+)
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 from paredown.trace.operations import Use
 
-STEP = "paredown_step"
-STEP_SHAPE = (1,)  # int64
+NUM_NUMBERS = 4096  # how many numbers a graph can measure
 RECOMPUTES = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
@@ -65,6 +85,7 @@ RECOMPUTES = {
 # 12 layers 1.9 GiB, in GPT-2 9 of 65 ms. The stages of a ResNet have up to 6 summands, and are smaller and faster recomputed.
 BREAKS_CHAINS = {"ban_recompute_used_far_apart": True, "ban_recompute_long_fusible_chains": True}
 MAX_RECOMPUTED_SUMS = 8
+MAX_BUFFER = 1 << 20  # values of a buffer that a repeated first call sets back
 # Inductor writes a value that several kernels read to memory if it takes more than 30 operations. Unpacking codes below 8 bits and
 # recomputing a norm take more; in backward of ResNet-50 it wrote 0.77 GiB in float32 for the largest norm.
 INLINES = {"realize_opcount_threshold": 64}
@@ -89,12 +110,26 @@ class GraphDecision:
     stored_bytes: int
 
 
+@dataclass(frozen=True)
+class ValueCheck:
+    """Numbers that a compiled graph measures at each call, and the slots that stay unmodified where they are too large.
+
+    `first`, `count`: their place among the numbers of the graph. `reason`: why not to pack, from the numbers; "" if they are small enough.
+    """
+
+    slots: tuple[GraphSlot, ...]
+    first: int
+    count: int
+    reason: Callable[[Sequence[float]], str]
+
+
 @dataclass
 class GraphReport:
-    """What was packed in one compiled graph: the decision of each saved tensor, and the bytes of masks."""
+    """What was packed in one compiled graph: the decision of each saved tensor, the bytes of masks, and the checks of values."""
 
     decisions: list[GraphDecision]
     mask_bytes: int = 0
+    checks: list[ValueCheck] = field(default_factory=list[ValueCheck])
 
     @property
     def stored_bytes(self) -> int:
@@ -108,11 +143,16 @@ class PlanPartitioner(CustomPartitionerFn):
 
     plan: Plan
     seed: int
-    on_graph: Callable[[GraphReport], None]
+    on_graph: Callable[..., None]
+    kept: dict[tuple[str, ...], str] = field(default_factory=dict[tuple[str, ...], str])  # names of slots not to pack -> why
 
     def uuid(self) -> Any:
         """Identifies plan and code in the keys of Inductor's caches."""
-        return ("paredown", _source_hash(), self.plan.key, self.seed)
+        return ("paredown", _source_hash(), self.plan.key, self.seed, sorted(self.kept))
+
+    def __reduce__(self) -> Any:
+        """Pickled as its uuid: Inductor pickles its settings to make the keys of its cache."""
+        return repr, (self.uuid(),)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph, packed."""
@@ -127,6 +167,7 @@ class PlanPartitioner(CustomPartitionerFn):
         editor = GraphEditor(forward, backward, options["num_fwd_outputs"])
         report = GraphReport([])
         chosen = self._decide(editor, joint, report)
+        editor.add_checks([(node, d.slot, d.format) for node, d in chosen if d.format is not None], joint, report)
         editor.save_comparisons({node.name for node, _ in chosen}, report)
         for node, decision in chosen:
             assert decision.format is not None
@@ -163,6 +204,8 @@ class PlanPartitioner(CustomPartitionerFn):
             format, reason = None, slot.reason
         elif is_held:
             format, reason = None, HELD
+        elif slot.names in self.kept:
+            format, reason = None, self.kept[slot.names]
         elif format is not None:
             problem = _obstacle(value, format)
             format, reason = (None, problem) if problem else (format, reason)
@@ -195,11 +238,11 @@ class GraphEditor:
         self.forward, self.backward = forward, backward
         self._num_outputs = num_outputs
         self._output = forward.graph.output_node()
-        self._returned: list[Any] = list(self._output.args[0])
+        self._returned: list[Any] = list(self._output.args[0])  # type: ignore[arg-type]
         self._by_name = {node.name: node for node in forward.graph.nodes}
         self._order = {node: i for i, node in enumerate(backward.graph.nodes)}
         self.placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        self._step = _step_input(forward.graph)
+        self._step, self._numbers = _added_inputs(forward.graph)
 
     def saved_floats(self) -> list[fx.Node]:
         """Saved tensors of floating point of at least MIN_PACKED_NUMEL values."""
@@ -234,6 +277,30 @@ class GraphEditor:
                     rounded.add(node)
         for node in found:
             report.mask_bytes += self._save_mask(node)
+
+    def add_checks(self, packed: list[tuple[fx.Node, GraphSlot, Format]], joint: JointGraph, report: GraphReport) -> None:
+        """Measure in forward what decides whether operands of attention and inputs of norms may be packed."""
+        if any(not isinstance(size, int) for node, _, _ in packed for size in node.meta["val"].shape):
+            return  # a graph of dynamic sizes is not compiled again: `_decide` packs nothing that would need a check
+        numbers, measured = list[fx.Node](), 0
+        for number, operation in joint.operations.items():
+            users = [(node, slot, format) for node, slot, format in packed if number in slot.numbers]
+            check = _check_of(operation, users, self._by_name)
+            if check is None:
+                continue
+            sources, measure, count, reason = check
+            traced = _trace(lambda *t, f=measure: (f(*t).float().reshape(-1),), *(node.meta["val"] for node in sources))
+            numbers += _insert(self.forward.graph, traced, sources, _after(sources))
+            report.checks.append(ValueCheck(tuple(slot for _, slot, _ in users), measured, count, reason))
+            measured += count
+        if numbers:
+            size = NUM_NUMBERS - measured
+            traced = _trace(lambda *t: (torch.nn.functional.pad(torch.cat(t), (0, size)),), *(node.meta["val"] for node in numbers))
+            (all_numbers,) = _insert(self.forward.graph, traced, numbers, self._output)
+            with self.forward.graph.inserting_before(self._output):
+                self.forward.graph.call_function(torch.ops.aten.copy_.default, (self._numbers, all_numbers)).meta["val"] = (
+                    self._numbers.meta["val"]
+                )
 
     def pack(self, node: fx.Node, format: Format, encode: Any, decode: Any) -> int:
         """Replace a saved tensor by its encoded parts; returns their bytes."""
@@ -333,47 +400,115 @@ class GraphEditor:
 
 @dataclass(frozen=True, eq=False)
 class PlanBackend:
-    """A backend of torch.compile: Inductor, with `partitioner`, and the step counter as one more input of each graph."""
+    """A backend of torch.compile: Inductor, with `partitioner`, and two more inputs of each graph."""
 
     partitioner: PlanPartitioner
     step: Callable[[torch.device], Tensor]  # the step counter of a device
     on_call: Callable[[GraphReport, Any], None]  # after each call of a graph with gradients, with its outputs
     inductor: Any  # torch's own backend, which resolved mode and options
 
-    @property
-    def patches(self) -> dict[str, Any]:
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """The compiled graph."""
+        return PackedGraph(self, gm, example_inputs)
+
+    def compile(self, gm: fx.GraphModule, inputs: list[Any], partitioner: PlanPartitioner) -> Callable[..., Any]:
+        """`gm` compiled by Inductor; `inputs` end with the two that are added."""
+        patches = {**self._patches(), **self.inductor.config, "custom_partitioner_fn": partitioner}
+        # a hit in the cache of AOTAutograd would skip the partitioner, whose report the session needs; Inductor's own cache stays
+        with functorch_config.patch(enable_autograd_cache=False), _more_inputs(gm.graph, inputs[-2:]):
+            return compile_fx(gm, inputs, config_patches=patches)  # type: ignore[return-value]
+
+    def _patches(self) -> dict[str, Any]:
         """Inductor's settings for this plan, unless the user sets them."""
         formats = (assignment.format for _, assignment in self.partitioner.plan.rules)
         return INLINES if any(format is not None and format.element.width < 8 for format in formats) else {}
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """The compiled graph."""
+
+class PackedGraph:
+    """A compiled graph. Where values turn out too large for the formats of some slots, it is compiled again without packing those."""
+
+    def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
+        self._backend, self._gm = backend, gm
         device = next((t.device for t in example_inputs if isinstance(t, Tensor)), torch.device("cpu"))
-        step = self.step(device)
+        self._added = [backend.step(device), torch.zeros(NUM_NUMBERS, device=device)]
+        self._kept: dict[tuple[str, ...], str] = {}
+        self._reading = Reading([], 0)
+        self._num_calls = 0
+        self._report = GraphReport([])
+        self._compiled = self._compile(example_inputs)
+
+    def __call__(self, *args: Any) -> Any:
+        """The outputs of the graph."""
+        if not torch.is_grad_enabled():
+            return self._compiled(*args, *self._added)
+        self._added[0].add_(1)
+        self._num_calls += 1
+        is_read = bool(self._report.checks) and (self._num_calls == 1 or not self._added[1].is_cuda)
+        before = Snapshot(args) if is_read else None
+        outputs = self._compiled(*args, *self._added)
+        if self._must_compile_again(is_read=is_read):
+            self._compiled = self._compile(list(args))
+            if before is not None:
+                before.restore()
+                outputs = self._compiled(*args, *self._added)
+        self._backend.on_call(self._report, outputs)
+        return outputs
+
+    def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
         reports: list[GraphReport] = []
-        partitioner = replace(self.partitioner, on_graph=lambda report: (reports.append(report), self.partitioner.on_graph(report)))
-        # a hit in the cache of AOTAutograd would skip the partitioner, whose report the session needs; Inductor's own cache stays
-        with functorch_config.patch(enable_autograd_cache=False), _one_more_input(gm.graph, STEP, step):
-            compiled = compile_fx(
-                gm, [*example_inputs, step], config_patches={**self.patches, **self.inductor.config, "custom_partitioner_fn": partitioner}
-            )
+        partitioner = replace(self._backend.partitioner, on_graph=reports.append, kept=dict(self._kept))
+        compiled = self._backend.compile(self._gm, [*inputs, *self._added], partitioner)
+        previous, self._report = self._report, reports[0] if reports else GraphReport([])
+        self._backend.partitioner.on_graph(self._report, previous)
+        return compiled
 
-        def call(*args: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return compiled(*args, step)
-            step.add_(1)
-            outputs = compiled(*args, step)
-            self.on_call(reports[0] if reports else GraphReport([]), outputs)
-            return outputs
+    def _must_compile_again(self, *, is_read: bool) -> bool:
+        """Whether a number that the graph measured forbids to pack a slot that is packed.
 
-        return call
+        `is_read`: the numbers of this call are read; otherwise, on a GPU, those of an earlier call, without synchronizing.
+        """
+        checks, numbers = self._report.checks, self._added[1]
+        if not checks:
+            return False
+        last = checks[-1].first + checks[-1].count
+        if is_read:
+            self._reading.values = numbers[:last].tolist()
+        else:
+            update_reading(self._reading, lambda: numbers[:last], self._num_calls)
+        found = {
+            slot.names: reason
+            for check in checks
+            if (reason := check.reason(self._reading.values[check.first : check.first + check.count]))
+            for slot in check.slots
+        }
+        self._kept |= found
+        return bool(found)
+
+
+class Snapshot:
+    """What a call of a graph changes besides its outputs: random number generators and small buffers."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        tensors = [t for t in args if isinstance(t, Tensor) and not t.requires_grad and t.numel() <= MAX_BUFFER]
+        self._copies = [(t, t.clone()) for t in tensors]
+        devices = {t.device for t in args if isinstance(t, Tensor) and t.is_cuda}
+        self._random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+        self._host = torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Set everything back."""
+        torch.set_rng_state(self._host)
+        for device, state in self._random:
+            torch.cuda.set_rng_state(state, device)
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
 
 
 def make_backend(
     plan: Plan,
     seed: int,
     *,
-    on_graph: Callable[[GraphReport], None],
+    on_graph: Callable[..., None],
     step: Callable[[torch.device], Tensor],
     on_call: Callable[[GraphReport, Any], None],
     options: dict[str, Any],
@@ -390,19 +525,23 @@ def make_backend(
 
 
 @contextmanager
-def _one_more_input(graph: fx.Graph, name: str, example: Tensor) -> Iterator[None]:
-    """A context in which a graph has one more placeholder, behind the others. Dynamo needs its graph unchanged afterwards."""
-    last = graph.find_nodes(op="placeholder")
-    where = graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes)))
-    with where:
-        node = graph.placeholder(name)
-    node.meta["example_value"] = example
-    node.meta["tensor_dict"] = {}
-    node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]  # AOTAutograd identifies inputs by it
+def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
+    """A context in which a graph has more placeholders, behind the others. Dynamo needs its graph unchanged afterwards."""
+    added: list[fx.Node] = []
+    for i, example in enumerate(examples):
+        placeholders = graph.find_nodes(op="placeholder")
+        where = graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(next(iter(graph.nodes)))
+        with where:
+            node = graph.placeholder(f"paredown_{i}")
+        node.meta["example_value"] = example
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # CUDA graphs may write to it
+        node._dynamo_source = ConstantSource(f"paredown_{i}")  # type: ignore[attr-defined]  # AOTAutograd identifies inputs by it
+        added.append(node)
     try:
         yield
     finally:
-        graph.erase_node(node)
+        for node in added:
+            graph.erase_node(node)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -450,13 +589,52 @@ def num_recomputed_sums(graph: fx.Graph) -> int:
     return max(depths.values(), default=0)
 
 
-def _step_input(graph: fx.Graph) -> fx.Node:
-    """The step counter: the last input of forward, which `PlanBackend` added."""
-    node = [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)][-1]
-    value = node.meta["val"]
-    if value.dtype is not torch.int64 or tuple(value.shape) != STEP_SHAPE:
-        raise AssertionError(f"the last input of a compiled graph is {value}, not the step counter: torch.compile reordered inputs")
-    return node
+def _added_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs that `PlanBackend` added: the step counter, and the tensor that measured numbers are written to."""
+    nodes = [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)][-2:]
+    found = [(node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in nodes]
+    if found != [(torch.int64, (1,)), (torch.float32, (NUM_NUMBERS,))]:
+        raise AssertionError(
+            f"the last inputs of a compiled graph are {found}, not those that were added: torch.compile reordered them"
+        )
+    return nodes
+
+
+Check = tuple[list[fx.Node], Callable[..., Tensor], int, Callable[[Sequence[float]], str]]  # sources, measure, count, reason
+
+
+def _check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]) -> Check | None:
+    """What to measure of an operation whose operands are packed; None for nothing."""
+    if not users:
+        return None
+    format = min((format for _, _, format in users), key=significant_bits)
+    if operation.row.op == ATTENTION:
+        node = operation.nodes[0]
+        output = next(n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 0)
+        sources = [forward[n.name] for n in (*node.all_input_nodes[:3], output)]
+        scale: Any = node.kwargs.get("scale")
+        head_dim = int(sources[0].meta["val"].shape[-1])
+        return (
+            sources,
+            lambda q, k, v, o: measure_attention(q, k, v, o, scale),
+            2,
+            lambda n: reason_of_logits(n[0], n[1], format, head_dim),
+        )
+    rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)
+    mean = next((n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 1), None)
+    if operation.row.op not in NORMS or rstd is None or mean is None:
+        return None
+    num_groups = _hint(rstd.meta["val"].numel())
+    if not any(blocks_mix_groups(node.meta["val"], num_groups, operation.row.op) for node, _, _ in users):
+        return None
+    argument = rstd.args[0]
+    eps = next((a for a in getattr(argument, "args", ()) if isinstance(a, float)), 0.0)
+    return (
+        [forward[mean.name], forward[rstd.name]],
+        lambda m, r: spread_of_statistics(m, r, eps),
+        1,
+        lambda n: reason_of_spread(n[0]),
+    )
 
 
 def _memory_order(value: Tensor) -> list[int]:
@@ -525,5 +703,10 @@ def _nbytes(node: fx.Node) -> int:
 
 def _source_hash() -> str:
     folder = Path(__file__).parent
-    files = (Path(__file__), folder / "graph_slots.py", folder.parent / "codec" / "graph_codec.py", folder.parent / "trace" / "operations.py")
+    files = (
+        Path(__file__),
+        folder / "graph_slots.py",
+        folder.parent / "codec" / "graph_codec.py",
+        folder.parent / "trace" / "operations.py",
+    )
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

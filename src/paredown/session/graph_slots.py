@@ -14,6 +14,8 @@ Comparisons (the sign of a ReLU) are not recomputed: they are saved as exact bit
 A tensor that an unknown operation uses is stored unmodified, as in eager mode.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import re
@@ -27,28 +29,30 @@ from torch import Tensor, fx
 from paredown.trace.operations import NONLINEAR, ROWS, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
 
 NORMS = frozenset(("batch_norm", "layer_norm", "group_norm", "rms_norm"))
-SMOOTH = frozenset((*NORMS, "gelu", "silu", "Tanh", "tanh", "sigmoid", "mish", "elu", "hardswish", "erf", "sin", "cos"))
-import os
-PACKS_QK = bool(os.environ.get("QK"))
+SMOOTH = frozenset((*NORMS, "gelu", "silu", "tanh", "sigmoid", "mish", "elu", "hardswish", "erf"))
+PERIODIC = ("sin", "cos")
 ATTENTION = "scaled_dot_product_attention"
 ROW_NAMES = {name.lower(): name for name in ROWS}
-ALIASES = dict.fromkeys(
+ALIASES: dict[str, str] = dict.fromkeys(
     ("nativebatchnormlegitfunctional", "nativebatchnormlegit", "nativebatchnormlegitnostats", "cudnnbatchnorm"), "NativeBatchNorm"
 )
 # aten operations whose result has errors in proportion to those of their inputs
-PASSED = frozenset(
-    """view _unsafe_view reshape permute transpose t expand slice select squeeze unsqueeze split split_with_sizes cat stack clone alias
-    contiguous _to_copy to convert_element_type add sub rsub neg mul where relu threshold leaky_relu gelu silu native_layer_norm
-    native_group_norm _fused_rms_norm native_batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit cudnn_batch_norm
-    native_dropout dropout tanh sigmoid sum mean avg_pool2d constant_pad_nd index gather detach unbind as_strided copy hardtanh clamp
-    lift_fresh_copy full full_like zeros_like ones_like empty_like scalar_tensor arange sin cos broadcast_in_dim""".split()
-)
+PASSED = frozenset((
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "slice", "select", "squeeze", "unsqueeze",
+    "split", "split_with_sizes", "cat", "stack", "clone", "alias", "contiguous", "_to_copy", "to", "convert_element_type",
+    "add", "sub", "rsub", "neg", "mul", "where", "relu", "threshold", "leaky_relu", "gelu", "silu", "native_layer_norm",
+    "native_group_norm", "_fused_rms_norm", "native_batch_norm", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit", "cudnn_batch_norm", "native_dropout", "dropout", "tanh", "sigmoid", "sum", "mean",
+    "avg_pool2d", "constant_pad_nd", "index", "gather", "detach", "unbind", "as_strided", "copy", "hardtanh", "clamp",
+    "lift_fresh_copy", "full", "full_like", "zeros_like", "ones_like", "empty_like", "scalar_tensor", "arange",
+    "broadcast_in_dim",
+))  # fmt: skip
 PRODUCTS = frozenset(("mm", "bmm", "mul", "convolution_backward"))
 WITH_OUTPUT = ("result", "output", "logsumexp", "log_sumexp")
 ATTENTION_ARGUMENTS = ("grad", "query", "key", "value", "output", "logsumexp")
 UNKNOWN_OPERATION = "backward uses it in {}, of which nothing is known"
 RECOMPUTED = "backward recomputes {} from it, which may enlarge its error"
-LOGITS = "backward takes the exponential of logits that contain it, and compiled graphs do not check how large they are"
+PHASE = "backward takes the {} of it, which is off by as many radians"
 _PATH = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 
@@ -59,6 +63,7 @@ class GraphSlot:
     names: tuple[str, ...]
     needs: Needs
     reason: str = ""
+    numbers: tuple[int, ...] = ()  # of the operations that use its values, in the joint graph
 
 
 @dataclass
@@ -102,10 +107,10 @@ def read_joint_graph(graph: fx.Graph, parameters: Iterable[fx.Node]) -> JointGra
             joint.of_inputs.add(node.name)
         if is_backward(node) or node.op != "call_function":
             continue
-        operation = joint.operations.get(number)
-        if operation is None or (not operation.row.operands and row_of(_row_name(node)).operands):
-            joint.operations[number] = operation = _operation(node, counts)
-        operation.nodes.append(node)
+        if number >= 0 and number not in joint.operations:  # later ones of the same number need no gradient
+            joint.operations[number] = _operation(node, counts)
+        if number >= 0 and joint.operations[number].aten == aten_name(node):
+            joint.operations[number].nodes.append(node)
     return joint
 
 
@@ -125,7 +130,8 @@ def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
         return GraphSlot(names, Needs(Use.EXACT), exact)
     pins: list[Pin] = [needs.pin for _, _, needs, _ in uses if needs.pin is not None]
     pin = max(pins, key=lambda pin: pin.significant_bits, default=None)
-    return GraphSlot(names, Needs(Use.VALUE, pin, any(needs.is_centered for _, _, needs, _ in uses)))
+    numbers = tuple(dict.fromkeys(number for number, *_ in uses))
+    return GraphSlot(names, Needs(Use.VALUE, pin, any(needs.is_centered for _, _, needs, _ in uses)), numbers=numbers)
 
 
 FoundUse = tuple[int, str, Needs, str]  # number of the operation, slot name, needs, reason of EXACT
@@ -182,8 +188,8 @@ def _use(value: fx.Node, user: fx.Node, joint: JointGraph, is_centered: bool) ->
         return
     needs = Needs(operand.use, operand.pin, operand.is_centered or is_centered)
     reason = operand.reason if operand.use is Use.EXACT else ""
-    if operation.row.op == ATTENTION and operand.name in ("query", "key") and not PACKS_QK:
-        needs, reason = Needs(Use.EXACT), LOGITS
+    if operation.row.op in PERIODIC:
+        needs, reason = Needs(Use.EXACT), PHASE.format(operation.row.op)
     if operand.use not in (Use.VALUE, Use.EXACT):  # signs and masks are saved as bits; other uses of their tensor read its values
         needs = Needs(Use.VALUE, NONLINEAR, is_centered)
     yield number, operation.slot(operand.name), needs, reason

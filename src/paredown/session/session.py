@@ -112,7 +112,7 @@ class Session:
     @property
     def forwards(self) -> int:
         """Number of forward passes with gradients so far: the step in the random bits of stochastic rounding."""
-        return self._activations.forwards
+        return self._compiled.calls if self._compiled is not None else self._activations.forwards
 
     @property
     def stored_bytes(self) -> int:
@@ -136,7 +136,7 @@ class Session:
         if self._guard is not None:
             raise ApplyError("a session with a guard cannot be compiled yet: apply the plan without guard=, then call compile().")
         self._watch.detach()
-        self._compiled = self._compiled or CompiledGraphs(self.plan, self.seed)
+        self._compiled = self._compiled or CompiledGraphs(self.plan, self.seed, calls=self.forwards)
         return self._compiled.compile(model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
@@ -162,12 +162,7 @@ class Session:
             requested = find((name,), Role.ACTIVATION).format
             if requested is not None:
                 rows.append(Change(name, str(requested), UNMODIFIED, HELD))
-        if self._compiled is not None:
-            rows += [
-                Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason)
-                for name, d in self._compiled.decisions.items()
-                if d.format != d.asked
-            ]
+        rows += compiled_changes(self._compiled)
         rest = find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"
@@ -249,6 +244,8 @@ class Session:
         if guard is not None and self._guard is not None:
             self._guard.load_state_dict(guard, Plan.from_json(state["plan"]))
         self._activations.seed, self._activations.forwards = int(state["seed"]), int(state["forwards"])
+        if self._compiled is not None:
+            self._compiled.set_calls(self.forwards)
 
     def close(self) -> None:
         """Remove the session from the model and decode its weights. Backward of graphs that exist already still works."""
@@ -405,6 +402,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _is_part(part: nn.Module, whole: nn.Module) -> bool:
     return any(module is part for module in whole.modules())
+
+
+def compiled_changes(compiled: CompiledGraphs | None) -> list[Change]:
+    """The saved tensors of compiled graphs that are not stored as the plan requests."""
+    decisions = compiled.decisions if compiled is not None else {}
+    return [
+        Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason) for name, d in decisions.items() if d.format != d.asked
+    ]
 
 
 # --- formats of optimizer state and gradients ------------------------------------------------------------------------------------

@@ -86,14 +86,7 @@ class ValueBounds:
         node = saved.node
         name = saved.name.rpartition(".")[0]
         bound, share = self._read(name, lambda: logits_and_share(node), saved.tensor.is_cuda, forwards)
-        bits = min(significant_bits(format), significant_bits(PINNED))
-        error = sqrt(2 / saved.tensor.shape[-1]) * ROUNDING_ERROR * 2.0**-bits * bound
-        is_large = not error <= MAX_LOGIT_ERROR
-        if not is_large and error / MAX_SHARED_ERROR <= 1 - share:
-            return ""
-        what = f"its logits are up to {bound:.3g}: quantized they would be off by about {error:.2g}"
-        rows = f", and rows attend to few keys (outputs have {share:.0%} of the variance of values), so that backward cancels"
-        return what + (", and probabilities by exp of that" if is_large else rows)
+        return reason_of_logits(bound, share, format, saved.tensor.shape[-1])
 
     def _phase(self, saved: Saved, format: Format, forwards: int) -> str:
         tensor = saved.tensor
@@ -106,28 +99,50 @@ class ValueBounds:
 
     def _statistics(self, saved: Saved, forwards: int) -> str:
         node, rstd = saved.node, getattr(saved.node, "_saved_result2", None)
-        if rstd is None or saved.tensor is None or not _blocks_mix_groups(saved.tensor, rstd, saved.op):
+        if rstd is None or saved.tensor is None or not blocks_mix_groups(saved.tensor, rstd.numel(), saved.op):
             return ""
         eps = getattr(node, "_saved_eps", None) or getattr(node, "_saved_epsilon", 0.0)  # cuDNN's name; layer norms have none
         measure = partial(spread_of_statistics, node._saved_result1, rstd, eps)
         (spread,) = self._read(saved.name, measure, rstd.is_cuda, forwards)
-        if spread <= MAX_SPREAD:
-            return ""
-        return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
+        return reason_of_spread(spread)
 
     def _read(self, name: str, measure: Callable[[], Tensor], is_cuda: bool, forwards: int) -> list[float]:
         reading = self._readings.get(name)
         if reading is None or (not is_cuda and reading.forwards != forwards):
             reading = self._readings[name] = Reading(measure().reshape(-1).tolist(), forwards)
         elif is_cuda and reading.forwards != forwards:
-            _update(reading, measure, forwards)
+            update_reading(reading, measure, forwards)
         return reading.values
 
 
+def reason_of_logits(bound: float, share: float, format: Format, head_dim: int) -> str:
+    """Why operands of attention stay unmodified, from the two numbers of `logits_and_share`; "" if they may be packed."""
+    bits = min(significant_bits(format), significant_bits(PINNED))
+    error = sqrt(2 / head_dim) * ROUNDING_ERROR * 2.0**-bits * bound
+    is_large = not error <= MAX_LOGIT_ERROR
+    if not is_large and error / MAX_SHARED_ERROR <= 1 - share:
+        return ""
+    what = f"its logits are up to {bound:.3g}: quantized they would be off by about {error:.2g}"
+    rows = f", and rows attend to few keys (outputs have {share:.0%} of the variance of values), so that backward cancels"
+    return what + (", and probabilities by exp of that" if is_large else rows)
+
+
+def reason_of_spread(spread: float) -> str:
+    """Why the input of a norm stays unmodified, from `spread_of_statistics`; "" if it may be packed."""
+    if spread <= MAX_SPREAD:
+        return ""
+    return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
+
+
 def logits_and_share(node: Any) -> Tensor:
+    """`measure_attention` of an autograd node."""
+    return measure_attention(node._saved_query, node._saved_key, node._saved_value, node._saved_output, node._saved_scale)
+
+
+def measure_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None) -> Tensor:
     """[`largest_logit`, the variance of the output over that of the values], both over tokens; 2 numbers on the device."""
-    output, value = (t.var(dim=-2, correction=0).float().mean() for t in (node._saved_output, node._saved_value))
-    return torch.stack([largest_logit(node), (output / value).nan_to_num(nan=1.0).clamp(0.0, 1.0)])
+    of_output, of_value = (t.var(dim=-2, correction=0).float().mean() for t in (output, value))
+    return torch.stack([largest_logit(query, key, scale), (of_output / of_value).nan_to_num(nan=1.0).clamp(0.0, 1.0)])
 
 
 def largest_of_rows(tensor: Tensor) -> Tensor:
@@ -139,9 +154,8 @@ def largest_of_rows(tensor: Tensor) -> Tensor:
     return tensor.detach().abs().amax(dim=-1).float().square().mean().sqrt().nan_to_num(nan=inf)
 
 
-def largest_logit(node: Any) -> Tensor:
+def largest_logit(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
     """scale * max|q| * max|k|, which no logit exceeds (Cauchy-Schwarz); infinity where it is not a number."""
-    query, key, scale = node._saved_query, node._saved_key, node._saved_scale
     rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).max() for t in (query, key)]
     return (rows[0] * rows[1] * (query.shape[-1] ** -0.5 if scale is None else scale)).abs().nan_to_num(nan=inf)
 
@@ -157,15 +171,15 @@ def spread_of_statistics(mean: Tensor, rstd: Tensor, eps: float = 0.0) -> Tensor
     return spread.masked_fill(rstd.max().square() * eps > 0.5, inf)  # rstd = (variance + eps)^-0.5
 
 
-def _blocks_mix_groups(tensor: Tensor, rstd: Tensor, op: str) -> bool:
+def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
     """Whether a block of 64 values, in the order of memory, can hold values of several channels, rows or groups."""
     if not tensor.is_contiguous():
-        return rstd.numel() > 1
-    group_len = tensor.shape[2:].numel() if op == "batch_norm" else tensor.numel() // max(rstd.numel(), 1)
-    return rstd.numel() > 1 and group_len % BLOCK != 0
+        return num_groups > 1
+    group_len = tensor.shape[2:].numel() if op == "batch_norm" else tensor.numel() // max(num_groups, 1)
+    return num_groups > 1 and group_len % BLOCK != 0
 
 
-def _update(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> None:
+def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> None:
     """Use the number whose copy to the host is complete; start the next copy in every READ_INTERVAL-th forward pass."""
     reading.forwards = forwards
     if reading.pending is not None and reading.copied.query():

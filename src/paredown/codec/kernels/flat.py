@@ -250,7 +250,9 @@ def _flat(numel: int, how: Any, step_in_memory: bool, wide: bool) -> Flat:
     assert format.scale is not None
     minimum = stored[format.minimum.name] if format.minimum else None
     scale = stored.get(format.scale.name, torch.uint8)
-    return Flat(format.row_bytes(numel), format.blocks_per_row(numel), scale, minimum, encodes(1, numel, how, True, step_in_memory, wide))
+    return Flat(
+        format.row_bytes(numel), format.blocks_per_row(numel), scale, minimum, encodes(1, numel, how, True, step_in_memory, wide)
+    )
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
