@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,6 @@ from paredown.session.changes import (
     explain_session,
 )
 from paredown.session.checkpointing import CheckpointedModules
-from paredown.session.compiled import CompiledGraphs
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
 from paredown.session.weights import ADDED, Weights
@@ -58,6 +57,9 @@ from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 from paredown.trace.module_watch import Watch
+
+if TYPE_CHECKING:
+    from paredown.session.compiled import CompiledGraphs
 
 STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 NO_OPTIMIZER = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
@@ -135,6 +137,8 @@ class Session:
             raise ApplyError("this session is closed, or its model was deleted: apply the plan again, then call compile().")
         if self._guard is not None:
             raise ApplyError("a session with a guard cannot be compiled yet: apply the plan without guard=, then call compile().")
+        from paredown.session.compiled import CompiledGraphs  # Inductor takes seconds to import
+
         self._watch.detach()
         self._compiled = self._compiled or CompiledGraphs(self.plan, self.seed, calls=self.forwards)
         return self._compiled.compile(model, **options)
