@@ -44,7 +44,8 @@ from paredown.tables import Table
 WORKER = Path(__file__).parent / "compile_worker.py"
 STEP_WAYS = ("compiled", "budget=0.8", "budget=0.5", "budget=0.3", "int8", "int4", "eager")
 LIMIT_GIB = 130  # for all processes together
-OVERHEAD_GIB = 3  # a process beyond its peak: CUDA context, workspaces, memory that the allocator holds back
+PACKED_SHARE = 0.75  # of the peak, with packed activations; an upper bound
+OVERHEAD_GIB = 1.5  # a process beyond its peak: CUDA context, workspaces, memory that the allocator holds back
 TRAINING_STEPS = 100
 QUICK = "toy:compiled,toy:int8,toy:int4,toy:eager"
 
@@ -88,7 +89,8 @@ class Cell:
     @property
     def gib(self) -> float:
         """Memory that its process may need at most, roughly."""
-        return OVERHEAD_GIB + (self.case.eager_gib if Way.parse(self.way).is_eager else self.case.compiled_gib)
+        share = PACKED_SHARE if "int" in self.way else 1.0
+        return OVERHEAD_GIB + share * (self.case.eager_gib if Way.parse(self.way).is_eager else self.case.compiled_gib)
 
 
 @dataclass(frozen=True)

@@ -118,18 +118,21 @@ class DeviceLock:
 
 
 def lock_autotuning(lock: DeviceLock) -> None:
-    """Let Inductor time kernel configurations under the lock alone; a version of torch without that method is left unmodified."""
+    """Let Inductor time kernels, and padded matrix products, under the lock alone; what a version of torch lacks is left unmodified."""
+    from torch._inductor.fx_passes import pad_mm
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    timing = getattr(CachingAutotuner, "benchmark_all_configs", None)
-    if timing is None:
-        return
+    for owner, name in ((CachingAutotuner, "benchmark_all_configs"), (pad_mm, "_should_pad_bench"), (pad_mm, "_should_pad")):
+        if hasattr(owner, name):
+            setattr(owner, name, _under(lock, getattr(owner, name)))
 
-    def locked(self: Any, *args: Any, **keywords: Any) -> Any:
+
+def _under(lock: DeviceLock, timing: Any) -> Any:
+    def locked(*args: Any, **keywords: Any) -> Any:
         with lock:
-            return timing(self, *args, **keywords)
+            return timing(*args, **keywords)
 
-    CachingAutotuner.benchmark_all_configs = locked
+    return locked
 
 
 @dataclass(frozen=True)

@@ -186,11 +186,12 @@ def test_steps_draw_different_codes() -> None:
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64, 1001])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64, 192, 1001])
 def test_masks(count: int) -> None:
     mask = normal(count, seed=4) > 0
     bits = pack_mask_in_graph(mask)
-    assert torch.equal(bits, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
+    assert bits.dtype is (torch.int64 if count % 64 == 0 else torch.uint8)
+    assert torch.equal(bits.view(torch.uint8), torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
     assert torch.equal(unpack_mask_in_graph(bits, count), mask)
 
 

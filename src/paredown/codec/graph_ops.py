@@ -9,13 +9,15 @@ Codes have the layout of the reference. The step of the random bits is a tensor,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from paredown.codec import backend
 from paredown.codec.packed import encode_flat
-from paredown.codec.reference import Encoding
+from paredown.codec.reference import COVER, Encoding
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
@@ -26,9 +28,19 @@ _LIBRARY.define("encode(Tensor x, Tensor step, str format, str rounding, str ove
 
 def encode(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
     """[codes, scales] or [codes, scales, minimums] of 1-D contiguous `x`, each 1-D; `step`: one int32 on the device of `x`."""
+    if x.is_cuda:
+        return _encoder(x.shape[0], format, rounding, overflow, seed, tensor_id)(x, step)
     how = _encoding(format, rounding, overflow)
     packed = encode_flat(x, how.format, how.rounding, how.overflow, Seed(seed, tensor_id, step))
     return [part.view(-1) for part in packed.parts.tensors()]
+
+
+@lru_cache(maxsize=4096)
+def _encoder(numel: int, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> Callable[..., list[Tensor]]:
+    """`encode` for tensors of one size, with little host time: a step of ResNet-50 calls it 56 times, and general code took 13 ms of it."""
+    how, kernels = _encoding(format, rounding, overflow), backend.find_kernels()
+    assert kernels is not None
+    return kernels.flat_encoder(numel, (how.format, how.rounding, how.overflow, COVER), Seed(seed, tensor_id))
 
 
 def _parts(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:

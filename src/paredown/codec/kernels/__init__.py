@@ -1,6 +1,14 @@
 """The codec as Triton kernels: the same bits as `reference.py`. Importing this needs Triton; `backend.py` decides whether to."""
 
-from paredown.codec.kernels.flat import covers_recompute, decode_flat, encode_flat, pack_mask, recompute, unpack_mask  # noqa: F401
+from paredown.codec.kernels.flat import (  # noqa: F401
+    covers_recompute,
+    decode_flat,
+    encode_flat,
+    flat_encoder,
+    pack_mask,
+    recompute,
+    unpack_mask,
+)
 from paredown.codec.kernels.launch import (  # noqa: F401
     covers,
     decode_rows,

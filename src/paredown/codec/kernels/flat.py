@@ -16,6 +16,7 @@ bits    [ b7..b0                  ]      and zeroes the values that ReLU zeroed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from paredown.codec.kernels.launch import (
     AS_INTEGERS,
+    NOT_RANDOM,
     Launch,
     bf16_as_integers,
     block_constants,
@@ -211,26 +213,34 @@ class Flat(NamedTuple):
 
 def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
     """Flat `x` encoded; `how`: format, rounding, overflow and "cover". The format has blocks and no tensor scale."""
-    numel, device = x.numel(), x.device
+    random = random_of(seed, x.numel(), how[1])
+    flat = _flat(x.numel(), how, random.step_in_memory, random.wide)
+    return PackedParts(*(part.view(1, -1) for part in _launch_flat(flat, x, random.step, random.scalars)))
+
+
+def flat_encoder(numel: int, how: Any, seed: Seed) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    """A function of a flat tensor of `numel` values and of a step in memory that returns codes, scales and minimums, each flat."""
     random = random_of(seed, numel, how[1])
-    flat = _flat(numel, how, random.step_in_memory, random.wide)
-    codes = torch.empty((1, flat.num_bytes), dtype=torch.uint8, device=device)
-    scales = torch.empty((1, flat.num_blocks), dtype=flat.scale, device=device)
-    minimums = None if flat.minimum is None else torch.empty((1, flat.num_blocks), dtype=flat.minimum, device=device)
+    is_random = random is not NOT_RANDOM
+    k0, k1 = (key - (1 << 32) if key >> 31 else key for key in seed.base_keys()) if is_random else (0, 0)
+    flat = _flat(numel, how, is_random, random.wide)
+    return lambda x, step: _launch_flat(flat, x, step if is_random else None, (seed.first_index, k0, k1))
+
+
+def _launch_flat(flat: Flat, x: Tensor, step: Tensor | None, scalars: tuple[int, int, int]) -> list[Tensor]:
+    """[codes, scales] or [codes, scales, minimums] of flat `x`, each flat."""
+    device = x.device
+    codes = torch.empty(flat.num_bytes, dtype=torch.uint8, device=device)
+    scales = torch.empty(flat.num_blocks, dtype=flat.scale, device=device)
+    parts, lowest = [codes, scales], scales
+    if flat.minimum is not None:
+        lowest = torch.empty(flat.num_blocks, dtype=flat.minimum, device=device)
+        parts.append(lowest)
     source = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
-    shared = scales.view(AS_INTEGERS[flat.scale])
-    pointers = (
-        source,
-        codes,
-        shared,
-        shared if minimums is None else minimums.view(AS_INTEGERS[minimums.dtype]),
-        source,
-        source,
-        random.step,
-    )
+    shared = (scales.view(AS_INTEGERS[scales.dtype]), lowest.view(AS_INTEGERS[lowest.dtype]))
     for launch in flat.launches:
-        launch(pointers, random.scalars)
-    return PackedParts(codes, scales, minimums)
+        launch((source, codes, *shared, source, source, step), scalars)
+    return parts
 
 
 def decode_flat(parts: PackedParts, format: Format, out: Tensor) -> Tensor:
