@@ -22,8 +22,7 @@ length is not a multiple of the values in a byte, the layout is the reference's.
 
     int4/8:   bytes  [v4 v0] [v5 v1] [v6 v2] [v7 v3]
 
-Arithmetic on codes and random bits is int32, a shift right of random bits is logical. Masks: 64 flags a word, or eight a byte, the
-first lowest.
+Arithmetic on codes and random bits is int32, a shift right of random bits is logical. Masks: eight flags a byte, the first lowest.
 
 >>> from paredown.formats.format import Format
 >>> int4 = Format.parse("int4/8@bf16")
@@ -61,7 +60,6 @@ CASTS = {
 }
 DIVIDES_BYTE = (1, 2, 4, 8)
 SCALES = ("fp32", "bf16", "e8m0")
-WORD_BITS = 64  # flags in a word of a mask
 
 
 def covers(format: Format) -> bool:
@@ -394,22 +392,15 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def pack_mask_in_graph(mask: Tensor) -> Tensor:
-    """1-D bool as bits, the first lowest: int64 words where 64 divides a static size, else uint8 with a last byte padded with zeros.
-
-    A sum of 64 numbers is the loop of a block of 64, so that Inductor makes one kernel of a norm, a ReLU, its mask and encode.
-    """
-    numel = mask.shape[0]
-    is_words = isinstance(numel, int) and numel % WORD_BITS == 0  # pyright: ignore[reportUnnecessaryIsInstance]  (a SymInt is no int)
-    dtype, num_bits = (torch.int64, WORD_BITS) if is_words else (torch.int32, 8)
-    count = _ceil_div(numel, num_bits)
-    flags = _padded(mask.to(dtype), count * num_bits, 0).view(count, num_bits)
-    words = (flags << torch.arange(num_bits, dtype=dtype, device=mask.device)).sum(1, dtype=dtype)
-    return words if is_words else words.to(torch.uint8)
+    """1-D bool as uint8, eight flags a byte, the first lowest; the last byte is padded with zeros."""
+    num_bytes = _ceil_div(mask.shape[0], 8)
+    flags = _padded(mask.to(torch.int32), num_bytes * 8, 0).view(num_bytes, 8)
+    # One sum of 8 numbers is a reduction to Inductor, which reads memory in order: 122 us for 2^27.6 values on one H200, 205 us unrolled.
+    # Words of 64 flags are one kernel with a norm, a ReLU and encode, which is slower: ResNet-50 in 8 bits took 49.9 instead of 45.0 ms.
+    return (flags << torch.arange(8, dtype=torch.int32, device=mask.device)).sum(1, dtype=torch.int32).to(torch.uint8)
 
 
 def unpack_mask_in_graph(bits: Tensor, numel: int) -> Tensor:
     """The first `numel` flags of `pack_mask_in_graph`, 1-D bool."""
-    words = bits if bits.dtype is torch.int64 else bits.to(torch.int32)
-    num_bits = WORD_BITS if bits.dtype is torch.int64 else 8
-    flags = (words[:, None] >> torch.arange(num_bits, dtype=words.dtype, device=bits.device)) & 1
+    flags = (bits.to(torch.int32)[:, None] >> torch.arange(8, dtype=torch.int32, device=bits.device)) & 1
     return _first(flags.reshape(-1), numel) != 0
