@@ -1,7 +1,7 @@
-"""The tables of docs/benchmarks.md, from results/*.json alone: the newest row of each job and way.
+"""The tables of docs/benchmarks.md and the README's table of compiled steps, from results/*.json alone: the newest row of each job and way.
 
 python benchmarks/tables.py             # print them
-python benchmarks/tables.py --write     # put them into the page, between its marks
+python benchmarks/tables.py --write     # put them into the pages, between their marks
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+README = Path(__file__).parent.parent / "README.md"
 MARKS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
 WORDS = {
@@ -23,6 +24,13 @@ WORDS = {
     "by hand": "an eager loop",
     "compiled": "`torch.compile`",
 }  # names in results: names on the page
+NETWORKS = {
+    "resnet50": "ResNet-50, batch 256",
+    "vit_b_16": "ViT-B/16, batch 128",
+    "gpt2": "GPT-2 124M, 16 x 1024 tokens",
+    "llama": "Llama-shaped 0.4B, 8 x 1024 tokens",
+}  # jobs of the README's table
+HEADLINE_WAYS = ("compiled", "int8", "int4", "eager")
 
 
 def newest(name: str, keys: tuple[str, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -93,6 +101,27 @@ def compiled() -> str:
         cells.append((row["job"], str(WORDS.get(row["way"], row["way"])), *peak, *time, seconds, row["commit"]))
     head = ("step", "way", "peak, GiB", "x compiled", "ms", "p20 to p80", "x compiled", "compile, s", "commit")
     return titled("Training steps, with ratios to plain `torch.compile` at the same commit:", head, cells)
+
+
+def headline() -> str:
+    """The README's table: peaks and times of compiled steps, plain and packed, and of the eager step."""
+    found = {(row["job"], row["way"]): (row, beside.get("compiled")) for row, beside in compiled_rows("steps")}
+    cells = [
+        (name, *(headline_cell(*found.get((job, way), (None, None))) for way in HEADLINE_WAYS))
+        for job, name in NETWORKS.items()
+        if (job, "compiled") in found
+    ]
+    head = ("one H200, bf16 autocast", "`torch.compile`", "`session.compile()`, 8 bits", "`session.compile()`, 4 bits", "eager")
+    return titled("Peak memory and time of a training step, relative to plain `torch.compile` in parentheses:", head, cells)
+
+
+def headline_cell(row: dict[str, Any] | None, plain: dict[str, Any] | None) -> str:
+    """Peak and step time of one way."""
+    if row is None:
+        return ""
+    text = f"{row['peak_bytes'] / GIB:.1f} GiB, {1e3 * row['median_seconds']:.1f} ms"
+    ratios = [relative(row, plain, name) for name in ("peak_bytes", "median_seconds")]
+    return text if row["way"] == "compiled" or not all(ratios) else f"{text} ({', '.join(ratios)})"
 
 
 def compiled_losses() -> str:
@@ -170,12 +199,14 @@ def planning() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (activations, compiled, compiled_losses, compiled_largest, optimizers, footprints, sweeps, planning)
-}  # the names that the page's marks have
+}  # the names that the marks of docs/benchmarks.md have
+README_TABLES: dict[str, Callable[[], str]] = {"headline": headline}
 
 
 def filled(page: str) -> str:
     """The page with its tables as the results have them now."""
-    return MARKS.sub(lambda mark: f"{mark[1]}{TABLES[mark[2]]()}{mark[3]}", page)
+    made = {**TABLES, **README_TABLES}
+    return MARKS.sub(lambda mark: f"{mark[1]}{made[mark[2]]()}{mark[3]}", page)
 
 
 def main() -> None:
@@ -183,9 +214,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
-        PAGE.write_text(filled(PAGE.read_text()))
+        for page in (PAGE, README):
+            page.write_text(filled(page.read_text()))
     else:
-        print("\n".join(make() for make in TABLES.values()))
+        print("\n".join(make() for make in (*README_TABLES.values(), *TABLES.values())))
 
 
 if __name__ == "__main__":

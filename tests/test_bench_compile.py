@@ -217,3 +217,7 @@ def test_tables_of_compiled_steps(bench: Any, tmp_path: Path, monkeypatch: pytes
     ]
     assert training[-1] == "| gpt | compiled | 100 | 3 | 2.0000 | 1.0000 | aaa |"
     assert batch[-1] == "| vit | int8 | 300 | 2.00 | 16 | 1500 | 3.00x | 0.75x | aaa |"
+    assert tables.headline() == "", "vit is not a network of the README"
+    monkeypatch.setattr(tables, "NETWORKS", {"vit": "ViT"})
+    plain, packed8 = "2.0 GiB, 200.0 ms", "1.0 GiB, 250.0 ms"
+    assert tables.headline().splitlines()[-1] == f"| ViT | {plain} | {packed8} (0.50x, 1.25x) |  | {packed8} |"

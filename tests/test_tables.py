@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import MARKS, TABLES, filled
+from benchmarks.tables import MARKS, README_TABLES, TABLES, filled
 
 ROOT = Path(__file__).parent.parent
 STYLE_WORDS = """quantize, packed, baseline, activation, saved tensor, activation checkpointing, recompute, peak memory, optimizer state,
@@ -68,6 +68,9 @@ def test_benchmarks_are_those_of_the_results() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert {mark[2] for mark in MARKS.finditer(page)} == set(TABLES)
     assert filled(page) == page, "python benchmarks/tables.py --write"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {mark[2] for mark in MARKS.finditer(readme)} == set(README_TABLES)
+    assert filled(readme) == readme, "python benchmarks/tables.py --write"
 
 
 def test_a_wrong_page_is_noticed() -> None:

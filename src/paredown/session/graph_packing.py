@@ -12,7 +12,7 @@ read the tensor in its own memory order. Comparisons that backward would make wi
 bits; saved booleans become bits too. Torch's choice of what to recompute stays, with one change: an operation that Inductor can fuse is
 also recomputed where backward materializes its result, since a stored tensor must be decoded anyway.
 
-Stochastic rounding reads a step counter, a tensor that `compile_backend` adds to the inputs of every graph.
+`PlanBackend` adds two tensors to the inputs of every graph: the step counter of stochastic rounding, and the measured numbers.
 """
 
 # pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
