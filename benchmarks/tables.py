@@ -30,7 +30,7 @@ NETWORKS = {
     "gpt2": "GPT-2 124M, 16 x 1024 tokens",
     "llama": "Llama-shaped 0.4B, 8 x 1024 tokens",
 }  # jobs of the README's table
-HEADLINE_WAYS = ("compiled", "int8", "int4", "eager")
+HEADLINE_WAYS = ("compiled", "int8", "int4")
 
 
 def newest(name: str, keys: tuple[str, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -104,14 +104,14 @@ def compiled() -> str:
 
 
 def headline() -> str:
-    """The README's table: peaks and times of compiled steps, plain and packed, and of the eager step."""
+    """The README's table: peaks and times of compiled steps, plain and packed."""
     found = {(row["job"], row["way"]): (row, beside.get("compiled")) for row, beside in compiled_rows("steps")}
     cells = [
         (name, *(headline_cell(*found.get((job, way), (None, None))) for way in HEADLINE_WAYS))
         for job, name in NETWORKS.items()
         if (job, "compiled") in found
     ]
-    head = ("one H200, bf16 autocast", "`torch.compile`", "`session.compile()`, 8 bits", "`session.compile()`, 4 bits", "eager")
+    head = ("one H200, bf16 autocast", "`torch.compile`", "`session.compile()`, 8 bits", "`session.compile()`, 4 bits")
     return titled("Peak memory and time of a training step, relative to plain `torch.compile` in parentheses:", head, cells)
 
 
