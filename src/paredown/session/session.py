@@ -59,7 +59,7 @@ from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 from paredown.trace.module_watch import Watch
 
 if TYPE_CHECKING:
-    from paredown.session.compiled import CompiledGraphs
+    from paredown.session.compiled.compiled_graphs import CompiledGraphs
 
 STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 NO_OPTIMIZER = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
@@ -137,7 +137,7 @@ class Session:
             raise ApplyError("this session is closed, or its model was deleted: apply the plan again, then call compile().")
         if self._guard is not None:
             raise ApplyError("a session with a guard cannot be compiled yet: apply the plan without guard=, then call compile().")
-        from paredown.session.compiled import CompiledGraphs  # Inductor takes seconds to import
+        from paredown.session.compiled.compiled_graphs import CompiledGraphs  # Inductor takes seconds to import
 
         self._watch.detach()
         self._compiled = self._compiled or CompiledGraphs(self.plan, self.seed, calls=self.forwards)

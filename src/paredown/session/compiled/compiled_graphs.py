@@ -1,7 +1,7 @@
 """Compiled sessions: the plan of a session at work inside the graphs of torch.compile.
 
 `session.compile()` returns what `torch.compile(model)` returns, and each graph that it compiles packs what it saves for backward
-(session/graph_packing.py). The hooks of eager mode are removed: they would break the graphs. Names of slots, formats and pins are those of
+(graph_packing.py). The hooks of eager mode are removed: they would break the graphs. Names of slots, formats and pins are those of
 eager mode; `session.changes` lists what the graphs keep unmodified, with reasons.
 
 Random bits of stochastic rounding follow from (seed, slot, number of calls of compiled graphs with gradients): a resumed run that loads
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from paredown.plan.plan import Plan
-from paredown.session.graph_packing import GraphDecision, GraphReport, make_backend
+from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
+from paredown.session.compiled.graph_packing import make_backend
 from paredown.trace.autograd_graph import tensors_in
 
 
