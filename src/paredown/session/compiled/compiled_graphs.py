@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from paredown.plan.plan import Plan
 from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
-from paredown.session.compiled.graph_packing import make_backend
-from paredown.trace.autograd_graph import tensors_in
+from paredown.session.compiled.graph_packing import autograd_node_of, holds_tensors, make_backend
 
 
 class CompiledGraphs:
@@ -31,7 +30,9 @@ class CompiledGraphs:
         self.plan, self.seed, self.calls = plan, seed, calls
         self.reports: list[GraphReport] = []
         self._steps: dict[torch.device, Tensor] = {}
-        self._alive: list[tuple[weakref.ref[Any], int]] = []  # (the autograd node of a call, bytes that it saved packed)
+        self._alive: weakref.WeakKeyDictionary[Any, int] = (
+            weakref.WeakKeyDictionary()
+        )  # autograd node of a call: bytes it saved packed
 
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options) with packed graphs."""
@@ -48,8 +49,7 @@ class CompiledGraphs:
     @property
     def stored_bytes(self) -> int:
         """Bytes of codes, scales and masks of the calls whose backward has not run."""
-        self._alive = [(node, nbytes) for node, nbytes in self._alive if _holds_tensors(node())]
-        return sum(nbytes for _, nbytes in self._alive)
+        return sum(nbytes for node, nbytes in self._alive.items() if holds_tensors(node))
 
     def set_calls(self, calls: int) -> None:
         """Continue random bits after `calls` calls."""
@@ -68,16 +68,6 @@ class CompiledGraphs:
 
     def _called(self, report: GraphReport, outputs: Any) -> None:
         self.calls += 1
-        node = next((t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None), None)
-        if node is not None and report.stored_bytes:
-            self._alive = [*self._alive[-64:], (weakref.ref(node), report.stored_bytes)]
-
-
-def _holds_tensors(node: Any) -> bool:
-    """Whether an autograd node is alive and backward has not freed what it saved."""
-    if node is None:
-        return False
-    try:
-        return len(node.saved_tensors) > 0
-    except RuntimeError:
-        return False
+        node = autograd_node_of(outputs) if report.stored_bytes else None
+        if node is not None:
+            self._alive[node] = report.stored_bytes

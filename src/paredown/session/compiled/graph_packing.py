@@ -66,9 +66,9 @@ from paredown.session.compiled.graph_decisions import (
     sizes_in_memory,
     storage_of,
 )
-from paredown.session.compiled.graph_slots import GraphSlot, JointGraph, aten_name, is_backward, read_joint_graph, slot_of
+from paredown.session.compiled.graph_slots import GraphSlot, JointGraph, num_recomputed_sums, read_joint_graph, slot_of
 from paredown.session.compiled.packed_graph import PackedGraph
-from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
+from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, tensors_in
 from paredown.trace.operations import Use
 
 RECOMPUTES = {
@@ -414,6 +414,25 @@ def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]
             graph.erase_node(node)
 
 
+def autograd_node_of(outputs: Any) -> Any:
+    """The autograd node of the call of a compiled graph that returned `outputs`; None if it has none. Views of outputs are behind it."""
+    nodes = [t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None]
+    for _ in range(3):
+        found = next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+        if found is not None:
+            return found
+        nodes = [parent for node in nodes for parent, _ in node.next_functions if parent is not None]
+    return None
+
+
+def holds_tensors(node: Any) -> bool:
+    """Whether backward has not freed what an `autograd_node_of` saved."""
+    try:
+        return len(node.saved_tensors) + len(getattr(node, "_tensors_no_vc_check", ())) > 0
+    except RuntimeError:
+        return False
+
+
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
@@ -446,17 +465,6 @@ def _after(nodes: list[fx.Node]) -> fx.Node:
     if last.op == "placeholder":
         return next(node for node in graph.nodes if node.op != "placeholder")
     return last.next
-
-
-def num_recomputed_sums(graph: fx.Graph) -> int:
-    """The most additions of tensors one after the other that a backward graph recomputes."""
-    depths: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and not is_backward(node):
-            inputs = [depths.get(i, 0) for i in node.all_input_nodes]
-            is_sum = aten_name(node) == "add" and len(node.all_input_nodes) == 2
-            depths[node] = max(inputs, default=0) + is_sum
-    return max(depths.values(), default=0)
 
 
 def _added_inputs(graph: fx.Graph) -> list[fx.Node]:

@@ -134,6 +134,17 @@ def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
     return GraphSlot(names, Needs(Use.VALUE, pin, any(needs.is_centered for _, _, needs, _ in uses)), numbers=numbers)
 
 
+def num_recomputed_sums(graph: fx.Graph) -> int:
+    """The most additions of tensors one after the other that a backward graph recomputes."""
+    depths: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_backward(node):
+            inputs = [depths.get(i, 0) for i in node.all_input_nodes]
+            is_sum = aten_name(node) == "add" and len(node.all_input_nodes) == 2
+            depths[node] = max(inputs, default=0) + is_sum
+    return max(depths.values(), default=0)
+
+
 FoundUse = tuple[int, str, Needs, str]  # number of the operation, slot name, needs, reason of EXACT
 
 
