@@ -37,7 +37,12 @@ class CompiledGraphs:
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options) with packed graphs."""
         backend = make_backend(
-            self.plan, self.seed, on_graph=self._compiled, step=self._step, on_call=self._called, options=options
+            self.plan,
+            seed=lambda: self.seed,
+            on_graph=self._compiled,
+            step=self._step,
+            on_call=self._called,
+            options=options,
         )
         return torch.compile(model, backend=backend, **options)
 
@@ -51,16 +56,15 @@ class CompiledGraphs:
         """Bytes of codes, scales and masks of the calls whose backward has not run."""
         return sum(nbytes for node, nbytes in self._alive.items() if holds_tensors(node))
 
-    def set_calls(self, calls: int) -> None:
-        """Continue random bits after `calls` calls."""
-        self.calls = calls
-        for step in self._steps.values():
-            step.fill_(calls)
+    def resume(self, seed: int, calls: int) -> None:
+        """Draw the random bits of `seed` that follow `calls` calls; graphs that have another seed are compiled again."""
+        self.seed, self.calls = seed, calls
 
     def _step(self, device: torch.device) -> Tensor:
+        """The number of the next call, in a tensor that all graphs of a device read."""
         if device not in self._steps:
-            self._steps[device] = torch.full((1,), self.calls, dtype=torch.int64, device=device)
-        return self._steps[device]
+            self._steps[device] = torch.zeros(1, dtype=torch.int64, device=device)
+        return self._steps[device].fill_(self.calls + 1)
 
     def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
         """A graph was compiled; `previous`: what it reported when it was compiled before."""

@@ -22,6 +22,7 @@ from paredown.formats.rounding import Rounding
 from paredown.session.compiled.graph_slots import GraphSlot
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 
+INPUT = "it is an input of the compiled graph: the caller holds it"
 HELD = "the compiled graph returns it to the caller as well"
 SHARED = "a saved tensor that is not packed shares its memory"
 NOT_COVERED = "compiled graphs have no encode for {}"

@@ -52,6 +52,7 @@ from paredown.roles import Role
 from paredown.session.compiled.graph_checks import NUM_NUMBERS, check_of
 from paredown.session.compiled.graph_decisions import (
     HELD,
+    INPUT,
     SHARED,
     GraphDecision,
     GraphReport,
@@ -132,9 +133,10 @@ class PlanPartitioner(CustomPartitionerFn):
         chosen: list[tuple[fx.Node, GraphDecision]] = []
         kept = set[int]()  # storages of tensors that are saved unmodified
         for node in editor.saved_floats():
-            if node.op == "placeholder" or node.name not in joint.of_inputs:
-                continue  # inputs of the caller, parameters, and casts of parameters are not activations
-            decision = self._decision(node, slot_of(editor.placeholders[node.name], joint), is_held=editor.is_output(node))
+            if node.name not in joint.of_inputs:
+                continue  # parameters, and casts of parameters, are not activations
+            held = INPUT if node.op == "placeholder" else HELD if editor.is_output(node) else ""
+            decision = self._decision(node, slot_of(editor.placeholders[node.name], joint), held)
             if decision.format is not None:
                 chosen.append((node, decision))
             elif decision.asked is not None:
@@ -144,7 +146,8 @@ class PlanPartitioner(CustomPartitionerFn):
         report.decisions += [replace(decision, format=None, reason=SHARED) for _, decision in shared]
         return [pair for pair in chosen if pair not in shared]
 
-    def _decision(self, node: fx.Node, slot: GraphSlot, *, is_held: bool) -> GraphDecision:
+    def _decision(self, node: fx.Node, slot: GraphSlot, held: str) -> GraphDecision:
+        """The decision for a saved tensor; `held`: why memory of it stays allocated anyway, or ""."""
         value: Tensor = node.meta["val"]
         numel = hint(value.numel())
         assignment = self.plan.find(slot.names, Role.ACTIVATION)
@@ -152,8 +155,8 @@ class PlanPartitioner(CustomPartitionerFn):
         format, reason = resolve_format(assignment, slot.needs, dtype=dtype, numel=numel)
         if slot.needs.use is Use.EXACT:
             format, reason = None, slot.reason
-        elif is_held:
-            format, reason = None, HELD
+        elif held:
+            format, reason = None, held
         elif slot.names in self.kept:
             format, reason = None, self.kept[slot.names]
         elif format is not None:
@@ -353,7 +356,8 @@ class PlanBackend:
     """A backend of torch.compile: Inductor, with `partitioner`, and two more inputs of each graph."""
 
     partitioner: PlanPartitioner
-    step: Callable[[torch.device], Tensor]  # the step counter of a device
+    step: Callable[[torch.device], Tensor]  # the step counter of a device, set to the number of the next call
+    seed: Callable[[], int]
     on_call: Callable[[GraphReport, Any], None]  # after each call of a graph with gradients, with its outputs
     inductor: Any  # torch's own backend, which resolved mode and options
 
@@ -376,8 +380,8 @@ class PlanBackend:
 
 def make_backend(
     plan: Plan,
-    seed: int,
     *,
+    seed: Callable[[], int],
     on_graph: Callable[..., None],
     step: Callable[[torch.device], Tensor],
     on_call: Callable[[GraphReport, Any], None],
@@ -391,7 +395,7 @@ def make_backend(
             "torch.compile(model, backend=...), which packs nothing."
         )
     inductor = torch._TorchCompileInductorWrapper(options.pop("mode", None), options.pop("options", None), options.get("dynamic"))
-    return PlanBackend(PlanPartitioner(plan, seed, on_graph), step, on_call, inductor)
+    return PlanBackend(PlanPartitioner(plan, seed(), on_graph), step, seed, on_call, inductor)
 
 
 @contextmanager

@@ -27,8 +27,8 @@ class PackedGraph:
 
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
-        device = next((t.device for t in example_inputs if isinstance(t, Tensor)), torch.device("cpu"))
-        self._added = [backend.step(device), torch.zeros(NUM_NUMBERS, device=device)]
+        self._device = next((t.device for t in example_inputs if isinstance(t, Tensor)), torch.device("cpu"))
+        self._added = [backend.step(self._device), torch.zeros(NUM_NUMBERS, device=self._device)]
         self._kept: dict[tuple[str, ...], str] = {}
         self._reading = Reading([], 0)
         self._num_calls = 0
@@ -39,7 +39,9 @@ class PackedGraph:
         """The outputs of the graph."""
         if not torch.is_grad_enabled():
             return self._compiled(*args, *self._added)
-        self._added[0].add_(1)
+        if self._seed != self._backend.seed():  # the session loaded the state of another one
+            self._compiled = self._compile(list(args))
+        self._backend.step(self._device)
         self._num_calls += 1
         is_read = bool(self._report.checks) and (self._num_calls == 1 or not self._added[1].is_cuda)
         before = Snapshot(args) if is_read else None
@@ -54,7 +56,8 @@ class PackedGraph:
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
         reports: list[GraphReport] = []
-        partitioner = replace(self._backend.partitioner, on_graph=reports.append, kept=dict(self._kept))
+        self._seed = self._backend.seed()
+        partitioner = replace(self._backend.partitioner, seed=self._seed, on_graph=reports.append, kept=dict(self._kept))
         compiled = self._backend.compile(self._gm, [*inputs, *self._added], partitioner)
         previous, self._report = self._report, reports[0] if reports else GraphReport([])
         self._backend.partitioner.on_graph(self._report, previous)
