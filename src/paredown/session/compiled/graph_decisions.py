@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from paredown.codec import graph_codec
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.session.compiled.graph_slots import GraphSlot
+from paredown.plan.storage import BLOCK
+from paredown.session.compiled.graph_slots import ATTENTION, GraphSlot
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 
 INPUT = "it is an input of the compiled graph: the caller holds it"
@@ -27,6 +28,7 @@ HELD = "the compiled graph returns it to the caller as well"
 SHARED = "a saved tensor that is not packed shares its memory"
 NOT_COVERED = "compiled graphs have no encode for {}"
 STRIDES = "its elements overlap or have gaps in memory"
+UNCHECKED = "its sizes are dynamic, and graphs measure whether values are small enough to be packed only where sizes are fixed"
 DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks do not divide"
 
 
@@ -83,7 +85,7 @@ def inverse_order(order: list[int]) -> list[int]:
     return [order.index(d) for d in range(len(order))]
 
 
-def obstacle(value: Tensor, format: Format) -> str:
+def obstacle(value: Tensor, format: Format, slot: GraphSlot) -> str:
     """Why a tensor cannot be packed in a compiled graph; "" if it can."""
     if not graph_codec.covers(format):
         return NOT_COVERED.format(format)
@@ -93,7 +95,16 @@ def obstacle(value: Tensor, format: Format) -> str:
     if not dynamic:
         return ""
     known = prod(size for size in value.shape if isinstance(size, int))
-    return DYNAMIC if len(dynamic) > 1 or known % max(format.block or 1, 8) else ""
+    if len(dynamic) > 1 or known % max(format.block or 1, 8):
+        return DYNAMIC
+    is_attention = any(f":{ATTENTION}" in name for name in slot.names)
+    return UNCHECKED if is_attention or (slot.needs.is_centered and not _has_whole_rows(value)) else ""
+
+
+def _has_whole_rows(value: Tensor) -> bool:
+    """Whether each block of BLOCK values lies in one row of the last dimension, so that it holds one channel, row or group of a norm."""
+    size = value.shape[-1]
+    return memory_order(value) == list(range(value.dim())) and isinstance(size, int) and size % BLOCK == 0
 
 
 def _gaps(value: Tensor) -> bool:

@@ -107,6 +107,8 @@ class PlanPartitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph, packed."""
+        if not self.plan.packs_activations:
+            return min_cut_rematerialization_partition(gm, joint_inputs, **options)
         placeholders = gm.graph.find_nodes(op="placeholder")
         static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
         joint = read_joint_graph(gm.graph, [placeholders[i] for i in static])
@@ -160,7 +162,7 @@ class PlanPartitioner(CustomPartitionerFn):
         elif slot.names in self.kept:
             format, reason = None, self.kept[slot.names]
         elif format is not None:
-            problem = obstacle(value, format)
+            problem = obstacle(value, format, slot)
             format, reason = (None, problem) if problem else (format, reason)
         same = is_same_level(assignment.format, format)
         rounding = assignment.resolved_rounding if same else Rounding.NEAREST_EVEN
@@ -234,7 +236,7 @@ class GraphEditor:
     def add_checks(self, packed: list[tuple[fx.Node, GraphSlot, Format]], joint: JointGraph, report: GraphReport) -> None:
         """Measure in forward what decides whether operands of attention and inputs of norms may be packed."""
         if any(not isinstance(size, int) for node, _, _ in packed for size in node.meta["val"].shape):
-            return  # a graph of dynamic sizes is not compiled again: `_decide` packs nothing that would need a check
+            return  # a graph of dynamic sizes is not compiled again: `obstacle` lets nothing be packed that would need a check
         numbers, measured = list[fx.Node](), 0
         for number, operation in joint.operations.items():
             users = [(node, slot, format) for node, slot, format in packed if number in slot.numbers]
