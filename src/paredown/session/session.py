@@ -59,7 +59,7 @@ from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 from paredown.trace.module_watch import Watch
 
 if TYPE_CHECKING:
-    from paredown.session.compiled import CompiledGraphs
+    from paredown.session.compiled.compiled_graphs import CompiledGraphs
 
 STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 NO_OPTIMIZER = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
@@ -71,7 +71,7 @@ SHARDED = "fully_shard delivers the gradient of each shard as a tensor that is n
 VERSION = 1
 # Both references are weak, as is a session's reference to its model; the hooks on the model keep the session alive.
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session | SimulatedSession]] = weakref.WeakKeyDictionary()
-COMPILED = "torch.compile runs the model: what it saves cannot be packed"
+COMPILED = "torch.compile runs the model: what it saves cannot be packed; call session.compile() instead"
 IN_THREADS = (
     "it ran in a thread while several forward passes of the model were running: it is not known to which of them it belongs"
 )
@@ -137,7 +137,7 @@ class Session:
             raise ApplyError("this session is closed, or its model was deleted: apply the plan again, then call compile().")
         if self._guard is not None:
             raise ApplyError("a session with a guard cannot be compiled yet: apply the plan without guard=, then call compile().")
-        from paredown.session.compiled import CompiledGraphs  # Inductor takes seconds to import
+        from paredown.session.compiled.compiled_graphs import CompiledGraphs  # Inductor takes seconds to import
 
         self._watch.detach()
         self._compiled = self._compiled or CompiledGraphs(self.plan, self.seed, calls=self.forwards)
@@ -249,10 +249,13 @@ class Session:
             self._guard.load_state_dict(guard, Plan.from_json(state["plan"]))
         self._activations.seed, self._activations.forwards = int(state["seed"]), int(state["forwards"])
         if self._compiled is not None:
-            self._compiled.set_calls(self.forwards)
+            self._compiled.resume(self.seed, self._activations.forwards)
 
     def close(self) -> None:
-        """Remove the session from the model and decode its weights. Backward of graphs that exist already still works."""
+        """Remove the session from the model and decode its weights. Backward of graphs that exist already still works.
+
+        What `compile` returned stays usable, and its graphs still pack what they save: call torch.compile(model) for unmodified ones.
+        """
         self._watch.detach()
         self._checkpointed.detach()
         self._weights.detach()

@@ -1,7 +1,7 @@
 """Compiled sessions: the plan of a session at work inside the graphs of torch.compile.
 
 `session.compile()` returns what `torch.compile(model)` returns, and each graph that it compiles packs what it saves for backward
-(session/graph_packing.py). The hooks of eager mode are removed: they would break the graphs. Names of slots, formats and pins are those of
+(graph_packing.py). The hooks of eager mode are removed: they would break the graphs. Names of slots, formats and pins are those of
 eager mode; `session.changes` lists what the graphs keep unmodified, with reasons.
 
 Random bits of stochastic rounding follow from (seed, slot, number of calls of compiled graphs with gradients): a resumed run that loads
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from paredown.plan.plan import Plan
-from paredown.session.graph_packing import GraphDecision, GraphReport, make_backend
-from paredown.trace.autograd_graph import tensors_in
+from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
+from paredown.session.compiled.graph_packing import autograd_node_of, holds_tensors, make_backend
 
 
 class CompiledGraphs:
@@ -30,12 +30,19 @@ class CompiledGraphs:
         self.plan, self.seed, self.calls = plan, seed, calls
         self.reports: list[GraphReport] = []
         self._steps: dict[torch.device, Tensor] = {}
-        self._alive: list[tuple[weakref.ref[Any], int]] = []  # (the autograd node of a call, bytes that it saved packed)
+        self._alive: weakref.WeakKeyDictionary[Any, int] = (
+            weakref.WeakKeyDictionary()
+        )  # autograd node of a call: bytes it saved packed
 
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options) with packed graphs."""
         backend = make_backend(
-            self.plan, self.seed, on_graph=self._compiled, step=self._step, on_call=self._called, options=options
+            self.plan,
+            seed=lambda: self.seed,
+            on_graph=self._compiled,
+            step=self._step,
+            on_call=self._called,
+            options=options,
         )
         return torch.compile(model, backend=backend, **options)
 
@@ -47,19 +54,17 @@ class CompiledGraphs:
     @property
     def stored_bytes(self) -> int:
         """Bytes of codes, scales and masks of the calls whose backward has not run."""
-        self._alive = [(node, nbytes) for node, nbytes in self._alive if _holds_tensors(node())]
-        return sum(nbytes for _, nbytes in self._alive)
+        return sum(nbytes for node, nbytes in self._alive.items() if holds_tensors(node))
 
-    def set_calls(self, calls: int) -> None:
-        """Continue random bits after `calls` calls."""
-        self.calls = calls
-        for step in self._steps.values():
-            step.fill_(calls)
+    def resume(self, seed: int, calls: int) -> None:
+        """Draw the random bits of `seed` that follow `calls` calls; graphs that have another seed are compiled again."""
+        self.seed, self.calls = seed, calls
 
     def _step(self, device: torch.device) -> Tensor:
+        """The number of the next call, in a tensor that all graphs of a device read."""
         if device not in self._steps:
-            self._steps[device] = torch.full((1,), self.calls, dtype=torch.int64, device=device)
-        return self._steps[device]
+            self._steps[device] = torch.zeros(1, dtype=torch.int64, device=device)
+        return self._steps[device].fill_(self.calls + 1)
 
     def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
         """A graph was compiled; `previous`: what it reported when it was compiled before."""
@@ -67,16 +72,6 @@ class CompiledGraphs:
 
     def _called(self, report: GraphReport, outputs: Any) -> None:
         self.calls += 1
-        node = next((t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None), None)
-        if node is not None and report.stored_bytes:
-            self._alive = [*self._alive[-64:], (weakref.ref(node), report.stored_bytes)]
-
-
-def _holds_tensors(node: Any) -> bool:
-    """Whether an autograd node is alive and backward has not freed what it saved."""
-    if node is None:
-        return False
-    try:
-        return len(node.saved_tensors) > 0
-    except RuntimeError:
-        return False
+        node = autograd_node_of(outputs) if report.stored_bytes else None
+        if node is not None:
+            self._alive[node] = report.stored_bytes

@@ -9,7 +9,7 @@ operation in the table of operations (trace/operations.py) states what backward 
 
 The partitioner may let backward recompute operations of forward from what it saves. A saved tensor then has every slot that backward reads
 behind it. Its error passes through the recomputed operations: those in PASSED keep it in proportion, others make the tensor EXACT.
-Comparisons (the sign of a ReLU) are not recomputed: they are saved as exact bits (session/graph_packing.py).
+Comparisons (the sign of a ReLU) are not recomputed: they are saved as exact bits (graph_packing.py).
 
 A tensor that an unknown operation uses is stored unmodified, as in eager mode.
 """
@@ -132,6 +132,17 @@ def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
     pin = max(pins, key=lambda pin: pin.significant_bits, default=None)
     numbers = tuple(dict.fromkeys(number for number, *_ in uses))
     return GraphSlot(names, Needs(Use.VALUE, pin, any(needs.is_centered for _, _, needs, _ in uses)), numbers=numbers)
+
+
+def num_recomputed_sums(graph: fx.Graph) -> int:
+    """The most additions of tensors one after the other that a backward graph recomputes."""
+    depths: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_backward(node):
+            inputs = [depths.get(i, 0) for i in node.all_input_nodes]
+            is_sum = aten_name(node) == "add" and len(node.all_input_nodes) == 2
+            depths[node] = max(inputs, default=0) + is_sum
+    return max(depths.values(), default=0)
 
 
 FoundUse = tuple[int, str, Needs, str]  # number of the operation, slot name, needs, reason of EXACT

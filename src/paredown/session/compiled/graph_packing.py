@@ -12,7 +12,11 @@ read the tensor in its own memory order. Comparisons that backward would make wi
 bits; saved booleans become bits too. Torch's choice of what to recompute stays, with one change: an operation that Inductor can fuse is
 also recomputed where backward materializes its result, since a stored tensor must be decoded anyway.
 
+<<<<<<< HEAD:src/paredown/session/graph_packing.py
 `PlanBackend` adds two tensors to the inputs of every graph: the step counter of stochastic rounding, and the measured numbers.
+=======
+Stochastic rounding reads a step counter, a tensor that `PlanBackend` adds to the inputs of every graph.
+>>>>>>> testcompiled:src/paredown/session/compiled/graph_packing.py
 """
 
 # pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -21,11 +25,9 @@ also recomputed where backward materializes its result, since a stored tensor mu
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -41,7 +43,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paredown.codec import backend, graph_codec
+from paredown.codec import backend
 from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
 from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, keys_in_graph, pack_mask_in_graph, unpack_mask_in_graph
 from paredown.codec.packed import default_overflow
@@ -49,32 +51,31 @@ from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.plan import Plan
-from paredown.plan.storage import is_same_level, resolve_format, significant_bits
+from paredown.plan.storage import is_same_level, resolve_format
 from paredown.roles import Role
-from paredown.session.graph_slots import (
-    ATTENTION,
-    NORMS,
-    GraphSlot,
-    JointGraph,
-    Operation,
-    aten_name,
-    is_backward,
-    read_joint_graph,
-    slot_of,
+from paredown.session.compiled.graph_checks import NUM_NUMBERS, check_of
+from paredown.session.compiled.graph_decisions import (
+    HELD,
+    INPUT,
+    SHARED,
+    GraphDecision,
+    GraphReport,
+    ValueCheck,
+    hint,
+    inverse_order,
+    is_large_mask,
+    memory_order,
+    nbytes_of,
+    num_values,
+    obstacle,
+    sizes_in_memory,
+    storage_of,
 )
-from paredown.session.value_bounds import (
-    Reading,
-    blocks_mix_groups,
-    measure_attention,
-    reason_of_logits,
-    reason_of_spread,
-    spread_of_statistics,
-    update_reading,
-)
-from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
+from paredown.session.compiled.graph_slots import GraphSlot, JointGraph, num_recomputed_sums, read_joint_graph, slot_of
+from paredown.session.compiled.packed_graph import PackedGraph
+from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, tensors_in
 from paredown.trace.operations import Use
 
-NUM_NUMBERS = 4096  # how many numbers a graph can measure
 RECOMPUTES = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
@@ -85,56 +86,10 @@ RECOMPUTES = {
 # 12 layers 1.9 GiB, in GPT-2 9 of 65 ms. The stages of a ResNet have up to 6 summands, and are smaller and faster recomputed.
 BREAKS_CHAINS = {"ban_recompute_used_far_apart": True, "ban_recompute_long_fusible_chains": True}
 MAX_RECOMPUTED_SUMS = 8
-MAX_BUFFER = 1 << 20  # values of a buffer that a repeated first call sets back
 # Inductor writes a value that several kernels read to memory if it takes more than 30 operations. Unpacking codes below 8 bits and
 # recomputing a norm take more; in backward of ResNet-50 it wrote 0.77 GiB in float32 for the largest norm.
 INLINES = {"realize_opcount_threshold": 64}
 KERNEL_DEVICES = ("cuda",)  # where codes below 8 bits are encoded by `paredown::encode`
-HELD = "the compiled graph returns it to the caller as well"
-SHARED = "a saved tensor that is not packed shares its memory"
-NOT_COVERED = "compiled graphs have no encode for {}"
-STRIDES = "its elements overlap or have gaps in memory"
-DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks do not divide"
-
-
-@dataclass(frozen=True)
-class GraphDecision:
-    """How one saved tensor of a compiled graph is stored. `format` None: unmodified, for `reason`."""
-
-    slot: GraphSlot
-    asked: Format | None
-    format: Format | None
-    rounding: Rounding
-    reason: str
-    unmodified_bytes: int
-    stored_bytes: int
-
-
-@dataclass(frozen=True)
-class ValueCheck:
-    """Numbers that a compiled graph measures at each call, and the slots that stay unmodified where they are too large.
-
-    `first`, `count`: their place among the numbers of the graph. `reason`: why not to pack, from the numbers; "" if they are small enough.
-    """
-
-    slots: tuple[GraphSlot, ...]
-    first: int
-    count: int
-    reason: Callable[[Sequence[float]], str]
-
-
-@dataclass
-class GraphReport:
-    """What was packed in one compiled graph: the decision of each saved tensor, the bytes of masks, and the checks of values."""
-
-    decisions: list[GraphDecision]
-    mask_bytes: int = 0
-    checks: list[ValueCheck] = field(default_factory=list[ValueCheck])
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of codes, scales and masks of one forward pass."""
-        return self.mask_bytes + sum(d.stored_bytes for d in self.decisions if d.format is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +111,8 @@ class PlanPartitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph, packed."""
+        if not self.plan.packs_activations:
+            return min_cut_rematerialization_partition(gm, joint_inputs, **options)
         placeholders = gm.graph.find_nodes(op="placeholder")
         static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
         joint = read_joint_graph(gm.graph, [placeholders[i] for i in static])
@@ -182,32 +139,34 @@ class PlanPartitioner(CustomPartitionerFn):
         chosen: list[tuple[fx.Node, GraphDecision]] = []
         kept = set[int]()  # storages of tensors that are saved unmodified
         for node in editor.saved_floats():
-            if node.op == "placeholder" or node.name not in joint.of_inputs:
-                continue  # inputs of the caller, parameters, and casts of parameters are not activations
-            decision = self._decision(node, slot_of(editor.placeholders[node.name], joint), is_held=editor.is_output(node))
+            if node.name not in joint.of_inputs:
+                continue  # parameters, and casts of parameters, are not activations
+            held = INPUT if node.op == "placeholder" else HELD if editor.is_output(node) else ""
+            decision = self._decision(node, slot_of(editor.placeholders[node.name], joint), held)
             if decision.format is not None:
                 chosen.append((node, decision))
             elif decision.asked is not None:
                 report.decisions.append(decision)
-                kept.add(_storage(node))
-        shared = [pair for pair in chosen if _storage(pair[0]) in kept]
+                kept.add(storage_of(node))
+        shared = [pair for pair in chosen if storage_of(pair[0]) in kept]
         report.decisions += [replace(decision, format=None, reason=SHARED) for _, decision in shared]
         return [pair for pair in chosen if pair not in shared]
 
-    def _decision(self, node: fx.Node, slot: GraphSlot, *, is_held: bool) -> GraphDecision:
+    def _decision(self, node: fx.Node, slot: GraphSlot, held: str) -> GraphDecision:
+        """The decision for a saved tensor; `held`: why memory of it stays allocated anyway, or ""."""
         value: Tensor = node.meta["val"]
-        numel = _hint(value.numel())
+        numel = hint(value.numel())
         assignment = self.plan.find(slot.names, Role.ACTIVATION)
         dtype = str(value.dtype).removeprefix("torch.")
         format, reason = resolve_format(assignment, slot.needs, dtype=dtype, numel=numel)
         if slot.needs.use is Use.EXACT:
             format, reason = None, slot.reason
-        elif is_held:
-            format, reason = None, HELD
+        elif held:
+            format, reason = None, held
         elif slot.names in self.kept:
             format, reason = None, self.kept[slot.names]
         elif format is not None:
-            problem = _obstacle(value, format)
+            problem = obstacle(value, format, slot)
             format, reason = (None, problem) if problem else (format, reason)
         same = is_same_level(assignment.format, format)
         rounding = assignment.resolved_rounding if same else Rounding.NEAREST_EVEN
@@ -252,7 +211,7 @@ class GraphEditor:
             for node in saved
             if isinstance(value := node.meta.get("val"), Tensor)
             and value.is_floating_point()
-            and _hint(value.numel()) >= MIN_PACKED_NUMEL
+            and hint(value.numel()) >= MIN_PACKED_NUMEL
         ]
 
     def is_output(self, node: fx.Node) -> bool:
@@ -264,14 +223,14 @@ class GraphEditor:
         graph = self.backward.graph
         of_tangents = {node for node in self.placeholders.values() if _is_tangent(node)}
         rounded = {node for name, node in self.placeholders.items() if name in packed}
-        found = [node for name, node in self.placeholders.items() if _is_large_mask(node) and self._is_saved(name)]
+        found = [node for name, node in self.placeholders.items() if is_large_mask(node) and self._is_saved(name)]
         for node in graph.nodes:
             if node.op == "placeholder":
                 continue
             if any(i in of_tangents for i in node.all_input_nodes):
                 of_tangents.add(node)
             elif any(i in rounded for i in node.all_input_nodes):
-                if _is_large_mask(node):
+                if is_large_mask(node):
                     found.append(node)
                 else:
                     rounded.add(node)
@@ -281,11 +240,11 @@ class GraphEditor:
     def add_checks(self, packed: list[tuple[fx.Node, GraphSlot, Format]], joint: JointGraph, report: GraphReport) -> None:
         """Measure in forward what decides whether operands of attention and inputs of norms may be packed."""
         if any(not isinstance(size, int) for node, _, _ in packed for size in node.meta["val"].shape):
-            return  # a graph of dynamic sizes is not compiled again: `_decide` packs nothing that would need a check
+            return  # a graph of dynamic sizes is not compiled again: `obstacle` lets nothing be packed that would need a check
         numbers, measured = list[fx.Node](), 0
         for number, operation in joint.operations.items():
             users = [(node, slot, format) for node, slot, format in packed if number in slot.numbers]
-            check = _check_of(operation, users, self._by_name)
+            check = check_of(operation, users, self._by_name)
             if check is None:
                 continue
             sources, measure, count, reason = check
@@ -305,7 +264,7 @@ class GraphEditor:
     def pack(self, node: fx.Node, format: Format, encode: Any, decode: Any) -> int:
         """Replace a saved tensor by its encoded parts; returns their bytes."""
         value: Tensor = node.meta["val"]
-        order = _memory_order(value)
+        order = memory_order(value)
         arguments = [node, self._step]
         traced = _trace(lambda x, step: encode(x.permute(order).reshape(-1), step), *(a.meta["val"] for a in arguments))
         parts = _insert(self.forward.graph, traced, arguments, _after(arguments))
@@ -313,16 +272,16 @@ class GraphEditor:
         self._returned[place : place + 1] = parts
         old = self.placeholders.pop(node.name)
         new = self._add_placeholders(parts, before=old)
-        sizes = _sizes(value, order)
+        sizes = sizes_in_memory(value, order)
         decoded = _trace(
-            lambda *p: decode(p, _numel(value, p[0], format)).reshape(sizes).permute(_inverse(order)),
+            lambda *p: decode(p, num_values(value, p[0], format)).reshape(sizes).permute(inverse_order(order)),
             *(part.meta["val"] for part in parts),
         )
         users = sorted(old.users, key=lambda user: self._order.get(user, 0))
         (result,) = _insert(self.backward.graph, decoded, new, users[0])
         old.replace_all_uses_with(result)
         self.backward.graph.erase_node(old)
-        return sum(_nbytes(part) for part in parts)
+        return sum(nbytes_of(part) for part in parts)
 
     def finish(self) -> None:
         """Write the outputs back and check both graphs."""
@@ -340,13 +299,13 @@ class GraphEditor:
     def _save_mask(self, node: fx.Node) -> int:
         """Compute a boolean of backward in forward, and save it as bits; returns their bytes."""
         value: Tensor = node.meta["val"]
-        order = _memory_order(value)
+        order = memory_order(value)
         source = self._computed_in_forward(node)
-        sizes = _sizes(value, order)
+        sizes = sizes_in_memory(value, order)
         traced = _trace(lambda x: (pack_mask_in_graph(x.permute(order).reshape(-1)),), value)
         parts = _insert(self.forward.graph, traced, [source], _after([source]))
         decoded = _trace(
-            lambda bits: unpack_mask_in_graph(bits, _numel(value, bits, None)).reshape(sizes).permute(_inverse(order)),
+            lambda bits: unpack_mask_in_graph(bits, num_values(value, bits, None)).reshape(sizes).permute(inverse_order(order)),
             parts[0].meta["val"],
         )
         if node.op == "placeholder":
@@ -364,7 +323,7 @@ class GraphEditor:
         (result,) = _insert(self.backward.graph, decoded, new, first)
         node.replace_all_uses_with(result)
         self.backward.graph.erase_node(node)
-        return _nbytes(parts[0])
+        return nbytes_of(parts[0])
 
     def _num_saved_tensors(self) -> int:
         """The place behind the last saved tensor among the outputs of forward: symbolic sizes come after it."""
@@ -403,7 +362,8 @@ class PlanBackend:
     """A backend of torch.compile: Inductor, with `partitioner`, and two more inputs of each graph."""
 
     partitioner: PlanPartitioner
-    step: Callable[[torch.device], Tensor]  # the step counter of a device
+    step: Callable[[torch.device], Tensor]  # the step counter of a device, set to the number of the next call
+    seed: Callable[[], int]
     on_call: Callable[[GraphReport, Any], None]  # after each call of a graph with gradients, with its outputs
     inductor: Any  # torch's own backend, which resolved mode and options
 
@@ -424,90 +384,10 @@ class PlanBackend:
         return INLINES if any(format is not None and format.element.width < 8 for format in formats) else {}
 
 
-class PackedGraph:
-    """A compiled graph. Where values turn out too large for the formats of some slots, it is compiled again without packing those."""
-
-    def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
-        self._backend, self._gm = backend, gm
-        device = next((t.device for t in example_inputs if isinstance(t, Tensor)), torch.device("cpu"))
-        self._added = [backend.step(device), torch.zeros(NUM_NUMBERS, device=device)]
-        self._kept: dict[tuple[str, ...], str] = {}
-        self._reading = Reading([], 0)
-        self._num_calls = 0
-        self._report = GraphReport([])
-        self._compiled = self._compile(example_inputs)
-
-    def __call__(self, *args: Any) -> Any:
-        """The outputs of the graph."""
-        if not torch.is_grad_enabled():
-            return self._compiled(*args, *self._added)
-        self._added[0].add_(1)
-        self._num_calls += 1
-        is_read = bool(self._report.checks) and (self._num_calls == 1 or not self._added[1].is_cuda)
-        before = Snapshot(args) if is_read else None
-        outputs = self._compiled(*args, *self._added)
-        if self._must_compile_again(is_read=is_read):
-            self._compiled = self._compile(list(args))
-            if before is not None:
-                before.restore()
-                outputs = self._compiled(*args, *self._added)
-        self._backend.on_call(self._report, outputs)
-        return outputs
-
-    def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
-        reports: list[GraphReport] = []
-        partitioner = replace(self._backend.partitioner, on_graph=reports.append, kept=dict(self._kept))
-        compiled = self._backend.compile(self._gm, [*inputs, *self._added], partitioner)
-        previous, self._report = self._report, reports[0] if reports else GraphReport([])
-        self._backend.partitioner.on_graph(self._report, previous)
-        return compiled
-
-    def _must_compile_again(self, *, is_read: bool) -> bool:
-        """Whether a number that the graph measured forbids to pack a slot that is packed.
-
-        `is_read`: the numbers of this call are read; otherwise, on a GPU, those of an earlier call, without synchronizing.
-        """
-        checks, numbers = self._report.checks, self._added[1]
-        if not checks:
-            return False
-        last = checks[-1].first + checks[-1].count
-        if is_read:
-            self._reading.values = numbers[:last].tolist()
-        else:
-            update_reading(self._reading, lambda: numbers[:last], self._num_calls)
-        found = {
-            slot.names: reason
-            for check in checks
-            if (reason := check.reason(self._reading.values[check.first : check.first + check.count]))
-            for slot in check.slots
-        }
-        self._kept |= found
-        return bool(found)
-
-
-class Snapshot:
-    """What a call of a graph changes besides its outputs: random number generators and small buffers."""
-
-    def __init__(self, args: Sequence[Any]) -> None:
-        tensors = [t for t in args if isinstance(t, Tensor) and not t.requires_grad and t.numel() <= MAX_BUFFER]
-        self._copies = [(t, t.clone()) for t in tensors]
-        devices = {t.device for t in args if isinstance(t, Tensor) and t.is_cuda}
-        self._random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
-        self._host = torch.get_rng_state()
-
-    def restore(self) -> None:
-        """Set everything back."""
-        torch.set_rng_state(self._host)
-        for device, state in self._random:
-            torch.cuda.set_rng_state(state, device)
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
-
-
 def make_backend(
     plan: Plan,
-    seed: int,
     *,
+    seed: Callable[[], int],
     on_graph: Callable[..., None],
     step: Callable[[torch.device], Tensor],
     on_call: Callable[[GraphReport, Any], None],
@@ -521,7 +401,7 @@ def make_backend(
             "torch.compile(model, backend=...), which packs nothing."
         )
     inductor = torch._TorchCompileInductorWrapper(options.pop("mode", None), options.pop("options", None), options.get("dynamic"))
-    return PlanBackend(PlanPartitioner(plan, seed, on_graph), step, on_call, inductor)
+    return PlanBackend(PlanPartitioner(plan, seed(), on_graph), step, seed, on_call, inductor)
 
 
 @contextmanager
@@ -542,6 +422,25 @@ def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]
     finally:
         for node in added:
             graph.erase_node(node)
+
+
+def autograd_node_of(outputs: Any) -> Any:
+    """The autograd node of the call of a compiled graph that returned `outputs`; None if it has none. Views of outputs are behind it."""
+    nodes = [t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None]
+    for _ in range(3):
+        found = next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+        if found is not None:
+            return found
+        nodes = [parent for node in nodes for parent, _ in node.next_functions if parent is not None]
+    return None
+
+
+def holds_tensors(node: Any) -> bool:
+    """Whether backward has not freed what an `autograd_node_of` saved."""
+    try:
+        return len(node.saved_tensors) + len(getattr(node, "_tensors_no_vc_check", ())) > 0
+    except RuntimeError:
+        return False
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -578,17 +477,6 @@ def _after(nodes: list[fx.Node]) -> fx.Node:
     return last.next
 
 
-def num_recomputed_sums(graph: fx.Graph) -> int:
-    """The most additions of tensors one after the other that a backward graph recomputes."""
-    depths: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and not is_backward(node):
-            inputs = [depths.get(i, 0) for i in node.all_input_nodes]
-            is_sum = aten_name(node) == "add" and len(node.all_input_nodes) == 2
-            depths[node] = max(inputs, default=0) + is_sum
-    return max(depths.values(), default=0)
-
-
 def _added_inputs(graph: fx.Graph) -> list[fx.Node]:
     """The inputs that `PlanBackend` added: the step counter, and the tensor that measured numbers are written to."""
     nodes = [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)][-2:]
@@ -600,113 +488,8 @@ def _added_inputs(graph: fx.Graph) -> list[fx.Node]:
     return nodes
 
 
-Check = tuple[list[fx.Node], Callable[..., Tensor], int, Callable[[Sequence[float]], str]]  # sources, measure, count, reason
-
-
-def _check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]) -> Check | None:
-    """What to measure of an operation whose operands are packed; None for nothing."""
-    if not users:
-        return None
-    format = min((format for _, _, format in users), key=significant_bits)
-    if operation.row.op == ATTENTION:
-        node = operation.nodes[0]
-        output = next(n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 0)
-        sources = [forward[n.name] for n in (*node.all_input_nodes[:3], output)]
-        scale: Any = node.kwargs.get("scale")
-        head_dim = int(sources[0].meta["val"].shape[-1])
-        return (
-            sources,
-            lambda q, k, v, o: measure_attention(q, k, v, o, scale),
-            2,
-            lambda n: reason_of_logits(n[0], n[1], format, head_dim),
-        )
-    rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)
-    mean = next((n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 1), None)
-    if operation.row.op not in NORMS or rstd is None or mean is None:
-        return None
-    num_groups = _hint(rstd.meta["val"].numel())
-    if not any(blocks_mix_groups(node.meta["val"], num_groups, operation.row.op) for node, _, _ in users):
-        return None
-    argument = rstd.args[0]
-    eps = next((a for a in getattr(argument, "args", ()) if isinstance(a, float)), 0.0)
-    return (
-        [forward[mean.name], forward[rstd.name]],
-        lambda m, r: spread_of_statistics(m, r, eps),
-        1,
-        lambda n: reason_of_spread(n[0]),
-    )
-
-
-def _memory_order(value: Tensor) -> list[int]:
-    """Dimensions by decreasing stride."""
-    return sorted(range(value.dim()), key=lambda d: (-_hint(value.stride(d)), d))
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(d) for d in range(len(order))]
-
-
-def _obstacle(value: Tensor, format: Format) -> str:
-    """Why a tensor cannot be packed in a compiled graph; "" if it can."""
-    if not graph_codec.covers(format):
-        return NOT_COVERED.format(format)
-    if _gaps(value):
-        return STRIDES
-    dynamic = [size for size in value.shape if not isinstance(size, int)]
-    if not dynamic:
-        return ""
-    known = prod(size for size in value.shape if isinstance(size, int))
-    return DYNAMIC if len(dynamic) > 1 or known % max(format.block or 1, 8) else ""
-
-
-def _gaps(value: Tensor) -> bool:
-    """Whether the elements of a tensor overlap or have gaps in memory."""
-    expected = 1
-    for d in reversed(_memory_order(value)):
-        size, stride = value.shape[d], value.stride(d)
-        if _hint(size) != 1 and _hint(stride) != _hint(expected):
-            return True
-        expected = expected * size
-    return False
-
-
-def _sizes(value: Tensor, order: list[int]) -> list[int]:
-    """The sizes in memory order; -1 for a dynamic one."""
-    return [size if isinstance(size := value.shape[d], int) else -1 for d in order]
-
-
-def _numel(value: Tensor, codes: Tensor, format: Format | None) -> int:
-    """The number of values of a tensor, from its codes (from its bits, if `format` is None) where that is dynamic."""
-    numel = value.numel()
-    width = format.element.width if format is not None else 1
-    return numel if isinstance(numel, int) else codes.shape[0] * (8 // width) if width < 8 else codes.shape[0]
-
-
-def _storage(node: fx.Node) -> int:
-    """Identifies the memory of a tensor: views of one tensor share it."""
-    return node.meta["val"].untyped_storage()._cdata
-
-
-def _hint(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
-
-
-def _is_large_mask(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype is torch.bool and _hint(value.numel()) >= MIN_PACKED_NUMEL
-
-
-def _nbytes(node: fx.Node) -> int:
-    value: Tensor = node.meta["val"]
-    return _hint(value.numel()) * value.element_size()
-
-
 def _source_hash() -> str:
     folder = Path(__file__).parent
-    files = (
-        Path(__file__),
-        folder / "graph_slots.py",
-        folder.parent / "codec" / "graph_codec.py",
-        folder.parent / "trace" / "operations.py",
-    )
+    package = folder.parent.parent
+    files = (*sorted(folder.glob("*.py")), package / "codec" / "graph_codec.py", package / "trace" / "operations.py")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

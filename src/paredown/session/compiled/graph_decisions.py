@@ -1,0 +1,152 @@
+"""How the saved tensors of compiled graphs are stored: decisions, their report, and the facts about fake tensors that they depend on.
+
+Sizes may be symbolic: `hint` is the size of the example that a graph was traced with.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paredown.codec import graph_codec
+from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding
+from paredown.plan.storage import BLOCK
+from paredown.session.compiled.graph_slots import ATTENTION, GraphSlot
+from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
+
+INPUT = "it is an input of the compiled graph: the caller holds it"
+HELD = "the compiled graph returns it to the caller as well"
+SHARED = "a saved tensor that is not packed shares its memory"
+NOT_COVERED = "compiled graphs have no encode for {}"
+STRIDES = "its elements overlap or have gaps in memory"
+UNCHECKED = "its sizes are dynamic, and graphs measure whether values are small enough to be packed only where sizes are fixed"
+DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks do not divide"
+
+
+@dataclass(frozen=True)
+class GraphDecision:
+    """How one saved tensor of a compiled graph is stored. `format` None: unmodified, for `reason`."""
+
+    slot: GraphSlot
+    asked: Format | None
+    format: Format | None
+    rounding: Rounding
+    reason: str
+    unmodified_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class ValueCheck:
+    """Numbers that a compiled graph measures at each call, and the slots that stay unmodified where they are too large.
+
+    `first`, `count`: their place among the numbers of the graph. `reason`: why not to pack, from the numbers; "" if they are small enough.
+    """
+
+    slots: tuple[GraphSlot, ...]
+    first: int
+    count: int
+    reason: Callable[[Sequence[float]], str]
+
+
+@dataclass
+class GraphReport:
+    """What was packed in one compiled graph: the decision of each saved tensor, the bytes of masks, and the checks of values."""
+
+    decisions: list[GraphDecision]
+    mask_bytes: int = 0
+    checks: list[ValueCheck] = field(default_factory=list[ValueCheck])
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of codes, scales and masks of one forward pass."""
+        return self.mask_bytes + sum(d.stored_bytes for d in self.decisions if d.format is not None)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def memory_order(value: Tensor) -> list[int]:
+    """Dimensions by decreasing stride."""
+    return sorted(range(value.dim()), key=lambda d: (-hint(value.stride(d)), d))
+
+
+def inverse_order(order: list[int]) -> list[int]:
+    """The permutation that undoes `order`."""
+    return [order.index(d) for d in range(len(order))]
+
+
+def obstacle(value: Tensor, format: Format, slot: GraphSlot) -> str:
+    """Why a tensor cannot be packed in a compiled graph; "" if it can."""
+    if not graph_codec.covers(format):
+        return NOT_COVERED.format(format)
+    if _gaps(value):
+        return STRIDES
+    dynamic = [size for size in value.shape if not isinstance(size, int)]
+    if not dynamic:
+        return ""
+    known = prod(size for size in value.shape if isinstance(size, int))
+    if len(dynamic) > 1 or known % max(format.block or 1, 8):
+        return DYNAMIC
+    is_attention = any(f":{ATTENTION}" in name for name in slot.names)
+    return UNCHECKED if is_attention or (slot.needs.is_centered and not _has_whole_rows(value)) else ""
+
+
+def _has_whole_rows(value: Tensor) -> bool:
+    """Whether each block of BLOCK values lies in one row of the last dimension, so that it holds one channel, row or group of a norm."""
+    size = value.shape[-1]
+    return memory_order(value) == list(range(value.dim())) and isinstance(size, int) and size % BLOCK == 0
+
+
+def _gaps(value: Tensor) -> bool:
+    """Whether the elements of a tensor overlap or have gaps in memory."""
+    expected = 1
+    for d in reversed(memory_order(value)):
+        size, stride = value.shape[d], value.stride(d)
+        if hint(size) != 1 and hint(stride) != hint(expected):
+            return True
+        expected = expected * size
+    return False
+
+
+def sizes_in_memory(value: Tensor, order: list[int]) -> list[int]:
+    """The sizes in memory order; -1 for a dynamic one."""
+    return [size if isinstance(size := value.shape[d], int) else -1 for d in order]
+
+
+def num_values(value: Tensor, codes: Tensor, format: Format | None) -> int:
+    """The number of values of a tensor, from its codes (from its bits, if `format` is None) where that is dynamic."""
+    numel = value.numel()
+    width = format.element.width if format is not None else 1
+    return numel if isinstance(numel, int) else codes.shape[0] * (8 // width) if width < 8 else codes.shape[0]
+
+
+def storage_of(node: fx.Node) -> int:
+    """Identifies the memory of a tensor: views of one tensor share it."""
+    return node.meta["val"].untyped_storage()._cdata
+
+
+def hint(size: Any) -> int:
+    """The number of a size, or the example's of a symbolic one."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def is_large_mask(node: fx.Node) -> bool:
+    """Whether a node is a boolean tensor of at least MIN_PACKED_NUMEL values."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype is torch.bool and hint(value.numel()) >= MIN_PACKED_NUMEL
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of the tensor of a node."""
+    value: Tensor = node.meta["val"]
+    return hint(value.numel()) * value.element_size()

@@ -1,0 +1,105 @@
+"""One compiled graph at the time of its calls: it is compiled again without packing some slots where their values turn out too large.
+
+On a CPU the numbers that a graph measures are read after every call; on a GPU after the first, and later ones asynchronously.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from paredown.session.compiled.graph_checks import NUM_NUMBERS
+from paredown.session.compiled.graph_decisions import GraphReport
+from paredown.session.value_bounds import Reading, update_reading
+
+if TYPE_CHECKING:
+    from paredown.session.compiled.graph_packing import PlanBackend
+
+MAX_BUFFER = 1 << 20  # values of a buffer that a repeated first call sets back
+
+
+class PackedGraph:
+    """A compiled graph. Where values turn out too large for the formats of some slots, it is compiled again without packing those."""
+
+    def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
+        self._backend, self._gm = backend, gm
+        self._device = next((t.device for t in example_inputs if isinstance(t, Tensor)), torch.device("cpu"))
+        self._added = [backend.step(self._device), torch.zeros(NUM_NUMBERS, device=self._device)]
+        self._kept: dict[tuple[str, ...], str] = {}
+        self._reading = Reading([], 0)
+        self._num_calls = 0
+        self._report = GraphReport([])
+        self._compiled = self._compile(example_inputs)
+
+    def __call__(self, *args: Any) -> Any:
+        """The outputs of the graph."""
+        if not torch.is_grad_enabled():
+            return self._compiled(*args, *self._added)
+        if self._seed != self._backend.seed():  # the session loaded the state of another one
+            self._compiled = self._compile(list(args))
+        self._backend.step(self._device)
+        self._num_calls += 1
+        is_read = bool(self._report.checks) and (self._num_calls == 1 or not self._added[1].is_cuda)
+        before = Snapshot(args) if is_read else None
+        outputs = self._compiled(*args, *self._added)
+        if self._must_compile_again(is_read=is_read):
+            self._compiled = self._compile(list(args))
+            if before is not None:
+                before.restore()
+                outputs = self._compiled(*args, *self._added)
+        self._backend.on_call(self._report, outputs)
+        return outputs
+
+    def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
+        reports: list[GraphReport] = []
+        self._seed = self._backend.seed()
+        partitioner = replace(self._backend.partitioner, seed=self._seed, on_graph=reports.append, kept=dict(self._kept))
+        compiled = self._backend.compile(self._gm, [*inputs, *self._added], partitioner)
+        previous, self._report = self._report, reports[0] if reports else GraphReport([])
+        self._backend.partitioner.on_graph(self._report, previous)
+        return compiled
+
+    def _must_compile_again(self, *, is_read: bool) -> bool:
+        """Whether a number that the graph measured forbids to pack a slot that is packed.
+
+        `is_read`: the numbers of this call are read; otherwise, on a GPU, those of an earlier call, without synchronizing.
+        """
+        checks, numbers = self._report.checks, self._added[1]
+        if not checks:
+            return False
+        last = checks[-1].first + checks[-1].count
+        if is_read:
+            self._reading.values = numbers[:last].tolist()
+        else:
+            update_reading(self._reading, lambda: numbers[:last], self._num_calls)
+        found = {
+            slot.names: reason
+            for check in checks
+            if (reason := check.reason(self._reading.values[check.first : check.first + check.count]))
+            for slot in check.slots
+        }
+        self._kept |= found
+        return bool(found)
+
+
+class Snapshot:
+    """What a call of a graph changes besides its outputs: random number generators and small buffers."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        tensors = [t for t in args if isinstance(t, Tensor) and not t.requires_grad and t.numel() <= MAX_BUFFER]
+        self._copies = [(t, t.clone()) for t in tensors]
+        devices = {t.device for t in args if isinstance(t, Tensor) and t.is_cuda}
+        self._random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+        self._host = torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Set everything back."""
+        torch.set_rng_state(self._host)
+        for device, state in self._random:
+            torch.cuda.set_rng_state(state, device)
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
