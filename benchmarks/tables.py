@@ -112,7 +112,7 @@ def headline() -> str:
         if (job, "compiled") in found
     ]
     head = ("one H200, bf16 autocast", "`torch.compile`", "`session.compile()`, 8 bits", "`session.compile()`, 4 bits")
-    return titled("Peak memory and time of a training step, relative to plain `torch.compile` in parentheses:", head, cells)
+    return titled("Peak memory and time of a training step; in parentheses both as a ratio to plain `torch.compile`:", head, cells)
 
 
 def headline_cell(row: dict[str, Any] | None, plain: dict[str, Any] | None) -> str:

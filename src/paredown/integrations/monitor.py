@@ -108,7 +108,7 @@ def _parameters(model: nn.Module | None, optimizer: Any) -> list[Tensor]:
 
 
 def _gradient_bytes(parameter: Tensor, optimizer: Any) -> int:
-    """Bytes of the accumulated gradient of a parameter from the first backward pass on."""
+    """Bytes that the gradient of a parameter takes once backward has run; 0 with gradient release."""
     entry = optimizer.entry_of(parameter) if isinstance(optimizer, Optimizer) else None
     if entry is not None and entry.gradient is not None:
         return entry.gradient.nbytes

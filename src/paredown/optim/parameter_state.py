@@ -381,7 +381,10 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 
 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
-    """The slot of the weight: its codes if it is packed, else its memory."""
+    """The slot that the update writes the weight to: the codes of a packed weight, else the parameter's own tensor.
+
+    A parameter that is not contiguous has a contiguous copy, its shadow.
+    """
     rounding = entry.choices.rounding(Role.WEIGHT)
     if entry.weight is None:
         plain = local(entry.parameter)

@@ -244,7 +244,7 @@ class _Piece:
         return UpdateSlot(slot.format, slot.rounding, PackedParts(codes, scales, minimums, parts.tensor_scale), slot.roots)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
-        """Encode p' and the moments of the blocks that are finite, and update the counters."""
+        """Encode the new parameter `p` and its moments, skip blocks with a value that is not finite, and update the diagnostic counters."""
         is_finite = p.abs() < LIMIT
         for x, slot in zip(moments, self.unit.moments, strict=True):
             is_finite &= x.isfinite() if slot.roots else x.abs() < LIMIT

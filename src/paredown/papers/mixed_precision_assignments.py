@@ -57,7 +57,7 @@ ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT)
 
 @dataclass(frozen=True)
 class Counted:
-    """One tensor as the paper counts it."""
+    """A tensor that the paper includes in `ratio_low`: role, name, number of values, and the group that is demoted together."""
 
     role: Role
     name: str

@@ -12,10 +12,13 @@ However many runs are made, they are worth no more than knowing all means a:
 
 When that is small relative to the noise of a run, no measurement changes the choice by a noticeable amount.
 
-`propose` chooses the next plan for one budget, `propose_for_front` for the whole Pareto front, by one of two rules that take turns:
+`propose` chooses the next plan for one budget by a rule of DESIGNS; TURNS names the rule of the first trial, and that of all others:
 
     knowledge    the plan whose measurement lowers the sum of the levels' variances most
-    improvement  the plan whose measurement is expected to add most to the area that the measured front dominates
+    choice       the plan whose measurement is expected to lower the error of the picked plan most
+
+`propose_for_front` chooses for the whole Pareto front, by `knowledge` or by the improvement that a measurement is expected to bring: what
+it adds to the area that the measured front dominates.
 
 Within a level they take the plan of least memory that was not measured yet.
 

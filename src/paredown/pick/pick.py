@@ -106,7 +106,7 @@ def _prior_data(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> 
 
 
 def _checked_task(task: Any, evaluations: Any, mode: Any) -> Task:
-    """The task, by its name or itself; TaskError where the task, `evaluations` or `mode` is not allowed."""
+    """The task; a name is looked up. TaskError if the task, `evaluations` or `mode` is invalid."""
     if not isinstance(evaluations, int) or isinstance(evaluations, bool) or evaluations < 0:
         raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: the prior alone decides).")
     if mode not in PRIOR_MODES:

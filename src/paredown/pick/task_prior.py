@@ -107,10 +107,11 @@ def random_guess_error(metric: str, answers: int | None) -> float | None:
 
 @dataclass(frozen=True)
 class TaskPrior:
-    """The prior of a task of some family.
+    """The prior of a new task.
 
-    `wanted`: the new task's family; `family`: the family whose tasks are a kind of their own, "" for none. `shares`: weight of each
-    prior task in each kind, (tasks, kinds). `twins`: for each plan the first one with equal runs, (plans,).
+    `wanted`: the family of the new task. `family`: the prior tasks of this family form an additional kind; "" if there is none, and other
+    than `wanted` if no prior task has that family. `shares`: weight of each prior task in each kind, (tasks, kinds). `twins`: index of
+    the first plan of the same level whose runs equal those of this plan, (plans,).
     """
 
     prior_data: PriorData

@@ -152,7 +152,7 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
-    """The two lifetimes of a tensor saved inside: in forward while operations use it, and again in backward."""
+    """The two lifetimes of a tensor saved in a checkpointed span: in forward while operations use it, in backward once recomputed."""
     end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
     death = max(_last_read(slot), span.backward_start)

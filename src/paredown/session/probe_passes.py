@@ -279,7 +279,7 @@ def nodes_behind(loss: Tensor) -> list[Any]:
 
 
 def _run(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The outgoing gradients of one node."""
+    """Run backward of one autograd node: `incoming` are gradients of its outputs, the result those of its inputs."""
     is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
     with torch.no_grad():
         outgoing = node.apply(*incoming) if is_custom else node(*incoming)

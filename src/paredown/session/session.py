@@ -72,6 +72,7 @@ VERSION = 1
 # Both references are weak, as is a session's reference to its model; the hooks on the model keep the session alive.
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session | SimulatedSession]] = weakref.WeakKeyDictionary()
 COMPILED = "torch.compile runs the model: what it saves cannot be packed; call session.compile() instead"
+COMPILED_CHECKPOINTS = "torch.compile runs the model, and chooses itself what backward recomputes"
 IN_THREADS = (
     "it ran in a thread while several forward passes of the model were running: it is not known to which of them it belongs"
 )
@@ -140,6 +141,12 @@ class Session:
         from paredown.session.compiled.compiled_graphs import CompiledGraphs  # Inductor takes seconds to import
 
         self._watch.detach()
+        if (
+            self._compiled is None
+        ):  # hooks that decode a weight just in time would break the graphs: its values stay beside the codes
+            self._weights.detach()
+            self._weights = Weights(self.plan, model, is_compiled=True)
+            self._weights.attach()
         self._compiled = self._compiled or CompiledGraphs(self.plan, self.seed, calls=self.forwards)
         return self._compiled.compile(model, **options)
 
@@ -175,8 +182,8 @@ class Session:
         rows += [Change(path, str(rest), UNMODIFIED, IN_THREADS) for path in sorted(self._watch.in_threads) if rest is not None]
         if self._watch.was_compiled and self._packs_activations:
             rows.append(Change("the model", "packed activations", UNMODIFIED, COMPILED))
-        if self._watch.was_compiled:
-            rows += [Change(path, CHECKPOINTED, "saved", COMPILED) for path in self._checkpointed.paths]
+        if self._watch.was_compiled or self._compiled is not None:
+            rows += [Change(path, CHECKPOINTED, "saved", COMPILED_CHECKPOINTS) for path in self._checkpointed.paths]
         return Changes(rows)
 
     @property

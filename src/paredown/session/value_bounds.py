@@ -180,7 +180,10 @@ def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
 
 
 def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> None:
-    """Use the number whose copy to the host is complete; start the next copy in every READ_INTERVAL-th forward pass."""
+    """Take the values of the pending copy to the host if it is complete; start a copy in every READ_INTERVAL-th forward pass.
+
+    There is at most one pending copy, and none is started while a CUDA graph is captured.
+    """
     reading.forwards = forwards
     if reading.pending is not None and reading.copied.query():
         reading.values, reading.pending = reading.pending.tolist(), None

@@ -1,10 +1,10 @@
 """Rounds the values of a simulated step: each when an operation computes it, and its gradient when an operation's backward returns it.
 
-Rounding writes into the memory of the tensor and is not recorded by autograd: gradients pass straight through, and an operation whose
-backward needs its own output gets the rounded one. Gradients are rounded by hooks on the autograd nodes of an operation.
+Rounding writes into the memory of the tensor and is not recorded by autograd: gradients pass straight through, and if backward of an
+operation reads its saved output, it reads the rounded output. Gradients are rounded by hooks on the autograd nodes of an operation.
 
-Products of two tensors with at most 10 mantissa bits each run in TF32, which is exact for them and several times faster (`Precision`).
-They accumulate in float32 either way. Only CUDA has TF32; on other devices nothing changes.
+If both factors of a product have at most 10 mantissa bits, the product runs in TF32, which is exact for such factors and several times
+faster (`Precision`). Sums are in float32 with and without TF32. Only CUDA has TF32; on other devices nothing changes.
 """
 
 # pyright: reportPrivateUsage=false

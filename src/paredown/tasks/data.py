@@ -74,7 +74,10 @@ class Data(ABC):
 
 @dataclass(frozen=True)
 class PictureTransform:
-    """Preprocessing of pictures: grey ones repeated to `channels`; in training randomly shifted by up to `shift` pixels, and mirrored."""
+    """Preprocessing of pictures: grey pictures are repeated to `channels`.
+
+    In training each picture is shifted by up to `shift` pixels and, if `mirror`, flipped left to right, both at random.
+    """
 
     channels: int | None = None  # None: unchanged
     shift: int = 0

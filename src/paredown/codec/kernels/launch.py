@@ -183,7 +183,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """A function that decodes the same parts repeatedly; everything that does not depend on `out` is looked up once."""
+    """A function decode(out) that decodes `parts` into `out`; all else is prepared once, so that repeated calls are cheap."""
     assert parts.codes is not None
     shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
     table = _table(encoding.format.element, Rounding.NEAREST_EVEN, parts.codes.device)

@@ -12,11 +12,7 @@ read the tensor in its own memory order. Comparisons that backward would make wi
 bits; saved booleans become bits too. Torch's choice of what to recompute stays, with one change: an operation that Inductor can fuse is
 also recomputed where backward materializes its result, since a stored tensor must be decoded anyway.
 
-<<<<<<< HEAD:src/paredown/session/graph_packing.py
 `PlanBackend` adds two tensors to the inputs of every graph: the step counter of stochastic rounding, and the measured numbers.
-=======
-Stochastic rounding reads a step counter, a tensor that `PlanBackend` adds to the inputs of every graph.
->>>>>>> testcompiled:src/paredown/session/compiled/graph_packing.py
 """
 
 # pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false

@@ -228,7 +228,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
 
 
 def _input(value: fx.Node, operation: Operation, inputs: list[tuple[str, Operand]]) -> Operand:
-    """The input operand that `value` is; the most demanding one where that is not known."""
+    """The operand of the operation's row that `value` is passed as; if several are possible, the one that allows least rounding."""
     second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
     first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
     named = dict(inputs)
