@@ -242,6 +242,9 @@ def test_graph_breaks_shapes_and_compiled_layers() -> None:
         assert relative_error(gradients(net), expected) < NEAR[INT8]
         assert session.stored_bytes == 0
     assert session.forwards == 6
+    session.load_state_dict({**session.state_dict(), "seed": 5})
+    with pytest.raises(ApplyError, match=r"seed 5, and a graph of dynamic sizes was compiled with seed 0: load the state before"):
+        compiled(rows(320))
 
 
 def test_attention_of_dynamic_sizes_stays_unmodified() -> None:
