@@ -179,7 +179,7 @@ def test_attention_whose_logits_grow_is_compiled_again() -> None:
 
 def test_signs_and_dropout_masks_are_exact() -> None:
     """The gradient of the first bias is a sum over gradients where ReLU and dropout let them through."""
-    net, x = Net(lambda net, x: net.b(net.more[1](net.more[0](net.a(x)))), nn.ReLU(), nn.Dropout(0.3)), rows()
+    net, x = Net(lambda net, x: net.more[1](net.b(net.more[0](net.a(x)))), nn.ReLU(), nn.Dropout(0.3)), rows()
     values = torch.relu(net.a(x)).detach()
     flipped = (encode(values, "int2/64@bf16", rounding="nearest_even").decode() > 0) != (values > 0)
     assert flipped.float().mean() > 0.1, "rounding would flip signs"
