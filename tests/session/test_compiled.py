@@ -7,7 +7,7 @@ Random numbers are those of eager mode (`fallback_random`), so that eager mode i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,6 +36,7 @@ def _fresh() -> Iterator[None]:
     limits = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
     with inductor_config.patch({"cpp.simdlen": 1, "fallback_random": True}), torch._dynamo.config.patch(limits):
         yield
+    run_of.cache_clear()
     torch._dynamo.reset()
 
 
@@ -114,7 +115,8 @@ def run_of(name: str, format: str | None) -> Run:
     return Run(net, session, compiled, x, plain, gradients(net), stored)
 
 
-RUNS = [("residual", INT8), ("residual", INT4), ("residual bf16", INT8), ("residual bf16", INT4), ("block", INT8), ("block", INT4)]
+RUNS = [("residual", INT8), ("residual bf16", INT4), ("block", INT8), ("block", INT4)]
+ATTENTION = ":scaled_dot_product_attention."
 
 
 @pytest.mark.parametrize(("name", "format"), RUNS)
@@ -123,19 +125,18 @@ def test_gradients_are_near_those_of_the_unmodified_eager_model(name: str, forma
     assert 1e-4 < relative_error(run.found, run.plain) < NEAR[format]
 
 
-@pytest.mark.parametrize(("name", "format"), RUNS)
-def test_stored_bytes_are_those_of_the_formats_and_masks(name: str, format: str) -> None:
-    """residual: two signs and inputs of norms, 16384 values each; block: attention, the norm's input and the activation's."""
-    run = run_of(name, format)
-    eight, four = ("uint8/64@bf16+bf16", "uint4/64@bf16+bf16") if name != "block" else ("int8/64@bf16", "int4/64@bf16")
-    expected = Format.parse(eight if format == INT8 else four).nbytes((16384,)) * 2 + 16384 // 8 * 2
-    if name != "block":
-        assert run.bytes_before_backward == expected
-    decisions = [d for report in run.session._compiled.reports for d in report.decisions]  # type: ignore[union-attr]
-    masks = sum(report.mask_bytes for report in run.session._compiled.reports)  # type: ignore[union-attr]
-    numels = {d: d.unmodified_bytes // (2 if name.endswith("bf16") else 4) for d in decisions}
-    assert run.bytes_before_backward == masks + sum(d.format.nbytes((numels[d],)) for d in decisions if d.format is not None)
-    assert masks == (8192 // 8 if name == "block" else 2 * 16384 // 8)
+def nbytes(*formats: str, numel: int = 8192) -> int:
+    return sum(Format.parse(format).nbytes((numel,)) for format in formats)
+
+
+def test_stored_bytes_are_those_of_formats_and_masks() -> None:
+    """residual: the inputs of two norms and two signs; block: attention, the inputs of two norms and of the GELU, a dropout mask."""
+    assert run_of("residual", INT8).bytes_before_backward == 2 * nbytes("uint8/64@bf16+bf16", numel=16384) + 2 * 16384 // 8
+    assert run_of("residual bf16", INT4).bytes_before_backward == 2 * nbytes("uint4/64@bf16+bf16", numel=16384) + 2 * 16384 // 8
+    attention = nbytes("int8/64@bf16", "int8/64@bf16", "int8/64@bf16", "bf16")
+    eight, four = (2 * nbytes(f"uint{b}/64@bf16+bf16") + nbytes(f"int{b}/64@bf16", numel=16384) for b in (8, 4))
+    assert run_of("block", INT8).bytes_before_backward == attention + eight + 8192 // 8
+    assert run_of("block", INT4).bytes_before_backward == attention + four + 8192 // 8
 
 
 def test_a_plan_without_activations_changes_no_bit_of_a_compiled_model() -> None:
@@ -143,3 +144,169 @@ def test_a_plan_without_activations_changes_no_bit_of_a_compiled_model() -> None
     expected = step(torch.compile(net), x)
     assert_same(run_of("residual", None).found, expected)
     assert run_of("residual", None).bytes_before_backward == 0
+
+
+@pytest.mark.parametrize("format", [INT8, INT4])
+def test_slots_have_the_names_and_formats_of_eager_mode(format: str) -> None:
+    net, x = network("block")
+    eager = apply(activations(format), net)
+    step(net, x)
+    compiled = run_of("block", format).session
+    names = {name for d in compiled._compiled.decisions.values() for name in d.slot.names}  # type: ignore[union-attr]
+    assert names == {*eager._activations.decisions, *eager._activations.not_packed}
+    expected, found = ({change.slot: change for change in session.changes} for session in (eager, compiled))
+    assert {"ln1:input", "ln2:input", "norm:input", f"{ATTENTION}output"} <= found.keys() == expected.keys()
+    assert all(found[slot].given == expected[slot].given and found[slot].reason for slot in found)
+    assert "the caller holds it" in found["ln1:input"].reason
+
+
+def test_attention_whose_logits_grow_is_compiled_again() -> None:
+    """The repeated call leaves batch norm's statistics and the random numbers of dropout as one call does."""
+    run = run_of("block", INT8)
+    with torch.no_grad():
+        run.net.get_parameter("q.weight").mul_(30)
+    reference = copy.deepcopy(run.net)
+    plain, random = step(reference, run.x), torch.get_rng_state()
+    found = step(run.compiled, run.x)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert relative_error(found, plain) < NEAR[INT8]
+    torch.testing.assert_close(dict(run.net.named_buffers()), dict(reference.named_buffers()), rtol=FUSED, atol=FUSED)
+    reasons = {change.slot: change.reason for change in run.session.changes}
+    assert all("logits are up to" in reasons[f"{ATTENTION}{name}"] for name in ("query", "key", "value", "output"))
+    assert relative_error(step(run.compiled, run.x), step(reference, run.x)) < NEAR[INT8]
+    run_of.cache_clear()  # the networks of other tests have small logits
+
+
+def test_signs_and_dropout_masks_are_exact() -> None:
+    """The gradient of the first bias is a sum over gradients where ReLU and dropout let them through."""
+    net, x = Net(lambda net, x: net.more[1](net.b(net.more[0](net.a(x)))), nn.ReLU(), nn.Dropout(0.3)), rows()
+    values = torch.relu(net.a(x)).detach()
+    flipped = (encode(values, "int2/64@bf16", rounding="nearest_even").decode() > 0) != (values > 0)
+    assert flipped.float().mean() > 0.1, "rounding would flip signs"
+    plain = step(net, x)
+    session = apply(Plan.uniform(activation="int2/64@bf16"), net)
+    found = step(session.compile(), x)
+    torch.testing.assert_close(found[:2], plain[:2], rtol=FUSED, atol=FUSED)  # weight and bias of the first layer
+    assert relative_error(found[2:3], plain[2:3]) > 0.1, "the second layer's input is rounded"
+
+
+# --- random bits ------------------------------------------------------------------------------------------------------
+
+
+def tanh_net() -> Net:
+    return Net(lambda net, x: net.b(torch.tanh(net.a(x))))
+
+
+def test_random_bits_follow_from_seed_and_calls_and_resume() -> None:
+    def started(seed: int) -> tuple[Session, Any]:
+        session = apply(activations(INT4), net := Net(lambda net, x: net.b(net.a(x))), seed=seed)
+        nets.append(net)
+        return session, session.compile()
+
+    nets: list[nn.Module] = []  # a session does not keep its model alive
+    (session, first), (_, same), (resumed, other) = started(1), started(1), started(2)
+    one, two = step(first, rows()), step(first, rows())
+    state = session.state_dict()
+    three = step(first, rows())
+    assert_same(step(same, rows()), one)
+    assert state["forwards"] == 2
+    for different in (two, three, step(other, rows())):
+        assert not torch.equal(different[2], one[2])
+    resumed.load_state_dict(state)
+    assert_same(step(other, rows()), three)
+    assert resumed.forwards == session.forwards == 3
+
+
+# --- what models do ---------------------------------------------------------------------------------------------------
+
+
+def test_graph_breaks_shapes_and_compiled_layers() -> None:
+    """Two graphs, one of which is a layer that the user compiled; a second shape makes their sizes dynamic."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(net.a(x))
+        torch._dynamo.graph_break()
+        return net.b(torch.sigmoid(net.more[0](h)))
+
+    net = Net(forward, torch.compile(nn.Linear(64, 64)))
+    inputs = rows(), rows(192), rows(256)
+    with torch._dynamo.config.patch(disable=True):
+        plain = [step(net, x) for x in inputs]
+    session = apply(activations(INT8), net)
+    compiled = session.compile()
+    for x, expected in zip(inputs, plain, strict=True):
+        y = compiled(x)
+        assert session.stored_bytes > 0
+        net.zero_grad()
+        weighted(y).backward()
+        assert relative_error(gradients(net), expected) < NEAR[INT8]
+        assert session.stored_bytes == 0
+    assert session.forwards == 6
+    session.load_state_dict({**session.state_dict(), "seed": 5})
+    with pytest.raises(ApplyError, match=r"seed 5, and a graph of dynamic sizes was compiled with seed 0: load the state before"):
+        compiled(rows(320))
+
+
+def test_attention_of_dynamic_sizes_stays_unmodified() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        q, k = (layer(x).unflatten(-1, (4, 16)).transpose(1, 2) for layer in (net.a, net.b))
+        return scaled_dot_product_attention(q * 30, k, k)
+
+    net, x = Net(forward), rows().view(4, 32, 64)
+    plain = step(net, x)
+    session = apply(activations(INT8), net)
+    assert relative_error(step(session.compile(dynamic=True), x), plain) < NEAR[INT8]
+    reasons = {change.slot: change.reason for change in session.changes}
+    assert "dynamic" in reasons[f"{ATTENTION}key"]
+
+
+def test_views_tied_weights_checkpoints_and_evaluation() -> None:
+    """With reduce-overhead, which changes nothing on a CPU."""
+
+    def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = checkpoint(lambda x: torch.tanh(net.a(x)), x, use_reentrant=False)
+        y = net.b(torch.sigmoid(net.b(h)))
+        return y.view(-1), y
+
+    net: Any = Net(forward)  # type: ignore[arg-type]
+    net.a.weight = net.b.weight
+    plain = step(net, rows(), loss=lambda outputs: weighted(outputs[0]))
+    session = apply(activations(INT8), net)
+    compiled = session.compile(mode="reduce-overhead")
+    view, _ = compiled(rows())
+    assert session.stored_bytes > 0
+    net.zero_grad()
+    weighted(view).backward()
+    assert relative_error(gradients(net), plain) < NEAR[INT8]
+    assert session.stored_bytes == 0 and session.forwards == 1
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(rows())[1], net.way(net, rows())[1], rtol=FUSED, atol=FUSED)
+    assert session.stored_bytes == 0 and session.forwards == 1
+
+
+def test_a_closed_session() -> None:
+    """Its graphs still pack; torch.compile of the model does not, and another session compiles the model for its own plan."""
+    net = Net(lambda net, x: net.b(net.a(x)))
+    plain = step(net, rows())
+    session = apply(activations(INT8), net)
+    compiled = session.compile()
+    session.close()
+    assert 1e-4 < relative_error(step(compiled, rows()), plain) < NEAR[INT8]
+    with pytest.raises(ApplyError, match=r"session is closed.* apply the plan again, then call compile\(\)"):
+        session.compile()
+    unmodified = torch.compile(net)
+    assert relative_error(step(unmodified, rows()), plain) < FUSED
+    other = apply(activations(INT4), net).compile()
+    assert NEAR[INT8] < relative_error(step(other, rows()), plain) < NEAR[INT4]
+
+
+def test_refusals() -> None:
+    net = tanh_net()
+    session = apply(activations(INT8), net)
+    with pytest.raises(ApplyError, match=r"graphs of Inductor, and backend='aot_eager' was requested: leave backend out"):
+        session.compile(backend="aot_eager")
+    session.close()
+    trace = trace_step(net, (rows(), rows()), loss=lambda y, _: weighted(y))
+    guarded = apply(activations(INT8), net, guard=Guard(trace))
+    with pytest.raises(ApplyError, match="a session with a guard cannot be compiled yet: apply the plan without guard="):
+        guarded.compile()

@@ -53,7 +53,7 @@ class CompiledGraphs:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes, scales and masks of the calls whose backward has not run."""
+        """Bytes of codes, scales and masks of the calls whose backward has not run; for dynamic sizes, those a graph was compiled with."""
         return sum(nbytes for node, nbytes in self._alive.items() if holds_tensors(node))
 
     def resume(self, seed: int, calls: int) -> None:

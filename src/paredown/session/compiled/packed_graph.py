@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from paredown.errors import ApplyError
 from paredown.session.compiled.graph_checks import NUM_NUMBERS
 from paredown.session.compiled.graph_decisions import GraphReport
 from paredown.session.value_bounds import Reading, update_reading
@@ -29,6 +30,8 @@ class PackedGraph:
         self._backend, self._gm = backend, gm
         self._device = next((t.device for t in example_inputs if isinstance(t, Tensor)), torch.device("cpu"))
         self._added = [backend.step(self._device), torch.zeros(NUM_NUMBERS, device=self._device)]
+        sizes = [size for value in example_inputs for size in (value.shape if isinstance(value, Tensor) else (value,))]
+        self._is_dynamic = any(isinstance(size, torch.SymInt) for size in sizes)
         self._kept: dict[tuple[str, ...], str] = {}
         self._reading = Reading([], 0)
         self._num_calls = 0
@@ -40,7 +43,7 @@ class PackedGraph:
         if not torch.is_grad_enabled():
             return self._compiled(*args, *self._added)
         if self._seed != self._backend.seed():  # the session loaded the state of another one
-            self._compiled = self._compile(list(args))
+            self._compiled = self._compile_for_seed(list(args))
         self._backend.step(self._device)
         self._num_calls += 1
         is_read = bool(self._report.checks) and (self._num_calls == 1 or not self._added[1].is_cuda)
@@ -62,6 +65,14 @@ class PackedGraph:
         previous, self._report = self._report, reports[0] if reports else GraphReport([])
         self._backend.partitioner.on_graph(self._report, previous)
         return compiled
+
+    def _compile_for_seed(self, inputs: list[Any]) -> Callable[..., Any]:
+        if self._is_dynamic:  # compiled with `inputs` it would have their sizes, and torch.compile would call it with others
+            raise ApplyError(
+                f"the session loaded a state of seed {self._backend.seed()}, and a graph of dynamic sizes was compiled with seed "
+                f"{self._seed}: load the state before the first call of the compiled model, or apply the plan with that seed."
+            )
+        return self._compile(inputs)
 
     def _must_compile_again(self, *, is_read: bool) -> bool:
         """Whether a number that the graph measured forbids to pack a slot that is packed.
