@@ -215,6 +215,9 @@ def test_random_bits_follow_from_seed_and_calls_and_resume() -> None:
     resumed.load_state_dict(state)
     assert_same(step(other, rows()), three)
     assert resumed.forwards == session.forwards == 3
+    x = rows()
+    x[3, 5] = torch.inf
+    assert not step(other, x)[2].isfinite().all(), "for a GradScaler to see it"
 
 
 # --- what models do ---------------------------------------------------------------------------------------------------
@@ -273,14 +276,14 @@ def test_views_tied_weights_checkpoints_and_evaluation() -> None:
     plain = step(net, rows(), loss=lambda outputs: weighted(outputs[0]))
     session = apply(activations(INT8), net)
     compiled = session.compile(mode="reduce-overhead")
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(rows())[1], net.way(net, rows())[1], rtol=FUSED, atol=FUSED)
+    assert session.stored_bytes == 0 and session.forwards == 0
     view, _ = compiled(rows())
     assert session.stored_bytes > 0
     net.zero_grad()
     weighted(view).backward()
     assert relative_error(gradients(net), plain) < NEAR[INT8]
-    assert session.stored_bytes == 0 and session.forwards == 1
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(rows())[1], net.way(net, rows())[1], rtol=FUSED, atol=FUSED)
     assert session.stored_bytes == 0 and session.forwards == 1
 
 
@@ -290,6 +293,7 @@ def test_a_closed_session() -> None:
     plain = step(net, rows())
     session = apply(activations(INT8), net)
     compiled = session.compile()
+    assert relative_error(step(copy.deepcopy(compiled), rows()), plain) < NEAR[INT8], "a copy of a compiled model"
     session.close()
     assert 1e-4 < relative_error(step(compiled, rows()), plain) < NEAR[INT8]
     with pytest.raises(ApplyError, match=r"session is closed.* apply the plan again, then call compile\(\)"):
@@ -298,6 +302,15 @@ def test_a_closed_session() -> None:
     assert relative_error(step(unmodified, rows()), plain) < FUSED
     other = apply(activations(INT4), net).compile()
     assert NEAR[INT8] < relative_error(step(other, rows()), plain) < NEAR[INT4]
+
+
+def test_modules_with_packed_weights_are_listed() -> None:
+    net = tanh_net()
+    session = apply(Plan.uniform(activation=INT8, weight=INT8), net)
+    with session.unpacked():
+        plain = step(copy.deepcopy(net), rows())
+    assert relative_error(step(session.compile(), rows()), plain) < NEAR[INT8]
+    assert any(change.slot == "what modules with packed weights save" for change in session.changes)
 
 
 def test_refusals() -> None:
