@@ -173,7 +173,7 @@ class Session:
             requested = find((name,), Role.ACTIVATION).format
             if requested is not None:
                 rows.append(Change(name, str(requested), UNMODIFIED, HELD))
-        rows += compiled_changes(self._compiled)
+        rows += self._compiled.changes(has_packed_weights=bool(self._weights.weights)) if self._compiled is not None else []
         rest = find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"
@@ -416,14 +416,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _is_part(part: nn.Module, whole: nn.Module) -> bool:
     return any(module is part for module in whole.modules())
-
-
-def compiled_changes(compiled: CompiledGraphs | None) -> list[Change]:
-    """The saved tensors of compiled graphs that are not stored as the plan requests."""
-    decisions = compiled.decisions if compiled is not None else {}
-    return [
-        Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason) for name, d in decisions.items() if d.format != d.asked
-    ]
 
 
 # --- formats of optimizer state and gradients ------------------------------------------------------------------------------------

@@ -367,6 +367,10 @@ class PlanBackend:
         """The compiled graph."""
         return PackedGraph(self, gm, example_inputs)
 
+    def __deepcopy__(self, memo: Any) -> PlanBackend:
+        """The same backend: a copy of a compiled model packs in the same session."""
+        return self
+
     def compile(self, gm: fx.GraphModule, inputs: list[Any], partitioner: PlanPartitioner) -> Callable[..., Any]:
         """`gm` compiled by Inductor; `inputs` end with the two that are added."""
         patches = {**self._patches(), **self.inductor.config, "custom_partitioner_fn": partitioner}

@@ -28,7 +28,10 @@ class PackedGraph:
 
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
-        self._device = next((t.device for t in example_inputs if isinstance(t, Tensor)), torch.device("cpu"))
+        devices = [t.device for t in example_inputs if isinstance(t, Tensor)]
+        self._device = next(
+            (device for device in devices if device.type != "cpu"), torch.device("cpu")
+        )  # a GPU graph may take CPU scalars
         self._added = [backend.step(self._device), torch.zeros(NUM_NUMBERS, device=self._device)]
         sizes = [size for value in example_inputs for size in (value.shape if isinstance(value, Tensor) else (value,))]
         self._is_dynamic = any(isinstance(size, torch.SymInt) for size in sizes)
