@@ -173,7 +173,7 @@ class Session:
             requested = find((name,), Role.ACTIVATION).format
             if requested is not None:
                 rows.append(Change(name, str(requested), UNMODIFIED, HELD))
-        rows += self._compiled.changes(has_packed_weights=bool(self._weights.weights)) if self._compiled is not None else []
+        rows += self._compiled.changes() if self._compiled is not None else []
         rest = find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"

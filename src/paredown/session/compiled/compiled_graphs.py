@@ -19,12 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from paredown.plan.plan import Plan
-from paredown.roles import Role
 from paredown.session.changes import UNMODIFIED, Change
 from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
 from paredown.session.compiled.graph_packing import autograd_node_of, holds_tensors, make_backend
-
-DECODED = "torch.compile breaks the graph where a packed weight is decoded, and the module runs outside of compiled graphs"
 
 
 class CompiledGraphs:
@@ -55,17 +52,10 @@ class CompiledGraphs:
         """The decision for each saved tensor of all graphs, by the name of its first slot."""
         return {name: d for report in self.reports for d in report.decisions for name in d.slot.names[:1]}
 
-    def changes(self, *, has_packed_weights: bool) -> list[Change]:
+    def changes(self) -> list[Change]:
         """The saved tensors that are not stored as the plan requests."""
-        rows = [
-            Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason)
-            for name, d in self.decisions.items()
-            if d.format != d.asked
-        ]
-        rest = self.plan.find(("",), Role.ACTIVATION).format
-        if has_packed_weights and rest is not None:
-            rows.append(Change("what modules with packed weights save", str(rest), UNMODIFIED, DECODED))
-        return rows
+        decisions = self.decisions.items()
+        return [Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason) for name, d in decisions if d.format != d.asked]
 
     @property
     def stored_bytes(self) -> int:
