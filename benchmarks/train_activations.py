@@ -109,15 +109,25 @@ def find_file(folder: Path, kind: str, name: str) -> Path:
     raise SystemExit(f"{name} is neither in {folder / kind} nor in {folder}: set PAREDOWN_DATA or --data.")
 
 
+def _channels_second(x: Tensor) -> Tensor:
+    """(num, side, side, channels) as (num, channels, side, side): channels_last in memory on a GPU, contiguous on a CPU.
+
+    oneDNN's AVX2 code of torch 2.13 writes out of bounds in backward of 1x1 convolutions with stride 2, channels_last and fewer than
+    8 input channels, which the small networks of --quick have: the process crashes on CPUs without AVX-512.
+    """
+    x = x.permute(0, 3, 1, 2)
+    return x if x.is_cuda else x.contiguous()
+
+
 class Pictures:
-    """CIFAR-10 on the device: normalised, training pictures padded for crops, all channels last."""
+    """CIFAR-10 on the device: normalised, training pictures padded for crops; channels_last on a GPU."""
 
     def __init__(self, path: Path, device: str) -> None:
         arrays = np.load(path)
         train, test = (torch.from_numpy(arrays[key]).to(device).float() / 255 for key in ("x_train", "x_test"))  # (num, 32, 32, 3)
         mean, deviation = train.mean((0, 1, 2)), train.std((0, 1, 2))
         padded = nn.functional.pad((train - mean) / deviation, (0, 0, PAD, PAD, PAD, PAD))
-        self.train, self.test = padded, ((test - mean) / deviation).permute(0, 3, 1, 2)
+        self.train, self.test = padded, _channels_second((test - mean) / deviation)
         self.train_labels, self.test_labels = (torch.from_numpy(arrays[key]).to(device) for key in ("y_train", "y_test"))
         self.device, self.side = device, train.shape[1]
 
@@ -128,7 +138,7 @@ class Pictures:
         places = torch.arange(self.side, device=self.device)
         columns = torch.where(mirrored[:, None], places.flip(0), places) + right[:, None]  # (num, side)
         x = self.train[which[:, None, None], (places + down[:, None])[:, :, None], columns[:, None, :]]
-        return x.permute(0, 3, 1, 2), self.train_labels[which]
+        return _channels_second(x), self.train_labels[which]
 
     def accuracy(self, model: nn.Module, num_judged: int) -> float:
         """The share of test pictures that `model` names right."""
