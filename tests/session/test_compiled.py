@@ -331,3 +331,36 @@ def test_refusals() -> None:
     guarded = apply(activations(INT8), net, guard=Guard(trace))
     with pytest.raises(ApplyError, match="a session with a guard cannot be compiled yet: apply the plan without guard="):
         guarded.compile()
+
+
+class SelfAttention(nn.Module):
+    """One tensor is query, key and value; dropout follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).view(x.shape[0], -1, 4, 16).transpose(1, 2)
+        y = scaled_dot_product_attention(h, h, h).transpose(1, 2).reshape(x.shape)
+        return self.last(torch.relu(y))
+
+
+def test_one_tensor_that_is_query_key_and_value() -> None:
+    torch.manual_seed(0)
+    net, x = SelfAttention(), torch.randn(8, 32, 64)
+    plain = step(net, x)
+    session = apply(activations(INT8), net)
+    assert relative_error(step(session.compile(), x), plain) < NEAR[INT8]
+    session.close()
+
+
+def test_masks_with_two_dynamic_sizes_are_saved() -> None:
+    """Their sizes do not follow from those of bits: they are saved as booleans."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64))
+    with apply(activations(INT8), net) as session:
+        compiled = session.compile(dynamic=True)
+        for num_rows, num_cols in ((4, 33), (7, 21)):
+            compiled(torch.randn(num_rows, num_cols, 64)).sum().backward()
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paredown.session.compiled.graph_slots import aten_name, module_path, num_recomputed_sums, read_joint_graph
+from paredown.session.compiled.graph_slots import argument_name, aten_name, module_path, num_recomputed_sums, read_joint_graph
 from paredown.trace.operations import Use
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
@@ -135,3 +135,14 @@ def test_sums_that_backward_recomputes() -> None:
     for node in graph.nodes:
         node.meta["partitioner_tag"] = "is_backward"
     assert num_recomputed_sums(graph) == 0
+
+
+def test_operands_of_attention_are_found_by_the_names_of_arguments() -> None:
+    """The kernels order them differently: the efficient one has a bias before its output."""
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("grad", "q", "k", "v", "bias", "out", "lse")]
+    node = graph.call_function(backward, tuple(nodes))
+    expected = ["grad_out_", "query", "key", "value", "attn_bias", "output", "logsumexp"]
+    assert [argument_name(node, given) for given in nodes] == expected
+    assert argument_name(node, graph.placeholder("other")) == ""

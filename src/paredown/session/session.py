@@ -141,10 +141,8 @@ class Session:
         from paredown.session.compiled.compiled_graphs import CompiledGraphs  # Inductor takes seconds to import
 
         self._watch.detach()
-        if (
-            self._compiled is None
-        ):  # hooks that decode a weight just in time would break the graphs: its values stay beside the codes
-            self._weights.detach()
+        if self._compiled is None:
+            self._weights.detach()  # hooks that decode a weight just in time would break the graphs
             self._weights = Weights(self.plan, model, is_compiled=True)
             self._weights.attach()
         self._compiled = self._compiled or CompiledGraphs(self.plan, self.seed, calls=self.forwards)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from paredown.codec import graph_codec
+from paredown.codec.graph_codec import pack_mask_in_graph, unpack_mask_in_graph
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.storage import BLOCK
@@ -140,10 +141,30 @@ def hint(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
-def is_large_mask(node: fx.Node) -> bool:
-    """Whether a node is a boolean tensor of at least MIN_PACKED_NUMEL values."""
+def is_boolean(node: fx.Node) -> bool:
+    """Whether a node is a tensor of booleans."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype is torch.bool and hint(value.numel()) >= MIN_PACKED_NUMEL
+    return isinstance(value, Tensor) and value.dtype is torch.bool
+
+
+def fits_bits(value: Tensor) -> bool:
+    """Whether a boolean tensor is saved as bits: it is large and dense, and its sizes are known from those of its bits."""
+    dynamic = [size for size in value.shape if not isinstance(size, int)]
+    known = prod(size for size in value.shape if isinstance(size, int))
+    is_known = not dynamic or (len(dynamic) == 1 and known % 8 == 0)
+    return hint(value.numel()) >= MIN_PACKED_NUMEL and is_known and not _gaps(value)
+
+
+def mask_codec(value: Tensor) -> tuple[Callable[[Tensor], tuple[Tensor]], Callable[[Tensor], Tensor]]:
+    """encode and decode of a boolean tensor: bits where they fit, else a copy."""
+    if not fits_bits(value):
+        return lambda x: (x.clone(),), lambda saved: saved.clone()
+    order = memory_order(value)
+    sizes, inverse = sizes_in_memory(value, order), inverse_order(order)
+    return (
+        lambda x: (pack_mask_in_graph(x.permute(order).reshape(-1)),),
+        lambda bits: unpack_mask_in_graph(bits, num_values(value, bits, None)).reshape(sizes).permute(inverse),
+    )
 
 
 def nbytes_of(node: fx.Node) -> int:

@@ -41,7 +41,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from paredown.codec import backend
 from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
-from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, keys_in_graph, pack_mask_in_graph, unpack_mask_in_graph
+from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, keys_in_graph
 from paredown.codec.packed import default_overflow
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
@@ -57,9 +57,11 @@ from paredown.session.compiled.graph_decisions import (
     GraphDecision,
     GraphReport,
     ValueCheck,
+    fits_bits,
     hint,
     inverse_order,
-    is_large_mask,
+    is_boolean,
+    mask_codec,
     memory_order,
     nbytes_of,
     num_values,
@@ -202,31 +204,27 @@ class GraphEditor:
     def saved_floats(self) -> list[fx.Node]:
         """Saved tensors of floating point of at least MIN_PACKED_NUMEL values."""
         saved = [node for node in self._returned[self._num_outputs :] if isinstance(node, fx.Node)]
-        return [
-            node
-            for node in saved
-            if isinstance(value := node.meta.get("val"), Tensor)
-            and value.is_floating_point()
-            and hint(value.numel()) >= MIN_PACKED_NUMEL
-        ]
+        tensors = [(node, value) for node in saved if isinstance(value := node.meta.get("val"), Tensor)]
+        return [node for node, value in tensors if value.is_floating_point() and hint(value.numel()) >= MIN_PACKED_NUMEL]
 
     def is_output(self, node: fx.Node) -> bool:
         """Whether the forward graph returns `node` to the caller."""
         return any(other is node for other in self._returned[: self._num_outputs])
 
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
-        """Save as bits: booleans that backward would compute from tensors in `packed`, and booleans that forward saves."""
+        """Save exactly the booleans that backward would compute from tensors in `packed`; make bits of them and of saved booleans."""
         graph = self.backward.graph
         of_tangents = {node for node in self.placeholders.values() if _is_tangent(node)}
         rounded = {node for name, node in self.placeholders.items() if name in packed}
-        found = [node for name, node in self.placeholders.items() if is_large_mask(node) and self._is_saved(name)]
+        saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
+        found = [node for node in saved if fits_bits(node.meta["val"])]
         for node in graph.nodes:
             if node.op == "placeholder":
                 continue
             if any(i in of_tangents for i in node.all_input_nodes):
                 of_tangents.add(node)
             elif any(i in rounded for i in node.all_input_nodes):
-                if is_large_mask(node):
+                if is_boolean(node):
                     found.append(node)
                 else:
                     rounded.add(node)
@@ -244,6 +242,11 @@ class GraphEditor:
             if check is None:
                 continue
             sources, measure, count, reason = check
+            if measured + count > NUM_NUMBERS:
+                raise ApplyError(
+                    f"a compiled graph has more than {NUM_NUMBERS} numbers to measure (logits of attention, statistics of norms): compile "
+                    "parts of the model one by one, or insert a graph break."
+                )
             traced = _trace(lambda *t, f=measure: (f(*t).float().reshape(-1),), *(node.meta["val"] for node in sources))
             numbers += _insert(self.forward.graph, traced, sources, _after(sources))
             report.checks.append(ValueCheck(tuple(slot for _, slot, _ in users), measured, count, reason))
@@ -267,6 +270,10 @@ class GraphEditor:
         place = next(i for i in range(self._num_outputs, len(self._returned)) if self._returned[i] is node)
         self._returned[place : place + 1] = parts
         old = self.placeholders.pop(node.name)
+        if not old.users:  # backward compared it and nothing else: the comparison is saved
+            self._returned[place : place + len(parts)] = []
+            self.backward.graph.erase_node(old)
+            return 0
         new = self._add_placeholders(parts, before=old)
         sizes = sizes_in_memory(value, order)
         decoded = _trace(
@@ -295,15 +302,10 @@ class GraphEditor:
     def _save_mask(self, node: fx.Node) -> int:
         """Compute a boolean of backward in forward, and save it as bits; returns their bytes."""
         value: Tensor = node.meta["val"]
-        order = memory_order(value)
+        encode, decode = mask_codec(value)
         source = self._computed_in_forward(node)
-        sizes = sizes_in_memory(value, order)
-        traced = _trace(lambda x: (pack_mask_in_graph(x.permute(order).reshape(-1)),), value)
-        parts = _insert(self.forward.graph, traced, [source], _after([source]))
-        decoded = _trace(
-            lambda bits: unpack_mask_in_graph(bits, num_values(value, bits, None)).reshape(sizes).permute(inverse_order(order)),
-            parts[0].meta["val"],
-        )
+        parts = _insert(self.forward.graph, _trace(encode, value), [source], _after([source]))
+        decoded = _trace(decode, parts[0].meta["val"])
         if node.op == "placeholder":
             place = next(i for i in range(self._num_outputs, len(self._returned)) if self._returned[i] is source)
             self._returned[place : place + 1] = parts
@@ -483,7 +485,8 @@ def _added_inputs(graph: fx.Graph) -> list[fx.Node]:
     found = [(node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in nodes]
     if found != [(torch.int64, (1,)), (torch.float32, (NUM_NUMBERS,))]:
         raise AssertionError(
-            f"the last inputs of a compiled graph are {found}, not those that were added: torch.compile reordered them"
+            f"the last inputs of a compiled graph are {found}, not those that were added: torch.compile {torch.__version__} "
+            "reordered them. Use torch 2.11 to 2.13, or torch.compile(model), which packs no activations."
         )
     return nodes
 

@@ -49,7 +49,6 @@ PASSED = frozenset((
 ))  # fmt: skip
 PRODUCTS = frozenset(("mm", "bmm", "mul", "convolution_backward"))
 WITH_OUTPUT = ("result", "output", "logsumexp", "log_sumexp")
-ATTENTION_ARGUMENTS = ("grad", "query", "key", "value", "output", "logsumexp")
 UNKNOWN_OPERATION = "backward uses it in {}, of which nothing is known"
 RECOMPUTED = "backward recomputes {} from it, which may enlarge its error"
 PHASE = "backward takes the {} of it, which is off by as many radians"
@@ -84,7 +83,7 @@ class Operation:
     module: str
     is_leaf: bool
     nodes: list[fx.Node] = field(default_factory=list)
-    count: int = 1  # the how-manieth operation of this name in its module
+    count: int = 1  # 2 for the second operation of this name in its module
 
     def slot(self, operand: str) -> str:
         """The name of a slot, as in eager mode: module:operand, or module:operation.operand."""
@@ -155,12 +154,12 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
         reached = stack.pop()
         for user in reached.value.users:
             if user.op == "output" or _is_bool(user):
-                continue
+                continue  # booleans are saved as exact bits
             number, aten = joint.numbers.get(user.name, -1), aten_name(user)
             entry = reached.entry if number == reached.number else reached.value
             if is_backward(user):
                 yield from _use(entry, user, joint, reached.is_centered)
-            elif aten not in PASSED and not _is_power(user):
+            elif (aten not in PASSED and not _is_power(user)) or _is_integer(user):
                 yield number, _name(joint.operations.get(number), aten), Needs(Use.EXACT), RECOMPUTED.format(aten)
             elif user not in seen:
                 seen.add(user)
@@ -210,8 +209,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
     """The operand of `operation` that `value` is, in its row of the table of operations."""
     row = operation.row
     if row.op == ATTENTION:
-        place = next((i for i, a in enumerate(user.args) if a is value), 0)
-        name = ATTENTION_ARGUMENTS[place] if place < len(ATTENTION_ARGUMENTS) else ""
+        name = argument_name(user, value)
         return row.operands.get(name) or _exact(name, row.op)
     if not row.operands:
         return Operand("input", pin=UNKNOWN) if aten_name(user) in PRODUCTS else _exact("input", operation.aten)
@@ -251,6 +249,14 @@ def _input(value: fx.Node, operation: Operation, inputs: list[tuple[str, Operand
 
 def _is_same(argument: Any, value: fx.Node) -> bool:
     return isinstance(argument, fx.Node) and argument.name == value.name
+
+
+def argument_name(node: fx.Node, value: fx.Node) -> str:
+    """The name of the argument that `value` is of a backward of attention, whose order differs between kernels; "" if it is none."""
+    schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    named = {argument.name: given for argument, given in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    found = next((name for name, given in named.items() if _is_same(given, value)), "")
+    return "output" if found == "out" else found
 
 
 def _exact(name: str, operation: str) -> Operand:
@@ -304,6 +310,12 @@ def _name(operation: Operation | None, aten: str) -> str:
 def _is_bool(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype is torch.bool
+
+
+def _is_integer(node: fx.Node) -> bool:
+    """Whether a node makes integers: of rounded values they may be others, such as indices of other rows."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -1,6 +1,7 @@
 """One compiled graph at the time of its calls: it is compiled again without packing some slots where their values turn out too large.
 
-On a CPU the numbers that a graph measures are read after every call; on a GPU after the first, and later ones asynchronously.
+On a CPU the numbers that a graph measures are read after every call; on a GPU after the first call of each compilation, and later ones
+asynchronously.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ class PackedGraph:
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
         devices = [t.device for t in example_inputs if isinstance(t, Tensor)]
-        self._device = next(
-            (device for device in devices if device.type != "cpu"), torch.device("cpu")
-        )  # a GPU graph may take CPU scalars
+        # a GPU graph may take CPU scalars
+        self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         self._added = [backend.step(self._device), torch.zeros(NUM_NUMBERS, device=self._device)]
         sizes = [size for value in example_inputs for size in (value.shape if isinstance(value, Tensor) else (value,))]
         self._is_dynamic = any(isinstance(size, torch.SymInt) for size in sizes)
@@ -49,7 +49,7 @@ class PackedGraph:
             self._compiled = self._compile_for_seed(list(args))
         self._backend.step(self._device)
         self._num_calls += 1
-        is_read = bool(self._report.checks) and (self._num_calls == 1 or not self._added[1].is_cuda)
+        is_read = bool(self._report.checks) and (not self._reading.values or not self._added[1].is_cuda)
         before = Snapshot(args) if is_read else None
         outputs = self._compiled(*args, *self._added)
         if self._must_compile_again(is_read=is_read):
@@ -66,6 +66,7 @@ class PackedGraph:
         partitioner = replace(self._backend.partitioner, seed=self._seed, on_graph=reports.append, kept=dict(self._kept))
         compiled = self._backend.compile(self._gm, [*inputs, *self._added], partitioner)
         previous, self._report = self._report, reports[0] if reports else GraphReport([])
+        self._reading = Reading([], 0)  # the numbers of the new graph have other places
         self._backend.partitioner.on_graph(self._report, previous)
         return compiled
 
@@ -116,4 +117,5 @@ class Snapshot:
         for device, state in self._random:
             torch.cuda.set_rng_state(state, device)
         for tensor, copy in self._copies:
-            tensor.copy_(copy)
+            if not torch.equal(tensor, copy):  # inputs that the graph only reads may be expanded, which cannot be written
+                tensor.copy_(copy)
