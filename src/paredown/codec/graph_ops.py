@@ -40,7 +40,7 @@ def _encoder(numel: int, format: str, rounding: str, overflow: str, seed: int, t
     """`encode` for tensors of one size, with little host time: a step of ResNet-50 calls it 56 times, and general code took 13 ms of it."""
     how, kernels = _encoding(format, rounding, overflow), backend.find_kernels()
     assert kernels is not None
-    return kernels.flat_encoder(numel, (how.format, how.rounding, how.overflow, COVER), Seed(seed, tensor_id))
+    return kernels.FlatEncoder(numel, (how.format, how.rounding, how.overflow, COVER), Seed(seed, tensor_id))
 
 
 def _parts(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:

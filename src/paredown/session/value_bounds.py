@@ -31,10 +31,10 @@ first saved; every READ_INTERVAL-th forward pass then copies the values to the h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, sqrt
+from math import inf, isnan, sqrt
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ MAX_SPREAD = 64.0  # of a block, in the smallest standard deviation; a constant 
 MAX_PHASE_ERROR = 0.05  # radians: the derivative wrong by 5 %; int8 reaches it where rows have a largest value of 22
 PHASE_STEPS = 12**-0.5  # standard deviation of a rounding error, in steps
 PERIODIC = ("sin", "cos")
+SAMPLE_SIZE = 1 << 20
 SIGMAS = 6.0  # the range of normal values, in standard deviations
 READ_INTERVAL = 8
 
@@ -140,9 +141,42 @@ def logits_and_share(node: Any) -> Tensor:
 
 
 def measure_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float | None) -> Tensor:
-    """[`largest_logit`, the variance of the output over that of the values], both over tokens; 2 numbers on the device."""
-    of_output, of_value = (t.var(dim=-2, correction=0).float().mean() for t in (output, value))
+    """[`largest_logit`, the variance of the output over that of the values], both over tokens; 2 numbers on the device.
+
+    The variances are those of the first sequences of a batch, SAMPLE_SIZE values or a little more.
+    """
+    of_output, of_value = (_sample(t).var(dim=-2, correction=0).float().mean() for t in (output, value))
     return torch.stack([largest_logit(query, key, scale), (of_output / of_value).nan_to_num(nan=1.0).clamp(0.0, 1.0)])
+
+
+def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> tuple[Tensor, ...]:
+    """What `measure_attention` is computed of: for each head the largest squared norm of a query, that of a key, and the variance of the
+    output and of the values over tokens (of the first sequences). Four 1-D tensors.
+    """
+    squares = (t.float().square().sum(-1).amax(-1).reshape(-1) for t in (query, key))
+    variances = (_sample(t).var(dim=-2, correction=0).float().mean(-1).reshape(-1) for t in (output, value))
+    return (*squares, *variances)
+
+
+def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Four numbers for each operation, one after the other: the parts of many operations with tensors of the same sizes."""
+    largest = [torch.stack(tuple(parts[i::4])).amax(1) for i in range(2)]
+    means = [torch.stack(tuple(parts[i::4])).mean(1) for i in range(2, 4)]
+    return torch.stack(largest + means, 1).reshape(-1)
+
+
+def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, head_dim: int) -> str:
+    """`reason_of_logits` of one operation, from its four numbers of `join_attention_parts`."""
+    query, key, of_output, of_value = numbers
+    bound = abs(scale) * sqrt(query * key) if query * key < inf else inf
+    share = of_output / of_value if of_value > 0 else 1.0
+    return reason_of_logits(bound, min(share, 1.0) if share >= 0 else 1.0, format, head_dim)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """The first sequences of (batch, heads, tokens, values)."""
+    num_sequences = -(-SAMPLE_SIZE * tensor.shape[0] // max(tensor.numel(), 1)) if tensor.dim() > 2 else tensor.shape[0]
+    return tensor[:num_sequences]
 
 
 def largest_of_rows(tensor: Tensor) -> Tensor:
@@ -171,23 +205,48 @@ def spread_of_statistics(mean: Tensor, rstd: Tensor, eps: float = 0.0) -> Tensor
     return spread.masked_fill(rstd.max().square() * eps > 0.5, inf)  # rstd = (variance + eps)^-0.5
 
 
+def ranges_of_statistics(statistics: Sequence[Tensor]) -> Tensor:
+    """For every BLOCK channels of many norms [the smallest rstd, the largest, the smallest mean, the largest], in one 1-D tensor.
+
+    `statistics`: mean, rstd, mean, rstd, ...
+    """
+    mean, rstd = (torch.cat([t.reshape(-1) for t in statistics[i::2]]).view(-1, BLOCK) for i in range(2))
+    return torch.stack([rstd.amin(1), rstd.amax(1), mean.amin(1), mean.amax(1)], 1).reshape(-1)
+
+
+def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
+    """`spread_of_statistics` of one norm, from its part of `ranges_of_statistics`.
+
+    >>> spread_of_ranges([1.0, 2.0, 0.0, 6.0], eps=0.0)
+    2.0
+    """
+    smallest, largest = min(ranges[0::4]), max(ranges[1::4])
+    if any(isnan(number) for number in ranges) or smallest <= 0 or largest * largest * eps > 0.5:
+        return inf
+    return max(1 / smallest, (max(ranges[3::4]) - min(ranges[2::4])) / SIGMAS) * largest
+
+
 def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
     """Whether a block of 64 values, in the order of memory, can hold values of several channels, rows or groups."""
+    if op != "batch_norm" and tensor.stride(-1) == 1 and tensor.shape[-1] % BLOCK == 0:
+        return False  # such norms take rows of the last dimension together, and a block lies in one of them
     if not tensor.is_contiguous():
         return num_groups > 1
     group_len = tensor.shape[2:].numel() if op == "batch_norm" else tensor.numel() // max(num_groups, 1)
     return num_groups > 1 and group_len % BLOCK != 0
 
 
-def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> None:
+def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> bool:
     """Take the values of the pending copy to the host if it is complete; start a copy in every READ_INTERVAL-th forward pass.
 
-    There is at most one pending copy, and none is started while a CUDA graph is captured.
+    Returns whether there are new values. There is at most one pending copy, and none is started while a CUDA graph is captured.
     """
     reading.forwards = forwards
-    if reading.pending is not None and reading.copied.query():
+    is_new = reading.pending is not None and reading.copied.query()
+    if is_new and reading.pending is not None:
         reading.values, reading.pending = reading.pending.tolist(), None
     if reading.pending is None and forwards % READ_INTERVAL == 0 and not torch.cuda.is_current_stream_capturing():
         numbers = measure().reshape(-1)
         reading.pending = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
         reading.copied = torch.cuda.current_stream().record_event()
+    return is_new

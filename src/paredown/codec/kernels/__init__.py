@@ -1,10 +1,10 @@
 """The codec as Triton kernels: the same bits as `reference.py`. Importing this needs Triton; `backend.py` decides whether to."""
 
 from paredown.codec.kernels.flat import (  # noqa: F401
+    FlatEncoder,
     covers_recompute,
     decode_flat,
     encode_flat,
-    flat_encoder,
     pack_mask,
     recompute,
     unpack_mask,

@@ -57,7 +57,7 @@ class Launch:
         for pointer in pointers:
             if pointer is not None:
                 address |= pointer.data_ptr()
-        if address & 15 or not _is_quick or _has_hooks() or any(s >= BIG for s in scalars):
+        if address & 15 or not _is_quick or has_hooks() or any(s >= BIG for s in scalars):
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
             return
         key = (index, pointers[0].dtype, pointers[1].dtype)
@@ -79,6 +79,11 @@ class Launch:
             _is_quick = False
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
 
+    def compiled_for(self, index: int, *dtypes: torch.dtype) -> tuple[Any, tuple[Any, ...]] | None:
+        """The compiled kernel for a device and the dtypes of the first two pointers, and its last arguments; None before the first call."""
+        kernel = self._compiled.get((index, *dtypes)) if _is_quick else None
+        return None if kernel is None else (kernel, self._rest)
+
 
 class Repeated:
     """Repeated launches with the same pointers except one: pointers are passed as numbers, which saves the launcher a call per tensor.
@@ -96,7 +101,7 @@ class Repeated:
 
     def __call__(self, out: Tensor) -> None:
         compiled, address = self._compiled.get(out.dtype), out.data_ptr()
-        if compiled is None or address & 15 or _has_hooks() or torch.cuda.current_device() != self._index:
+        if compiled is None or address & 15 or has_hooks() or torch.cuda.current_device() != self._index:
             self._launch(out)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._index)
@@ -119,7 +124,8 @@ class Repeated:
             self._compiled[out.dtype] = [(launch._compiled[key], (*launch.fixed, *launch._rest)) for launch in self._launches]
 
 
-def _has_hooks() -> bool:
+def has_hooks() -> bool:
+    """Whether Triton calls hooks at each launch, for a profiler."""
     hook = triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 

@@ -10,46 +10,80 @@ tensor, and `reason` of each check reads them after the call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from paredown.formats.format import Format
-from paredown.plan.storage import significant_bits
-from paredown.session.compiled.graph_decisions import hint
-from paredown.session.compiled.graph_slots import ATTENTION, NORMS, GraphSlot, Operation
+from paredown.plan.storage import BLOCK, significant_bits
+from paredown.session.compiled.graph_slots import ATTENTION, NORMS, GraphSlot, Operation, hint
 from paredown.session.value_bounds import (
+    attention_parts,
     blocks_mix_groups,
-    measure_attention,
-    reason_of_logits,
+    join_attention_parts,
+    ranges_of_statistics,
+    reason_of_attention,
     reason_of_spread,
+    spread_of_ranges,
     spread_of_statistics,
 )
 
-NUM_NUMBERS = 4096  # how many numbers a graph can measure
-Check = tuple[list[fx.Node], Callable[..., Tensor], int, Callable[[Sequence[float]], str]]  # sources, measure, count, reason
+NUM_NUMBERS = 1 << 13  # how many numbers a graph can measure
+MAX_RANGES = 4096  # channels of a norm whose ranges are measured, with those of all such norms in one kernel
+
+
+@dataclass(frozen=True)
+class Check:
+    """Tensors to measure for one operation, and the reason not to pack its operands, from the numbers; "" if they may be packed.
+
+    Checks of the same `kind` are measured by one call of `join` with the tensors of all; each has `count` numbers.
+    """
+
+    kind: Hashable
+    sources: list[fx.Node]
+    measure: Callable[..., tuple[Tensor, ...]]
+    join: Callable[[Sequence[Tensor]], Tensor]
+    count: int
+    reason: Callable[[Sequence[float]], str]
 
 
 def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]) -> Check | None:
     """What to measure of an operation whose operands are packed; None for nothing."""
     if not users:
         return None
-    format = min((format for _, _, format in users), key=significant_bits)
     if operation.row.op == ATTENTION:
-        node = operation.nodes[0]
-        output = next(n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 0)
-        query, key, value = node.args[:3]
-        sources = [forward[n.name] for n in (query, key, value, output)]  # type: ignore[union-attr]
-        scale: Any = node.kwargs.get("scale")
-        head_dim = int(sources[0].meta["val"].shape[-1])
-        return (
-            sources,
-            lambda q, k, v, o: measure_attention(q, k, v, o, scale),
-            2,
-            lambda n: reason_of_logits(n[0], n[1], format, head_dim),
-        )
+        return _check_of_attention(operation, min((format for _, _, format in users), key=significant_bits), forward)
+    statistics = statistics_of(operation, users, forward)
+    if statistics is None:
+        return None
+    *sources, eps = statistics
+    num_groups = hint(sources[1].meta["val"].numel())
+    if num_groups % BLOCK or num_groups > MAX_RANGES:
+        reason = lambda n: reason_of_spread(n[0])  # noqa: E731
+        return Check(("spread", eps), sources, lambda m, r: (spread_of_statistics(m, r, eps).reshape(1),), torch.cat, 1, reason)
+    reason = lambda n: reason_of_spread(spread_of_ranges(n, eps))  # noqa: E731
+    return Check("ranges", sources, lambda *t: t, ranges_of_statistics, 4 * (num_groups // BLOCK), reason)
+
+
+def _check_of_attention(operation: Operation, format: Format, forward: dict[str, fx.Node]) -> Check:
+    node = operation.nodes[0]
+    output = next(n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 0)
+    sources = [forward[n.name] for n in (*node.args[:3], output)]  # type: ignore[union-attr]
+    sizes = tuple(source.meta["val"].shape for source in sources)
+    head_dim = int(sizes[0][-1])
+    scale: Any = node.kwargs.get("scale")
+    scale = head_dim**-0.5 if scale is None else scale
+    reason = lambda n: reason_of_attention(n, scale, format, head_dim)  # noqa: E731
+    return Check((ATTENTION, sizes), sources, attention_parts, join_attention_parts, 4, reason)
+
+
+def statistics_of(
+    operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]], forward: dict[str, fx.Node]
+) -> tuple[fx.Node, fx.Node, float] | None:
+    """(mean, rstd, eps) of a norm whose input is packed in blocks that mix its channels, rows or groups; None for other operations."""
     rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)
     mean = next((n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 1), None)
     if operation.row.op not in NORMS or rstd is None or mean is None:
@@ -57,11 +91,5 @@ def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]
     num_groups = hint(rstd.meta["val"].numel())
     if not any(blocks_mix_groups(node.meta["val"], num_groups, operation.row.op) for node, _, _ in users):
         return None
-    argument = rstd.args[0]
-    eps = next((a for a in getattr(argument, "args", ()) if isinstance(a, float)), 0.0)
-    return (
-        [forward[mean.name], forward[rstd.name]],
-        lambda m, r: spread_of_statistics(m, r, eps),
-        1,
-        lambda n: reason_of_spread(n[0]),
-    )
+    eps = next((a for a in getattr(rstd.args[0], "args", ()) if isinstance(a, float)), 0.0)
+    return forward[mean.name], forward[rstd.name], eps

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,7 +20,7 @@ from paredown.codec.graph_codec import pack_mask_in_graph, unpack_mask_in_graph
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.storage import BLOCK
-from paredown.session.compiled.graph_slots import ATTENTION, GraphSlot
+from paredown.session.compiled.graph_slots import ATTENTION, GraphSlot, hint
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 
 INPUT = "it is an input of the compiled graph: the caller holds it"
@@ -134,11 +133,6 @@ def num_values(value: Tensor, codes: Tensor, format: Format | None) -> int:
 def storage_of(node: fx.Node) -> int:
     """Identifies the memory of a tensor: views of one tensor share it."""
     return node.meta["val"].untyped_storage()._cdata
-
-
-def hint(size: Any) -> int:
-    """The number of a size, or the example's of a symbolic one."""
-    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def is_boolean(node: fx.Node) -> bool:

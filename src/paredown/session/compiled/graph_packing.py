@@ -21,6 +21,7 @@ also recomputed where backward materializes its result, since a stored tensor mu
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,11 +34,13 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.utils import _is_primal, _is_tangent
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import pad
+from torch.utils.checkpoint import CheckpointPolicy
 
 from paredown.codec import backend
 from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
@@ -49,7 +52,7 @@ from paredown.formats.rounding import Rounding
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, resolve_format
 from paredown.roles import Role
-from paredown.session.compiled.graph_checks import NUM_NUMBERS, check_of
+from paredown.session.compiled.graph_checks import NUM_NUMBERS, Check, check_of
 from paredown.session.compiled.graph_decisions import (
     HELD,
     INPUT,
@@ -58,7 +61,6 @@ from paredown.session.compiled.graph_decisions import (
     GraphReport,
     ValueCheck,
     fits_bits,
-    hint,
     inverse_order,
     is_boolean,
     mask_codec,
@@ -69,8 +71,9 @@ from paredown.session.compiled.graph_decisions import (
     sizes_in_memory,
     storage_of,
 )
-from paredown.session.compiled.graph_slots import GraphSlot, JointGraph, num_recomputed_sums, read_joint_graph, slot_of
+from paredown.session.compiled.graph_slots import GraphSlot, JointGraph, hint, num_recomputed_sums, read_joint_graph, slot_of
 from paredown.session.compiled.packed_graph import PackedGraph
+from paredown.session.compiled.recomputed_chains import RecomputedChains
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, tensors_in
 from paredown.trace.operations import Use
 
@@ -87,6 +90,10 @@ MAX_RECOMPUTED_SUMS = 8
 # Inductor writes a value that several kernels read to memory if it takes more than 30 operations. Unpacking codes below 8 bits and
 # recomputing a norm take more; in backward of ResNet-50 it wrote 0.77 GiB in float32 for the largest norm.
 INLINES = {"realize_opcount_threshold": 64}
+TOO_MANY_NUMBERS = (
+    f"a compiled graph has more than {NUM_NUMBERS} numbers to measure (logits of attention, statistics of norms): compile "
+    "parts of the model one by one, or insert a graph break."
+)
 KERNEL_DEVICES = ("cuda",)  # where codes below 8 bits are encoded by `paredown::encode`
 
 
@@ -114,23 +121,36 @@ class PlanPartitioner(CustomPartitionerFn):
         placeholders = gm.graph.find_nodes(op="placeholder")
         static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
         joint = read_joint_graph(gm.graph, [placeholders[i] for i in static])
-        with functorch_config.patch(RECOMPUTES):
-            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
-            with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
-                forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        forward, backward = self._partition(gm, joint_inputs, options)
         editor = GraphEditor(forward, backward, options["num_fwd_outputs"])
         report = GraphReport([])
         chosen = self._decide(editor, joint, report)
+        bits = {node.name: d.format.bits_per_value for node, d in chosen if d.format is not None}
+        if saved := RecomputedChains(backward.graph, editor.of_tangents(), get_default_op_list()).to_save(bits):
+            for node in gm.graph.nodes:
+                if node.name in saved:
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            forward, backward = self._partition(gm, joint_inputs, options)
+            editor, report = GraphEditor(forward, backward, options["num_fwd_outputs"]), GraphReport([])
+            chosen = self._decide(editor, joint, report)
         editor.add_checks([(node, d.slot, d.format) for node, d in chosen if d.format is not None], joint, report)
-        editor.save_comparisons({node.name for node, _ in chosen}, report)
+        compared = editor.save_comparisons({node.name for node, _ in chosen}, report)
         for node, decision in chosen:
-            assert decision.format is not None
-            stored = editor.pack(node, decision.format, *self._codec(decision, node.meta["val"]))
+            stored = editor.pack(node, self._codec(decision, node, is_compared=node.name in compared))
             report.decisions.append(replace(decision, stored_bytes=stored))
         editor.finish()
         self.on_graph(report)
         return forward, backward
+
+    @staticmethod
+    def _partition(gm: fx.GraphModule, inputs: Sequence[object], options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The graphs of torch's own partitioner, which recomputes more than it does by default."""
+        with functorch_config.patch(RECOMPUTES):
+            forward, backward = min_cut_rematerialization_partition(gm, inputs, **options)
+        if num_recomputed_sums(backward.graph) <= MAX_RECOMPUTED_SUMS:
+            return forward, backward
+        with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
+            return min_cut_rematerialization_partition(gm, inputs, **options)
 
     def _decide(self, editor: GraphEditor, joint: Any, report: GraphReport) -> list[tuple[fx.Node, GraphDecision]]:
         """The saved tensors to pack; unmodified ones that the plan requests a format for go to the report."""
@@ -170,22 +190,48 @@ class PlanPartitioner(CustomPartitionerFn):
         rounding = assignment.resolved_rounding if same else Rounding.NEAREST_EVEN
         return GraphDecision(slot, assignment.format, format, rounding, reason, numel * value.element_size(), 0)
 
-    def _codec(self, decision: GraphDecision, value: Tensor) -> tuple[Any, Any]:
-        """encode(x, step) and decode(parts, numel) for a saved tensor."""
-        format, rounding = decision.format, decision.rounding
+    def _codec(self, decision: GraphDecision, node: fx.Node, *, is_compared: bool) -> GraphCodec:
+        """How a saved tensor is encoded and decoded; `is_compared`: bits of a comparison of it are saved too."""
+        format = decision.format
         assert format is not None
-        overflow = default_overflow(format)
         tensor_id = crc32(decision.slot.names[0].encode()) if decision.slot.names else 0
-        uses_kernel = format.element.width < 8 and value.device.type in KERNEL_DEVICES and backend.find_kernels() is not None
+        has_kernel = node.meta["val"].device.type in KERNEL_DEVICES and backend.find_kernels() is not None
+        is_apart = format.element.width < 8 or is_compared or node.target is torch.ops.aten.clone.default
+        return GraphCodec(format, decision.rounding, self.seed, tensor_id, uses_kernel=has_kernel and is_apart)
 
-        def encode(x: Tensor, step: Tensor) -> Sequence[Tensor]:
-            if uses_kernel:
-                names = (str(format), rounding.value, overflow.value)
-                return torch.ops.paredown.encode(x, step.to(torch.int32), *names, self.seed, tensor_id)
-            keys = keys_in_graph(step, self.seed, tensor_id) if rounding is Rounding.STOCHASTIC else None
-            return encode_in_graph(x, format, rounding, overflow, keys)
 
-        return encode, lambda parts, numel: decode_in_graph(parts, format, numel, value.dtype, in_order=uses_kernel)
+@dataclass(frozen=True)
+class GraphCodec:
+    """How one saved tensor is encoded and decoded in a graph.
+
+    `uses_kernel`: by `paredown::encode`, a kernel of its own. Inductor fuses the encoding of 8-bit codes into a kernel that reads the same
+    values, but not with the packing of mask bits nor with a copy to another layout. The kernel that it generates then takes 225 us, that of
+    `paredown::encode` 152 (2^27.6 values, one H200).
+    """
+
+    format: Format
+    rounding: Rounding
+    seed: int
+    tensor_id: int
+    uses_kernel: bool
+
+    @property
+    def is_random(self) -> bool:
+        """Whether rounding draws random bits."""
+        return self.rounding is Rounding.STOCHASTIC
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Format, rounding and overflow as `paredown::encode` takes them."""
+        return str(self.format), self.rounding.value, default_overflow(self.format).value
+
+    def encode(self, x: Tensor, keys: Tensor | None) -> tuple[Tensor, ...]:
+        """The parts of flat `x`."""
+        return encode_in_graph(x, self.format, self.rounding, default_overflow(self.format), keys)
+
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        """The flat values of the parts."""
+        return decode_in_graph(parts, self.format, numel, dtype, in_order=self.uses_kernel)
 
 
 class GraphEditor:
@@ -200,6 +246,8 @@ class GraphEditor:
         self._order = {node: i for i, node in enumerate(backward.graph.nodes)}
         self.placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         self._step, self._numbers = _added_inputs(forward.graph)
+        self._int_step: fx.Node | None = None  # the step as int32, for kernels
+        self._traces: dict[Any, fx.GraphModule] = {}
 
     def saved_floats(self) -> list[fx.Node]:
         """Saved tensors of floating point of at least MIN_PACKED_NUMEL values."""
@@ -211,77 +259,81 @@ class GraphEditor:
         """Whether the forward graph returns `node` to the caller."""
         return any(other is node for other in self._returned[: self._num_outputs])
 
-    def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
-        """Save exactly the booleans that backward would compute from tensors in `packed`; make bits of them and of saved booleans."""
-        graph = self.backward.graph
-        of_tangents = {node for node in self.placeholders.values() if _is_tangent(node)}
-        rounded = {node for name, node in self.placeholders.items() if name in packed}
+    def of_tangents(self) -> set[fx.Node]:
+        """The nodes of the backward graph that depend on gradients."""
+        found = {node for node in self.placeholders.values() if _is_tangent(node)}
+        for node in self.backward.graph.nodes:
+            if any(i in found for i in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def save_comparisons(self, packed: set[str], report: GraphReport) -> set[str]:
+        """Save exactly the booleans that backward would compute from tensors in `packed`; make bits of them and of saved booleans.
+
+        Returns the names of the packed tensors from which forward computes large ones.
+        """
+        of_tangents = self.of_tangents()
+        rounded = {node: {name} for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
         found = [node for node in saved if fits_bits(node.meta["val"])]
-        for node in graph.nodes:
-            if node.op == "placeholder":
+        compared = set[str]()
+        for node in self.backward.graph.nodes:
+            if node.op == "placeholder" or node in of_tangents:
                 continue
-            if any(i in of_tangents for i in node.all_input_nodes):
-                of_tangents.add(node)
-            elif any(i in rounded for i in node.all_input_nodes):
+            if sources := set[str]().union(*(rounded.get(i, ()) for i in node.all_input_nodes)):
                 if is_boolean(node):
                     found.append(node)
+                    compared |= sources if fits_bits(node.meta["val"]) else set()
                 else:
-                    rounded.add(node)
+                    rounded[node] = sources
         for node in found:
             report.mask_bytes += self._save_mask(node)
+        return compared
 
     def add_checks(self, packed: list[tuple[fx.Node, GraphSlot, Format]], joint: JointGraph, report: GraphReport) -> None:
         """Measure in forward what decides whether operands of attention and inputs of norms may be packed."""
         if any(not isinstance(size, int) for node, _, _ in packed for size in node.meta["val"].shape):
             return  # a graph of dynamic sizes is not compiled again: `obstacle` lets nothing be packed that would need a check
-        numbers, measured = list[fx.Node](), 0
+        measured: dict[Any, list[tuple[Check, tuple[GraphSlot, ...], list[fx.Node]]]] = {}
         for number, operation in joint.operations.items():
             users = [(node, slot, format) for node, slot, format in packed if number in slot.numbers]
-            check = check_of(operation, users, self._by_name)
-            if check is None:
-                continue
-            sources, measure, count, reason = check
-            if measured + count > NUM_NUMBERS:
-                raise ApplyError(
-                    f"a compiled graph has more than {NUM_NUMBERS} numbers to measure (logits of attention, statistics of norms): compile "
-                    "parts of the model one by one, or insert a graph break."
-                )
-            traced = _trace(lambda *t, f=measure: (f(*t).float().reshape(-1),), *(node.meta["val"] for node in sources))
-            numbers += _insert(self.forward.graph, traced, sources, _after(sources))
-            report.checks.append(ValueCheck(tuple(slot for _, slot, _ in users), measured, count, reason))
-            measured += count
-        if numbers:
-            size = NUM_NUMBERS - measured
-            traced = _trace(lambda *t: (torch.nn.functional.pad(torch.cat(t), (0, size)),), *(node.meta["val"] for node in numbers))
-            (all_numbers,) = _insert(self.forward.graph, traced, numbers, self._output)
-            with self.forward.graph.inserting_before(self._output):
-                self.forward.graph.call_function(torch.ops.aten.copy_.default, (self._numbers, all_numbers)).meta["val"] = (
-                    self._numbers.meta["val"]
-                )
+            if check := check_of(operation, users, self._by_name):
+                parts = self._insert_traced(self.forward.graph, check.kind, check.measure, check.sources)
+                measured.setdefault(check.kind, []).append((check, tuple(slot for _, slot, _ in users), parts))
+        nodes, count = list[fx.Node](), 0
+        for of_kind in measured.values():
+            parts, join = [part for *_, parts in of_kind for part in parts], of_kind[0][0].join
+            nodes.append(self._measure(lambda *t, f=join: f(t).float(), parts))
+            for check, slots, _ in of_kind:
+                report.checks.append(ValueCheck(slots, count, check.count, check.reason))
+                count += check.count
+        if count > NUM_NUMBERS:
+            raise ApplyError(TOO_MANY_NUMBERS)
+        if nodes:
+            self._write_numbers(self._measure(lambda *t: pad(torch.cat(t), (0, NUM_NUMBERS - count)), nodes))
 
-    def pack(self, node: fx.Node, format: Format, encode: Any, decode: Any) -> int:
+    def pack(self, node: fx.Node, codec: GraphCodec) -> int:
         """Replace a saved tensor by its encoded parts; returns their bytes."""
         value: Tensor = node.meta["val"]
-        order = memory_order(value)
-        arguments = [node, self._step]
-        traced = _trace(lambda x, step: encode(x.permute(order).reshape(-1), step), *(a.meta["val"] for a in arguments))
-        parts = _insert(self.forward.graph, traced, arguments, _after(arguments))
-        place = next(i for i in range(self._num_outputs, len(self._returned)) if self._returned[i] is node)
-        self._returned[place : place + 1] = parts
         old = self.placeholders.pop(node.name)
+        place = next(i for i in range(self._num_outputs, len(self._returned)) if self._returned[i] is node)
         if not old.users:  # backward compared it and nothing else: the comparison is saved
-            self._returned[place : place + len(parts)] = []
+            self._returned[place : place + 1] = []
             self.backward.graph.erase_node(old)
             return 0
+        order = memory_order(value)
+        (flat,) = self._insert_traced(self.forward.graph, "flat", lambda x: (x.permute(order).reshape(-1),), [node])
+        parts = self._encoded(flat, codec)
+        self._returned[place : place + 1] = parts
         new = self._add_placeholders(parts, before=old)
-        sizes = sizes_in_memory(value, order)
-        decoded = _trace(
-            lambda *p: decode(p, num_values(value, p[0], format)).reshape(sizes).permute(inverse_order(order)),
-            *(part.meta["val"] for part in parts),
+        sizes, back, dtype = sizes_in_memory(value, order), inverse_order(order), value.dtype
+        (result,) = self._insert_traced(
+            self.backward.graph,
+            ("decode", *codec.names, codec.uses_kernel, value.shape, value.stride(), dtype),
+            lambda *p: (codec.decode(p, num_values(value, p[0], codec.format), dtype).reshape(sizes).permute(back),),
+            new,
+            before=min(old.users, key=lambda user: self._order.get(user, 0)),
         )
-        users = sorted(old.users, key=lambda user: self._order.get(user, 0))
-        (result,) = _insert(self.backward.graph, decoded, new, users[0])
         old.replace_all_uses_with(result)
         self.backward.graph.erase_node(old)
         return sum(nbytes_of(part) for part in parts)
@@ -295,6 +347,46 @@ class GraphEditor:
             module.recompile()
 
     # --- private ---
+
+    def _encoded(self, flat: fx.Node, codec: GraphCodec) -> list[fx.Node]:
+        """Codes, scales and minimums of a flat tensor of the forward graph."""
+        graph = self.forward.graph
+        if codec.uses_kernel:
+            self._int_step = self._int_step or self._insert_traced(graph, "step", lambda s: (s.to(torch.int32),), [self._step])[0]
+            return _call(
+                graph, torch.ops.paredown.encode.default, [flat, self._int_step], (*codec.names, codec.seed, codec.tensor_id)
+            )
+        if not codec.is_random:
+            return self._insert_traced(graph, ("encode", *codec.names), lambda x: codec.encode(x, None), [flat])
+        traced = _trace(lambda step: (keys_in_graph(step, codec.seed, codec.tensor_id),), self._step.meta["val"])
+        keys = _insert(graph, traced, [self._step], _after([flat, self._step]))
+        return self._insert_traced(graph, ("encode", *codec.names), lambda x, keys: codec.encode(x, keys), [flat, *keys])
+
+    def _insert_traced(
+        self, graph: fx.Graph, name: Any, function: Callable[..., Any], arguments: list[fx.Node], before: fx.Node | None = None
+    ) -> list[fx.Node]:
+        """The outputs of `function`, a tuple, behind its arguments or before a node.
+
+        It is traced once for arguments of the same sizes, strides, dtypes and `name`.
+        """
+        values: list[Tensor] = [node.meta["val"] for node in arguments]
+        key = (name, *((v.shape, v.stride(), v.dtype, v.device) for v in values))
+        if any(not isinstance(size, int) for v in values for size in v.shape):
+            return _insert(graph, _trace(function, *values), arguments, before or _after(arguments))
+        if key not in self._traces:
+            self._traces[key] = _trace(function, *values)
+        return _insert(graph, self._traces[key], arguments, before or _after(arguments))
+
+    def _measure(self, function: Callable[..., Tensor], sources: list[fx.Node]) -> fx.Node:
+        """Numbers of a forward pass, computed at its end."""
+        traced = _trace(lambda *t: (function(*t),), *(node.meta["val"] for node in sources))
+        return _insert(self.forward.graph, traced, sources, self._output)[0]
+
+    def _write_numbers(self, numbers: fx.Node) -> None:
+        """Copy numbers to the input that the host reads."""
+        with self.forward.graph.inserting_before(self._output):
+            copy = self.forward.graph.call_function(torch.ops.aten.copy_.default, (self._numbers, numbers))
+        copy.meta["val"] = self._numbers.meta["val"]
 
     def _is_saved(self, name: str) -> bool:
         return any(isinstance(n, fx.Node) and n.name == name and n.op != "placeholder" for n in self._returned[self._num_outputs :])
@@ -468,6 +560,20 @@ def _insert(graph: fx.Graph, traced: fx.GraphModule, arguments: Sequence[fx.Node
             else:
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
     raise AssertionError("a traced graph has an output")
+
+
+def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[Any, ...]) -> list[fx.Node]:
+    """The results of an operation that returns a list of tensors, behind its arguments."""
+    values: list[Tensor] = [node.meta["val"] for node in tensors]
+    with values[0].fake_mode:  # type: ignore[attr-defined]
+        results: list[Tensor] = target(*values, *others)
+    with graph.inserting_before(_after(tensors)):
+        call = graph.call_function(target, (*tensors, *others))
+        nodes = [graph.call_function(operator.getitem, (call, i)) for i in range(len(results))]
+    call.meta["val"] = results
+    for node, value in zip(nodes, results, strict=True):
+        node.meta["val"] = value
+    return nodes
 
 
 def _after(nodes: list[fx.Node]) -> fx.Node:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paredown.trace.operations import NONLINEAR, ROWS, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
+from paredown.trace.operations import NONLINEAR, ROWS, STATISTIC, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
 
 NORMS = frozenset(("batch_norm", "layer_norm", "group_norm", "rms_norm"))
 SMOOTH = frozenset((*NORMS, "gelu", "silu", "tanh", "sigmoid", "mish", "elu", "hardswish", "erf"))
@@ -214,14 +214,20 @@ def _operand(value: fx.Node, user: fx.Node, operation: Operation) -> Operand:
     if not row.operands:
         return Operand("input", pin=UNKNOWN) if aten_name(user) in PRODUCTS else _exact("input", operation.aten)
     names = {node.name for node in operation.nodes}
+    if value.name in names and row.op in NORMS and _num_values(value) < max(_num_values(node) for node in operation.nodes):
+        return Operand("statistics", Use.EXACT, reason=STATISTIC)
     if value.name in names:
         outputs = [o for attribute, o in row.operands.items() if attribute.startswith(WITH_OUTPUT)]
         is_output = any(user.name not in names for node in operation.nodes if node.name == value.name for user in node.users)
         values = [o for o in outputs if o.use is Use.VALUE or not o.is_minor]
         if values and is_output:
             return values[0]
+        if row.op in NORMS:  # normalized values have the error of the input, in units of their standard deviation
+            return Operand("output", is_centered=True)
         return Operand("output", pin=NONLINEAR, is_centered=True) if row.op in SMOOTH else _exact("output", row.op)
     inputs = [(attribute, o) for attribute, o in row.operands.items() if not attribute.startswith(WITH_OUTPUT)]
+    if not inputs and row.op in SMOOTH:  # backward uses the output alone, which it recomputes from `value`
+        return Operand("input")
     return _input(value, operation, inputs)
 
 
@@ -316,6 +322,16 @@ def _is_integer(node: fx.Node) -> bool:
     """Whether a node makes integers: of rounded values they may be others, such as indices of other rows."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+
+
+def hint(size: Any) -> int:
+    """The number of a size, or the example's of a symbolic one."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _num_values(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return hint(value.numel()) if isinstance(value, Tensor) else 0
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -89,8 +89,8 @@ class PackedGraph:
         last = checks[-1].first + checks[-1].count
         if is_read:
             self._reading.values = numbers[:last].tolist()
-        else:
-            update_reading(self._reading, lambda: numbers[:last], self._num_calls)
+        elif not update_reading(self._reading, lambda: numbers[:last], self._num_calls):
+            return False
         found = {
             slot.names: reason
             for check in checks
