@@ -1,8 +1,4 @@
-"""`paredown::encode`: an operation of torch that runs the Triton kernels, for codes below 8 bits in compiled graphs on a GPU.
-
-Inductor fuses the encoding of 8-bit codes into the kernel that reads the same values (341 us with a norm and a ReLU of 2^27.6 values, 260
-without; one H200). Stochastic rounding and bit packing are a kernel of their own either way, equally fast; but the layout that lets
-Inductor pack codes in one kernel takes 200 us more to decode than that of the kernels, whose bytes hold neighbours.
+"""`paredown::encode`: an operation of torch that runs the Triton kernels, for compiled graphs on a GPU.
 
 Codes have the layout of the reference. The step of the random bits is a tensor, which the kernel reads when it runs.
 """

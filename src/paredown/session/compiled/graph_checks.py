@@ -63,7 +63,14 @@ def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]
     num_groups = hint(sources[1].meta["val"].numel())
     if num_groups % BLOCK or num_groups > MAX_RANGES:
         reason = lambda n: reason_of_spread(n[0])  # noqa: E731
-        return Check(("spread", eps), sources, lambda m, r: (spread_of_statistics(m, r, eps).reshape(1),), torch.cat, 1, reason)
+        return Check(
+            ("spread", eps),
+            sources,
+            lambda m, r: (spread_of_statistics(m, r, eps).reshape(1),),
+            lambda t: torch.cat(list(t)),
+            1,
+            reason,
+        )
     reason = lambda n: reason_of_spread(spread_of_ranges(n, eps))  # noqa: E731
     return Check("ranges", sources, lambda *t: t, ranges_of_statistics, 4 * (num_groups // BLOCK), reason)
 

@@ -134,10 +134,11 @@ class PlanPartitioner(CustomPartitionerFn):
             editor, report = GraphEditor(forward, backward, options["num_fwd_outputs"]), GraphReport([])
             chosen = self._decide(editor, joint, report)
         editor.add_checks([(node, d.slot, d.format) for node, d in chosen if d.format is not None], joint, report)
-        compared = editor.save_comparisons({node.name for node, _ in chosen}, report)
+        editor.save_comparisons({node.name for node, _ in chosen}, report)
         for node, decision in chosen:
-            stored = editor.pack(node, self._codec(decision, node, is_compared=node.name in compared))
+            stored = editor.pack(node, self._codec(decision, node))
             report.decisions.append(replace(decision, stored_bytes=stored))
+        editor.delay_recomputation()
         editor.finish()
         self.on_graph(report)
         return forward, backward
@@ -190,23 +191,21 @@ class PlanPartitioner(CustomPartitionerFn):
         rounding = assignment.resolved_rounding if same else Rounding.NEAREST_EVEN
         return GraphDecision(slot, assignment.format, format, rounding, reason, numel * value.element_size(), 0)
 
-    def _codec(self, decision: GraphDecision, node: fx.Node, *, is_compared: bool) -> GraphCodec:
-        """How a saved tensor is encoded and decoded; `is_compared`: bits of a comparison of it are saved too."""
-        format = decision.format
-        assert format is not None
+    def _codec(self, decision: GraphDecision, node: fx.Node) -> GraphCodec:
+        """How a saved tensor is encoded and decoded."""
+        assert decision.format is not None
         tensor_id = crc32(decision.slot.names[0].encode()) if decision.slot.names else 0
         has_kernel = node.meta["val"].device.type in KERNEL_DEVICES and backend.find_kernels() is not None
-        is_apart = format.element.width < 8 or is_compared or node.target is torch.ops.aten.clone.default
-        return GraphCodec(format, decision.rounding, self.seed, tensor_id, uses_kernel=has_kernel and is_apart)
+        return GraphCodec(decision.format, decision.rounding, self.seed, tensor_id, has_kernel)
 
 
 @dataclass(frozen=True)
 class GraphCodec:
     """How one saved tensor is encoded and decoded in a graph.
 
-    `uses_kernel`: by `paredown::encode`, a kernel of its own. Inductor fuses the encoding of 8-bit codes into a kernel that reads the same
-    values, but not with the packing of mask bits nor with a copy to another layout. The kernel that it generates then takes 225 us, that of
-    `paredown::encode` 152 (2^27.6 values, one H200).
+    `uses_kernel`: by `paredown::encode`. Inductor would fuse the encoding of 8-bit codes into some kernels that read the same values, but
+    steps of GPT-2, Llama and ViT-B/16 in 8 bits take as long or longer then, and compiling takes 1.9 to 2.0 instead of 1.3 to 1.4 times as
+    long as without packing (one H200).
     """
 
     format: Format
@@ -247,6 +246,7 @@ class GraphEditor:
         self.placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         self._step, self._numbers = _added_inputs(forward.graph)
         self._int_step: fx.Node | None = None  # the step as int32, for kernels
+        self._scales = set[fx.Node]()  # placeholders of the scales of packed tensors
         self._traces: dict[Any, fx.GraphModule] = {}
 
     def saved_floats(self) -> list[fx.Node]:
@@ -267,28 +267,22 @@ class GraphEditor:
                 found.add(node)
         return found
 
-    def save_comparisons(self, packed: set[str], report: GraphReport) -> set[str]:
-        """Save exactly the booleans that backward would compute from tensors in `packed`; make bits of them and of saved booleans.
-
-        Returns the names of the packed tensors from which forward computes large ones.
-        """
+    def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
+        """Save exactly the booleans that backward would compute from tensors in `packed`; make bits of them and of saved booleans."""
         of_tangents = self.of_tangents()
-        rounded = {node: {name} for name, node in self.placeholders.items() if name in packed}
+        rounded = {node for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
         found = [node for node in saved if fits_bits(node.meta["val"])]
-        compared = set[str]()
         for node in self.backward.graph.nodes:
             if node.op == "placeholder" or node in of_tangents:
                 continue
-            if sources := set[str]().union(*(rounded.get(i, ()) for i in node.all_input_nodes)):
+            if any(i in rounded for i in node.all_input_nodes):
                 if is_boolean(node):
                     found.append(node)
-                    compared |= sources if fits_bits(node.meta["val"]) else set()
                 else:
-                    rounded[node] = sources
+                    rounded.add(node)
         for node in found:
             report.mask_bytes += self._save_mask(node)
-        return compared
 
     def add_checks(self, packed: list[tuple[fx.Node, GraphSlot, Format]], joint: JointGraph, report: GraphReport) -> None:
         """Measure in forward what decides whether operands of attention and inputs of norms may be packed."""
@@ -326,6 +320,8 @@ class GraphEditor:
         parts = self._encoded(flat, codec)
         self._returned[place : place + 1] = parts
         new = self._add_placeholders(parts, before=old)
+        if codec.format.block:
+            self._scales.add(new[1])
         sizes, back, dtype = sizes_in_memory(value, order), inverse_order(order), value.dtype
         (result,) = self._insert_traced(
             self.backward.graph,
@@ -337,6 +333,14 @@ class GraphEditor:
         old.replace_all_uses_with(result)
         self.backward.graph.erase_node(old)
         return sum(nbytes_of(part) for part in parts)
+
+    def delay_recomputation(self) -> None:
+        """Recompute large tensors right before their use (recomputed_chains.py)."""
+
+        def insert(function: Callable[..., Tensor], arguments: list[fx.Node], before: fx.Node) -> fx.Node:
+            return self._insert_traced(self.backward.graph, function, lambda *t: (function(*t),), arguments, before=before)[0]
+
+        RecomputedChains(self.backward.graph, self.of_tangents(), get_default_op_list()).delay(self._scales, insert)
 
     def finish(self) -> None:
         """Write the outputs back and check both graphs."""

@@ -1,4 +1,4 @@
-"""Chains of tensors that backward recomputes, each from the one before: which of them are better saved.
+"""Tensors that backward recomputes from packed ones: which are better saved, and when the others are computed.
 
 Backward of a residual network recomputes the outputs of its blocks from packed inputs of norms:
 
@@ -9,19 +9,26 @@ begins: two outputs are in memory before they are used. Saved in 4 bits they tak
 
 Measured on one H200 for the three outputs of ResNet-50's first stage (2^27.6 values each) in 8 bits: one kernel 945 us; three kernels, each
 with a chain of its own, 2,060 us.
+
+Other tensors are delayed: Inductor may decode one long before its use, and its memory adds to the peak (0.38 of 3.47 GiB for ResNet-50 in 4
+bits). A copy of its operations takes scales that depend on the gradient which its user takes. Where backward also reads values on the way,
+as that of a GELU, nothing is delayed: one kernel computes both.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from paredown.session.compiled.graph_slots import hint
 
+MIN_DELAYED = 1 << 20  # values
 MIN_GAIN = 2.0  # bytes that are in memory early over bytes stored instead
 
 
@@ -32,7 +39,8 @@ class RecomputedChains:
     """
 
     def __init__(self, graph: fx.Graph, of_tangents: set[fx.Node], operations: Any) -> None:
-        self._of_tangents, self._operations = of_tangents, operations
+        self._graph, self._of_tangents, self._operations = graph, of_tangents, operations
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._tensors = {self._viewed(node) for node in graph.nodes if self._is_recomputed(node) and self._is_read(node)}
 
     def to_save(self, bits: Mapping[str, float]) -> set[str]:
@@ -44,6 +52,47 @@ class RecomputedChains:
             early = 8.0 * (len(chain) - 1) * max(node.meta["val"].element_size() for node in chain)
             found |= {node.name for node in chain} if early > MIN_GAIN * stored else set()
         return found
+
+    def delay(self, scales: set[fx.Node], insert: Callable[..., fx.Node]) -> None:
+        """Let Inductor compute each tensor that is no part of a chain, and shares nothing, when its user has its gradient.
+
+        `scales`: placeholders of the scales of packed tensors. `insert(function, arguments, before)` inserts a traced function.
+        """
+        chained = set[fx.Node]().union(*self._chains())
+        for tensor in sorted(self._tensors - chained, key=self._order.__getitem__):
+            outputs = [node for node in self._views(tensor) if any(user in self._of_tangents for user in node.users)]
+            users = {user for node in outputs for user in node.users if user in self._of_tangents}
+            first = min(users, key=self._order.__getitem__)
+            gradient = next((self._base(node) for node in first.all_input_nodes if node in self._of_tangents), None)
+            cone = sorted(self._cone(outputs), key=self._order.__getitem__)
+            delayed = scales.intersection(i for node in cone for i in node.all_input_nodes)
+            is_shared = any(user not in users and user not in cone for node in cone for user in node.users)
+            if is_shared or not delayed or _numel(tensor) < MIN_DELAYED:
+                continue
+            if gradient is not None and gradient.op != "placeholder":
+                copies = {node: insert(_after, [node, gradient], first) for node in delayed}
+                self._copy(cone, copies, first)
+                for user in users:
+                    for node in outputs:
+                        user.replace_input_with(node, copies[node])
+
+    def _copy(self, nodes: Iterable[fx.Node], copies: dict[fx.Node, fx.Node], before: fx.Node) -> None:
+        """Copy nodes; `copies` has those of their inputs that are replaced, and receives theirs."""
+        with self._graph.inserting_before(before):
+            for node in nodes:
+                copies[node] = self._graph.node_copy(node, lambda i: copies.get(i, i))
+
+    def _views(self, tensor: fx.Node) -> Iterable[fx.Node]:
+        """`tensor` and the recomputed views of it."""
+        yield tensor
+        for user in tensor.users:
+            if user not in self._of_tangents and self._operations.is_view(user):
+                yield from self._views(user)
+
+    def _base(self, node: fx.Node) -> fx.Node:
+        while self._operations.is_view(node) and node.all_input_nodes[0] in self._of_tangents:
+            node = node.all_input_nodes[0]
+        return node
 
     def _chains(self) -> list[set[fx.Node]]:
         """The tensors that are recomputed from each other."""
@@ -82,6 +131,15 @@ class RecomputedChains:
                 cone.add(node)
                 stack += node.all_input_nodes
         return cone
+
+
+def _after(scales: Tensor, gradient: Tensor) -> Tensor:
+    """`scales`, by an operation that reads a gradient from memory: no number is larger than infinity.
+
+    Inductor stores the input of as_strided. The comparison is false for all numbers, so the compiler of the kernel drops the load.
+    """
+    is_never = gradient.as_strided((1,), (1,)).float() > inf
+    return torch.where(is_never, torch.zeros((), dtype=scales.dtype, device=scales.device), scales)
 
 
 def _numel(node: fx.Node) -> int:
