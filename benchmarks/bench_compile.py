@@ -226,7 +226,13 @@ class Process:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
 
-def command_of(cell: Cell, device: str, num_steps: int, lock: Path) -> list[str]:
+def known_peaks(cell: Cell, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[int, int]:
+    """The peak of the step that the search for the largest batch of a row begins with, if it is measured."""
+    row = rows.get((cell.case.job.split("-")[0], cell.way), {}) if cell.case.kind == "largest" else {}
+    return {row["size"]: row["peak_bytes"]} if row.get("peak_bytes") else {}
+
+
+def command_of(cell: Cell, device: str, num_steps: int, lock: Path, known: Mapping[int, int]) -> list[str]:
     """The command line of a row's process."""
     count = TRAINING_STEPS if cell.case.kind == "losses" else num_steps
     request = {
@@ -236,6 +242,7 @@ def command_of(cell: Cell, device: str, num_steps: int, lock: Path) -> list[str]
         "device": device,
         "num_steps": count,
         "lock": str(lock),
+        "known": known,
     }
     return [sys.executable, str(WORKER), json.dumps(request)]
 
@@ -273,14 +280,18 @@ def row_of(cell: Cell, reply: Mapping[str, Any], num_at_once: int) -> Row:
     return Row(cell.case.job, cell.way, cell.case.kind, num_at_once=num_at_once, **{k: v for k, v in reply.items() if k in known})
 
 
-def measure(cells: Sequence[Cell], device: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Rows in the order of measurement, batch after batch."""
+def measure(
+    cells: Sequence[Cell], device: str, options: argparse.Namespace, rows: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> Iterator[Row]:
+    """Rows in the order of measurement, batch after batch; `rows`: those that are measured."""
     for batch in batches(cells, options.jobs):
         print(f"at the same time: {', '.join(cell.name for cell in batch)}", flush=True)
         by_name = {cell.name: cell for cell in batch}
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             lock = Path(folder) / "device.lock"
-            commands = {name: command_of(cell, device, options.steps, lock) for name, cell in by_name.items()}
+            commands = {
+                name: command_of(cell, device, options.steps, lock, known_peaks(cell, rows)) for name, cell in by_name.items()
+            }
             for name, reply in run_batch(commands, Path(folder), options.limit):
                 yield row_of(by_name[name], reply, len(batch))
 
@@ -385,7 +396,7 @@ def main() -> None:
     run = log.runs[-1]
     rows = measured(log.runs, run["commit"], run["device"])
     done = {key for key, row in rows.items() if options.resume and not (options.retry and row["error"])}
-    for row in measure([cell for cell in cells if (cell.case.job, cell.way) not in done], device, options):
+    for row in measure([cell for cell in cells if (cell.case.job, cell.way) not in done], device, options, rows):
         log.add(row)
         rows[row.job, row.way] = log.rows[-1]
     print_tables(rows, cells)

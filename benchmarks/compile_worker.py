@@ -250,11 +250,11 @@ def peak_of(worker: Worker, job: Job) -> int:
         return torch.cuda.max_memory_allocated()
 
 
-def largest_fields(worker: Worker, job: Job) -> dict[str, Any]:
-    """The largest batch whose peak is below LIMIT_BYTES, and its times; the first batch measured is the job's own."""
+def largest_fields(worker: Worker, job: Job, known: dict[int, int]) -> dict[str, Any]:
+    """The largest batch whose peak is below LIMIT_BYTES, and its times; `known`: peaks, else the job's own batch is measured first."""
     num_values = sum(param.numel() for param in build(job, "meta").parameters())
-    peaks = {0: 16 * num_values}  # weights, gradients and two moments in fp32: where the first line begins
-    size: int | None = job.size
+    peaks = {0: 16 * num_values, **known}  # weights, gradients and two moments in fp32: where the first line begins
+    size: int | None = next_size(peaks, LIMIT_BYTES) if known else job.size
     while size is not None:
         torch.compiler.reset()
         release(worker.device)
@@ -327,12 +327,12 @@ def loss_fields(worker: Worker, name: str, num_steps: int, seeds: Sequence[int] 
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def fields_of(worker: Worker, job: str, kind: str) -> dict[str, Any]:
+def fields_of(worker: Worker, job: str, kind: str, known: dict[int, int]) -> dict[str, Any]:
     """The measurement `kind` of a job: steps, largest or losses."""
     name = job.split("-")[0]
     if kind == "losses":
         return loss_fields(worker, name, worker.num_steps)
-    return (step_fields if kind == "steps" else largest_fields)(worker, jobs()[name])
+    return step_fields(worker, jobs()[name]) if kind == "steps" else largest_fields(worker, jobs()[name], known)
 
 
 def main() -> None:
@@ -353,7 +353,8 @@ def main() -> None:
         if request["device"] == "cuda":
             lock_autotuning(lock)
         worker = Worker(way, request["device"], request["num_steps"], lock, ready)
-        reply = fields_of(worker, request["job"], request["kind"])
+        known = {int(size): peak for size, peak in request.get("known", {}).items()}
+        reply = fields_of(worker, request["job"], request["kind"], known)
     except Exception as error:
         traceback.print_exc()
         reply = {"error": failure(error)}

@@ -442,6 +442,7 @@ class GraphEditor:
             where = graph.inserting_before(before) if before is not None else graph.inserting_after(after)
             with where:
                 placeholder = graph.placeholder(part.name)
+            placeholder.target = placeholder.name  # the code that FX generates would mix up arguments of other names
             placeholder.meta = dict(part.meta)
             added.append(placeholder)
             after = placeholder if before is None else None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paredown.errors import ApplyError
 from paredown.session.compiled.graph_checks import NUM_NUMBERS
@@ -43,7 +44,8 @@ class PackedGraph:
 
     def __call__(self, *args: Any) -> Any:
         """The outputs of the graph."""
-        if not torch.is_grad_enabled():
+        is_fake = any(isinstance(arg, FakeTensor) for arg in args)  # DDP splits graphs, and calls each part with fake tensors first
+        if is_fake or not torch.is_grad_enabled():
             return self._compiled(*args, *self._added)
         if self._seed != self._backend.seed():  # the session loaded the state of another one
             self._compiled = self._compile_for_seed(list(args))
