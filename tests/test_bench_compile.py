@@ -121,7 +121,7 @@ def row(bench: Any, way: str, **fields: Any) -> Any:
 def fake_measure(bench: Any, asked: list[str], stop_after: int) -> Any:
     """Stands for `measure`: writes down what it is asked for, and is interrupted after some rows."""
 
-    def measure(cells: Sequence[Any], device: str, options: Any) -> Iterator[Any]:
+    def measure(cells: Sequence[Any], device: str, options: Any, rows: Any) -> Iterator[Any]:
         for number, cell in enumerate(cells):
             if number == stop_after:
                 raise KeyboardInterrupt
