@@ -1,4 +1,4 @@
-"""Runs random programs compiled: the graphs of torch.compile and of `session.compile()`, partitioned and edited, run operation by operation.
+"""Compiles random programs quickly: the graphs of torch.compile and of `session.compile()` run operation by operation.
 
 Inductor takes 5 to 10 seconds for the kernels of a program. Dynamo, AOTAutograd, the passes of Inductor over joint graphs and the
 partitioner are what a session takes part in: they are torch's own here, and the two graphs that come of them run as PyTorch operations.

@@ -164,9 +164,7 @@ def _train(program: Program, model: nn.Module, values: Values, outcome: Outcome)
         for _ in range(program.options.num_accumulated):
             losses.append(_forward_and_backward(program, model, values, generator, inputs, held))
         outcome.losses.append(torch.stack(losses))
-        gradients = {
-            name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-        }
+        gradients = {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         gradients |= {f"input {place}": x.grad.clone() for place, x in enumerate(inputs) if x.grad is not None}
         outcome.gradients.append(gradients)
         with torch.no_grad():

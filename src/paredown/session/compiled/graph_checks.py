@@ -40,8 +40,7 @@ def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]
     if operation.row.op == ATTENTION:
         node = operation.nodes[0]
         output = next(n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 0)
-        query, key, value = node.args[:3]
-        sources = [forward[n.name] for n in (query, key, value, output)]  # type: ignore[union-attr]
+        sources: list[Any] = [*forward[node.name].args[:3], forward[output.name]]
         scale: Any = node.kwargs.get("scale")
         head_dim = int(sources[0].meta["val"].shape[-1])
         return (

@@ -33,6 +33,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.utils import _is_primal, _is_tangent
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -113,7 +114,8 @@ class PlanPartitioner(CustomPartitionerFn):
             return min_cut_rematerialization_partition(gm, joint_inputs, **options)
         placeholders = gm.graph.find_nodes(op="placeholder")
         static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
-        joint = read_joint_graph(gm.graph, [placeholders[i] for i in static])
+        unique = {node.name for node in fx_graph_cse(gm.graph).nodes}  # as the partitioner does first
+        joint = read_joint_graph(gm.graph, [placeholders[i] for i in static], unique)
         with functorch_config.patch(RECOMPUTES):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
@@ -346,6 +348,9 @@ class GraphEditor:
             where = graph.inserting_before(before) if before is not None else graph.inserting_after(after)
             with where:
                 placeholder = graph.placeholder(part.name)
+            placeholder.target = (
+                placeholder.name
+            )  # the name of the argument in generated code: another node may have the part's name
             placeholder.meta = dict(part.meta)
             added.append(placeholder)
             after = placeholder if before is None else None

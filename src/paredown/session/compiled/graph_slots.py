@@ -19,12 +19,13 @@ A tensor that an unknown operation uses is stored unmodified, as in eager mode.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from paredown.trace.operations import NONLINEAR, ROWS, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
 
@@ -91,8 +92,11 @@ class Operation:
         return f"{self.module}:{operand}" if self.is_leaf else f"{self.module}:{self.row.op}{number}.{operand}"
 
 
-def read_joint_graph(graph: fx.Graph, parameters: Iterable[fx.Node]) -> JointGraph:
-    """The operations of a joint graph; `parameters`: the placeholders of parameters and buffers."""
+def read_joint_graph(graph: fx.Graph, parameters: Iterable[fx.Node], unique: Set[str]) -> JointGraph:
+    """The operations of a joint graph; `parameters`: the placeholders of parameters and buffers.
+
+    `unique`: names of the nodes that the partitioner does not replace by an equal one. Operations have the nodes that replace theirs.
+    """
     joint, constant = JointGraph(), set(parameters)
     counts: dict[tuple[str, str], int] = {}
     for node in graph.nodes:
@@ -110,7 +114,22 @@ def read_joint_graph(graph: fx.Graph, parameters: Iterable[fx.Node]) -> JointGra
             joint.operations[number] = _operation(node, counts)
         if number >= 0 and joint.operations[number].aten == aten_name(node):
             joint.operations[number].nodes.append(node)
+    equal = _equal_nodes(graph, unique)
+    for operation in joint.operations.values():
+        operation.nodes = [equal[node] for node in operation.nodes]
     return joint
+
+
+def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
+    """For each node the one that has its value in a graph without repeated operations: itself, if its name is in `unique`."""
+    found: dict[fx.Node, fx.Node] = {}
+    first: dict[tuple[Any, str], fx.Node] = {}
+    node: fx.Node
+    for node in graph.nodes:
+        key = node.target, repr(map_arg((node.args, node.kwargs), lambda n: found[n]))
+        found[node] = node if node.name in unique else first.get(key, node)
+        first.setdefault(key, found[node])
+    return found
 
 
 def is_backward(node: fx.Node) -> bool:
