@@ -18,17 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paredown.formats.format import Format
 from paredown.plan.plan import Plan
 from paredown.session.changes import UNMODIFIED, Change
 from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
-from paredown.session.compiled.graph_packing import autograd_node_of, holds_tensors, make_backend
+from paredown.session.compiled.graph_packing import PlanPartitioner, autograd_node_of, holds_tensors, make_backend
+from paredown.session.compiled.graph_signals import NUM_SIGNALS
+from paredown.session.guard import Signals
 
 
 class CompiledGraphs:
     """The compiled graphs of one session: the decisions made in them, their calls, and the bytes that are stored."""
 
-    def __init__(self, plan: Plan, seed: int, *, calls: int) -> None:
+    def __init__(self, plan: Plan, seed: int, *, calls: int, signals: Signals | None = None) -> None:
         self.plan, self.seed, self.calls = plan, seed, calls
+        self._signals = signals  # of a guard
         self.reports: list[GraphReport] = []
         self._steps: dict[torch.device, Tensor] = {}
         self._alive: weakref.WeakKeyDictionary[Any, int] = (
@@ -37,11 +41,12 @@ class CompiledGraphs:
 
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options) with packed graphs."""
+        partitioner = PlanPartitioner(self.plan, self.seed, self._compiled, has_guard=self._signals is not None)
         backend = make_backend(
-            self.plan,
-            seed=lambda: self.seed,
-            on_graph=self._compiled,
+            partitioner,
             step=self._step,
+            seed=lambda: self.seed,
+            plan=lambda: self.plan,
             on_call=self._called,
             options=options,
         )
@@ -51,6 +56,11 @@ class CompiledGraphs:
     def decisions(self) -> dict[str, GraphDecision]:
         """The decision for each saved tensor of all graphs, by the name of its first slot."""
         return {name: d for report in self.reports for d in report.decisions for name in d.slot.names[:1]}
+
+    def format_of(self, name: str) -> Format | None:
+        """The format in which a slot is stored; None if it is not packed."""
+        decisions = (d for report in self.reports for d in report.decisions if name in d.slot.names)
+        return next((d.format for d in decisions if d.format is not None), None)
 
     def changes(self) -> list[Change]:
         """The saved tensors that are not stored as the plan requests."""
@@ -76,8 +86,14 @@ class CompiledGraphs:
         """A graph was compiled; `previous`: what it reported when it was compiled before."""
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
-    def _called(self, report: GraphReport, outputs: Any) -> None:
+    def _called(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
+        """A graph was called with gradients, for the `num_calls`th time; `numbers`: what it measured."""
         self.calls += 1
+        if self._signals is not None and report.signals and self._signals.is_due(num_calls):
+            first = report.signals[0].first
+            self._signals.add(
+                [signal.names for signal in report.signals], numbers[first : first + NUM_SIGNALS * len(report.signals)]
+            )
         node = autograd_node_of(outputs) if report.stored_bytes else None
         if node is not None:
             self._alive[node] = report.stored_bytes

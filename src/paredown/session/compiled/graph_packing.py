@@ -70,6 +70,7 @@ from paredown.session.compiled.graph_decisions import (
     sizes_in_memory,
     storage_of,
 )
+from paredown.session.compiled.graph_signals import NUM_SIGNALS, GraphSignal, SlotMeasure
 from paredown.session.compiled.graph_slots import GraphSlot, JointGraph, num_recomputed_sums, read_joint_graph, slot_of
 from paredown.session.compiled.packed_graph import PackedGraph
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, tensors_in
@@ -99,10 +100,11 @@ class PlanPartitioner(CustomPartitionerFn):
     seed: int
     on_graph: Callable[..., None]
     kept: dict[tuple[str, ...], str] = field(default_factory=dict[tuple[str, ...], str])  # names of slots not to pack -> why
+    has_guard: bool = False  # the graphs measure packed slots
 
     def uuid(self) -> Any:
         """Identifies plan and code in the keys of Inductor's caches."""
-        return ("paredown", _source_hash(), self.plan.key, self.seed, sorted(self.kept))
+        return ("paredown", _source_hash(), self.plan.key, self.seed, sorted(self.kept), self.has_guard)
 
     def __reduce__(self) -> Any:
         """Pickled as its uuid: Inductor pickles its settings to make the keys of its cache."""
@@ -130,6 +132,8 @@ class PlanPartitioner(CustomPartitionerFn):
             assert decision.format is not None
             stored = editor.pack(node, decision.format, *self._codec(decision, node.meta["val"]))
             report.decisions.append(replace(decision, stored_bytes=stored))
+        if self.has_guard:
+            editor.add_signals([(node, SlotMeasure.of(d, self.seed)) for node, d in chosen if d.format is not None], report)
         editor.finish()
         self.on_graph(report)
         return forward, backward
@@ -202,6 +206,7 @@ class GraphEditor:
         self._order = {node: i for i, node in enumerate(backward.graph.nodes)}
         self.placeholders = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
         self._step, self._numbers = _added_inputs(forward.graph)
+        self._parts: dict[str, list[fx.Node]] = {}  # of packed tensors, by name
 
     def saved_floats(self) -> list[fx.Node]:
         """Saved tensors of floating point of at least MIN_PACKED_NUMEL values."""
@@ -277,6 +282,7 @@ class GraphEditor:
             self.backward.graph.erase_node(old)
             return 0
         new = self._add_placeholders(parts, before=old)
+        self._parts[node.name] = parts
         sizes = sizes_in_memory(value, order)
         decoded = _trace(
             lambda *p: decode(p, num_values(value, p[0], format)).reshape(sizes).permute(inverse_order(order)),
@@ -287,6 +293,33 @@ class GraphEditor:
         old.replace_all_uses_with(result)
         self.backward.graph.erase_node(old)
         return sum(nbytes_of(part) for part in parts)
+
+    def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
+        """Measure packed tensors in forward for a guard; the numbers are the last ones of the graph. Not where sizes are dynamic."""
+        found = [(node, m) for node, m in measures if node.name in self._parts and isinstance(node.meta["val"].numel(), int)]
+        first, graph = NUM_NUMBERS - NUM_SIGNALS * len(found), self.forward.graph
+        if not found:
+            return
+        if first < max((check.first + check.count for check in report.checks), default=0):
+            raise ApplyError(
+                f"a guard measures {len(found)} slots of a compiled graph, too many: compile parts of the model one by one."
+            )
+        numbers: list[fx.Node] = []
+        for place, (node, of) in enumerate(found):
+            sources, order = [node, self._step, *self._parts[node.name]], memory_order(node.meta["val"])
+            traced = _trace(lambda x, *t, o=order, f=of: (f(x.permute(o).reshape(-1), *t),), *(n.meta["val"] for n in sources))
+            numbers += _insert(graph, traced, sources, _after(sources))
+            report.signals.append(GraphSignal(of.slot.names, first + NUM_SIGNALS * place))
+        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        written = next((node for node in copies if node.args[0] is self._numbers), None)  # by `add_checks`
+        sources = [self._numbers if written is None else written.args[1], *numbers]
+        traced = _trace(lambda others, *t: (torch.cat([others[:first], *t]),), *(n.meta["val"] for n in sources))
+        (numbers_of_all,) = _insert(graph, traced, sources, self._output)
+        with graph.inserting_before(self._output):
+            copied = graph.call_function(torch.ops.aten.copy_.default, (self._numbers, numbers_of_all))
+        copied.meta["val"] = self._numbers.meta["val"]
+        if written is not None:
+            graph.erase_node(written)
 
     def finish(self) -> None:
         """Write the outputs back and check both graphs."""
@@ -367,7 +400,8 @@ class PlanBackend:
     partitioner: PlanPartitioner
     step: Callable[[torch.device], Tensor]  # the step counter of a device, set to the number of the next call
     seed: Callable[[], int]
-    on_call: Callable[[GraphReport, Any], None]  # after each call of a graph with gradients, with its outputs
+    plan: Callable[[], Plan]  # the current one: a guard changes it
+    on_call: Callable[[GraphReport, Any, Tensor, int], None]  # after each call with gradients: outputs, numbers, number of calls
     inductor: Any  # torch's own backend, which resolved mode and options
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -392,12 +426,12 @@ class PlanBackend:
 
 
 def make_backend(
-    plan: Plan,
+    partitioner: PlanPartitioner,
     *,
-    seed: Callable[[], int],
-    on_graph: Callable[..., None],
     step: Callable[[torch.device], Tensor],
-    on_call: Callable[[GraphReport, Any], None],
+    seed: Callable[[], int],
+    plan: Callable[[], Plan],
+    on_call: Callable[[GraphReport, Any, Tensor, int], None],
     options: dict[str, Any],
 ) -> PlanBackend:
     """The backend for torch.compile(**options); takes `mode` and `options` out of `options`, which belong to Inductor."""
@@ -408,7 +442,7 @@ def make_backend(
             "torch.compile(model, backend=...), which packs nothing."
         )
     inductor = torch._TorchCompileInductorWrapper(options.pop("mode", None), options.pop("options", None), options.get("dynamic"))
-    return PlanBackend(PlanPartitioner(plan, seed(), on_graph), step, seed, on_call, inductor)
+    return PlanBackend(partitioner, step, seed, plan, on_call, inductor)
 
 
 @contextmanager
