@@ -26,6 +26,11 @@ from paredown.session.compiled.graph_packing import PlanPartitioner, autograd_no
 from paredown.session.compiled.graph_signals import NUM_SIGNALS
 from paredown.session.guard import Signals
 
+NOT_COMPILED = (
+    "torch.compile has compiled no graph of it: call the model that session.compile() returned. Under fully_shard, Dynamo does not compile "
+    "modules whose forward is torch's own, such as nn.Sequential: shard modules of classes of your own"
+)
+
 
 class CompiledGraphs:
     """The compiled graphs of one session: the decisions made in them, their calls, and the bytes that are stored."""
@@ -47,6 +52,7 @@ class CompiledGraphs:
             step=self._step,
             seed=lambda: self.seed,
             plan=lambda: self.plan,
+            names=lambda: {id(p): name for name, p in model.named_parameters()},
             on_call=self._called,
             options=options,
         )
@@ -63,7 +69,9 @@ class CompiledGraphs:
         return next((d.format for d in decisions if d.format is not None), None)
 
     def changes(self) -> list[Change]:
-        """The saved tensors that are not stored as the plan requests."""
+        """The saved tensors that are not stored as the plan requests; the model, if none of it was compiled."""
+        if not self.reports and self.plan.packs_activations:
+            return [Change("the model", "packed activations", UNMODIFIED, NOT_COMPILED)]
         decisions = self.decisions.items()
         return [Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason) for name, d in decisions if d.format != d.asked]
 

@@ -71,7 +71,14 @@ from paredown.session.compiled.graph_decisions import (
     storage_of,
 )
 from paredown.session.compiled.graph_signals import NUM_SIGNALS, GraphSignal, SlotMeasure
-from paredown.session.compiled.graph_slots import GraphSlot, JointGraph, num_recomputed_sums, read_joint_graph, slot_of
+from paredown.session.compiled.graph_slots import (
+    GraphSlot,
+    JointGraph,
+    num_recomputed_sums,
+    read_joint_graph,
+    root_and_path,
+    slot_of,
+)
 from paredown.session.compiled.packed_graph import PackedGraph
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, tensors_in
 from paredown.trace.operations import Use
@@ -101,6 +108,9 @@ class PlanPartitioner(CustomPartitionerFn):
     on_graph: Callable[..., None]
     kept: dict[tuple[str, ...], str] = field(default_factory=dict[tuple[str, ...], str])  # names of slots not to pack -> why
     has_guard: bool = False  # the graphs measure packed slots
+    roots: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # paths of the modules that are variables of the compiled function
 
     def uuid(self) -> Any:
         """Identifies plan and code in the keys of Inductor's caches."""
@@ -117,7 +127,7 @@ class PlanPartitioner(CustomPartitionerFn):
         placeholders = gm.graph.find_nodes(op="placeholder")
         static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
         unique = {node.name for node in fx_graph_cse(gm.graph).nodes}  # as the partitioner does first
-        joint = read_joint_graph(gm.graph, [placeholders[i] for i in static], unique)
+        joint = read_joint_graph(gm.graph, [placeholders[i] for i in static], unique, self.roots)
         with functorch_config.patch(RECOMPUTES):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
@@ -401,12 +411,24 @@ class PlanBackend:
     step: Callable[[torch.device], Tensor]  # the step counter of a device, set to the number of the next call
     seed: Callable[[], int]
     plan: Callable[[], Plan]  # the current one: a guard changes it
+    names: Callable[[], dict[int, str]]  # of parameters, by their id
     on_call: Callable[[GraphReport, Any, Tensor, int], None]  # after each call with gradients: outputs, numbers, number of calls
     inductor: Any  # torch's own backend, which resolved mode and options
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """The compiled graph."""
         return PackedGraph(self, gm, example_inputs)
+
+    def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
+        """The paths in the model of the modules that are variables of a compiled function, from the names of their parameters."""
+        names, found = self.names(), dict[str, str]()
+        for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+            name, source = names.get(id(example), ""), getattr(node, "_dynamo_source", None)
+            text = getattr(source, "name", "")  # a method in earlier versions of torch
+            root, inside = root_and_path(str(text() if callable(text) else text))
+            if inside and f".{name}".endswith(f".{inside}"):
+                found.setdefault(root, name[: -len(inside)].rstrip("."))
+        return found
 
     def __deepcopy__(self, memo: Any) -> PlanBackend:
         """The same backend: a copy of a compiled model packs in the same session."""
@@ -431,6 +453,7 @@ def make_backend(
     step: Callable[[torch.device], Tensor],
     seed: Callable[[], int],
     plan: Callable[[], Plan],
+    names: Callable[[], dict[int, str]],
     on_call: Callable[[GraphReport, Any, Tensor, int], None],
     options: dict[str, Any],
 ) -> PlanBackend:
@@ -442,7 +465,7 @@ def make_backend(
             "torch.compile(model, backend=...), which packs nothing."
         )
     inductor = torch._TorchCompileInductorWrapper(options.pop("mode", None), options.pop("options", None), options.get("dynamic"))
-    return PlanBackend(partitioner, step, seed, plan, on_call, inductor)
+    return PlanBackend(partitioner, step, seed, plan, names, on_call, inductor)
 
 
 @contextmanager

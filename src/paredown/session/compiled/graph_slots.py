@@ -19,7 +19,7 @@ A tensor that an unknown operation uses is stored unmodified, as in eager mode.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,10 +92,13 @@ class Operation:
         return f"{self.module}:{operand}" if self.is_leaf else f"{self.module}:{self.row.op}{number}.{operand}"
 
 
-def read_joint_graph(graph: fx.Graph, parameters: Iterable[fx.Node], unique: Set[str]) -> JointGraph:
+def read_joint_graph(
+    graph: fx.Graph, parameters: Iterable[fx.Node], unique: Set[str], roots: Mapping[str, str] | None = None
+) -> JointGraph:
     """The operations of a joint graph; `parameters`: the placeholders of parameters and buffers.
 
     `unique`: names of the nodes that the partitioner does not replace by an equal one. Operations have the nodes that replace theirs.
+    `roots`: paths in the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
     joint, constant = JointGraph(), set(parameters)
     counts: dict[tuple[str, str], int] = {}
@@ -111,7 +114,7 @@ def read_joint_graph(graph: fx.Graph, parameters: Iterable[fx.Node], unique: Set
         if is_backward(node) or node.op != "call_function":
             continue
         if number >= 0 and number not in joint.operations:  # later ones of the same number need no gradient
-            joint.operations[number] = _operation(node, counts)
+            joint.operations[number] = _operation(node, counts, roots or {})
         if number >= 0 and joint.operations[number].aten == aten_name(node):
             joint.operations[number].nodes.append(node)
     equal = _equal_nodes(graph, unique)
@@ -293,25 +296,42 @@ def aten_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def module_path(stack: Any) -> tuple[str, bool]:
+def module_path(stack: Any, roots: Mapping[str, str] | None = None) -> tuple[str, bool]:
     """(path of the innermost module of a stack as in named_modules(), whether it is a module of torch.nn without children).
+
+    `roots`: see `read_joint_graph`. Operations of the compiled function itself have no stack.
 
     >>> module_path({"a": ("L['self'].layers._modules['3'].fc", torch.nn.Linear)})
     ('layers.3.fc', True)
+    >>> module_path({"a": ("L['self'].fc", torch.nn.Linear)}, {"self": "layers.3"})
+    ('layers.3.fc', True)
     """
+    roots = roots or {}
     if not stack:
-        return "", False
+        return roots.get("self", ""), False
     key, (text, kind) = list(stack.items())[-1]
-    path = _PATH.sub(lambda match: "." + next(group for group in match.groups() if group is not None), str(text))
-    path = re.sub(r"^(?:L|G)\.[^.]*\.?", "", path).strip(".")
+    root, inside = root_and_path(str(text))
+    path = ".".join(part for part in (roots.get(root, ""), inside) if part)
     repeat = str(key).rpartition("@")[2] if "@" in str(key) else ""
     qualified = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
     return f"{path}@{int(repeat) + 1}" if repeat.isdigit() else path, str(qualified).startswith("torch.nn.modules.")
 
 
-def _operation(node: fx.Node, counts: dict[tuple[str, str], int]) -> Operation:
+def root_and_path(source: str) -> tuple[str, str]:
+    """The variable that the source of a module or parameter begins with, and the path behind it.
+
+    >>> root_and_path("L['self'].layers._modules['3'].fc")
+    ('self', 'layers.3.fc')
+    """
+    text = source.replace("._parameters", "")
+    path = _PATH.sub(lambda match: "." + next(group for group in match.groups() if group is not None), text)
+    found = re.match(r"(?:L|G)\.([^.]*)\.?(.*)", path)
+    return (found[1], found[2].strip(".")) if found else ("", path.strip("."))
+
+
+def _operation(node: fx.Node, counts: dict[tuple[str, str], int], roots: Mapping[str, str]) -> Operation:
     row = row_of(_row_name(node))
-    module, is_leaf = module_path(node.meta.get("nn_module_stack"))
+    module, is_leaf = module_path(node.meta.get("nn_module_stack"), roots)
     counts[module, row.op] = counts.get((module, row.op), 0) + 1
     return Operation(aten_name(node), row, module, is_leaf, count=counts[module, row.op])
 

@@ -35,6 +35,7 @@ class PackedGraph:
         self._added = [backend.step(self._device), torch.zeros(NUM_NUMBERS, device=self._device)]
         sizes = [size for value in example_inputs for size in (value.shape if isinstance(value, Tensor) else (value,))]
         self._is_dynamic = any(isinstance(size, torch.SymInt) for size in sizes)
+        self._roots = backend.roots(gm, example_inputs)
         self._kept: dict[tuple[str, ...], str] = {}
         self._reading = Reading([], 0)
         self._num_calls = 0
@@ -65,8 +66,8 @@ class PackedGraph:
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
         reports: list[GraphReport] = []
         self._seed, self._plan = self._backend.seed(), self._backend.plan()
-        kept = dict(self._kept)
-        partitioner = replace(self._backend.partitioner, plan=self._plan, seed=self._seed, on_graph=reports.append, kept=kept)
+        now = {"plan": self._plan, "seed": self._seed, "kept": dict(self._kept), "roots": self._roots}
+        partitioner = replace(self._backend.partitioner, on_graph=reports.append, **now)
         compiled = self._backend.compile(self._gm, [*inputs, *self._added], partitioner)
         previous, self._report = self._report, reports[0] if reports else GraphReport([])
         self._reading = Reading([], 0)  # the numbers of the new graph have other places
