@@ -159,3 +159,23 @@ def test_a_resumed_guard_continues() -> None:
     resumed.step(loudness=LOUD)
     assert resumed.format_of("b:input") == INT8 and resumed.is_finite
     assert resumed.session.actions == run.session.actions
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_guard_probes_a_compiled_model() -> None:
+    """After 10 steps, in eager mode; graphs are compiled again where formats change."""
+    model = Loud()
+    trace = pare.trace_step(model, BATCH, loss=mse_loss, device="cpu", optimizer="sgd")
+    guard = pare.Guard(trace, "100%", batch=BATCH, loss=mse_loss)
+    session = pare.apply(pare.Plan.uniform(activation="uint2/64@bf16+bf16"), model, guard=guard)
+    compiled: Any = session.compile()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(11):
+        optimizer.zero_grad()
+        mse_loss(compiled(BATCH[0]), BATCH[1]).backward()
+        optimizer.step()
+    assert session.sensitivities is not None and session.sensitivities.step == 10
+    assert session._compiled is not None
+    found = {action.slot: action.after for action in session.actions}
+    assert found, "a budget of 100 % allows more bits"
+    assert str(session._compiled.format_of("b:input") or "unmodified") == found["b:input"]
