@@ -60,7 +60,7 @@ def compiles_quickly(*, retains_graph: bool = False) -> Generator[None]:
         patch.object(graph_packing, "compile_fx", compile_quickly),
         inductor_config.patch({"fallback_random": True}),
         torch._dynamo.config.patch(RECOMPILES),
-        functorch_config.patch(donated_buffer=not retains_graph),
+        functorch_config.patch(donated_buffer=not retains_graph, enable_autograd_cache=False),  # the cache may have Inductor's kernels
     ):
         yield
     torch._dynamo.reset()
