@@ -51,16 +51,17 @@ def compiled_model(model: nn.Module, session: Session | None) -> Any:
 
 @contextmanager
 def compiles_quickly(*, retains_graph: bool = False) -> Generator[None]:
-    """A context in which compiled graphs run operation by operation, with the random numbers of eager mode.
+    """A context in which graphs compiled in this thread run operation by operation, with the random numbers of eager mode.
 
     `retains_graph`: backward is called twice, which torch refuses where backward may write to the memory of saved tensors.
     """
     torch._dynamo.reset()
+    settings = {"donated_buffer": not retains_graph, "enable_autograd_cache": False}  # the cache may have kernels of Inductor
     with (
         patch.object(graph_packing, "compile_fx", compile_quickly),
         inductor_config.patch({"fallback_random": True}),
         torch._dynamo.config.patch(RECOMPILES),
-        functorch_config.patch(donated_buffer=not retains_graph, enable_autograd_cache=False),  # the cache may have Inductor's kernels
+        functorch_config.patch(settings),
     ):
         yield
     torch._dynamo.reset()

@@ -126,10 +126,12 @@ def run(program: Program, plan: Plan | None = None, *, noise: Noise = NO_NOISE, 
 
     They run in a thread of their own: autograd adds gradients up in the order of its nodes' numbers, which then begin at 0 every time.
     """
-    if is_compiled:
-        with compiles_quickly(retains_graph=program.options.retains_graph):
-            return in_threads(lambda: _run(program, plan, noise, is_compiled=True))[0]
-    return in_threads(lambda: _run(program, plan, noise))[0]
+    return in_threads(lambda: _run_compiled(program, plan) if is_compiled else _run(program, plan, noise))[0]
+
+
+def _run_compiled(program: Program, plan: Plan | None) -> Outcome:
+    with compiles_quickly(retains_graph=program.options.retains_graph):  # settings of torch.compile are those of a thread
+        return _run(program, plan, NO_NOISE, is_compiled=True)
 
 
 def _run(program: Program, plan: Plan | None, noise: Noise, *, is_compiled: bool = False) -> Outcome:
