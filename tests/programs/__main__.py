@@ -2,6 +2,7 @@
 
 python -m tests.programs 228 --plan int8 --shrink                             one program, made as small as it fails
 python -m tests.programs 3000 --count 400 --workers 8 --device cuda           400 programs from 3000 on, under fp32 and int8
+python -m tests.programs 0 --count 100 --compiled                             100 programs compiled by torch.compile
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ PROGRESS_SECONDS = 60
 def main() -> None:
     """Print the faults; the exit status is 1 if there are any."""
     told = _parser().parse_args()
+    job = Job(range(told.number, told.number + told.count), tuple(told.plan), told.device, told.compiled)
     if told.count == 1:
-        sys.exit(_one(told.number, tuple(told.plan), told.device, is_shrunk=told.shrink))
-    job = Job(range(told.number, told.number + told.count), tuple(told.plan), told.device)
+        sys.exit(_one(job, is_shrunk=told.shrink))
     verdicts = survey(job, told.workers, Progress(told.count))
     print(summary(verdicts), flush=True)
     sys.exit(any(verdict.faults for verdict in verdicts))
@@ -45,20 +46,20 @@ class Progress:
             print(f"{self.done} of {self.total} programs", flush=True)
 
 
-def _one(number: int, plans: tuple[str, ...], device: str, *, is_shrunk: bool) -> int:
+def _one(job: Job, *, is_shrunk: bool) -> int:
     """Print one program and its faults."""
-    prepare(device)
-    program, _ = drawn(number, device)
-    program = shrunk(program, lambda other: bool(_faults(other, plans))) if is_shrunk else program
+    prepare(job.device)
+    program, _ = drawn(job.numbers[0], job.device)
+    program = shrunk(program, lambda other: bool(_faults(other, job))) if is_shrunk else program
     print(program)
-    faults = _faults(program, plans)
+    faults = _faults(program, job)
     print("\n".join(f"{kind}: {text}" for kind, texts in faults.items() for text in texts) or "nothing is wrong")
     return int(bool(faults))
 
 
-def _faults(program: Program, plans: tuple[str, ...]) -> dict[str, list[str]]:
-    expected = run(program)
-    return faults_by_kind(program, expected, plans) if expected.is_sane else {}
+def _faults(program: Program, job: Job) -> dict[str, list[str]]:
+    expected = run(program, is_compiled=job.is_compiled)
+    return faults_by_kind(program, expected, job.plans, is_compiled=job.is_compiled) if expected.is_sane else {}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=1, help="how many programs, from that number on")
     parser.add_argument("--plan", nargs="+", choices=PLANS, default=["fp32", "int8"])
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--compiled", action="store_true", help="compiled in a session, against torch.compile without one")
     parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--shrink", action="store_true", help="of one program: drop lines and options as long as it still fails")
     return parser

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paredown import Plan, apply
+from tests.programs.compiling import compiled_model, compiles_quickly
 from tests.programs.names import in_threads
 from tests.programs.programs import Program
 
@@ -120,22 +121,27 @@ class Values:
         return sum(not storage.expired() for storage in self.storages)
 
 
-def run(program: Program, plan: Plan | None = None, *, noise: Noise = NO_NOISE) -> Outcome:
-    """Three steps of a program; with a plan, under a session.
+def run(program: Program, plan: Plan | None = None, *, noise: Noise = NO_NOISE, is_compiled: bool = False) -> Outcome:
+    """Three steps of a program; with a plan, under a session. `is_compiled`: by torch.compile, or by `session.compile()`.
 
     They run in a thread of their own: autograd adds gradients up in the order of its nodes' numbers, which then begin at 0 every time.
     """
-    return in_threads(lambda: _run(program, plan, noise))[0]
+    return in_threads(lambda: _run_compiled(program, plan) if is_compiled else _run(program, plan, noise))[0]
 
 
-def _run(program: Program, plan: Plan | None, noise: Noise) -> Outcome:
+def _run_compiled(program: Program, plan: Plan | None) -> Outcome:
+    with compiles_quickly(retains_graph=program.options.retains_graph):  # settings of torch.compile are those of a thread
+        return _run(program, plan, NO_NOISE, is_compiled=True)
+
+
+def _run(program: Program, plan: Plan | None, noise: Noise, *, is_compiled: bool = False) -> Outcome:
     values = Values(noise)
-    model = program.build(values)
+    model = program.build(None if is_compiled else values)
     values.watch(model)
     before = _state_of_modules(model)
     session = apply(plan, model, seed=program.number) if plan is not None else None
     outcome = Outcome()
-    _train(program, model, values, outcome)
+    _train(program, compiled_model(model, session) if is_compiled else model, values, outcome)
     model.zero_grad(set_to_none=True)
     _end_backward(program.options.device)
     if session is not None:
@@ -160,7 +166,7 @@ def _train(program: Program, model: nn.Module, values: Values, outcome: Outcome)
         for _ in range(program.options.num_accumulated):
             losses.append(_forward_and_backward(program, model, values, generator, inputs, held))
         outcome.losses.append(torch.stack(losses))
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         gradients |= {f"input {place}": x.grad.clone() for place, x in enumerate(inputs) if x.grad is not None}
         outcome.gradients.append(gradients)
         with torch.no_grad():
@@ -206,7 +212,8 @@ def _state_of_modules(model: nn.Module) -> set[str]:
     """Attributes and hooks of all modules, by name."""
     found: set[str] = set()
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
+        own = ((name, value) for name, value in vars(module).items() if name != "_is_torch_compile")  # of torch.compile
+        for name, value in own:
             size = f" with {len(value)} entries" if "hooks" in name else ""
             found.add(f"{path or 'model'}.{name}{size}")
     return found

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -27,6 +27,7 @@ from tests.programs.running import Outcome, run
 EXACT_PLAN = "fp32"
 PLANS = (EXACT_PLAN, *ROUNDED)
 UNREPEATABLE, MISMATCH, TOO_FAR, RAISED = "not repeatable", "exact mismatches", "too far", "raised"
+REFUSED = "not compiled"  # torch.compile raises without a session
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Job:
     numbers: Sequence[int]
     plans: tuple[str, ...]
     device: str = "cpu"
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,30 +63,41 @@ def prepare(device: str) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def faults_by_kind(program: Program, expected: Outcome, plans: Sequence[str]) -> dict[str, list[str]]:
+def faults_by_kind(program: Program, expected: Outcome, plans: Sequence[str], *, is_compiled: bool = False) -> dict[str, list[str]]:
     """What is wrong with a program under plans, by their names; nothing if two unmodified runs differ, which is told."""
-    if differences(expected, run(program)):
+    if not is_compiled and differences(expected, run(program)):
         return {UNREPEATABLE: ["two unmodified runs differ"]}
     found: dict[str, list[str]] = {}
     for plan in plans:
         try:
             is_exact = plan == EXACT_PLAN
-            faults = faults_of_exact(program, expected) if is_exact else faults_of_rounded(program, expected, ROUNDED[plan])
+            faults = (
+                faults_of_exact(program, expected, is_compiled=is_compiled)
+                if is_exact
+                else faults_of_rounded(program, expected, ROUNDED[plan], is_compiled=is_compiled)
+            )
             kind = MISMATCH if is_exact else TOO_FAR
         except Exception:
             kind, faults = RAISED, [traceback.format_exc()]
         if faults:
             found.setdefault(kind, []).extend(f"{plan}: {fault}" for fault in faults)
+    if found and is_compiled and differences(expected, run(program, is_compiled=True)):  # only then: a run compiles it
+        return {UNREPEATABLE: ["two unmodified runs differ"]}
     return found
 
 
-def judge(number: int, plans: Sequence[str], device: str = "cpu") -> Verdict:
-    """The verdict on the program of a number."""
+def judge(number: int, plans: Sequence[str], device: str = "cpu", *, is_compiled: bool = False) -> Verdict:
+    """The verdict on the program of a number. `is_compiled`: compiled in a session, against torch.compile without one."""
     try:
         program, expected = drawn(number, device)
     except AssertionError as error:
         return Verdict(number, {RAISED: [str(error)]})
-    faults = faults_by_kind(program, expected, plans)
+    if is_compiled:
+        try:
+            expected = run(program, is_compiled=True)
+        except Exception as error:
+            return Verdict(number, {REFUSED: [f"torch.compile: {type(error).__name__}: {error}"]})
+    faults = faults_by_kind(program, expected, plans, is_compiled=is_compiled)
     return Verdict(number, faults, str(program) if faults else "")
 
 
@@ -98,7 +111,7 @@ def survey(job: Job, num_workers: int, on_verdict: Callable[[Verdict], None]) ->
         with lock:
             on_verdict(verdict)
 
-    shares = [Job(job.numbers[place::num_workers], job.plans, job.device) for place in range(num_workers)]
+    shares = [replace(job, numbers=job.numbers[place::num_workers]) for place in range(num_workers)]
     with ThreadPoolExecutor(num_workers) as threads:
         found = threads.map(lambda share: [_told(verdict, told) for verdict in _in_processes(share)], shares)
     return sorted((verdict for verdicts in found for verdict in verdicts), key=lambda verdict: verdict.number)
@@ -111,8 +124,8 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     2 programs: 0 exact mismatches, 1 too far, 0 raised, 0 not repeatable
     too far: 4
     """
-    kinds = (MISMATCH, TOO_FAR, RAISED, UNREPEATABLE)
     counts = Counter(kind for verdict in verdicts for kind in verdict.faults)
+    kinds = (MISMATCH, TOO_FAR, RAISED, UNREPEATABLE, *((REFUSED,) if REFUSED in counts else ()))
     lines = [f"{len(verdicts)} programs: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds)]
     for kind in kinds:
         numbers = [str(verdict.number) for verdict in verdicts if kind in verdict.faults]
@@ -129,7 +142,7 @@ def _judged(job: Job) -> Iterator[Verdict]:
     prepare(job.device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield from (judge(number, job.plans, job.device) for number in job.numbers)
+        yield from (judge(number, job.plans, job.device, is_compiled=job.is_compiled) for number in job.numbers)
 
 
 def _send(job: Job, connection: Connection) -> None:
@@ -144,7 +157,7 @@ def _in_processes(job: Job) -> Iterator[Verdict]:
     context = get_context("spawn")
     while numbers:
         receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(target=_send, args=(Job(numbers, job.plans, job.device), sending))
+        process = context.Process(target=_send, args=(replace(job, numbers=list(numbers)), sending))
         process.start()
         sending.close()
         while numbers:

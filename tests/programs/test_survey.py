@@ -60,7 +60,7 @@ def test_kinds_of_faults_are_counted() -> None:
 
 
 def test_a_plan_that_raises_and_one_that_is_too_coarse_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> list[str]:
+    def fails(*_: object, **__: object) -> list[str]:
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(module, "faults_of_exact", fails)

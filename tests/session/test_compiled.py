@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from paredown import Guard, Plan, Session, apply, trace_step
+from paredown import Plan, Session, apply
 from paredown.codec.packed import encode
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
@@ -326,11 +326,6 @@ def test_refusals() -> None:
     session = apply(activations(INT8), net)
     with pytest.raises(ApplyError, match=r"graphs of Inductor, and backend='aot_eager' was requested: leave backend out"):
         session.compile(backend="aot_eager")
-    session.close()
-    trace = trace_step(net, (rows(), rows()), loss=lambda y, _: weighted(y))
-    guarded = apply(activations(INT8), net, guard=Guard(trace))
-    with pytest.raises(ApplyError, match="a session with a guard cannot be compiled yet: apply the plan without guard="):
-        guarded.compile()
 
 
 class SelfAttention(nn.Module):

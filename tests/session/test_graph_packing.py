@@ -111,7 +111,7 @@ def test_operations_are_numbered_in_their_module() -> None:
     for number, node in enumerate(node for node in graph.nodes if node.op == "call_function"):
         leaf = {"a": ("L['self'].block.act", nn.Tanh)}
         node.meta |= {"seq_nr": number, "nn_module_stack": leaf if number == 2 else inside}
-    joint = read_joint_graph(graph, [])
+    joint = read_joint_graph(graph, [], {node.name for node in graph.nodes})
     first, second, third = (joint.operations[number] for number in range(3))
     assert [first.slot("self"), second.slot("self"), third.slot("output")] == [
         *("block:mul.self", "block:mul#2.self", "block.act:output"),
@@ -120,10 +120,20 @@ def test_operations_are_numbered_in_their_module() -> None:
     assert [aten_name(operation.nodes[0]) for operation in (first, third)] == ["mul", "tanh"]
 
 
+def test_operations_that_the_partitioner_merges_have_the_nodes_of_the_first() -> None:
+    graph = graph_of(lambda x: (x * 2).tanh() + (x * 2).tanh(), torch.ones(2))
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    for number, node in enumerate(calls):
+        node.meta["seq_nr"] = number
+    merged = {calls[2].name, calls[3].name}
+    joint = read_joint_graph(graph, [], {node.name for node in graph.nodes} - merged)
+    assert [joint.operations[number].nodes for number in range(5)] == [[calls[number]] for number in (0, 1, 0, 1, 4)]
+
+
 def test_what_depends_on_inputs() -> None:
     graph = graph_of(lambda x, w: (x + w, w * 2), torch.ones(2), torch.ones(2))
     inputs, parameter = graph.find_nodes(op="placeholder")
-    joint = read_joint_graph(graph, [parameter])
+    joint = read_joint_graph(graph, [parameter], {node.name for node in graph.nodes})
     names = {aten_name(node): node.name for node in graph.nodes if node.op == "call_function"}
     assert inputs.name in joint.of_inputs and names["add"] in joint.of_inputs
     assert parameter.name not in joint.of_inputs and names["mul"] not in joint.of_inputs

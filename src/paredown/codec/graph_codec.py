@@ -119,6 +119,16 @@ def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype
     return y.to(dtype)
 
 
+def largest_in_graph(x: Tensor, parts: tuple[Tensor, ...], format: Format) -> Tensor:
+    """The largest magnitude that the scales and minimums of encoded `x` allow; max |x| without a block. NaN where `x` is not finite."""
+    if format.block is None or format.scale is None:
+        largest = x.abs().amax().float()
+        return torch.where(largest < inf, largest, nan)
+    scales = _e8m0_values(parts[1]) if format.scale.name == "e8m0" else parts[1].float()
+    low = parts[2].float() if format.minimum else scales * 0
+    return torch.maximum(low.abs(), (low + scales * format.element.max_value).abs()).amax()
+
+
 def _check(format: Format, rounding: Rounding, keys: Tensor | None) -> None:
     if not covers(format):
         raise CodecError(

@@ -194,6 +194,7 @@ class Signals:
         self._activations, self._names, self._every = activations, tuple(names), every
         self._places = {name: place for place, name in enumerate(names)}
         self._numbers: Tensor | None = None  # (2, num_slots): errors, largest values
+        self._indices: dict[tuple[tuple[str, ...], ...], Tensor] = {}  # of the slots of compiled graphs: places, rows
         self.looks_at_all = False  # whether all values of all slots are measured in the next forward pass
         activations.on_packed = self._measure
 
@@ -220,6 +221,21 @@ class Signals:
         num = len(self._names)
         rows = zip(self._names, values[1 : 1 + num], values[1 + num :], strict=True)
         return values[0], {name: SlotSignal(error, largest) for name, error, largest in rows if error != UNSEEN}
+
+    def is_due(self, num_calls: int) -> bool:
+        """Whether the measurements of a compiled graph's `num_calls`th call are used: the first, and one of `every` later ones."""
+        return self.looks_at_all or num_calls % self._every == 1 % self._every
+
+    def add(self, slots: Sequence[tuple[str, ...]], numbers: Tensor) -> None:
+        """Use what a compiled graph measured: (error, largest) of each saved tensor, in one row; `slots`: their slots' names."""
+        if self._numbers is None:
+            self._numbers = torch.full((2, len(self._names)), UNSEEN, device=numbers.device)
+        index = self._indices.get(tuple(slots))
+        if index is None:
+            rows = [(self._places[name], row) for row, names in enumerate(slots) for name in names if name in self._places]
+            index = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2).t().to(numbers.device)
+            self._indices[tuple(slots)] = index
+        self._numbers[:, index[0].to(self._numbers.device)] = numbers.view(-1, 2)[index[1]].t().to(self._numbers.device)
 
     def _measure(self, saved: Saved, piece: StoragePiece, form: StoredForm) -> None:
         place = self._places.get(saved.name)

@@ -40,6 +40,7 @@ from paredown.assign.problem import ladder_of
 from paredown.assign.repair import LEVELS, RepairedPlan, RepairTerms, repair, replan
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
+from paredown.formats.format import Format
 from paredown.optim.parameter_state import owner_of
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
@@ -79,7 +80,8 @@ class GuardRunner:
         self.actions: list[Action] = []
         self.is_probing = False
         self._activations = activations
-        self._signals = Signals(activations, list(self.slots), guard.limits.every)
+        self.format_of: Callable[[str], Format | None] = self._eager_format
+        self.signals = Signals(activations, list(self.slots), guard.limits.every)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._handle = register_weakly(register_optimizer_step_pre_hook, self, GuardRunner.before_step)
 
@@ -98,13 +100,13 @@ class GuardRunner:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Skip the step that `optimizer` is about to take, or repair the plan, if the measurements require it."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
-        if not parameters or not self._signals.has_any or not getattr(optimizer, "updates_next", True):
+        if not parameters or not self.signals.has_any or not getattr(optimizer, "updates_next", True):
             return
         if owner_of(parameters[0]) not in (None, optimizer):
             return  # a torch.optim optimizer inside one of paredown.optim, whose step is the one that counts
         has_scaler = getattr(optimizer, "found_inf", None) is not None  # a GradScaler skips steps itself
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm, measured = self._signals.read(None if has_scaler else total_norm(gradients))
+        norm, measured = self.signals.read(None if has_scaler else total_norm(gradients))
         name = self._names[id(parameters[0])]
         is_new = self.memory.begin(name)
         if not self._takes(self.memory.taken.setdefault(name, OptimizerSteps()), norm, measured, is_new=is_new):
@@ -115,7 +117,7 @@ class GuardRunner:
 
     def _takes(self, taken: OptimizerSteps, norm: float, measured: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
         """Whether the step is taken; repairs the plan. `taken`: statistics of the optimizer's previous steps."""
-        memory, signals = self.memory, self._signals
+        memory, signals = self.memory, self.signals
         alarm = self._alarm(taken, norm)
         wrong = self._wrong(measured)
         if alarm and not wrong and signals.looks_at_all:
@@ -167,23 +169,26 @@ class GuardRunner:
         """The factor by which the largest value may grow: infinite for formats with scales, smaller where backward is not linear."""
         if self.slots[name].pin is not None:
             return sqrt(self.guard.limits.jump)  # query and key, which are multiplied with each other in an exponent
-        decision = self._activations.decisions.get(name)
-        is_scaled = decision is None or decision.format is None or decision.format.block is not None
+        format = self.format_of(name)
+        is_scaled = format is None or format.block is not None
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
         """Slots to raise if gradients are wrong but all errors small: pinned ones, then by falling error; twice as many each time."""
 
         def rank(name: str) -> tuple[bool, float, str]:
-            decision = self._activations.decisions.get(name)
-            error = measured[name].error
-            if self.sensitivities is not None and decision is not None and decision.format is not None:
-                error = self.sensitivities.of(name, decision.format) or error
+            error, format = measured[name].error, self.format_of(name)
+            if self.sensitivities is not None and format is not None:
+                error = self.sensitivities.of(name, format) or error
             return self.slots[name].pin is None, -error, name
 
         count = max(1, len(measured) // SUSPECT_DIVISOR) << min(taken.suspicions, 10)
         taken.suspicions += 1
         return sorted(measured, key=rank)[:count]
+
+    def _eager_format(self, name: str) -> Format | None:
+        decision = self._activations.decisions.get(name)
+        return decision.format if decision is not None else None
 
     def _is_tight(self, name: str) -> bool:
         """Whether the error of a slot is too large for lowering it: more than a quarter of the limit above which it is raised."""
@@ -229,7 +234,7 @@ class GuardRunner:
             raise ApplyError("the model of this session was deleted: there is nothing to probe. Keep a reference to the model.")
         with self._probing():
             measured = probe(model, batch, self.guard.trace, loss=loss, backwards=REPROBE_BACKWARDS, seed=self.memory.steps)
-        self.sensitivities = Sensitivities(_averaged(measured.errors, self._signals.device), self.memory.steps)
+        self.sensitivities = Sensitivities(_averaged(measured.errors, self.signals.device), self.memory.steps)
         keeps = {name for name in self.slots if self.memory.is_held(name)}
         self._use(replan(self.plan, self.terms, keeps=keeps), {}, whole=f"sensitivities of step {self.memory.steps}")
         return self.sensitivities
@@ -250,7 +255,7 @@ class GuardRunner:
             "memory": self.memory.to_json(),
             "actions": [action.to_json() for action in self.actions],
             "sensitivities": self.sensitivities.to_json() if self.sensitivities is not None else None,
-            "looks_at_all": self._signals.looks_at_all,
+            "looks_at_all": self.signals.looks_at_all,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
@@ -265,7 +270,7 @@ class GuardRunner:
                 f"the guard's part of the state cannot be read ({what}). Pass what session.state_dict() returned."
             ) from error
         self.memory, self.actions, self.sensitivities = memory, actions, sensitivities
-        self._signals.looks_at_all = looks_at_all
+        self.signals.looks_at_all = looks_at_all
         self.plan = plan
         self._change(plan)
 

@@ -136,8 +136,6 @@ class Session:
         model = self._model()
         if model is None or not self._is_open:
             raise ApplyError("this session is closed, or its model was deleted: apply the plan again, then call compile().")
-        if self._guard is not None:
-            raise ApplyError("a session with a guard cannot be compiled yet: apply the plan without guard=, then call compile().")
         from paredown.session.compiled.compiled_graphs import CompiledGraphs  # Inductor takes seconds to import
 
         self._watch.detach()
@@ -145,7 +143,11 @@ class Session:
             self._weights.detach()  # hooks that decode a weight just in time would break the graphs
             self._weights = Weights(self.plan, model, is_compiled=True)
             self._weights.attach()
-        self._compiled = self._compiled or CompiledGraphs(self.plan, self.seed, calls=self.forwards)
+        if self._compiled is None:
+            signals = self._guard.signals if self._guard is not None else None
+            self._compiled = CompiledGraphs(self.plan, self.seed, calls=self.forwards, signals=signals)
+        if self._guard is not None:
+            self._guard.format_of = self._compiled.format_of
         return self._compiled.compile(model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
@@ -316,6 +318,8 @@ class Session:
         """Use the plan that the guard chose, from the next forward pass on."""
         self.plan = plan
         self._activations.set_plan(plan)
+        if self._compiled is not None:
+            self._compiled.plan = plan
 
     def _parameter_slots(self) -> list[tuple[tuple[str, ...], Role]]:
         model = self._model()

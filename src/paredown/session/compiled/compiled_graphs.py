@@ -18,17 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paredown.formats.format import Format
 from paredown.plan.plan import Plan
 from paredown.session.changes import UNMODIFIED, Change
 from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
-from paredown.session.compiled.graph_packing import autograd_node_of, holds_tensors, make_backend
+from paredown.session.compiled.graph_packing import PlanPartitioner, autograd_node_of, holds_tensors, make_backend
+from paredown.session.compiled.graph_signals import NUM_SIGNALS
+from paredown.session.guard import Signals
+
+NOT_COMPILED = (
+    "torch.compile has compiled no graph of it: call the model that session.compile() returned. Under fully_shard, Dynamo does not compile "
+    "modules whose forward is torch's own, such as nn.Sequential: shard modules of classes of your own"
+)
 
 
 class CompiledGraphs:
     """The compiled graphs of one session: the decisions made in them, their calls, and the bytes that are stored."""
 
-    def __init__(self, plan: Plan, seed: int, *, calls: int) -> None:
+    def __init__(self, plan: Plan, seed: int, *, calls: int, signals: Signals | None = None) -> None:
         self.plan, self.seed, self.calls = plan, seed, calls
+        self._signals = signals  # of a guard
         self.reports: list[GraphReport] = []
         self._steps: dict[torch.device, Tensor] = {}
         self._alive: weakref.WeakKeyDictionary[Any, int] = (
@@ -37,11 +46,13 @@ class CompiledGraphs:
 
     def compile(self, model: nn.Module, **options: Any) -> Any:
         """torch.compile(model, **options) with packed graphs."""
+        partitioner = PlanPartitioner(self.plan, self.seed, self._compiled, has_guard=self._signals is not None)
         backend = make_backend(
-            self.plan,
-            seed=lambda: self.seed,
-            on_graph=self._compiled,
+            partitioner,
             step=self._step,
+            seed=lambda: self.seed,
+            plan=lambda: self.plan,
+            names=lambda: {id(p): name for name, p in model.named_parameters()},
             on_call=self._called,
             options=options,
         )
@@ -52,8 +63,15 @@ class CompiledGraphs:
         """The decision for each saved tensor of all graphs, by the name of its first slot."""
         return {name: d for report in self.reports for d in report.decisions for name in d.slot.names[:1]}
 
+    def format_of(self, name: str) -> Format | None:
+        """The format in which a slot is stored; None if it is not packed."""
+        decisions = (d for report in self.reports for d in report.decisions if name in d.slot.names)
+        return next((d.format for d in decisions if d.format is not None), None)
+
     def changes(self) -> list[Change]:
-        """The saved tensors that are not stored as the plan requests."""
+        """The saved tensors that are not stored as the plan requests; the model, if none of it was compiled."""
+        if not self.reports and self.plan.packs_activations:
+            return [Change("the model", "packed activations", UNMODIFIED, NOT_COMPILED)]
         decisions = self.decisions.items()
         return [Change(name, str(d.asked), str(d.format or UNMODIFIED), d.reason) for name, d in decisions if d.format != d.asked]
 
@@ -76,8 +94,14 @@ class CompiledGraphs:
         """A graph was compiled; `previous`: what it reported when it was compiled before."""
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
-    def _called(self, report: GraphReport, outputs: Any) -> None:
+    def _called(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
+        """A graph was called with gradients, for the `num_calls`th time; `numbers`: what it measured."""
         self.calls += 1
+        if self._signals is not None and report.signals and self._signals.is_due(num_calls):
+            first = report.signals[0].first
+            self._signals.add(
+                [signal.names for signal in report.signals], numbers[first : first + NUM_SIGNALS * len(report.signals)]
+            )
         node = autograd_node_of(outputs) if report.stored_bytes else None
         if node is not None:
             self._alive[node] = report.stored_bytes

@@ -78,7 +78,7 @@ def check_of(operation: Operation, users: list[tuple[fx.Node, GraphSlot, Format]
 def _check_of_attention(operation: Operation, format: Format, forward: dict[str, fx.Node]) -> Check:
     node = operation.nodes[0]
     output = next(n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 0)
-    sources = [forward[n.name] for n in (*node.args[:3], output)]  # type: ignore[union-attr]
+    sources: list[Any] = [*forward[node.name].args[:3], forward[output.name]]
     sizes = tuple(source.meta["val"].shape for source in sources)
     head_dim = int(sizes[0][-1])
     scale: Any = node.kwargs.get("scale")

@@ -20,6 +20,7 @@ from paredown.codec.graph_codec import pack_mask_in_graph, unpack_mask_in_graph
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.storage import BLOCK
+from paredown.session.compiled.graph_signals import GraphSignal
 from paredown.session.compiled.graph_slots import ATTENTION, GraphSlot, hint
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 
@@ -60,11 +61,12 @@ class ValueCheck:
 
 @dataclass
 class GraphReport:
-    """What was packed in one compiled graph: the decision of each saved tensor, the bytes of masks, and the checks of values."""
+    """What was packed in one compiled graph: the decision of each saved tensor, the bytes of masks, and what is measured of values."""
 
     decisions: list[GraphDecision]
     mask_bytes: int = 0
     checks: list[ValueCheck] = field(default_factory=list[ValueCheck])
+    signals: list[GraphSignal] = field(default_factory=list[GraphSignal])  # for a guard
 
     @property
     def stored_bytes(self) -> int:

@@ -34,6 +34,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.utils import _is_primal, _is_tangent
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -71,7 +72,16 @@ from paredown.session.compiled.graph_decisions import (
     sizes_in_memory,
     storage_of,
 )
-from paredown.session.compiled.graph_slots import GraphSlot, JointGraph, hint, num_recomputed_sums, read_joint_graph, slot_of
+from paredown.session.compiled.graph_signals import NUM_SIGNALS, GraphSignal, SlotMeasure
+from paredown.session.compiled.graph_slots import (
+    GraphSlot,
+    JointGraph,
+    hint,
+    num_recomputed_sums,
+    read_joint_graph,
+    root_and_path,
+    slot_of,
+)
 from paredown.session.compiled.packed_graph import PackedGraph
 from paredown.session.compiled.recomputed_chains import RecomputedChains
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, tensors_in
@@ -105,10 +115,14 @@ class PlanPartitioner(CustomPartitionerFn):
     seed: int
     on_graph: Callable[..., None]
     kept: dict[tuple[str, ...], str] = field(default_factory=dict[tuple[str, ...], str])  # names of slots not to pack -> why
+    has_guard: bool = False  # the graphs measure packed slots
+    roots: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # paths of the modules that are variables of the compiled function
 
     def uuid(self) -> Any:
         """Identifies plan and code in the keys of Inductor's caches."""
-        return ("paredown", _source_hash(), self.plan.key, self.seed, sorted(self.kept))
+        return ("paredown", _source_hash(), self.plan.key, self.seed, sorted(self.kept), self.has_guard)
 
     def __reduce__(self) -> Any:
         """Pickled as its uuid: Inductor pickles its settings to make the keys of its cache."""
@@ -120,7 +134,8 @@ class PlanPartitioner(CustomPartitionerFn):
             return min_cut_rematerialization_partition(gm, joint_inputs, **options)
         placeholders = gm.graph.find_nodes(op="placeholder")
         static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
-        joint = read_joint_graph(gm.graph, [placeholders[i] for i in static])
+        unique = {node.name for node in fx_graph_cse(gm.graph).nodes}  # as the partitioner does first
+        joint = read_joint_graph(gm.graph, [placeholders[i] for i in static], unique, self.roots)
         forward, backward = self._partition(gm, joint_inputs, options)
         editor = GraphEditor(forward, backward, options["num_fwd_outputs"])
         report = GraphReport([])
@@ -138,6 +153,8 @@ class PlanPartitioner(CustomPartitionerFn):
         for node, decision in chosen:
             stored = editor.pack(node, self._codec(decision, node))
             report.decisions.append(replace(decision, stored_bytes=stored))
+        if self.has_guard:
+            editor.add_signals([(node, SlotMeasure.of(d, self.seed)) for node, d in chosen if d.format is not None], report)
         editor.delay_recomputation()
         editor.finish()
         self.on_graph(report)
@@ -248,6 +265,7 @@ class GraphEditor:
         self._int_step: fx.Node | None = None  # the step as int32, for kernels
         self._scales = set[fx.Node]()  # placeholders of the scales of packed tensors
         self._traces: dict[Any, fx.GraphModule] = {}
+        self._parts: dict[str, list[fx.Node]] = {}  # of packed tensors, by name
 
     def saved_floats(self) -> list[fx.Node]:
         """Saved tensors of floating point of at least MIN_PACKED_NUMEL values."""
@@ -322,6 +340,7 @@ class GraphEditor:
         new = self._add_placeholders(parts, before=old)
         if codec.format.block:
             self._scales.add(new[1])
+        self._parts[node.name] = parts
         sizes, back, dtype = sizes_in_memory(value, order), inverse_order(order), value.dtype
         (result,) = self._insert_traced(
             self.backward.graph,
@@ -341,6 +360,33 @@ class GraphEditor:
             return self._insert_traced(self.backward.graph, function, lambda *t: (function(*t),), arguments, before=before)[0]
 
         RecomputedChains(self.backward.graph, self.of_tangents(), get_default_op_list()).delay(self._scales, insert)
+
+    def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
+        """Measure packed tensors in forward for a guard; the numbers are the last ones of the graph. Not where sizes are dynamic."""
+        found = [(node, m) for node, m in measures if node.name in self._parts and isinstance(node.meta["val"].numel(), int)]
+        first, graph = NUM_NUMBERS - NUM_SIGNALS * len(found), self.forward.graph
+        if not found:
+            return
+        if first < max((check.first + check.count for check in report.checks), default=0):
+            raise ApplyError(
+                f"a guard measures {len(found)} slots of a compiled graph, too many: compile parts of the model one by one."
+            )
+        numbers: list[fx.Node] = []
+        for place, (node, of) in enumerate(found):
+            sources, order = [node, self._step, *self._parts[node.name]], memory_order(node.meta["val"])
+            traced = _trace(lambda x, *t, o=order, f=of: (f(x.permute(o).reshape(-1), *t),), *(n.meta["val"] for n in sources))
+            numbers += _insert(graph, traced, sources, _after(sources))
+            report.signals.append(GraphSignal(of.slot.names, first + NUM_SIGNALS * place))
+        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        written = next((node for node in copies if node.args[0] is self._numbers), None)  # by `add_checks`
+        sources = [self._numbers if written is None else written.args[1], *numbers]
+        traced = _trace(lambda others, *t: (torch.cat([others[:first], *t]),), *(n.meta["val"] for n in sources))
+        (numbers_of_all,) = _insert(graph, traced, sources, self._output)
+        with graph.inserting_before(self._output):
+            copied = graph.call_function(torch.ops.aten.copy_.default, (self._numbers, numbers_of_all))
+        copied.meta["val"] = self._numbers.meta["val"]
+        if written is not None:
+            graph.erase_node(written)
 
     def finish(self) -> None:
         """Write the outputs back and check both graphs."""
@@ -459,12 +505,25 @@ class PlanBackend:
     partitioner: PlanPartitioner
     step: Callable[[torch.device], Tensor]  # the step counter of a device, set to the number of the next call
     seed: Callable[[], int]
-    on_call: Callable[[GraphReport, Any], None]  # after each call of a graph with gradients, with its outputs
+    plan: Callable[[], Plan]  # the current one: a guard changes it
+    names: Callable[[], dict[int, str]]  # of parameters, by their id
+    on_call: Callable[[GraphReport, Any, Tensor, int], None]  # after each call with gradients: outputs, numbers, number of calls
     inductor: Any  # torch's own backend, which resolved mode and options
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """The compiled graph."""
         return PackedGraph(self, gm, example_inputs)
+
+    def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
+        """The paths in the model of the modules that are variables of a compiled function, from the names of their parameters."""
+        names, found = self.names(), dict[str, str]()
+        for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+            name, source = names.get(id(example), ""), getattr(node, "_dynamo_source", None)
+            text = getattr(source, "name", "")  # a method in earlier versions of torch
+            root, inside = root_and_path(str(text() if callable(text) else text))
+            if inside and f".{name}".endswith(f".{inside}"):
+                found.setdefault(root, name[: -len(inside)].rstrip("."))
+        return found
 
     def __deepcopy__(self, memo: Any) -> PlanBackend:
         """The same backend: a copy of a compiled model packs in the same session."""
@@ -484,12 +543,13 @@ class PlanBackend:
 
 
 def make_backend(
-    plan: Plan,
+    partitioner: PlanPartitioner,
     *,
-    seed: Callable[[], int],
-    on_graph: Callable[..., None],
     step: Callable[[torch.device], Tensor],
-    on_call: Callable[[GraphReport, Any], None],
+    seed: Callable[[], int],
+    plan: Callable[[], Plan],
+    names: Callable[[], dict[int, str]],
+    on_call: Callable[[GraphReport, Any, Tensor, int], None],
     options: dict[str, Any],
 ) -> PlanBackend:
     """The backend for torch.compile(**options); takes `mode` and `options` out of `options`, which belong to Inductor."""
@@ -500,7 +560,7 @@ def make_backend(
             "torch.compile(model, backend=...), which packs nothing."
         )
     inductor = torch._TorchCompileInductorWrapper(options.pop("mode", None), options.pop("options", None), options.get("dynamic"))
-    return PlanBackend(PlanPartitioner(plan, seed(), on_graph), step, seed, on_call, inductor)
+    return PlanBackend(partitioner, step, seed, plan, names, on_call, inductor)
 
 
 @contextmanager

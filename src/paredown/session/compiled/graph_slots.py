@@ -19,12 +19,13 @@ A tensor that an unknown operation uses is stored unmodified, as in eager mode.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from paredown.trace.operations import NONLINEAR, ROWS, STATISTIC, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
 
@@ -91,8 +92,14 @@ class Operation:
         return f"{self.module}:{operand}" if self.is_leaf else f"{self.module}:{self.row.op}{number}.{operand}"
 
 
-def read_joint_graph(graph: fx.Graph, parameters: Iterable[fx.Node]) -> JointGraph:
-    """The operations of a joint graph; `parameters`: the placeholders of parameters and buffers."""
+def read_joint_graph(
+    graph: fx.Graph, parameters: Iterable[fx.Node], unique: Set[str], roots: Mapping[str, str] | None = None
+) -> JointGraph:
+    """The operations of a joint graph; `parameters`: the placeholders of parameters and buffers.
+
+    `unique`: names of the nodes that the partitioner does not replace by an equal one. Operations have the nodes that replace theirs.
+    `roots`: paths in the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
+    """
     joint, constant = JointGraph(), set(parameters)
     counts: dict[tuple[str, str], int] = {}
     for node in graph.nodes:
@@ -107,10 +114,25 @@ def read_joint_graph(graph: fx.Graph, parameters: Iterable[fx.Node]) -> JointGra
         if is_backward(node) or node.op != "call_function":
             continue
         if number >= 0 and number not in joint.operations:  # later ones of the same number need no gradient
-            joint.operations[number] = _operation(node, counts)
+            joint.operations[number] = _operation(node, counts, roots or {})
         if number >= 0 and joint.operations[number].aten == aten_name(node):
             joint.operations[number].nodes.append(node)
+    equal = _equal_nodes(graph, unique)
+    for operation in joint.operations.values():
+        operation.nodes = [equal[node] for node in operation.nodes]
     return joint
+
+
+def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
+    """For each node the one that has its value in a graph without repeated operations: itself, if its name is in `unique`."""
+    found: dict[fx.Node, fx.Node] = {}
+    first: dict[tuple[Any, str], fx.Node] = {}
+    node: fx.Node
+    for node in graph.nodes:
+        key = node.target, repr(map_arg((node.args, node.kwargs), lambda n: found[n]))
+        found[node] = node if node.name in unique else first.get(key, node)
+        first.setdefault(key, found[node])
+    return found
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -280,25 +302,42 @@ def aten_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def module_path(stack: Any) -> tuple[str, bool]:
+def module_path(stack: Any, roots: Mapping[str, str] | None = None) -> tuple[str, bool]:
     """(path of the innermost module of a stack as in named_modules(), whether it is a module of torch.nn without children).
+
+    `roots`: see `read_joint_graph`. Operations of the compiled function itself have no stack.
 
     >>> module_path({"a": ("L['self'].layers._modules['3'].fc", torch.nn.Linear)})
     ('layers.3.fc', True)
+    >>> module_path({"a": ("L['self'].fc", torch.nn.Linear)}, {"self": "layers.3"})
+    ('layers.3.fc', True)
     """
+    roots = roots or {}
     if not stack:
-        return "", False
+        return roots.get("self", ""), False
     key, (text, kind) = list(stack.items())[-1]
-    path = _PATH.sub(lambda match: "." + next(group for group in match.groups() if group is not None), str(text))
-    path = re.sub(r"^(?:L|G)\.[^.]*\.?", "", path).strip(".")
+    root, inside = root_and_path(str(text))
+    path = ".".join(part for part in (roots.get(root, ""), inside) if part)
     repeat = str(key).rpartition("@")[2] if "@" in str(key) else ""
     qualified = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
     return f"{path}@{int(repeat) + 1}" if repeat.isdigit() else path, str(qualified).startswith("torch.nn.modules.")
 
 
-def _operation(node: fx.Node, counts: dict[tuple[str, str], int]) -> Operation:
+def root_and_path(source: str) -> tuple[str, str]:
+    """The variable that the source of a module or parameter begins with, and the path behind it.
+
+    >>> root_and_path("L['self'].layers._modules['3'].fc")
+    ('self', 'layers.3.fc')
+    """
+    text = source.replace("._parameters", "")
+    path = _PATH.sub(lambda match: "." + next(group for group in match.groups() if group is not None), text)
+    found = re.match(r"(?:L|G)\.([^.]*)\.?(.*)", path)
+    return (found[1], found[2].strip(".")) if found else ("", path.strip("."))
+
+
+def _operation(node: fx.Node, counts: dict[tuple[str, str], int], roots: Mapping[str, str]) -> Operation:
     row = row_of(_row_name(node))
-    module, is_leaf = module_path(node.meta.get("nn_module_stack"))
+    module, is_leaf = module_path(node.meta.get("nn_module_stack"), roots)
     counts[module, row.op] = counts.get((module, row.op), 0) + 1
     return Operation(aten_name(node), row, module, is_leaf, count=counts[module, row.op])
 

@@ -36,6 +36,7 @@ class PackedGraph:
         self._added = [backend.step(self._device), torch.zeros(NUM_NUMBERS, device=self._device)]
         sizes = [size for value in example_inputs for size in (value.shape if isinstance(value, Tensor) else (value,))]
         self._is_dynamic = any(isinstance(size, torch.SymInt) for size in sizes)
+        self._roots = backend.roots(gm, example_inputs)
         self._kept: dict[tuple[str, ...], str] = {}
         self._reading = Reading([], 0)
         self._num_calls = 0
@@ -49,6 +50,8 @@ class PackedGraph:
             return self._compiled(*args, *self._added)
         if self._seed != self._backend.seed():  # the session loaded the state of another one
             self._compiled = self._compile_for_seed(list(args))
+        if self._plan is not self._backend.plan() and not self._is_dynamic:  # a guard changed it
+            self._compiled = self._compile(list(args))
         self._backend.step(self._device)
         self._num_calls += 1
         is_read = bool(self._report.checks) and (not self._reading.values or not self._added[1].is_cuda)
@@ -59,13 +62,14 @@ class PackedGraph:
             if before is not None:
                 before.restore()
                 outputs = self._compiled(*args, *self._added)
-        self._backend.on_call(self._report, outputs)
+        self._backend.on_call(self._report, outputs, self._added[1], self._num_calls)
         return outputs
 
     def _compile(self, inputs: list[Any]) -> Callable[..., Any]:
         reports: list[GraphReport] = []
-        self._seed = self._backend.seed()
-        partitioner = replace(self._backend.partitioner, seed=self._seed, on_graph=reports.append, kept=dict(self._kept))
+        self._seed, self._plan = self._backend.seed(), self._backend.plan()
+        now = {"plan": self._plan, "seed": self._seed, "kept": dict(self._kept), "roots": self._roots}
+        partitioner = replace(self._backend.partitioner, on_graph=reports.append, **now)
         compiled = self._backend.compile(self._gm, [*inputs, *self._added], partitioner)
         previous, self._report = self._report, reports[0] if reports else GraphReport([])
         self._reading = Reading([], 0)  # the numbers of the new graph have other places

@@ -1,0 +1,73 @@
+"""What compiled graphs measure of packed slots for a guard: two numbers for each slot, in every call of a graph.
+
+error       |x - decoded|^2 / |x|^2 of at most SAMPLE values, which are encoded again: whole blocks, evenly spaced in memory. Where
+            backward subtracts a mean, the denominator is |x - mean of each 64 values|^2, as in eager sessions (session/guard.py)
+largest     the largest value that the stored scales and minimums allow, at most one step of a scale above max |x|; max |x| itself
+            for formats without a block. NaN where a value of the tensor is not finite
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from paredown.codec.graph_codec import decode_in_graph, encode_in_graph, keys_in_graph, largest_in_graph
+from paredown.codec.packed import default_overflow
+from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding
+from paredown.session.compiled.graph_slots import GraphSlot
+from paredown.session.guard import CENTERED_LEN, SAMPLE, relative_error
+
+NUM_SIGNALS = 2  # numbers of one slot
+
+
+@dataclass(frozen=True)
+class GraphSignal:
+    """The slots that a saved tensor of a compiled graph has, and the place of its two numbers among the numbers of the graph."""
+
+    names: tuple[str, ...]
+    first: int
+
+
+def sampled(flat: Tensor, format: Format) -> Tensor:
+    """At most SAMPLE values of a 1-D tensor, or one block if that is more: whole blocks, evenly spaced.
+
+    >>> sampled(torch.arange(16384), Format.parse("int8/64@bf16"))[[0, 63, 64, 128]].tolist()
+    [0, 63, 256, 512]
+    """
+    length = format.block or CENTERED_LEN
+    num_blocks = flat.shape[0] // length
+    count = min(num_blocks, max(1, SAMPLE // length))
+    if count == 0:
+        return flat
+    return flat[: num_blocks * length].view(num_blocks, length)[:: num_blocks // count][:count].reshape(-1)
+
+
+@dataclass(frozen=True)
+class SlotMeasure:
+    """Measures one packed tensor, which is stored in `format`."""
+
+    slot: GraphSlot
+    format: Format
+    rounding: Rounding
+    seed: int
+
+    @staticmethod
+    def of(decision: Any, seed: int) -> SlotMeasure:
+        """For the tensor of a `GraphDecision` that packs it."""
+        return SlotMeasure(decision.slot, decision.format, decision.rounding, seed)
+
+    def __call__(self, flat: Tensor, step: Tensor, *parts: Tensor) -> Tensor:
+        """[error, largest] of a tensor, 1-D in its memory order; `parts`: what it is stored as."""
+        exact = sampled(flat, self.format)
+        keys = None
+        if self.rounding is Rounding.STOCHASTIC:
+            keys = keys_in_graph(step, self.seed, crc32(self.slot.names[0].encode()) if self.slot.names else 0)
+        encoded = encode_in_graph(exact, self.format, self.rounding, default_overflow(self.format), keys)
+        rounded = decode_in_graph(encoded, self.format, exact.shape[0], exact.dtype)
+        error = relative_error(exact.float(), rounded.float(), is_centered=self.slot.needs.is_centered)
+        return torch.stack([error, largest_in_graph(flat, parts, self.format)])
