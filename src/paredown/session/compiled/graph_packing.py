@@ -114,11 +114,7 @@ class PlanPartitioner(CustomPartitionerFn):
         placeholders = gm.graph.find_nodes(op="placeholder")
         static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
         joint = read_joint_graph(gm.graph, [placeholders[i] for i in static])
-        with functorch_config.patch(RECOMPUTES):
-            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
-            with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
-                forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        forward, backward = partition(gm, joint_inputs, options)
         editor = GraphEditor(forward, backward, options["num_fwd_outputs"])
         report = GraphReport([])
         chosen = self._decide(editor, joint, report)
@@ -186,6 +182,18 @@ class PlanPartitioner(CustomPartitionerFn):
             return encode_in_graph(x, format, rounding, overflow, keys)
 
         return encode, lambda parts, numel: decode_in_graph(parts, format, numel, value.dtype, in_order=uses_kernel)
+
+
+def partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph, before activations are packed."""
+    with functorch_config.patch(RECOMPUTES):
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+    if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
+        with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+    return forward, backward
 
 
 class GraphEditor:
