@@ -69,7 +69,7 @@ class CapturedGraph:
 class GraphCall:
     """A call of a graph: ticks at which its forward and its backward begin; -1 for a backward that did not run.
 
-    `held`: allocations of outputs that forward returns and saves too, by the names of their nodes.
+    `held`: allocations of outputs that forward returns and saves too, by the names of the nodes that it returns.
     """
 
     graph: CapturedGraph
@@ -159,7 +159,7 @@ class GraphCapture:
             call = GraphCall(graph, self._begin(graph, is_backward=False))
             self.calls.append(call)
             with self.step.timeline.paused():
-                outputs = gm(*args)
+                outputs = _apart(gm(*args), graph.plain.num_outputs)
             self._register(outputs[: graph.plain.num_outputs], graph.plain.forward, call.forward_at, call.held)
             return outputs
 
@@ -189,17 +189,17 @@ class GraphCapture:
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         order = {node.name: i for i, node in enumerate(gm.graph.nodes)}
         nodes: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        saved = {storage_of(node): node.name for node in nodes[len(outputs) :] if has_tensor(node)}
+        saved = {storage_of(node) for node in nodes[len(outputs) :] if has_tensor(node)}
         for value, node in zip(outputs, nodes, strict=False):
             if not (isinstance(value, Tensor) and has_tensor(node)) or timeline.find(value) is not None:
                 continue
-            name = saved.get(storage_of(node))
+            is_saved = storage_of(node) in saved
             timeline.current_tick = begin + order[node.name]
             module = module_path(node.meta.get("nn_module_stack"))[0]
-            allocation = timeline.add(value, op=aten_name(node), module=module, owner=None if name is None else Role.ACTIVATION)
+            allocation = timeline.add(value, op=aten_name(node), module=module, owner=Role.ACTIVATION if is_saved else None)
             timeline.current_tick = end
-            if name is not None:
-                held[name] = allocation
+            if is_saved:
+                held[node.name] = allocation
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -212,6 +212,16 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
+    """The outputs of forward, where saved ones do not share memory with those for the caller: a storage then ends when the caller frees it."""
+    returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
+    saved = [
+        value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value
+        for value in outputs[num_outputs:]
+    ]
+    return [*outputs[:num_outputs], *saved]
 
 
 def has_tensor(node: Any) -> bool:

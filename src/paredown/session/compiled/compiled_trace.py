@@ -66,6 +66,17 @@ class GraphTimes:
         """The tick of the last read in forward."""
         return self.call.forward_at + max(buffer.death, 0)
 
+    def returned(self) -> dict[Buffer, Allocation]:
+        """The buffers that forward returns to its caller, if plain torch.compile saves them too."""
+        nodes = {node.name: node for node in self.partition.forward.graph.nodes}
+        pairs = ((self.forward.of(nodes[name]), allocation) for name, allocation in self.call.held.items() if name in nodes)
+        return {buffer: allocation for buffer, allocation in pairs if buffer is not None}
+
+    def held_until(self, buffer: Buffer) -> int:
+        """The tick until which the caller holds a buffer that forward returns; 0 for others."""
+        allocation = self.returned().get(buffer)
+        return 0 if allocation is None else self.end if allocation.death is None else allocation.death
+
     def reads(self, node: fx.Node) -> tuple[int, int]:
         """The ticks of the first and the last read of a saved node in backward; the end of the step if backward does not run."""
         return self.reads_of(self.placeholder(node))
@@ -110,7 +121,7 @@ class StepSlots:
         self.outputs += _temporaries(times.forward, times.call.forward_at, "forward")
         if times.backward is not None and times.call.backward_at >= 0:
             self.outputs += _temporaries(times.backward, times.call.backward_at, "backward")
-        self.outputs += _returned(times, {node.name for node in nodes}, self._end)
+        self.outputs += _returned(times, set(by_buffer), self._end)
 
     def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
         """A slot for each saved node of one buffer; those of one storage are packed all or not at all."""
@@ -123,7 +134,7 @@ class StepSlots:
     def _slot(self, node: fx.Node, buffer: Buffer, storage: int, times: GraphTimes) -> Slot:
         value: Tensor = node.meta["val"]
         first, last = times.reads(node)
-        birth, dropped = times.born(buffer), times.read_in_forward(buffer)
+        birth, dropped = times.born(buffer), max(times.read_in_forward(buffer), times.held_until(buffer))
         savers, stays = _savers(node, times)
         is_cast = value.is_floating_point() and node.name not in times.call.graph.joint.of_inputs
         spans = ((first, last),) if _is_written(times.placeholder(node)) else ()
@@ -136,7 +147,7 @@ class StepSlots:
             str(value.dtype).removeprefix("torch."),
             buffer.nbytes,
             birth,
-            max(last, dropped, _held_until(node, times)),
+            max(last, dropped),
             numel=hint(value.numel()),
             storage=-1 if is_cast else storage,
             dropped=dropped,
@@ -224,12 +235,6 @@ def _is_written(placeholder: fx.Node | None) -> bool:
     return False
 
 
-def _held_until(node: fx.Node, times: GraphTimes) -> int:
-    """The tick until which the caller of the graph holds a saved tensor that the graph returns too; 0 for others."""
-    allocation = times.call.held.get(node.name)
-    return 0 if allocation is None else times.end if allocation.death is None else allocation.death
-
-
 def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[tuple[fx.Node, set[str]]]:
     """Booleans that backward computes from tensors in `packed`, without gradients: (node, names of these tensors)."""
     of: dict[fx.Node, set[str]] = {}
@@ -284,10 +289,10 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output
         yield Output(aten_name(node), module, phase, shape, dtype, buffer.nbytes, begin + buffer.birth, begin + buffer.death)
 
 
-def _returned(times: GraphTimes, saved: set[str], end: int) -> Iterator[Output]:
+def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
     """What the graph returns to its caller, if plain torch.compile saves it and this partition does not."""
-    for name, allocation in times.call.held.items():
-        if name not in saved:
+    for buffer, allocation in times.returned().items():
+        if buffer not in saved:
             death = end if allocation.death is None else allocation.death
             origin = (allocation.op, allocation.module, allocation.phase, allocation.shape, allocation.dtype, allocation.nbytes)
             yield Output(*origin, allocation.birth, max(death, allocation.birth))

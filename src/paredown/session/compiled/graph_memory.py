@@ -146,14 +146,16 @@ class GraphMemory:
                 buffer = value.buffer or self._realize(value, at)
                 buffer.is_output = True
         elif self._kinds[node] == "view":
-            self._values[node] = self._view(node)
+            self._values[node] = self._view(node, at)
         else:
             self._values[node] = self._compute(node, at)
 
-    def _view(self, node: fx.Node) -> Any:
+    def _view(self, node: fx.Node, at: int) -> Any:
         source = self._values[node.all_input_nodes[0]]
         if node.target is operator.getitem and isinstance(source, tuple):
             return source[node.args[1]]  # type: ignore[index]
+        if isinstance(source, Value) and source.buffer is None and self._is_stored(source, node):
+            self._realize(source, at)
         return source
 
     def _compute(self, node: fx.Node, at: int) -> Any:
@@ -168,19 +170,18 @@ class GraphMemory:
         if kind != "pointwise":
             return self._buffered(node, result, kind, sources, at)
         value = Value(node, None, sources, 1 + sum(v.operations for v in inputs if v.buffer is None))
-        if self._is_stored(value):
+        if self._is_stored(value, node):
             self._realize(value, at)
         return value
 
-    def _is_stored(self, value: Value) -> bool:
-        """Whether a pointwise value becomes a buffer at once."""
-        users = _users(value.node)
-        num_reads = len(value.sources)
-        if num_reads > MAX_ACCUMULATED_READS:
+    def _is_stored(self, value: Value, node: fx.Node) -> bool:
+        """Whether a pointwise value becomes a buffer at `node`, which makes it or views it."""
+        users, num_reads = list(_users(node)), len(value.sources)
+        if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
-        if len(value.node.users) < 2:
+        if len(node.users) < 2:
             return False
-        is_needed = any(user.op == "output" or self._kinds.get(user) == "extern" for user in users)
+        is_needed = any(self._kinds.get(user) == "extern" for user in users)
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: Value, at: int) -> Buffer:
