@@ -198,7 +198,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     allocator = DEVICES[trace.device]
     if trace.without_packing is not None and not plan.packs_activations:
         trace = trace.without_packing
-    checkpointed = checkpointed_trace(trace, plan.recompute)
+    checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     held = intervals(checkpointed, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)

@@ -166,12 +166,8 @@ class Trace:
     backward_at: int
     returned_bytes: int = 0  # of the model's output beside its loss, which is freed before backward
     notes: tuple[str, ...] = ()
+    is_compiled: bool = False  # by torch.compile
     without_packing: Trace | None = None  # of a compiled step: the step under a plan that packs no activations
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the step is compiled by torch.compile."""
-        return self.without_packing is not None
 
     @cached_property
     def activations(self) -> tuple[Slot, ...]:
@@ -268,6 +264,8 @@ def check_trace(trace: Trace) -> None:
     if trace.backward_at > trace.length:
         raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
     check_rows(trace.slots, trace.outputs, trace.length)
+    if trace.without_packing is not None:
+        check_trace(trace.without_packing)
 
 
 def check_row(row: Slot | Output | Part, length: int) -> None:

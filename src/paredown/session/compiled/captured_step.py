@@ -15,6 +15,7 @@ CUDA where a timing favours that; here all large ones are padded.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -118,6 +119,7 @@ class GraphCapture:
                 return compiled(*arguments.args, **arguments.keywords)
             finally:
                 torch._dynamo.reset()
+                gc.collect()  # what Dynamo's records in reference cycles hold would seem to be held by the step
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:

@@ -306,7 +306,7 @@ def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
     outside = tuple(
         replace(slot, stays=slot.stays or OUTSIDE_OF_GRAPHS) if slot.role is Role.ACTIVATION else slot for slot in base.slots
     )
-    base = replace(base, slots=tuple(_numbered(outside)), notes=(*base.notes, *_notes(capture)))
+    base = replace(base, slots=tuple(_numbered(outside)), notes=(*base.notes, *_notes(capture)), is_compiled=True)
     packed, plain = (
         StepSlots(capture.calls, base.length, partition_of)
         for partition_of in (lambda graph: graph.packed, lambda graph: graph.plain)

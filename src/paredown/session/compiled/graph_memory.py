@@ -128,6 +128,7 @@ class GraphMemory:
             self._lower(node)
         self._behind = _behind_barriers(graph, self._kinds)
         self._fuse()
+        self._fuse_copies()
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
@@ -227,6 +228,14 @@ class GraphMemory:
         if reader.kind in ("extern", "scatter") or buffer.domain != reader.domain:
             return False
         return not self._behind[reader.node] >> self.order[buffer.node] & 1
+
+    def _fuse_copies(self) -> None:
+        """Pointwise operations of the same size on the same buffers are one kernel, at the time of the first of them."""
+        first: dict[tuple[Any, ...], int] = {}
+        for buffer in self.buffers:
+            if buffer.kind == "pointwise" and buffer.sources:
+                key = (buffer.domain, *sorted(id(source) for source in buffer.sources))
+                buffer.birth = first.setdefault(key, buffer.birth)
 
     def _reuse(self) -> None:
         """Let a kernel write its output over an input of the same size that nothing reads later."""
