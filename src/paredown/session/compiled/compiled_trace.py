@@ -20,26 +20,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from paredown.formats.format import Format
+from paredown.roles import Role
 from paredown.session.compiled.captured_step import CapturedGraph, GraphCall, GraphCapture, Partition, has_tensor
 from paredown.session.compiled.graph_decisions import HELD, SHARED, fits_bits, hint, is_boolean, obstacle
 from paredown.session.compiled.graph_memory import Buffer, GraphMemory, kind_of
 from paredown.session.compiled.graph_slots import aten_name, module_path, slot_of
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
-from paredown.trace.fake_step import FakeStep
 from paredown.trace.operations import Use
 from paredown.trace.timeline import Allocation
 from paredown.trace.trace import Output, Part, Saver, Slot, Trace
-from paredown.roles import Role
 
 EIGHT_BITS = Format.parse("int8/64@bf16")
 SMALL = f"it has fewer than {MIN_PACKED_NUMEL} values, or no floats"
 MASK_OF_SEVERAL = "it is a comparison of several packed tensors, in exact bits"
 OUTSIDE_OF_GRAPHS = "it is saved outside of the compiled graphs"
-MASK_USES = (Use.SIGN, Use.INSIDE, Use.MASK)  # a slot has a part for each use; sessions store up to three comparisons of one tensor so
+MASK_USES = (
+    Use.SIGN,
+    Use.INSIDE,
+    Use.MASK,
+)  # a slot has a part for each use; sessions store up to three comparisons of one tensor so
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,8 @@ class StepSlots:
         name = _place(mask)
         saver = Saver(name, aten_name(mask), "mask", Use.EXACT)
         module = name.partition(":")[0]
-        fixed = {"numel": nbytes, "storage": storage, "dropped": death, "savers": (saver,), "stays": MASK_OF_SEVERAL}
-        return Slot(name, Role.ACTIVATION, module, (nbytes,), "uint8", nbytes, birth, death, **fixed)
+        slot = Slot(name, Role.ACTIVATION, module, (nbytes,), "uint8", nbytes, birth, death, numel=nbytes, storage=storage)
+        return replace(slot, dropped=death, savers=(saver,), stays=MASK_OF_SEVERAL)
 
 
 # --- saved tensors ----------------------------------------------------------------------------------------------------
@@ -312,9 +314,7 @@ def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
         for partition_of in (lambda graph: graph.packed, lambda graph: graph.plain)
     )
     unpacked = replace(base, slots=(*base.slots, *plain.slots), outputs=(*base.outputs, *plain.outputs))
-    return replace(
-        base, slots=(*base.slots, *packed.slots), outputs=(*base.outputs, *packed.outputs), without_packing=unpacked
-    )
+    return replace(base, slots=(*base.slots, *packed.slots), outputs=(*base.outputs, *packed.outputs), without_packing=unpacked)
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:

@@ -1,4 +1,4 @@
-"""Which tensors of a graph Inductor writes to memory, and when: `buffers_of(graph)`.
+"""Which tensors of a graph Inductor writes to memory, and when: `GraphMemory(graph)`.
 
 Inductor makes kernels of many operations, and values inside of a kernel take no memory. The rules here are those of its lowering and
 scheduling, in short:
@@ -21,7 +21,7 @@ Times are places in the order of the graph's nodes. A buffer that a kernel reads
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -41,23 +41,23 @@ def _names(text: str) -> frozenset[str]:
 
 
 VIEWS = _names("""
-    view _unsafe_view permute transpose t slice select expand unsqueeze squeeze alias detach as_strided split split_with_sizes unbind diagonal
-    reshape view_as_real view_as_complex getitem
+    view _unsafe_view permute transpose t slice select expand unsqueeze squeeze alias detach as_strided split split_with_sizes unbind
+    diagonal reshape view_as_real view_as_complex getitem
 """)
 REDUCTIONS = _names("""
     sum mean amax amin var_mean var prod any all argmax argmin logsumexp max min prepare_softmax_online xor_sum std linalg_vector_norm
     norm count_nonzero
 """)
 SCATTERS = _names("""
-    index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add scatter_reduce embedding_dense_backward cumsum cumprod
-    index_add
+    index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add scatter_reduce embedding_dense_backward
+    index_add cumsum cumprod
 """)
 POINTWISE = _names("""
-    convert_element_type full iota where clone index _unsafe_index gather embedding cat constant_pad_nd copy empty empty_strided scalar_tensor
-    arange fill rev inductor_seeds inductor_seed inductor_lookup_seed inductor_random inductor_randint full_like zeros_like ones_like
-    empty_like broadcast_in_dim slice_scatter select_scatter as_strided_scatter _low_memory_max_pool_offsets_to_indices avg_pool2d
-    avg_pool2d_backward max_pool2d_with_indices_backward _unsafe_masked_index repeat flip roll
-    _to_copy copy_ bernoulli masked_fill device_put
+    convert_element_type full iota where clone index _unsafe_index gather embedding cat constant_pad_nd copy empty empty_strided
+    scalar_tensor arange fill rev inductor_seeds inductor_seed inductor_lookup_seed inductor_random inductor_randint full_like
+    zeros_like ones_like empty_like broadcast_in_dim slice_scatter select_scatter as_strided_scatter avg_pool2d avg_pool2d_backward
+    _low_memory_max_pool_offsets_to_indices max_pool2d_with_indices_backward _unsafe_masked_index repeat flip roll _to_copy copy_
+    bernoulli masked_fill device_put
 """)
 
 
@@ -283,7 +283,7 @@ def _is_barrier(node: fx.Node, kind: str) -> bool:
 def _is_over_last_dimensions(node: fx.Node) -> bool:
     """Whether a reduction is over the last dimensions of its input, which are adjacent in memory."""
     source = node.all_input_nodes[0].meta.get("val")
-    dims = node.args[1] if len(node.args) > 1 else None
+    dims: Any = node.args[1] if len(node.args) > 1 else None
     if not isinstance(source, Tensor) or not isinstance(dims, list | tuple | int):
         return False
     rank = source.dim()
@@ -305,8 +305,3 @@ def _nbytes(value: Any) -> int:
     if any(size == 0 for size, _ in sizes):
         return 0
     return (1 + sum((size - 1) * stride for size, stride in sizes)) * value.element_size()
-
-
-def buffers_in(nodes: Iterable[fx.Node], memory: GraphMemory) -> list[Buffer]:
-    """The buffers of nodes, each once."""
-    return list(dict.fromkeys(buffer for node in nodes if (buffer := memory.of(node)) is not None))

@@ -184,9 +184,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return encode, lambda parts, numel: decode_in_graph(parts, format, numel, value.dtype, in_order=uses_kernel)
 
 
-def partition(
-    gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and the backward graph, before activations are packed."""
     with functorch_config.patch(RECOMPUTES):
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
