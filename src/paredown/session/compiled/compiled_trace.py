@@ -164,7 +164,7 @@ class StepSlots:
         packable = {node.name: node for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
         extra: list[Slot] = []
         for mask, sources in _comparisons(times.partition.backward, set(packable)):
-            first, last = times.reads_of(mask)
+            last = times.reads_of(mask)[1]
             node = packable[min(sources)]
             slot, numel = slots[node], hint(mask.meta["val"].numel())
             birth = max(made[packable[name]].birth for name in sources)
