@@ -34,6 +34,7 @@ from torch._inductor.fx_passes import pad_mm
 
 from paredown.roles import Role
 from paredown.session.compiled.graph_decisions import storage_of
+from paredown.session.compiled.graph_memory import GraphMemory
 from paredown.session.compiled.graph_packing import partition
 from paredown.session.compiled.graph_slots import JointGraph, aten_name, module_path, read_joint_graph
 from paredown.trace.fake_step import Arguments, FakeStep
@@ -189,14 +190,15 @@ class GraphCapture:
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
         """Record the outputs of a call as allocations that began with their nodes; those that are saved too become slots of the graph."""
         timeline, end = self.step.timeline, self.step.timeline.current_tick
-        order = {node.name: i for i, node in enumerate(gm.graph.nodes)}
+        memory = GraphMemory(gm.graph)
         nodes: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         saved = {storage_of(node) for node in nodes[len(outputs) :] if has_tensor(node)}
         for value, node in zip(outputs, nodes, strict=False):
             if not (isinstance(value, Tensor) and has_tensor(node)) or timeline.find(value) is not None:
                 continue
             is_saved = storage_of(node) in saved
-            timeline.current_tick = begin + order[node.name]
+            buffer = memory.of(node)
+            timeline.current_tick = begin + (max(buffer.birth, 0) if buffer is not None else 0)
             module = module_path(node.meta.get("nn_module_stack"))[0]
             allocation = timeline.add(value, op=aten_name(node), module=module, owner=Role.ACTIVATION if is_saved else None)
             timeline.current_tick = end

@@ -87,9 +87,7 @@ class GraphTimes:
         """The same for a node of the backward graph."""
         if self.backward is None or node is None or self.call.backward_at < 0:
             return self.end, self.end
-        buffer = self.backward.of(node)
-        order = self.backward.order
-        times = (buffer.reads if buffer is not None else [order[user] for user in node.users]) or [0]
+        times = self.backward.reads(node) or [0]
         return self.call.backward_at + min(times), self.call.backward_at + max(times)
 
 

@@ -34,6 +34,8 @@ from paredown.session.compiled.graph_decisions import hint
 MAX_READS = 4  # Inductor's realize_reads_threshold
 MAX_ACCUMULATED_READS = 8  # its realize_acc_reads_threshold
 MAX_OPERATIONS = 30  # its realize_opcount_threshold
+MAX_FUSED = 64  # its max_fusion_size
+MAX_DISTANCE = 64  # kernels farther apart are not joined
 
 
 def _names(text: str) -> frozenset[str]:
@@ -90,6 +92,7 @@ class Buffer:
     birth: int
     kind: str
     domain: int = 0  # elements that its kernel goes over
+    axis: str = ""  # of a reduction: "rows" if it is over the last dimensions, else "columns"
     reads: list[int] = field(default_factory=list)
     sources: list[Buffer] = field(default_factory=list)
     readers: list[Buffer] = field(default_factory=list)
@@ -122,13 +125,12 @@ class GraphMemory:
     def __init__(self, graph: fx.Graph) -> None:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.buffers: list[Buffer] = []
+        self._inputs_of_graph: list[Buffer] = []
         self._values: dict[fx.Node, Any] = {}
         self._kinds = {node: kind_of(node) for node in graph.nodes if node.op == "call_function"}
         for node in graph.nodes:
             self._lower(node)
-        self._behind = _behind_barriers(graph, self._kinds)
-        self._fuse()
-        self._fuse_copies()
+        self._schedule()
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
@@ -136,12 +138,33 @@ class GraphMemory:
         value = self._values.get(node)
         return value.buffer if isinstance(value, Value) else None
 
+    def reads(self, node: fx.Node) -> list[int]:
+        """The times at which kernels read a node, or repeat its operations."""
+        buffer = self.of(node)
+        if buffer is not None:
+            return buffer.reads
+        found, stack, seen = set[int](), list(node.users), set[fx.Node]()
+        while stack:
+            user = stack.pop()
+            if user in seen:
+                continue
+            seen.add(user)
+            value = self._values.get(user)
+            first = value[0] if isinstance(value, tuple) and value else value
+            if isinstance(first, Value) and first.buffer is not None and self._kinds.get(user) != "view":
+                found.add(first.buffer.birth)
+            else:
+                stack += list(user.users)
+        return sorted(found)
+
     # --- lowering ---
 
     def _lower(self, node: fx.Node) -> None:
         at = self.order[node]
         if node.op in ("placeholder", "get_attr"):
-            self._values[node] = Value(node, Buffer(node, _nbytes(node.meta.get("val")), -1, "input"))
+            buffer = Buffer(node, _nbytes(node.meta.get("val")), -1, "input")
+            self._inputs_of_graph.append(buffer)
+            self._values[node] = Value(node, buffer)
         elif node.op == "output":
             for value in self._inputs(node):
                 buffer = value.buffer or self._realize(value, at)
@@ -196,7 +219,8 @@ class GraphMemory:
         return value.buffer
 
     def _buffered(self, node: fx.Node, result: Any, kind: str, sources: tuple[Buffer, ...], at: int) -> Value:
-        buffer = Buffer(node, _nbytes(result), at, kind, _domain(node, result, kind), sources=list(sources))
+        axis = "" if kind != "reduction" else "rows" if _is_over_last_dimensions(node) else "columns"
+        buffer = Buffer(node, _nbytes(result), at, kind, _domain(node, result, kind), axis, sources=list(sources))
         for source in sources:
             source.reads.append(at)
             source.readers.append(buffer)
@@ -210,32 +234,19 @@ class GraphMemory:
             found += [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Value)]
         return found
 
-    # --- fusion ---
+    # --- kernels ---
 
-    def _fuse(self) -> None:
-        """Remove buffers that only the kernel that makes them reads."""
-        for buffer in reversed(self.buffers):
-            if buffer.is_output or buffer.kind in ("extern", "scatter") or not buffer.readers:
-                continue
-            if all(self._is_one_kernel(buffer, reader) for reader in buffer.readers):
-                buffer.is_removed = True
-                for source in buffer.sources:
-                    source.reads += buffer.reads
-                    source.readers += buffer.readers
-        self.buffers = [buffer for buffer in self.buffers if not buffer.is_removed and buffer.nbytes]
-
-    def _is_one_kernel(self, buffer: Buffer, reader: Buffer) -> bool:
-        if reader.kind in ("extern", "scatter") or buffer.domain != reader.domain:
-            return False
-        return not self._behind[reader.node] >> self.order[buffer.node] & 1
-
-    def _fuse_copies(self) -> None:
-        """Pointwise operations of the same size on the same buffers are one kernel, at the time of the first of them."""
-        first: dict[tuple[Any, ...], int] = {}
+    def _schedule(self) -> None:
+        """Give buffers the times of their kernels, and remove those that only the kernel that makes them reads."""
+        order = kernel_order(self.buffers)
+        self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
-            if buffer.kind == "pointwise" and buffer.sources:
-                key = (buffer.domain, *sorted(id(source) for source in buffer.sources))
-                buffer.birth = first.setdefault(key, buffer.birth)
+            readers = {order[reader] for reader in buffer.readers}
+            buffer.birth, buffer.reads = order[buffer], sorted(readers)
+            buffer.is_removed = bool(readers) and readers == {buffer.birth} and not buffer.is_output
+        for value in self._inputs_of_graph:
+            value.reads = sorted({order[reader] for reader in value.readers})
+        self.buffers = [buffer for buffer in self.buffers if not buffer.is_removed and buffer.nbytes]
 
     def _reuse(self) -> None:
         """Let a kernel write its output over an input of the same size that nothing reads later."""
@@ -260,24 +271,6 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
             yield from _users(user)
         else:
             yield user
-
-
-def _behind_barriers(graph: fx.Graph, kinds: dict[fx.Node, str]) -> dict[fx.Node, int]:
-    """For each node, as bits, the nodes from which a path leads to it through a barrier."""
-    before: dict[fx.Node, int] = {}
-    behind: dict[fx.Node, int] = {}
-    for i, node in enumerate(graph.nodes):
-        before[node], behind[node] = 1 << i, 0
-        for source in node.all_input_nodes:
-            before[node] |= before[source]
-            behind[node] |= behind[source] | (before[source] if _is_barrier(source, kinds.get(source, "input")) else 0)
-    return behind
-
-
-def _is_barrier(node: fx.Node, kind: str) -> bool:
-    if kind in ("extern", "scatter"):
-        return True
-    return kind == "reduction" and not _is_over_last_dimensions(node)
 
 
 def _is_over_last_dimensions(node: fx.Node) -> bool:
@@ -305,3 +298,89 @@ def _nbytes(value: Any) -> int:
     if any(size == 0 for size, _ in sizes):
         return 0
     return (1 + sum((size - 1) * stride for size, stride in sizes)) * value.element_size()
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Kernel:
+    """Buffers that one kernel makes; `first`: the place of the first of them in the order of the graph."""
+
+    buffers: list[Buffer]
+    first: int
+    domain: int
+    axis: str
+
+    def can_join(self, other: Kernel) -> bool:
+        """Whether one kernel can make the buffers of both, as far as sizes tell."""
+        if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
+            return False
+        if abs(self.first - other.first) > MAX_DISTANCE or len(self.buffers) + len(other.buffers) > MAX_FUSED:
+            return False
+        columns = {b for kernel in (self, other) for b in kernel.buffers if b.axis == "columns"}
+        return not any(source in columns for kernel in (self, other) for b in kernel.buffers for source in b.sources)
+
+
+class Kernels:
+    """Kernels of a graph that are joined step by step; those that share most memory first."""
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        is_alone = [buffer.kind in ("extern", "scatter") for buffer in buffers]
+        together: dict[Any, Kernel] = {}  # outputs of one extern are made by one call
+        self.of: dict[Buffer, Kernel] = {}
+        for i, (buffer, alone) in enumerate(zip(buffers, is_alone, strict=True)):
+            key = buffer.node if alone else buffer
+            kernel = together.setdefault(key, Kernel([], i, 0 if alone else buffer.domain, buffer.axis))
+            kernel.buffers.append(buffer)
+            self.of[buffer] = kernel
+
+    def join_all(self, buffers: list[Buffer]) -> None:
+        """Join the kernels that share memory, as far as no cycle results."""
+        for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
+            a, b = self.of[one], self.of[two]
+            if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
+                a.buffers, a.first, a.axis = [*a.buffers, *b.buffers], min(a.first, b.first), a.axis or b.axis
+                self.of.update(dict.fromkeys(b.buffers, a))
+
+    def sources(self, kernel: Kernel) -> list[Kernel]:
+        """The kernels whose buffers a kernel reads."""
+        found = dict.fromkeys(self.of[s] for b in kernel.buffers for s in b.sources if s in self.of)
+        return [other for other in found if other is not kernel]
+
+    def _reaches(self, start: Kernel, end: Kernel) -> bool:
+        """Whether a path of more than one step leads from `start` to `end`."""
+        stack, seen = [k for k in self.sources(end) if k is not start], set[Kernel]()
+        while stack:
+            kernel = stack.pop()
+            if kernel is start:
+                return True
+            if kernel not in seen:
+                seen.add(kernel)
+                stack += self.sources(kernel)
+        return False
+
+
+def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
+    """Buffers that may be made by one kernel, with the bytes that they share."""
+    sources = dict.fromkeys(source for buffer in buffers for source in buffer.sources)
+    for shared in sources:
+        users = [b for b in (shared, *shared.readers) if b.kind in ("pointwise", "reduction")]
+        for i, one in enumerate(users):
+            yield from ((shared.nbytes, one, two) for two in users[i + 1 :] if one.domain == two.domain and one is not two)
+
+
+def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
+    """The place of each buffer's kernel among all kernels, each right after those that it reads from."""
+    kernels = Kernels(buffers)
+    kernels.join_all(buffers)
+    placed: dict[Kernel, int] = {}
+    for kernel in sorted(dict.fromkeys(kernels.of.values()), key=lambda kernel: kernel.first):
+        stack = [kernel]
+        while stack:
+            missing = [source for source in kernels.sources(stack[-1]) if source not in placed]
+            if missing and stack[-1] not in placed:
+                stack += sorted(missing, key=lambda source: -source.first)
+            else:
+                placed.setdefault(stack.pop(), len(placed))
+    return {buffer: placed[kernel] for buffer, kernel in kernels.of.items()}
