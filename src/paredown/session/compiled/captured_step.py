@@ -219,7 +219,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """The outputs of forward, where saved ones do not share memory with those for the caller: a storage then ends when the caller frees it."""
+    """The outputs of forward, saved ones copied if the caller gets them too: a storage then ends when the caller frees it."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value

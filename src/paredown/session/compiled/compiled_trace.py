@@ -2,7 +2,7 @@
 
 The slots of the trace are the tensors that forward graphs save for backward, under the names and needs that compiled sessions give them
 (graph_slots.py); a plan that packs activations decides their storage as sessions do. Working memory is that of the buffers that Inductor
-allocates (graph_memory.py). What runs outside of the graphs, such as a loss function, is recorded operation by operation, and no plan packs it.
+allocates (graph_memory.py). What runs outside of the graphs, such as a loss function, is recorded operation by operation; no plan packs it.
 
 Sessions partition graphs differently if they pack activations: then backward recomputes more. The trace has both steps: itself with packed
 activations, and `without_packing`, the step under a plan that packs none.

@@ -9,10 +9,11 @@ scheduling, in short:
     other           pointwise: a value is inlined into its readers, and read again from its own inputs in each, unless it is an output, an
                     extern reads it, or it has several readers and more than MAX_READS inputs or MAX_OPERATIONS operations
 
-A buffer whose readers are all in the kernel that makes it is not allocated. Two operations are in one kernel if they go over the same number
-of elements and no barrier lies between them: an extern, a scatter, or a reduction over other dimensions than the last ones.
+Operations that share memory are joined in one kernel, those that share most bytes first, if they go over the same number of
+elements, reduce over the same dimensions if both reduce, and no cycle results. A kernel runs right after those that it reads from. A
+buffer whose readers are all in the kernel that makes it is not allocated.
 
-Times are places in the order of the graph's nodes. A buffer that a kernel reads last may become the kernel's output of the same size.
+Times are places in the order of kernels. A kernel may write its output over a buffer of the same size that it is the last to read.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -30,7 +31,9 @@ import torch
 from torch import Tensor, fx
 
 from paredown.session.compiled.graph_decisions import hint
+from paredown.trace.device_ops import FLASH_COLUMNS, FLASH_ROWS, round_up
 
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 MAX_READS = 4  # Inductor's realize_reads_threshold
 MAX_ACCUMULATED_READS = 8  # its realize_acc_reads_threshold
 MAX_OPERATIONS = 30  # its realize_opcount_threshold
@@ -98,11 +101,12 @@ class Buffer:
     readers: list[Buffer] = field(default_factory=list)
     is_output: bool = False
     is_removed: bool = False
+    is_reused: bool = False  # the kernel that reads it last writes its own output over it
 
     @property
     def death(self) -> int:
-        """The time of the last read."""
-        return max([self.birth, *self.reads])
+        """The last time at which it takes memory of its own: that of the last read, or before it."""
+        return max([self.birth, *self.reads]) - self.is_reused
 
 
 @dataclass(eq=False)
@@ -189,6 +193,8 @@ class GraphMemory:
                 self._realize(value, at)
         sources = tuple(dict.fromkeys(buffer for value in inputs for buffer in value.read()))
         result = node.meta.get("val")
+        if node.target is FLASH_BACKWARD:
+            self.buffers.append(Buffer(node, _flash_workspace(node.args[1]), at, kind))
         if isinstance(result, tuple | list):
             return tuple(self._buffered(node, part, kind, sources, at) for part in result)
         if kind != "pointwise":
@@ -259,7 +265,7 @@ class GraphMemory:
             at = buffer.death
             for output in by_birth.get(at, ()):
                 if output.kind == "pointwise" and output.nbytes == buffer.nbytes and buffer in output.sources and at > buffer.birth:
-                    buffer.reads = [read for read in buffer.reads if read < at]
+                    buffer.is_reused = True
                     by_birth[at] = [other for other in by_birth[at] if other is not output]
                     break
 
@@ -288,6 +294,12 @@ def _domain(node: fx.Node, result: Any, kind: str) -> int:
     """How many elements the kernel of a node goes over."""
     value = node.all_input_nodes[0].meta.get("val") if kind == "reduction" and node.all_input_nodes else result
     return prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
+
+
+def _flash_workspace(query: Any) -> int:
+    """Bytes of the workspace of flash attention in backward."""
+    num, heads, length, width = (hint(size) for size in query.meta["val"].shape)
+    return 4 * num * heads * round_up(length, FLASH_ROWS) * (1 + round_up(width, FLASH_COLUMNS))
 
 
 def _nbytes(value: Any) -> int:
