@@ -51,8 +51,10 @@ def trace_step(
     `batch`: a tuple holds the model's positional arguments, and with `loss` the target as its last item; a mapping holds keyword
     arguments; a tensor is the only argument. Without `loss` the step's loss is `.loss` of the output, or the output itself if it is one
     number. `optimizer`: "sgd", "sgdm", "adam", "adamw", "lion", or an instance. `autocast`: the dtype of the autocast context around
-    forward and loss. `compiled`: torch.compile compiles the model; its graphs are traced, and slots are the tensors that they save. The
-    model, the batch and all random states are left unchanged.
+    forward and loss. The model, the batch and all random states are left unchanged.
+
+    `compiled`: torch.compile compiles the model. Its graphs are traced and not compiled; slots are the tensors that they save. This clears
+    Dynamo's cache: what was compiled before in this process is compiled again at its next call.
     """
     model = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     check_model(model)

@@ -127,9 +127,9 @@ class GraphCapture:
         """Inside the context, Dynamo finds shapes and dtypes of operations as the target device would have them."""
         run_node = dynamo_utils.run_node
 
-        def run_in_forms(*args: Any) -> Any:
+        def run_in_forms(*args: Any, **keywords: Any) -> Any:
             with self._forms:
-                return run_node(*args)
+                return run_node(*args, **keywords)
 
         with patch.object(dynamo_utils, "run_node", run_in_forms):
             yield
@@ -243,5 +243,6 @@ def _padding(device: str) -> Generator[None]:
         is_large = mat1.shape[-2] * mat2.shape[-1] * mat1.element_size() >= PADDED_BYTES
         return bool(align) and is_large and any(pad_mm.get_padded_length(size, align) for size in sizes)
 
-    with patch.object(pad_mm, "should_pad", should_pad) if device == "cuda" else nullcontext():
+    can_patch = device == "cuda" and hasattr(pad_mm, "should_pad")  # elsewhere nothing is padded
+    with patch.object(pad_mm, "should_pad", should_pad) if can_patch else nullcontext():
         yield

@@ -323,4 +323,5 @@ def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
 
 def _notes(capture: GraphCapture) -> Iterator[str]:
     num = len({id(call.graph) for call in capture.calls})
-    yield f"the step has {num} compiled graph{'s' * (num != 1)}; operations between graphs in forward are not counted"
+    if num != 1:
+        yield f"the step has {num} compiled graphs; operations between graphs in forward are not counted"
