@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 
 from paredown import Plan, Trace, apply, assign, footprint, trace_step
-from paredown.errors import BudgetError, PlanError
+from paredown.errors import BudgetError, PlanError, TraceError
 from paredown.plan.replay import part_bytes, slot_storages
 from paredown.roles import Role
 from paredown.session.compiled.compiled_trace import MASK_OF_SEVERAL
@@ -226,3 +226,27 @@ def test_graph_breaks() -> None:
     trace = trace_step(Broken(), batch, loss=mse_loss, device="cpu", compiled=True)
     assert any("2 compiled graphs" in note for note in trace.notes)
     assert {slot.name for slot in trace.of(Role.GRADIENT)} == {"first.weight", "first.bias", "second.weight", "second.bias"}
+
+
+def test_a_model_that_is_not_compiled() -> None:
+    class Disabled(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)
+
+    batch = torch.empty(256, 64), torch.empty(256, 64)
+    with pytest.raises(TraceError, match="makes no graph of Disabled"):
+        trace_step(Disabled(64, 64), batch, loss=mse_loss, device="cpu", compiled=True)
+
+
+def test_a_loss_inside_of_the_model() -> None:
+    """The gradient of an output that the loss does not use is a tensor of zeros, which autograd allocates for the compiled graph."""
+
+    class WithLoss(nn.Linear):
+        def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
+            output = super().forward(input)
+            return {"loss": mse_loss(output, target), "output": output}
+
+    trace = trace_step(WithLoss(64, 512), (torch.empty(256, 64), torch.empty(256, 512)), device="cpu", compiled=True)
+    zeros = [output for output in trace.outputs if output.shape == (256, 512) and output.phase == "backward" and not output.slot]
+    assert any("zeros" in output.op for output in zeros)

@@ -32,6 +32,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.fx_passes import pad_mm
 
+from paredown.errors import TraceError
 from paredown.roles import Role
 from paredown.session.compiled.graph_decisions import storage_of
 from paredown.session.compiled.graph_memory import GraphMemory
@@ -117,10 +118,17 @@ class GraphCapture:
         with dynamo_config.patch(suppress_errors=False), self._evaluated_in_forms():
             try:
                 compiled = torch.compile(self.step.model, backend=self._backend, dynamic=False)
-                return compiled(*arguments.args, **arguments.keywords)
+                output = compiled(*arguments.args, **arguments.keywords)
             finally:
                 torch._dynamo.reset()
                 gc.collect()  # what Dynamo's records in reference cycles hold would seem to be held by the step
+        if not self.calls:
+            name = type(self.step.model).__name__
+            raise TraceError(
+                f"torch.compile makes no graph of {name}: it runs in eager mode, which a trace without compiled=True describes. Is "
+                "torch.compiler.disable or TORCHDYNAMO_DISABLE in use?"
+            )
+        return output
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:
