@@ -13,7 +13,7 @@ import paredown as pare
 from tests.cli.commands import ask, asked_json
 
 
-def traced(num: int = 8, optimizer: str = "adamw") -> pare.Trace:
+def traced(num: int = 8, optimizer: str = "adamw", *, compiled: bool = False) -> pare.Trace:
     """The step of net.py, written out again."""
     layers = (
         nn.Conv2d(3, 16, 3, padding=1),
@@ -24,7 +24,8 @@ def traced(num: int = 8, optimizer: str = "adamw") -> pare.Trace:
         nn.Linear(1024, 10),
     )
     batch = torch.zeros(num, 3, 8, 8), torch.zeros(num, dtype=torch.int64)
-    return pare.trace_step(nn.Sequential(*layers), batch, loss=nn.functional.cross_entropy, optimizer=optimizer, device="cpu")
+    model, options = nn.Sequential(*layers), {"optimizer": optimizer, "device": "cpu", "compiled": compiled}
+    return pare.trace_step(model, batch, loss=nn.functional.cross_entropy, **options)
 
 
 def test_the_bytes_are_those_of_the_footprint(folder: Path) -> None:
@@ -36,6 +37,16 @@ def test_the_bytes_are_those_of_the_footprint(folder: Path) -> None:
         assert row["by_role"] == {role.value: size for role, size in foot.by_role.items()}
         assert row["by_module"] == foot.by_module(1) and row["fits"] is None
     assert value["batch_size"] == 8 and value["optimizer"] == "adamw"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
+def test_a_compiled_step(folder: Path) -> None:
+    value = asked_json("estimate", "net.py:both", "--device", "cpu", "--plan", "activations4", "--compiled")
+    foot = pare.footprint(traced(compiled=True), pare.Plan.preset("activations4"))
+    assert value["plans"][0]["peak_bytes"] == foot.peak_bytes
+    assert value["plans"][0]["peak_bytes"] != pare.footprint(traced(), pare.Plan.preset("activations4")).peak_bytes
+    made = asked_json("plan", "net.py:both", "--device", "cpu", "--budget", "95%", "--compiled")
+    assert made["peak_bytes"] <= made["budget_bytes"] < pare.footprint(traced(compiled=True)).peak_bytes
 
 
 def test_a_model_alone_gets_a_batch_of_the_shape_that_is_said(folder: Path) -> None:

@@ -78,9 +78,10 @@ def assign(
     parameters are unmodified. `seed`: of method "random". `recompute`: whether repeated layers may be checkpointed (activation
     checkpointing), which costs time: None where formats would be slower or their errors large, True where their errors would be
     large, False never (assign/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only
-    if nothing else fits.
+    if nothing else fits. In a compiled step no layer is checkpointed.
     """
     _check(trace, recompute)
+    recompute = False if trace.is_compiled else recompute
     strategy = method_named(method)
     check_sensitivities(trace, strategy, sensitivities)
     ladder = None if levels is None else ladder_of(levels)
@@ -111,6 +112,10 @@ def _check(trace: object, recompute: object) -> None:
         raise PlanError(
             f"recompute is {recompute!r}: None (layers are checkpointed if nothing else fits), True (also if errors would be large) or "
             "False (never). To name the layers yourself: plan.recomputing('layers.0')."
+        )
+    if recompute and trace.is_compiled:
+        raise PlanError(
+            "recompute is True and the trace is of a compiled step, in which torch.compile chooses what to recompute: leave recompute out."
         )
 
 

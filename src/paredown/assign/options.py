@@ -54,6 +54,7 @@ Ints = NDArray[np.int64]
 ErrorOf = Callable[[Slot, Format], float]
 LADDER: Ladder = (None, *(Format.parse(text) for text in ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")))
 MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more have the same one
+OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value)
 _PLAIN_GRADIENT = {name: {role: text for role, text in row.items() if role != "gradient"} for name, row in TIERS.items()}
 TIER_ROWS: Mapping[str, Mapping[str, str]] = {
     "full": {},
@@ -180,6 +181,8 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 def parameter_items(trace: Trace, *, is_free: bool = True) -> Iterator[Item]:
     """An item for each parameter with its gradient, moments and casts; `is_free`: it may be packed."""
     rows = TIER_ROWS if is_free else {"full": TIER_ROWS["full"]}
+    if trace.is_compiled:  # weights of a compiled model are not packed
+        rows = {name: {role: text for role, text in row.items() if role not in OF_WEIGHT} for name, row in rows.items()}
     plans = {name: Plan.uniform(**row) if row else Plan((("activation", UNMODIFIED),)) for name, row in rows.items()}
     for weight, slots in _by_parameter(trace).items():
         part = replace(trace, slots=slots, outputs=())
@@ -189,9 +192,10 @@ def parameter_items(trace: Trace, *, is_free: bool = True) -> Iterator[Item]:
                 continue  # no tier packs it
             held = tuple(model_memory(part, plan))
             if held not in options:
-                formats = {Role(role): Format.parse(text) for role, text in TIER_ROWS[name].items()}
+                formats = {Role(role): Format.parse(text) for role, text in rows[name].items()}
                 keys = tuple(((weight.name, role), format) for role, format in formats.items())
-                full_bytes = weight.nbytes if resolve_parameter_formats(weight, plan).is_full else 0
+                is_full = resolve_parameter_formats(weight, plan, is_compiled=trace.is_compiled).is_full
+                full_bytes = weight.nbytes if is_full else 0
                 options[held] = StorageOption(name, parameter_error(formats), held, keys, full_bytes)
         yield Item(weight.name, slots, tuple(_ordered(options.values())))
 

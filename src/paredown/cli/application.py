@@ -237,6 +237,7 @@ HereOption = Annotated[
     typer.Option("--device", help="Where to train: cuda, cuda:1 or cpu. (default: cuda if available)", show_default=False),
 ]
 AutocastOption = Annotated[str | None, typer.Option("--autocast", metavar="DTYPE", help="bf16, fp16 or none.", show_default=False)]
+CompiledOption = Annotated[bool, typer.Option("--compiled", help="torch.compile compiles the model: session.compile().")]
 OptimizerOption = Annotated[
     str | None, typer.Option("--optimizer", help="sgd, sgdm, adamw or lion. (default: the task's; adamw)", show_default=False)
 ]
@@ -273,9 +274,10 @@ ModeOption = Annotated[
 
 
 def command_text(model: str, **options: object) -> str:
-    """The arguments that name `model` and the options that are not None, for a command in a hint.
+    """The arguments that name `model` and the options that are not None or False, for a command in a hint.
 
     >>> command_text("net.py:make", input="3x32x32", batch=4, device=None)
     'net.py:make --input 3x32x32 --batch 4'
     """
-    return " ".join([model, *(f"--{name} {value}" for name, value in options.items() if value is not None)])
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    return " ".join([model, *(f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())])

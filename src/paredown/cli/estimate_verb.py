@@ -18,6 +18,7 @@ from paredown.cli.application import (
     LOOK,
     AutocastOption,
     BudgetOption,
+    CompiledOption,
     DeviceOption,
     Exit,
     InputOption,
@@ -59,6 +60,7 @@ def estimate(
     optimizer: OptimizerOption = None,
     device: DeviceOption = None,
     autocast: AutocastOption = None,
+    compiled: CompiledOption = False,
     depth: Annotated[int, typer.Option(min=1, help="Modules are grouped by this many parts of their paths.")] = 1,
     is_json: JsonOption = False,
 ) -> None:
@@ -68,7 +70,7 @@ def estimate(
         from paredown.cli.subject import SubjectOptions, find_subject, name_of, read_plan
         from paredown.plan.footprint import footprint
 
-        subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer))
+        subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer, compiled))
         plans = {name_of(text): read_plan(text) for text in plan or SHOWN}
         feet = {name: footprint(subject.trace(of), of) for name, of in plans.items()}
     allowed = None if budget is None else _allowed(budget, subject)
@@ -84,7 +86,9 @@ def estimate(
         emit(value)
     else:
         tell(*_lines(value))
-    arguments = command_text(model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast)
+    arguments = command_text(
+        model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast, compiled=compiled
+    )
     _exit_if_too_large(value, requested=plan, model=arguments, budget=budget)
 
 

@@ -11,6 +11,7 @@ from paredown.cli.application import (
     CHOOSE,
     LOOK,
     AutocastOption,
+    CompiledOption,
     DeviceOption,
     InputOption,
     JsonOption,
@@ -63,6 +64,7 @@ def make_plan(
     optimizer: OptimizerOption = None,
     device: DeviceOption = None,
     autocast: AutocastOption = None,
+    compiled: CompiledOption = False,
     seed: SeedOption = 0,
     is_json: JsonOption = False,
 ) -> None:
@@ -71,7 +73,7 @@ def make_plan(
         from paredown.cli.subject import SubjectOptions, find_subject
         from paredown.plan.footprint import footprint
 
-        subject = find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer))
+        subject = find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer, compiled))
         errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
         made = subject.plan_within(budget, method=method, sensitivities=errors, seed=seed, recompute=recompute)
         foot, baseline = footprint(subject.trace(made), made), footprint(subject.trace())
@@ -91,7 +93,9 @@ def make_plan(
         )
         return
     fit = repr(foot.fits(allowed))
-    arguments = command_text(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
+    arguments = command_text(
+        model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast, compiled=compiled
+    )
     hint = f"The plan is in {out}. Slot by slot: paredown explain {out} --model {arguments}"
     tell(made.reason, fit[0].upper() + fit[1:], "", hint)
 
@@ -138,6 +142,7 @@ def explain(
     optimizer: OptimizerOption = None,
     device: DeviceOption = None,
     autocast: AutocastOption = None,
+    compiled: CompiledOption = False,
     is_json: JsonOption = False,
 ) -> None:
     """Print the rules of a plan; with --model every slot: quantized, pinned or unmodified, and why."""
@@ -150,7 +155,7 @@ def explain(
         with spinner("tracing one step"):
             from paredown.cli.subject import SubjectOptions, find_subject
 
-            value = _slots(find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer)), parsed)
+            value = _slots(find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer, compiled)), parsed)
     if is_json:
         emit(value)
     else:

@@ -182,6 +182,7 @@ class SubjectOptions:
     device: str | None = None
     autocast: str | None = None
     optimizer: str | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +197,7 @@ class Subject:
     autocast: torch.dtype | None = None
     device: str | None = None
     task: Task | None = None
+    compiled: bool = False
     _traces: dict[tuple[int, bool], Trace] = field(default_factory=dict[tuple[int, bool], Trace])
 
     @property
@@ -215,11 +217,11 @@ class Subject:
         """The trace of the task, with the optimizer and autocast of the command line; of the model if there is no task."""
         if self.task is None:
             batch = resized(self.batch, self.batch_size, batch_size)
-            where: dict[str, Any] = {"device": self.device, "autocast": self.autocast}
+            where: dict[str, Any] = {"device": self.device, "autocast": self.autocast, "compiled": self.compiled}
             return trace_step(self.model, batch, loss=self.loss, optimizer=self.optimizer, **where)
         task = self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
         optimizer = None if self.optimizer == task.settings.optimizer else self.optimizer
-        return trace_task(task, plan, self.device, batch_size=batch_size, optimizer=optimizer)
+        return trace_task(task, plan, self.device, batch_size=batch_size, optimizer=optimizer, compiled=self.compiled)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
         """The predicted peak under a plan."""
@@ -303,7 +305,8 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
     if isinstance(optimizer, str) and optimizer not in (*RULES, "adam"):
         raise TaskError(f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(RULES)}.")
     batch = subject.batch if changes.batch is None else resized(subject.batch, subject.batch_size, changes.batch)
-    return replace(subject, batch=batch, autocast=autocast, optimizer=optimizer, device=changes.device, _traces={})
+    changed: dict[str, Any] = {"autocast": autocast, "optimizer": optimizer, "device": changes.device, "compiled": changes.compiled}
+    return replace(subject, batch=batch, _traces={}, **changed)
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:

@@ -196,7 +196,9 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
     missing = plan.check([*((slot.names, slot.role) for slot in trace.slots), *residues])
     allocator = DEVICES[trace.device]
-    checkpointed = checkpointed_trace(trace, plan.recompute)
+    if trace.without_packing is not None and not plan.packs_activations:
+        trace = trace.without_packing
+    checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     held = intervals(checkpointed, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)

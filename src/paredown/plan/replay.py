@@ -91,14 +91,14 @@ class ParameterFormats:
 FULL = ParameterFormats(True)
 
 
-def resolve_parameter_formats(weight: Slot, plan: Plan) -> ParameterFormats:
-    """The formats under `plan` of the parameter whose slot is `weight`."""
+def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = False) -> ParameterFormats:
+    """The formats under `plan` of the parameter whose slot is `weight`; weights of a compiled model are not packed."""
     requested = {role: plan.find((weight.name,), role).format for role in OF_PARAMETER} if plan.rules else {}
     if weight.stays or weight.dtype not in FLOAT_BYTES or not any(requested.values()):
         return FULL
     if is_small(weight.shape):
         return ParameterFormats(False, residue_bytes=weight.numel if weight.dtype == "bfloat16" else 0)
-    format = requested[Role.WEIGHT]
+    format = None if is_compiled else requested[Role.WEIGHT]
     has_residue = requested[Role.RESIDUE] is not None and str(format) == WITH_RESIDUE
     if format is not None and format.nbytes(weight.shape) >= weight.nbytes:
         format = None
@@ -198,7 +198,7 @@ def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
     """The intervals of weights, gradients and optimizer state, and of their decoded copies."""
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     trained = {slot.name for slot in trace.of(Role.GRADIENT)}
-    formats = {name: resolve_parameter_formats(slot, plan) for name, slot in weights.items()}
+    formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
     for slot in trace.slots:
         if slot.role is Role.WEIGHT:
             yield from _weight(slot, formats[slot.name])

@@ -53,14 +53,15 @@ def trace_task(
     *,
     batch_size: int | None = None,
     optimizer: str | None = None,
+    compiled: bool = False,
 ) -> Trace:
     """The trace of one step of `task`, for the footprint of `plan` (None: the baseline). Random states are not changed.
 
     `device`: "cpu" or "cuda", with or without a number; CUDA if available when None. `batch_size` and the name `optimizer` replace the
-    task's own. Traces are cached for the last few tasks.
+    task's own. `compiled`: torch.compile compiles the model. Traces are cached for the last few tasks.
     """
     kind = None if device is None else device.partition(":")[0]
-    return _trace(task, kind, formats_state(plan or Plan()), batch_size, optimizer)
+    return _trace(task, kind, formats_state(plan or Plan()), batch_size, optimizer, compiled)
 
 
 def formats_state(plan: Plan) -> bool:
@@ -69,14 +70,16 @@ def formats_state(plan: Plan) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _trace(task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None) -> Trace:
+def _trace(
+    task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, compiled: bool
+) -> Trace:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         model, batch = TrainingSetup(task, Plan(), 0, CPU).model(), _first_batch(task)
     if batch_size is not None:
         batch = resized(batch, len(batch[0]), batch_size)
     # An optimizer by name has state and no temporaries; an instance has both.
     state: Any = optimizer or (task.settings.optimizer if has_state_formats else make_optimizer(task.settings, model))
-    return trace_step(model, batch, loss=task.loss, optimizer=state, device=device, autocast=task.autocast)
+    return trace_step(model, batch, loss=task.loss, optimizer=state, device=device, autocast=task.autocast, compiled=compiled)
 
 
 def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:

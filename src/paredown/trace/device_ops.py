@@ -188,19 +188,30 @@ class Recurrent(Function):
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool) -> Tensor | None:
     """Output of the fused attention kernel that CUDA selects; None where it runs the unfused one, which writes the logits."""
+    kernel = attention_kernel(query, key, value, mask, causal=causal, grouped=grouped)
+    if kernel is Flash:
+        return Flash.apply(query, key, value)
+    if kernel is Efficient:
+        return Efficient.apply(query, key, value, None if mask is None else bias_of_mask(mask, query, key))
+    return None
+
+
+def attention_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool
+) -> type[Flash] | type[Efficient] | None:
+    """The fused attention kernel that CUDA selects; None where it runs the unfused one."""
     if query.dim() != 4 or any(t.numel() == 0 for t in (query, key, value)):
         return None
     width, is_half = query.shape[-1], query.itemsize == 2
     is_supported_mask = not causal or query.shape[2] == key.shape[2]
     if is_half and mask is None and width <= FLASH_HEAD and width == value.shape[-1] and is_supported_mask:
-        return Flash.apply(query, key, value)
+        return Flash
     align = EFFICIENT_ALIGN.get(query.itemsize)
-    if grouped or align is None or width % align or value.shape[-1] % align:
-        return None
-    return Efficient.apply(query, key, value, None if mask is None else _bias(mask, query, key))
+    is_aligned = align is not None and width % align == 0 and value.shape[-1] % align == 0
+    return Efficient if is_aligned and not grouped else None
 
 
-def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask as the kernel takes it: floats, the last dimension padded, expanded as a view."""
     if mask.dtype is torch.bool:
         mask = torch.empty_like(mask, dtype=query.dtype)

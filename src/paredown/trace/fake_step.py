@@ -137,25 +137,29 @@ class FakeStep:
             return LOSS
         return self.watches[0].where() if self.watches else ""
 
-    def run(self, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None) -> None:
-        """Run forward, loss and backward."""
+    def run(
+        self,
+        arguments: Arguments,
+        loss: Callable[..., Tensor] | None,
+        autocast: torch.dtype | None,
+        compiled: Callable[[Arguments], Any] | None = None,
+    ) -> None:
+        """Run forward, loss and backward; `compiled` runs forward in place of the model, without the modes that record operations."""
         self._record_initial_tensors(arguments)
         with ExitStack() as stack:
-            for context in (
-                _without_fake_tensor_log(),
-                self._square_masks_are_causal(),
-                torch.enable_grad(),
-                self.fakes.mode,
-                torch.device("cpu"),
-                self.device_forms,
-                self.timeline,
-            ):
+            for context in (_without_fake_tensor_log(), self._square_masks_are_causal(), torch.enable_grad(), self.fakes.mode):
                 stack.enter_context(context)
             output: Any = None
             with self.device_forms.autocast(autocast):
-                with self._watched(self.model, ""):
-                    stack.enter_context(self.module_runs.recording())  # after the watch: what a module saved is packed first
-                    output = self.model(*arguments.args, **arguments.keywords)
+                if compiled is not None:
+                    with self._explained("forward"):
+                        output = compiled(arguments)
+                for context in (torch.device("cpu"), self.device_forms, self.timeline):
+                    stack.enter_context(context)
+                if compiled is None:
+                    with self._watched(self.model, ""):
+                        stack.enter_context(self.module_runs.recording())  # after the watch: what a module saved is packed first
+                        output = self.model(*arguments.args, **arguments.keywords)
                 self.recorder.end_forward()
                 value = self._loss(output, arguments, loss)
             if loss is None:

@@ -183,11 +183,15 @@ def _same(container: Any, copy: Any) -> bool:
 
 @final
 class DeviceForms(TorchFunctionMode):
-    """A function mode that runs a model's operations on fake CPU tensors as `device` would run them."""
+    """A function mode that runs a model's operations on fake CPU tensors as `device` would run them.
 
-    def __init__(self, device: str, fakes: FakeTensors) -> None:
+    With `in_graph`, torch.compile traces the operations: they are aten operations of CUDA, not stand-ins, and tensors are not replaced.
+    """
+
+    def __init__(self, device: str, fakes: FakeTensors, *, in_graph: bool = False) -> None:
         super().__init__()
         self._is_cuda = device == "cuda"
+        self._in_graph = in_graph
         self._fakes = fakes
         self._bodies: dict[Any, Callable[..., Any] | None] = {}
         self._casts: dict[
@@ -204,14 +208,15 @@ class DeviceForms(TorchFunctionMode):
             if body is not None:
                 with self:
                     return body(*args, **kwargs)
-        args, kwargs = self._on_fake_cpu_tensors(name, args, kwargs)
+        if not self._in_graph:
+            args, kwargs = self._on_fake_cpu_tensors(name, args, kwargs)
         if name in DEVICE_METHODS:
             return args[0]
         if not self._is_cuda:
             return func(*args, **kwargs)
         name = name.strip("_") if name.startswith("__") else name
         args, kwargs = self._autocast(name, args, kwargs)
-        form = FORMS.get(name)
+        form = (GRAPH_FORMS if self._in_graph else FORMS).get(name)
         result = form(*args, **kwargs) if form is not None else NotImplemented
         return func(*args, **kwargs) if result is NotImplemented else result
 
@@ -262,9 +267,8 @@ class DeviceForms(TorchFunctionMode):
         def cast(tensor: Tensor) -> Tensor:
             if tensor.dtype not in dtypes or tensor.dtype is to:
                 return tensor
-            if not (
-                tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32 and torch.is_autocast_cache_enabled()
-            ):
+            is_parameter = tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
+            if self._in_graph or not (is_parameter and torch.is_autocast_cache_enabled()):
                 return tensor.to(to)
             key = (id(tensor), to)
             if key not in self._casts:
@@ -341,6 +345,32 @@ def _attention(
     return unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
 
 
+def _attention_in_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    grouped = bool(options.get("enable_gqa")) and key.shape[-3] != query.shape[-3]
+    kernel = device_ops.attention_kernel(query, key, value, attn_mask, causal=is_causal, grouped=grouped)
+    scale = options.get("scale")
+    if kernel is device_ops.Flash:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if kernel is device_ops.Efficient:
+        mask = attn_mask
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+        bias = None if mask is None else device_ops.bias_of_mask(mask, query, key)
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    unfused = torch.ops.aten._scaled_dot_product_attention_math
+    return unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+
+
 def _dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Any:
     return torch.native_dropout(input, p, True)[0] if train and 0 < p < 1 and input.numel() else NotImplemented
 
@@ -385,3 +415,4 @@ FORMS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     **{kind: _recurrent(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
+GRAPH_FORMS = {"scaled_dot_product_attention": _attention_in_graph, "dropout": _dropout, "cross_entropy_loss": _cross_entropy}

@@ -85,10 +85,11 @@ class Timeline(TorchDispatchMode):
         self._where = where
         self._live: dict[int, Allocation] = {}
         self._owner: Any = None
+        self._is_paused = False
         self._modules: list[tuple[int, str]] = [(-1, "")]  # (first sequence number of autograd nodes, module that made them)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE:
+        if func is DEVICE or self._is_paused:
             return func(*args, **(kwargs or {}))
         if func is not DETACH:
             self.current_tick += 1
@@ -175,6 +176,15 @@ class Timeline(TorchDispatchMode):
             yield
         finally:
             self._owner = before
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Inside the context, operations are not recorded."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def live(self) -> list[Allocation]:
         """The allocations that are live at the current tick."""

@@ -150,6 +150,9 @@ class Trace:
     """One training step of `length` ticks: the tensors it stores (`slots`) and allocates (`outputs`); backward begins at `backward_at`.
 
     `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
+
+    The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
+    activations, and has the step without in `without_packing`.
     """
 
     model: str
@@ -163,6 +166,8 @@ class Trace:
     backward_at: int
     returned_bytes: int = 0  # of the model's output beside its loss, which is freed before backward
     notes: tuple[str, ...] = ()
+    is_compiled: bool = False  # by torch.compile
+    without_packing: Trace | None = None  # of a compiled step: the step under a plan that packs no activations
 
     @cached_property
     def activations(self) -> tuple[Slot, ...]:
@@ -259,6 +264,8 @@ def check_trace(trace: Trace) -> None:
     if trace.backward_at > trace.length:
         raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
     check_rows(trace.slots, trace.outputs, trace.length)
+    if trace.without_packing is not None:
+        check_trace(trace.without_packing)
 
 
 def check_row(row: Slot | Output | Part, length: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from paredown.trace.trace import DEVICES, Output, Slot, Trace
 
 __all__ = ["Slot", "Trace", "trace_step"]
 
+COMPILED = "paredown.session.compiled.compiled_trace"  # graphs are partitioned as sessions do: loaded for compiled steps alone
+
 
 def trace_step(
     model: nn.Module,
@@ -41,6 +44,7 @@ def trace_step(
     optimizer: Any = None,
     device: Any = None,
     autocast: torch.dtype | None = None,
+    compiled: bool = False,
 ) -> Trace:
     """Every tensor that one step of `model` on `batch` stores on `device`; this machine need not have that device.
 
@@ -48,6 +52,9 @@ def trace_step(
     arguments; a tensor is the only argument. Without `loss` the step's loss is `.loss` of the output, or the output itself if it is one
     number. `optimizer`: "sgd", "sgdm", "adam", "adamw", "lion", or an instance. `autocast`: the dtype of the autocast context around
     forward and loss. The model, the batch and all random states are left unchanged.
+
+    `compiled`: torch.compile compiles the model. Its graphs are traced and not compiled; slots are the tensors that they save. This clears
+    Dynamo's cache: what was compiled before in this process is compiled again at its next call.
     """
     model = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     check_model(model)
@@ -59,8 +66,14 @@ def trace_step(
     fakes = FakeTensors()
     with with_fake_tensors(model, fakes), with_fake_tensors(loss_module, fakes):
         step = FakeStep(model, loss_module, fakes, target)
-        step.run(Arguments.of(fakes.batch(_as_dict(batch)), has_loss=loss is not None), loss, autocast)
-        return TraceBuilder(step).trace(state, batch, autocast)
+        arguments = Arguments.of(fakes.batch(_as_dict(batch)), has_loss=loss is not None)
+        if not compiled:
+            step.run(arguments, loss, autocast)
+            return TraceBuilder(step).trace(state, batch, autocast)
+        graphs = import_module(COMPILED)
+        capture = graphs.GraphCapture(step)
+        step.run(arguments, loss, autocast, capture.forward)
+        return graphs.compiled_trace(TraceBuilder(step).trace(state, batch, autocast), capture)
 
 
 def _device(device: Any) -> str:

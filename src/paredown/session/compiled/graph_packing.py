@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -132,11 +132,8 @@ class PlanPartitioner(CustomPartitionerFn):
         """The forward and the backward graph, packed."""
         if not self.plan.packs_activations:
             return min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
-        unique = {node.name for node in fx_graph_cse(gm.graph).nodes}  # as the partitioner does first
-        joint = read_joint_graph(gm.graph, [placeholders[i] for i in static], unique, self.roots)
-        forward, backward = self._partition(gm, joint_inputs, options)
+        joint = joint_graph(gm, options, self.roots)
+        forward, backward = partition(gm, joint_inputs, options)
         editor = GraphEditor(forward, backward, options["num_fwd_outputs"])
         report = GraphReport([])
         chosen = self._decide(editor, joint, report)
@@ -145,7 +142,7 @@ class PlanPartitioner(CustomPartitionerFn):
             for node in gm.graph.nodes:
                 if node.name in saved:
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            forward, backward = self._partition(gm, joint_inputs, options)
+            forward, backward = partition(gm, joint_inputs, options)
             editor, report = GraphEditor(forward, backward, options["num_fwd_outputs"]), GraphReport([])
             chosen = self._decide(editor, joint, report)
         editor.add_checks([(node, d.slot, d.format) for node, d in chosen if d.format is not None], joint, report)
@@ -159,16 +156,6 @@ class PlanPartitioner(CustomPartitionerFn):
         editor.finish()
         self.on_graph(report)
         return forward, backward
-
-    @staticmethod
-    def _partition(gm: fx.GraphModule, inputs: Sequence[object], options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The graphs of torch's own partitioner, which recomputes more than it does by default."""
-        with functorch_config.patch(RECOMPUTES):
-            forward, backward = min_cut_rematerialization_partition(gm, inputs, **options)
-        if num_recomputed_sums(backward.graph) <= MAX_RECOMPUTED_SUMS:
-            return forward, backward
-        with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
-            return min_cut_rematerialization_partition(gm, inputs, **options)
 
     def _decide(self, editor: GraphEditor, joint: Any, report: GraphReport) -> list[tuple[fx.Node, GraphDecision]]:
         """The saved tensors to pack; unmodified ones that the plan requests a format for go to the report."""
@@ -248,6 +235,24 @@ class GraphCodec:
     def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         """The flat values of the parts."""
         return decode_in_graph(parts, self.format, numel, dtype, in_order=self.uses_kernel)
+
+
+def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
+    """The operations of a joint graph that a partitioner takes with `options`."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    static: Iterable[int] = options.get("static_lifetime_input_indices") or ()
+    unique = {node.name for node in fx_graph_cse(gm.graph).nodes}  # as the partitioner does first
+    return read_joint_graph(gm.graph, [placeholders[i] for i in static], unique, roots)
+
+
+def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph, before activations are packed."""
+    with functorch_config.patch(RECOMPUTES):
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+    if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
+        with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+    return forward, backward
 
 
 class GraphEditor:
