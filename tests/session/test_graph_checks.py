@@ -1,0 +1,126 @@
+"""What compiled graphs measure decides as what eager sessions measure, and statistics of norms are exact."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paredown import Session, apply
+from paredown.formats.format import Format
+from paredown.session.compiled.graph_decisions import GraphDecision
+from paredown.session.value_bounds import (
+    attention_parts,
+    blocks_mix_groups,
+    join_attention_parts,
+    measure_attention,
+    ranges_of_statistics,
+    reason_of_attention,
+    reason_of_logits,
+    spread_of_ranges,
+    spread_of_statistics,
+)
+from tests.programs.compiling import compiles_quickly
+from tests.session.nets import INT4, INT8, activations, gradients, relative_error, step, weighted
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
+INT8_FORMAT = Format.parse(INT8)
+
+
+def decisions(session: Session) -> dict[str, GraphDecision]:
+    assert session._compiled is not None
+    return session._compiled.decisions
+
+
+@pytest.mark.parametrize("size", [0.3, 30.0])
+def test_numbers_of_several_attentions_are_those_of_each(size: float) -> None:
+    torch.manual_seed(0)
+    tensors = [[torch.randn(2, 3, 5, 16) * size * (1 + i) for _ in range(4)] for i in range(3)]
+    numbers = join_attention_parts([part for of_one in tensors for part in attention_parts(*of_one)]).tolist()
+    for i, (query, key, value, output) in enumerate(tensors):
+        bound, share = measure_attention(query, key, value, output, None).tolist()
+        q, k, of_output, of_value = numbers[4 * i : 4 * i + 4]
+        assert math.sqrt(q * k) / 4 == pytest.approx(bound, rel=1e-5)
+        assert min(of_output / of_value, 1.0) == pytest.approx(share, rel=1e-5)
+        expected = reason_of_logits(bound, share, INT8_FORMAT, 16)
+        assert bool(reason_of_attention(numbers[4 * i : 4 * i + 4], 0.25, INT8_FORMAT, 16)) is bool(expected)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_attention_that_is_not_finite_stays_unmodified(wrong: float) -> None:
+    assert reason_of_attention([wrong, 1.0, 0.1, 1.0], 0.25, INT8_FORMAT, 16)
+    assert reason_of_attention([1.0, 1.0, wrong, wrong], 0.25, INT8_FORMAT, 16) == reason_of_logits(0.25, 1.0, INT8_FORMAT, 16)
+
+
+def test_ranges_of_many_norms_have_the_spread_of_each() -> None:
+    torch.manual_seed(0)
+    sizes = (64, 192, 128)
+    statistics = [t for size in sizes for t in (torch.randn(1, size, 1, 1), torch.rand(1, size, 1, 1) + 0.1)]
+    ranges, first = ranges_of_statistics(statistics).tolist(), 0
+    for i, size in enumerate(sizes):
+        own = ranges[first : first + 4 * (size // 64)]
+        first += 4 * (size // 64)
+        expected = float(spread_of_statistics(statistics[2 * i], statistics[2 * i + 1], 1e-5))
+        assert spread_of_ranges(own, 1e-5) == pytest.approx(expected, rel=1e-6)
+    assert first == len(ranges)
+    assert spread_of_ranges([1.0, 400.0, 0.0, 0.0], 1e-5) == math.inf == spread_of_ranges([1.0, math.nan, 0.0, 0.0], 0.0)
+
+
+def owners_mix(tensor: Tensor, groups: Tensor) -> bool:
+    """Whether 64 values that are neighbours in memory have several owners: by counting."""
+    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    flat = groups.expand(tensor.shape).permute(order).reshape(-1)
+    return any(len(flat[i : i + 64].unique()) > 1 for i in range(0, flat.numel(), 64))
+
+
+def test_blocks_that_mix_rows_or_channels() -> None:
+    rows = torch.arange(20).view(4, 5, 1)
+    for width in (64, 128, 48):
+        plain, turned = torch.zeros(4, 5, width), torch.zeros(5, 4, width).transpose(0, 1)
+        for tensor in (plain, turned):
+            assert blocks_mix_groups(tensor, 20, "layer_norm") is owners_mix(tensor, rows), (width, tensor.stride())
+    channels = torch.arange(8).view(1, 8, 1, 1)
+    for tensor in (
+        torch.zeros(2, 8, 8, 8),
+        torch.zeros(2, 8, 8, 8).contiguous(memory_format=torch.channels_last),
+        torch.zeros(2, 8, 5, 5),
+    ):
+        assert blocks_mix_groups(tensor, 8, "batch_norm") is owners_mix(tensor, channels)
+
+
+class TanhGelu(nn.Module):
+    """GELU by way of tanh, written in PyTorch operations as in Hugging Face's GPT-2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def compiled_step(model: nn.Module, x: Tensor, format: str) -> tuple[Session, list[Tensor], list[Tensor]]:
+    """A session, the gradients of one compiled step in it, and those of the unmodified eager model."""
+    plain = step(model, x)
+    model.zero_grad()
+    session = apply(activations(format), model)
+    with compiles_quickly():
+        weighted(session.compile()(x)).backward()
+    return session, gradients(model), plain
+
+
+def test_the_input_of_a_gelu_written_with_tanh_is_packed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), TanhGelu(), nn.Linear(256, 64))
+    session, found, plain = compiled_step(model, torch.randn(64, 64), INT8)
+    decision = decisions(session)["1:pow.input"]
+    assert decision.format is not None and decision.stored_bytes == decision.format.nbytes((64 * 256,))
+    assert 1e-4 < relative_error(found, plain) < 0.03
+
+
+def test_statistics_of_many_rows_are_exact() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    session, found, plain = compiled_step(model, torch.randn(8192, 64), INT4)
+    large: list[Any] = [d for d in decisions(session).values() if d.unmodified_bytes == 8192 * 4]
+    assert large and all(d.format is None and d.reason == "it is a statistic" for d in large)
+    assert 1e-3 < relative_error(found, plain) < 0.3
