@@ -1,4 +1,4 @@
-"""Compiled sessions whose graphs are of parts of the model: names of slots, and FSDP2 with one process of gloo.
+"""Compiled sessions whose graphs are of parts of the model: names of slots, FSDP2 and DDP with one process of gloo.
 
 Graphs run operation by operation (tests/programs/compiling.py).
 """
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
 
 from paredown import Plan, Session, apply
 from tests.programs.compiling import compiles_quickly
@@ -121,6 +123,34 @@ def test_sharded_models(make: Callable[[], nn.Module], is_packed: bool, is_shard
     assert ("layers.0.norm:input" in packed(session)) is is_packed
     reasons = [change.reason for change in session.changes if change.slot == "the model"]
     assert bool(reasons) is not is_packed and all("such as nn.Sequential" in reason for reason in reasons)
+
+
+class Attention(nn.Module):
+    """Self-attention of four heads, whose logits a session measures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(256), nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+        return x + self.out(scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+@needs_gloo
+@pytest.mark.usefixtures("_one_process")
+def test_graphs_that_ddp_splits_are_packed() -> None:
+    """DDP splits graphs at its buckets, and calls each part with fake tensors, whose numbers cannot be read."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*(Attention() for _ in range(3))), torch.randn(4, 32, 256)
+    weighted(net(x)).backward()
+    expected = gradients(net)
+    net.zero_grad()
+    session = apply(activations(INT8), net)
+    weighted(DistributedDataParallel(session.compile(), bucket_cap_mb=1)(x)).backward()
+    assert session._compiled is not None and len(session._compiled.reports) > 1
+    assert {f"{i}:scaled_dot_product_attention.query" for i in range(3)} <= packed(session)
+    assert 1e-4 < relative_error(gradients(net), expected) < 0.03
 
 
 def test_a_plan_without_activations_needs_no_graph() -> None:

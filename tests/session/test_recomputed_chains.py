@@ -35,7 +35,7 @@ class ResidualBlocks(nn.Module):
 
 def compiled(model: nn.Module, format: str) -> tuple[Session, fx.Graph, list[Tensor], list[Tensor]]:
     """A session, the backward graph of a compiled step in it, its gradients, and those of the unmodified eager model."""
-    x = torch.randn(4, 16, 16, 16, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
+    x = torch.randn(4, 16, 16, 16, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=torch.channels_last)
     model = nn.Sequential(nn.Conv2d(16, 16, 1), model).to(memory_format=torch.channels_last)
     plain = step(model, x)
     model.zero_grad()
