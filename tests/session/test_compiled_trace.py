@@ -157,6 +157,11 @@ def test_a_plan_without_activations_is_plain_compile() -> None:
     assert footprint(trace, moments).peak_bytes < footprint(trace).peak_bytes
 
 
+def test_bounds() -> None:
+    foot = footprint(trace_of("texts"))
+    assert foot.low_bytes <= foot.peak_bytes <= foot.high_bytes - foot.low_bytes // 10
+
+
 def test_weights_stay() -> None:
     trace = trace_of("texts")
     plan = Plan.uniform(weight="int8/64@bf16")
