@@ -116,6 +116,17 @@ def test_graphs_measure_rounding_errors_and_largest_values(format: str) -> None:
 
 
 @pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize(("format", "loudness", "is_finite"), [("fp16", 1.0, True), ("fp16", 1e5, False), ("bf16", 1e5, True)])
+def test_values_beyond_the_largest_of_a_format(format: str, loudness: float, is_finite: bool) -> None:
+    run = Run(pare.Plan.uniform(activation=format), limits=Limits(every=1))
+    run.model.get_buffer("loudness").fill_(loudness)
+    run.compiled(BATCH[0])
+    found = run.measured()["b:input"]
+    assert found.largest == pytest.approx(float(run.model.a(BATCH[0] * loudness).abs().max()), rel=1e-5)
+    assert (found.error < 1e-4) if is_finite else (found.error == torch.inf)
+
+
+@pytest.mark.usefixtures("quickly")
 def test_values_that_are_not_finite() -> None:
     run = Run(pare.Plan.uniform(activation=INT8), limits=Limits(every=1))
     run.step()
