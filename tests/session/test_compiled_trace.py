@@ -24,6 +24,7 @@ from paredown.plan.replay import part_bytes, slot_storages
 from paredown.roles import Role
 from paredown.session.compiled.compiled_trace import MASK_OF_SEVERAL
 from paredown.session.compiled.graph_packing import autograd_node_of
+from tests.programs.compiling import compiles_quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
 INT8, INT4 = "int8/64@bf16", "int4/64@bf16"
@@ -71,13 +72,31 @@ class Texts(nn.Module):
         return self.head(x.mean(1))
 
 
+class Blocks(nn.Module):
+    """Four residual blocks: in 4 bits sessions save their outputs, which backward recomputes otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 16, 1), nn.Linear(16, 8)
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of 8 classes."""
+        x = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = (x + norm(conv(x))).relu()
+        return self.head(x.mean((2, 3)))
+
+
 MAKES = {"pictures": (Pictures, (16, 3, 16, 16)), "texts": (Texts, (16, 32, 64))}
+OTHERS = {"blocks": (Blocks, (16, 3, 16, 16))}
 
 
 @lru_cache
 def model_and_batch(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    make, shape = MAKES[name]
+    make, shape = {**MAKES, **OTHERS}[name]
     return make(), (torch.randn(shape), torch.randint(8, shape[:1]))
 
 
@@ -125,9 +144,25 @@ def test_saved_bytes_of_plain_compile(name: str) -> None:
 def test_stored_bytes_of_sessions(name: str, format: str) -> None:
     model, batch = model_and_batch(name)
     plan = Plan.uniform(activation=format)
-    with apply(plan, model) as session, torch.autocast("cpu", torch.bfloat16):
+    with compiles_quickly(), apply(plan, model) as session, torch.autocast("cpu", torch.bfloat16):
         output = session.compile()(batch[0])
         assert packed_bytes(trace_of(name), plan) == session.stored_bytes > 0
+        del output
+
+
+@pytest.mark.parametrize(("format", "is_saved"), [(INT8, False), (INT4, True)])
+def test_outputs_of_blocks_are_saved_in_few_bits(format: str, is_saved: bool) -> None:
+    model, batch = model_and_batch("blocks")
+    trace, plan = trace_of("blocks"), Plan.uniform(activation=format)
+    assert trace.in_4_bits is not None
+    of_plan = trace.in_4_bits if is_saved else trace
+    outputs = {slot.name for slot in of_plan.activations} & {f"convs.{i}:input" for i in (1, 2, 3)}
+    assert len(outputs) == (3 if is_saved else 0)
+    assert footprint(trace, plan).peak_bytes == footprint(replace(of_plan, without_packing=None, in_4_bits=None), plan).peak_bytes
+    assert footprint(trace, plan).baseline.peak_bytes == footprint(trace).peak_bytes
+    with compiles_quickly(), apply(plan, model) as session, torch.autocast("cpu", torch.bfloat16):
+        output = session.compile()(batch[0])
+        assert packed_bytes(of_plan, plan) == session.stored_bytes > 0
         del output
 
 
@@ -139,7 +174,7 @@ def test_a_budget_is_kept(name: str) -> None:
     budget = (least + most) // 2
     plan = assign(trace, budget)
     assert footprint(trace, plan).peak_bytes <= budget < footprint(trace).peak_bytes
-    with apply(plan, model) as session, torch.autocast("cpu", torch.bfloat16):
+    with compiles_quickly(), apply(plan, model) as session, torch.autocast("cpu", torch.bfloat16):
         output = session.compile()(batch[0])
         assert session.stored_bytes == packed_bytes(trace, plan)
         del output

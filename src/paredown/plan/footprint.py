@@ -187,6 +187,14 @@ class Footprint:
         return [f"{name} {say_bytes(size)}" for name, size in sizes.items()]
 
 
+def _of_compiled_step(trace: Trace, plan: Plan) -> Trace:
+    """The trace of a compiled step under a plan: its graphs save other tensors without packing, and in few bits."""
+    if trace.without_packing is not None and not plan.packs_activations:
+        return trace.without_packing
+    has_few_bits = all(format is not None and format.element.width <= 4 for format in plan.activation_formats)
+    return trace.in_4_bits if trace.in_4_bits is not None and has_few_bits else trace
+
+
 def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     """Predicted bytes of the traced step under `plan`; of the baseline without a plan, or with one that has no rules."""
     if not isinstance(trace, Trace) or not isinstance(plan, Plan | None):
@@ -198,8 +206,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
     missing = plan.check([*((slot.names, slot.role) for slot in trace.slots), *residues])
     allocator = DEVICES[trace.device]
-    if trace.without_packing is not None and not plan.packs_activations:
-        trace = trace.without_packing
+    given, trace = trace, _of_compiled_step(trace, plan)
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     held = intervals(checkpointed, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
@@ -214,7 +221,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     slack += peak // COMPILED_SLACK if trace.is_compiled else 0
     kept = tuple(i for i in held if _is_kept(i, trace))
     return Footprint(
-        trace=trace,
+        trace=given,
         plan=plan,
         peak_bytes=peak + workspace,
         low_bytes=exact,

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack, cast
 
 from paredown.errors import PlanError
+from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.presets import PRESETS, ByRole
 from paredown.plan.selectors import (
@@ -180,6 +181,12 @@ class Plan:
     def packs_activations(self) -> bool:
         """Whether a rule can match activations: only then a session hooks saved tensors, and packs masks and indices too."""
         return any(key.role in (None, Role.ACTIVATION) for key in self._index.keys)
+
+    @property
+    def activation_formats(self) -> list[Format | None]:
+        """The formats of the rules that can match activations; None for unmodified."""
+        pairs = ((Selector.parse(key), assignment.format) for key, assignment in self.rules)
+        return [format for key, format in pairs if key.role in (None, Role.ACTIVATION)]
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
         """The assignment of the slot with this role whose savers have these names; cached."""

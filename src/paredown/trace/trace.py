@@ -152,7 +152,7 @@ class Trace:
     `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
 
     The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
-    activations, and has the step without in `without_packing`.
+    activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`.
     """
 
     model: str
@@ -168,6 +168,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     is_compiled: bool = False  # by torch.compile
     without_packing: Trace | None = None  # of a compiled step: the step under a plan that packs no activations
+    in_4_bits: Trace | None = None  # of a compiled step: the step under a plan that packs all activations in 4 bits or fewer
 
     @cached_property
     def activations(self) -> tuple[Slot, ...]:
@@ -264,8 +265,9 @@ def check_trace(trace: Trace) -> None:
     if trace.backward_at > trace.length:
         raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
     check_rows(trace.slots, trace.outputs, trace.length)
-    if trace.without_packing is not None:
-        check_trace(trace.without_packing)
+    for other in (trace.without_packing, trace.in_4_bits):
+        if other is not None:
+            check_trace(other)
 
 
 def check_row(row: Slot | Output | Part, length: int) -> None:

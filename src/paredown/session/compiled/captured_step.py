@@ -33,16 +33,20 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.fx_passes import pad_mm
 
 from paredown.errors import TraceError
+from paredown.formats.format import Format
 from paredown.roles import Role
 from paredown.session.compiled.graph_decisions import storage_of
 from paredown.session.compiled.graph_memory import GraphMemory
-from paredown.session.compiled.graph_packing import joint_graph, partition
+from paredown.session.compiled.graph_packing import chains_to_save, joint_graph, partition
 from paredown.session.compiled.graph_slots import JointGraph, aten_name, module_path
 from paredown.trace.fake_step import Arguments, FakeStep
 from paredown.trace.fake_tensors import DeviceForms
 from paredown.trace.timeline import Allocation
 
 PADDED_BYTES = 1 << 20  # matrix products whose output is larger are padded
+
+
+BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms in 4 bits
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,12 @@ class CapturedGraph:
 
     plain: Partition
     packed: Partition
+    in_4_bits: Partition
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
         """Ticks of one call."""
-        graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed)]
+        graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
 
@@ -82,8 +87,8 @@ class GraphCall:
 
 
 @dataclass(frozen=True, eq=False)
-class TwoPartitions(CustomPartitionerFn):
-    """Partitions a joint graph without packing, and as sessions do; torch gets the first."""
+class AllPartitions(CustomPartitionerFn):
+    """Partitions a joint graph without packing, as sessions do, and as they do in 4 bits; torch gets the first."""
 
     on_graph: Callable[[CapturedGraph], None]
 
@@ -95,9 +100,13 @@ class TwoPartitions(CustomPartitionerFn):
         """The forward and the backward graph."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options)
+        saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
+        in_4_bits = partition(gm, joint_inputs, options, saved) if saved else packed
         plain = min_cut_rematerialization_partition(gm, joint_inputs, **options)
         count = options["num_fwd_outputs"]
-        self.on_graph(CapturedGraph(Partition(*plain, count), Partition(*packed, count), joint))
+        of_packed = Partition(*packed, count)
+        of_4_bits = Partition(*in_4_bits, count) if saved else of_packed
+        self.on_graph(CapturedGraph(Partition(*plain, count), of_packed, of_4_bits, joint))
         return plain
 
 
@@ -142,7 +151,7 @@ class GraphCapture:
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """A backend of torch.compile that traces and partitions, and runs the graphs with fake tensors."""
-        partitioner = TwoPartitions(self._on_partition)
+        partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
         with functorch_config.patch(enable_autograd_cache=False), self._forms, _padding(self.step.device):
             return compile_fx(gm, inputs, inner_compile=self._compile, config_patches=patches)  # type: ignore[return-value]
@@ -158,7 +167,7 @@ class GraphCapture:
         found, self._partitioned = self._partitioned, None
         if found is None:
             alone = Partition(gm, None, len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
-            found = CapturedGraph(alone, alone, JointGraph())
+            found = CapturedGraph(alone, alone, alone, JointGraph())
         self._graphs[number] = found
         return self._forward(gm, found)
 

@@ -5,7 +5,8 @@ The slots of the trace are the tensors that forward graphs save for backward, un
 allocates (graph_memory.py). What runs outside of the graphs, such as a loss function, is recorded operation by operation; no plan packs it.
 
 Sessions partition graphs differently if they pack activations: then backward recomputes more. The trace has both steps: itself with packed
-activations, and `without_packing`, the step under a plan that packs none.
+activations, and `without_packing`, the step under a plan that packs none; where chains of recomputed tensors are saved in 4 bits
+(recomputed_chains.py), also `in_4_bits`.
 
 A packed tensor is decoded right before its first use in backward. Where an operation that Inductor cannot fuse reads it (a matrix product,
 a convolution, attention) the decoded tensor is written to memory until its last use; elsewhere kernels decode it as they read it.
@@ -307,12 +308,14 @@ def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
         replace(slot, stays=slot.stays or OUTSIDE_OF_GRAPHS) if slot.role is Role.ACTIVATION else slot for slot in base.slots
     )
     base = replace(base, slots=tuple(_numbered(outside)), notes=(*base.notes, *_notes(capture)), is_compiled=True)
-    packed, plain = (
-        StepSlots(capture.calls, base.length, partition_of)
-        for partition_of in (lambda graph: graph.packed, lambda graph: graph.plain)
-    )
-    unpacked = replace(base, slots=(*base.slots, *plain.slots), outputs=(*base.outputs, *plain.outputs))
-    return replace(base, slots=(*base.slots, *packed.slots), outputs=(*base.outputs, *packed.outputs), without_packing=unpacked)
+
+    def trace(partition_of: Callable[[CapturedGraph], Partition]) -> Trace:
+        step = StepSlots(capture.calls, base.length, partition_of)
+        return replace(base, slots=(*base.slots, *step.slots), outputs=(*base.outputs, *step.outputs))
+
+    has_chains = any(call.graph.in_4_bits is not call.graph.packed for call in capture.calls)
+    in_4_bits = trace(lambda graph: graph.in_4_bits) if has_chains else None
+    return replace(trace(lambda graph: graph.packed), without_packing=trace(lambda graph: graph.plain), in_4_bits=in_4_bits)
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:

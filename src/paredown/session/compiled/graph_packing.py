@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -138,11 +138,8 @@ class PlanPartitioner(CustomPartitionerFn):
         report = GraphReport([])
         chosen = self._decide(editor, joint, report)
         bits = {node.name: d.format.bits_per_value for node, d in chosen if d.format is not None}
-        if saved := RecomputedChains(backward.graph, editor.of_tangents(), get_default_op_list()).to_save(bits):
-            for node in gm.graph.nodes:
-                if node.name in saved:
-                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            forward, backward = partition(gm, joint_inputs, options)
+        if saved := chains_to_save(backward.graph, bits):
+            forward, backward = partition(gm, joint_inputs, options, saved)
             editor, report = GraphEditor(forward, backward, options["num_fwd_outputs"]), GraphReport([])
             chosen = self._decide(editor, joint, report)
         editor.add_checks([(node, d.slot, d.format) for node, d in chosen if d.format is not None], joint, report)
@@ -245,14 +242,37 @@ def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str,
     return read_joint_graph(gm.graph, [placeholders[i] for i in static], unique, roots)
 
 
-def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward graph, before activations are packed."""
-    with functorch_config.patch(RECOMPUTES):
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-    if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
-        with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
+def partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any], saved: Set[str] = frozenset()
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph, before activations are packed; `saved`: names of nodes that forward must save."""
+    marked = [node for node in gm.graph.nodes if node.name in saved and "recompute" not in node.meta]
+    for node in marked:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        with functorch_config.patch(RECOMPUTES):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
+            with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
+                forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+    finally:
+        for node in marked:
+            del node.meta["recompute"]
     return forward, backward
+
+
+def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
+    """The names of recomputed tensors that are better saved (recomputed_chains.py); `bits`: of a value of each packed tensor."""
+    return RecomputedChains(backward, of_tangents(backward), get_default_op_list()).to_save(bits)
+
+
+def of_tangents(backward: fx.Graph) -> set[fx.Node]:
+    """The nodes of a backward graph that depend on gradients."""
+    found = {node for node in backward.find_nodes(op="placeholder") if _is_tangent(node)}
+    for node in backward.nodes:
+        if any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 class GraphEditor:
@@ -282,22 +302,14 @@ class GraphEditor:
         """Whether the forward graph returns `node` to the caller."""
         return any(other is node for other in self._returned[: self._num_outputs])
 
-    def of_tangents(self) -> set[fx.Node]:
-        """The nodes of the backward graph that depend on gradients."""
-        found = {node for node in self.placeholders.values() if _is_tangent(node)}
-        for node in self.backward.graph.nodes:
-            if any(i in found for i in node.all_input_nodes):
-                found.add(node)
-        return found
-
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
         """Save exactly the booleans that backward would compute from tensors in `packed`; make bits of them and of saved booleans."""
-        of_tangents = self.of_tangents()
+        with_tangents = of_tangents(self.backward.graph)
         rounded = {node for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
         found = [node for node in saved if fits_bits(node.meta["val"])]
         for node in self.backward.graph.nodes:
-            if node.op == "placeholder" or node in of_tangents:
+            if node.op == "placeholder" or node in with_tangents:
                 continue
             if any(i in rounded for i in node.all_input_nodes):
                 if is_boolean(node):
@@ -364,7 +376,7 @@ class GraphEditor:
         def insert(function: Callable[..., Tensor], arguments: list[fx.Node], before: fx.Node) -> fx.Node:
             return self._insert_traced(self.backward.graph, function, lambda *t: (function(*t),), arguments, before=before)[0]
 
-        RecomputedChains(self.backward.graph, self.of_tangents(), get_default_op_list()).delay(self._scales, insert)
+        RecomputedChains(self.backward.graph, of_tangents(self.backward.graph), get_default_op_list()).delay(self._scales, insert)
 
     def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
         """Measure packed tensors in forward for a guard; the numbers are the last ones of the graph. Not where sizes are dynamic."""
