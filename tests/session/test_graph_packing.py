@@ -16,12 +16,14 @@ from paredown.session.compiled.graph_slots import argument_name, aten_name, modu
 from paredown.trace.operations import Use
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
-FILE = "src/paredown/session/compiled/graph_packing.py"
-# module: {name: parameters that graph_packing.py passes}
+FILE = "src/paredown/session/compiled"
+# module: {name: parameters that the files there pass}
 USED: dict[str, dict[str, tuple[str, ...]]] = {
     "torch._functorch.partitioners": {
         "min_cut_rematerialization_partition": ("num_fwd_outputs", "static_lifetime_input_indices"),
+        "get_default_op_list": (),
     },
+    "torch._functorch.compile_utils": {"fx_graph_cse": ("fx_g",)},
     "torch._functorch._aot_autograd.utils": {"_is_primal": ("node",), "_is_tangent": ("node",)},
     "torch._inductor.compile_fx": {"compile_fx": ("config_patches",)},
     "torch._inductor.custom_graph_pass": {"CustomPartitionerFn": ()},
@@ -33,7 +35,7 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def moved(what: str) -> str:
-    return f"torch {torch.__version__} has no {what}, which {FILE} uses: compiled sessions need that file adapted to this version."
+    return f"torch {torch.__version__} has no {what}, which {FILE} uses: compiled sessions need the files there adapted to this version."
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in USED.items() for name in names])

@@ -9,7 +9,7 @@ operation in the table of operations (trace/operations.py) states what backward 
 
 The partitioner may let backward recompute operations of forward from what it saves. A saved tensor then has every slot that backward reads
 behind it. Its error passes through the recomputed operations: those in PASSED keep it in proportion, others make the tensor EXACT.
-Comparisons (the sign of a ReLU) are not recomputed: they are saved as exact bits (graph_packing.py).
+Comparisons (the sign of a ReLU) are not recomputed: they are saved as exact bits (graph_editor.py).
 
 A tensor that an unknown operation uses is stored unmodified, as in eager mode.
 """
