@@ -176,11 +176,16 @@ def _activations(plan: Plan, activations: Activations, actions: Actions) -> Iter
 # --- optimizer state and gradients ---------------------------------------------------------------------------------------------
 
 
-def state_changes(model: nn.Module, plan: Plan) -> Iterator[Change]:
-    """The moments, residues and gradients that are not stored as the plan requests."""
-    requested = [(name, p, role, plan.find((name,), role).format) for name, p in model.named_parameters() for role in STATE]
+def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = False) -> Iterator[Change]:
+    """The moments, residues and gradients that are not stored as the plan requests; frozen parameters have none.
+
+    `awaits_optimizer`: an integration will make an optimizer of paredown.optim, which then follows the plan.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    requested = [(name, p, role, plan.find((name,), role).format) for name, p in trained for role in STATE]
     requested = [row for row in requested if row[3] is not None]
-    if requested and all(owner_of(p) is None for _, p, _, _ in requested):
+    is_made = any(owner_of(p) is not None for _, p, _, _ in requested)
+    if requested and not is_made and not awaits_optimizer:
         for role in STATE:
             formats = list(dict.fromkeys(str(format) for _, _, of, format in requested if of is role))
             if formats:
@@ -192,7 +197,7 @@ def state_changes(model: nn.Module, plan: Plan) -> Iterator[Change]:
             f"{len(small)} parameters of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values", "formats", "float32", SMALL
         )
     for name, p, role, format in requested:
-        used = None if name in small else _used_instead(p, role)
+        used = None if name in small or not is_made else _used_instead(p, role)
         if used is not None:
             yield Change(f"{role.value}={name}", str(format), *used)
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
+from paredown.formats.catalog import is_small
 from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role
@@ -77,6 +78,10 @@ NO_SUCH_TENSOR = "store mode has no such tensor"
 
 class Session:
     """A plan that is applied to a model in store mode, until `close`."""
+
+    awaits_optimizer = (
+        False  # whether an integration will make an optimizer of paredown.optim for the model: changes do not request one
+    )
 
     def __init__(self, plan: Plan, model: nn.Module, seed: int, *, is_compiled: bool = False, guard: Guard | None = None) -> None:
         self.plan = self.applied = plan  # a guard changes `plan`
@@ -154,9 +159,14 @@ class Session:
 
     @property
     def changes(self) -> Changes:
-        """The slots that are not stored as the plan requests, with reasons; complete after the first forward pass."""
-        model = self._model()
-        rows = [*self._weights.changes(), *(state_changes(model, self.plan) if model is not None else ())]
+        """The slots that are not stored as the plan requests, with reasons; complete after the first forward pass.
+
+        Those of a closed session are the ones it had when it was closed.
+        """
+        if self._final_changes is not None:
+            return self._final_changes
+        model, rows = self._model(), [*self._weights.changes()]
+        rows += state_changes(model, self.plan, awaits_optimizer=self.awaits_optimizer) if model is not None else ()
         rows += [Change(name, text, "nothing", NO_SUCH_TENSOR) for name, text in self._requests_without_tensor()]
         rows += self._activation_changes()
         rows += self._compiled.changes() if self._compiled is not None else []
@@ -249,6 +259,7 @@ class Session:
 
         What `compile` returned stays usable, and its graphs still pack what they save: call torch.compile(model) for unmodified ones.
         """
+        self._final_changes = self.changes  # while weights are packed and optimizers have their requests
         self._watch.detach()
         self._view_outputs.detach()
         self._checkpointed.detach()
@@ -277,6 +288,7 @@ class Session:
     # --- private ----------------------------------------------------------------------------------------------------------
 
     _compiled: CompiledGraphs | None = None
+    _final_changes: Changes | None = None  # of a closed session
     _missing: tuple[str, ...] = ()  # slot names of the plan that this model does not have
 
     def _begin(self) -> bool:
@@ -452,6 +464,12 @@ def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Paramete
                 checked.add(owner)
                 owner.check_request(parameter, rows[-1][1])
     return rows
+
+
+def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
+    """Whether `plan` requests formats of a trained parameter that only the optimizers of paredown.optim can store."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
+    return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 
 
 def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
