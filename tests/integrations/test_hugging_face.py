@@ -55,13 +55,71 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert not different, different
 
 
-def test_without_formats_it_is_the_trainer_with_torchs_optimizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [None, "adamw"])
+def test_without_formats_it_is_the_trainer_with_torchs_optimizer(optimizer: str | None, tmp_path: Path) -> None:
     plain = trainer_in(tmp_path / "a", optim="adamw_torch", weight_decay=0.1)
     plain.train()
-    pared = trainer_in(tmp_path / "b", weight_decay=0.1)
-    attach(pared, pare.Plan())
+    pared = trainer_in(tmp_path / "b", optim="adamw_torch", weight_decay=0.1)
+    attach(pared, pare.Plan(), optimizer=optimizer)
     pared.train()
+    assert isinstance(pared.optimizer.optimizer, torch.optim.AdamW if optimizer is None else pare.optim.AdamW)
     assert_equal(state(pared.model), state(plain.model))
+
+
+RUNS_AS = {"adamw_torch_fused": "AdamW", "adamw_bnb_8bit": "AdamW", "paged_adamw_32bit": "AdamW", "lion_8bit": "Lion", "sgd": "SGD"}
+
+
+@pytest.mark.parametrize("optim", RUNS_AS)
+def test_an_optimizer_with_an_equal_runs_as_it_and_that_is_logged(
+    optim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_in(tmp_path, optim=optim, optim_args="momentum=0.75, nesterov=true" if optim == "sgd" else None)
+    callback = attach(trainer, PLAN)
+    optimizer_class, arguments = trainer.optimizer_cls_and_kwargs
+    assert optimizer_class is getattr(pare.optim, RUNS_AS[optim])
+    assert optim != "sgd" or arguments == {"lr": 1e-3, "momentum": 0.75, "nesterov": True}
+    said = f"optim='{optim}' runs as paredown.optim.{RUNS_AS[optim]}: the same update rule, moments in int8"
+    assert said in callback.optimizer and said in caplog.text
+    callback.close()
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "rmsprop"])
+def test_an_optimizer_without_an_equal_is_kept_or_refused(optim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    refused = trainer_in(tmp_path, optim=optim)
+    with pytest.raises(OptimError, match=rf"optim='{optim}' has no equal.*adamw, lion, sgd.*optimizer='adamw'.*activations8"):
+        attach(refused, PLAN)
+    assert pare.apply(PLAN, refused.model).forwards == 0, "the refused plan left no session"
+    kept = trainer_in(tmp_path, optim=optim, max_steps=1)
+    attach(kept, pare.Plan.preset("activations8"))
+    kept.train()
+    assert type(kept.optimizer.optimizer).__name__.lower() == optim
+    assert f"optim='{optim}' is kept: the plan requests nothing of the optimizer" in caplog.text
+    replaced = trainer_in(tmp_path, optim=optim)
+    assert f"paredown.optim.Lion replaces optim='{optim}'" in attach(replaced, PLAN, optimizer="lion").optimizer
+    own = trainer_in(tmp_path, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
+    with pytest.raises(OptimError, match="has an optimizer already, SGD: leave out optimizer='adamw'"):
+        attach(own, PLAN, optimizer="adamw")
+
+
+def test_changes_before_during_and_after_training_with_frozen_weights(tmp_path: Path) -> None:
+    model = tiny()
+    model.transformer.h[0].requires_grad_(False)
+    during: list[Any] = []
+
+    class Look(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            during.append(callback.session.changes)
+
+    trainer = trainer_in(tmp_path, model, callbacks=[Look()], max_steps=2)
+    callback = attach(trainer, PLAN)
+    before = callback.session.changes
+    trainer.train()
+    after = callback.session.changes
+    small = [row for row in before if "their state is float32" in row.reason]
+    assert len(small) == 1 and set(small) <= set(during[-1])
+    for rows in (before, *during, after):
+        assert not [row for row in rows if "make one" in row.reason or "moment" in row.slot or "gradient=" in row.slot]
+    assert after == during[-1], "of the closed session: those that it had"
 
 
 def test_a_plan_at_work_in_a_trainer_with_its_defaults(tmp_path: Path) -> None:
@@ -81,7 +139,7 @@ def test_a_plan_at_work_in_a_trainer_with_its_defaults(tmp_path: Path) -> None:
     assert isinstance(optimizer, pare.optim.AdamW)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.0] and len(optimizer.param_groups) == 2
     assert (optimizer.updates, session.forwards) == (3, 6)
-    assert callback.session is None and all(p.untyped_storage().nbytes() for p in trainer.model.parameters()), "closed, and plain"
+    assert not callback.is_open and all(p.untyped_storage().nbytes() for p in trainer.model.parameters()), "closed, and plain"
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert len(logged) == 3 and logged == [{**row, "step": i + 1} for i, row in enumerate(r for r in seen if "loss" in r)]
     num_values = sum(p.numel() for p in trainer.model.parameters())
@@ -276,5 +334,5 @@ def test_verify_ends_a_training_whose_gradients_are_off(tmp_path: Path, monkeypa
     before = state(trainer.model)
     with pytest.raises(VerificationError, match="off under the exact plan"):
         trainer.train()
-    assert pared.session is None
+    assert not pared.is_open
     assert_equal(state(trainer.model), before)

@@ -80,7 +80,7 @@ def test_a_plan_at_work_its_numbers_and_the_plain_model_at_the_end(tmp_path: Pat
     fit = trainer(tmp_path, callback, look(), logger=logger, gradient_clip_val=1.0, accumulate_grad_batches=2)
     fit.fit(model, batches())
     assert packed and min(packed) > 8192 + 16384
-    assert callback.session is None and all(p.untyped_storage().nbytes() for p in model.parameters())
+    assert not callback.is_open and all(p.untyped_storage().nbytes() for p in model.parameters())
     assert fit.optimizers[0].updates == 4
     rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     for name in ("memory/weight_gib", "memory/activation_gib", "memory/optimizer_gib", "updates/underflow"):
@@ -186,7 +186,7 @@ def test_the_plugin_of_fabric_is_the_plan_and_the_other_plugin(precision: str) -
     assert plugin.session is not None and plugin.session.forwards == 4
     assert plugin.numbers()["memory/weight_gib"] < sum(p.numel() * 4 for p in network().parameters()) / 2**30
     plugin.teardown()
-    assert plugin.session is None and plugin.numbers() == {}
+    assert not plugin.is_open and plugin.numbers() == {}
     assert_equal(other, model)
 
 
@@ -261,7 +261,7 @@ def test_verify_ends_a_fit_whose_gradients_are_off(tmp_path: Path, monkeypatch: 
     model, callback = Classifier(), PareCallback(PLAN, verify=True)
     with pytest.raises(VerificationError, match=r"(?s)off under the exact plan.*2:input"):
         trainer(tmp_path, callback).fit(model, batches())
-    assert callback.session is None and all(type(p) is nn.Parameter for p in model.parameters())
+    assert not callback.is_open and all(type(p) is nn.Parameter for p in model.parameters())
 
     class Manual(Classifier):
         automatic_optimization = False

@@ -1,18 +1,22 @@
 """Hugging Face's Trainer under a plan.
 
     trainer = Trainer(model=model, args=args, train_dataset=data)       # or a subclass of it
-    callback = attach(trainer, plan)                                    # applies the plan, and sets paredown's optimizer
+    callback = attach(trainer, plan)                                    # applies the plan, and logs which optimizer will run
     trainer.train()                                                     # closes the session at its end: trainer.model is unmodified
 
 Clipping, gradient accumulation, schedulers, evaluation and checkpoints are the trainer's own. Checkpoints hold plain weights, which
 `from_pretrained` reads, and the codes of weights and moments in the optimizer's file: `trainer.train(resume_from_checkpoint=...)` resumes
 with the same bits. Memory and update statistics (`monitor.py`) are in `trainer.state.log_history` and reach every logger of `report_to`.
+
+Where the plan requests formats of the optimizer, `attach` replaces the one that `TrainingArguments.optim` names by its equal in
+paredown.optim, and refuses one that has none there; otherwise the trainer's optimizer is kept. `callback.optimizer` says which, and why.
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
+import logging
 from typing import Any, final
 
 from transformers import TrainerCallback
@@ -22,8 +26,9 @@ from paredown import optim
 from paredown.errors import ApplyError, OptimError
 from paredown.integrations.monitor import AppliedPlan
 from paredown.plan.plan import Plan
+from paredown.roles import Role
 from paredown.session.guard import Guard
-from paredown.session.session import Session, unwrapped
+from paredown.session.session import Session, requests_optimizer, unwrapped
 from paredown.simulate.rounded_values import Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 
@@ -34,6 +39,16 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lion": (lambda: optim.Lion, {BETAS: ("adam_beta1", "adam_beta2")}),
     "sgd": (lambda: optim.SGD, {}),
 }
+# TrainingArguments.optim -> the optimizer above with the same update rule, whatever stores its state
+EQUALS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit"), "adamw"),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw_8bit"), "adamw"),
+    **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), "lion"),
+    "sgd": "sgd",
+}
+SGD_ARGUMENTS = ("momentum", "dampening", "nesterov")  # of TrainingArguments.optim_args
+log = logging.getLogger("paredown")
 
 
 @final
@@ -46,6 +61,8 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
 
     def __init__(self, plan: Plan, *, seed: int = 0, mode: str | Simulate = "store", guard: Guard | None = None) -> None:
         super().__init__(plan, seed=seed, mode=mode, guard=guard)
+        self.is_simulated = mode != "store"
+        self.optimizer = "the optimizer is the trainer's."  # a sentence: which optimizer runs, and why
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Apply the plan to the model, before the trainer makes an optimizer for it."""
@@ -64,6 +81,8 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
                 "the trainer trains another model than the one that the plan was applied to: model_init made a new one, or it was "
                 "wrapped. Give Trainer a model, and attach the plan last."
             )
+        if isinstance(session, Session):
+            session.awaits_optimizer = False  # it is made
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         if isinstance(saved, dict) and saved.get("attributes", {}).get("session"):
             session.load_state_dict(saved["attributes"]["session"])
@@ -83,10 +102,13 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """The session's state, which the trainer saves in trainer_state.json."""
-        return {"args": {}, "attributes": {"session": self.session.state_dict() if self.session is not None else None}}
+        return {
+            "args": {},
+            "attributes": {"session": self.session.state_dict() if self.session is not None and self.is_open else None},
+        }
 
     def _open(self) -> Session | SimulatedSession:
-        if self.session is None:
+        if self.session is None or not self.is_open:
             raise ApplyError(
                 "there is no open session: training closes it at its end, and trainer.add_callback runs too late to apply a plan. Call "
                 "paredown.integrations.hugging_face.attach(trainer, plan) before trainer.train()."
@@ -97,7 +119,8 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
 def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, dict[str, Any]]:
     """`optimizer_cls_and_kwargs` of a Trainer: paredown's optimizer with learning rate, betas and eps of TrainingArguments.
 
-    The trainer sets weight decay for each group. `options` are more arguments of the optimizer, such as tier="half".
+    The trainer sets weight decay for each group. SGD takes momentum, dampening and nesterov from `args.optim_args`.
+    `options` are more arguments of the optimizer, such as tier="half".
     """
     if name not in OPTIMIZERS:
         raise OptimError(f"optimizer {name!r} is unknown. Allowed: {', '.join(OPTIMIZERS)}.")
@@ -111,25 +134,80 @@ def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, d
     read = {
         key: getattr(args, of) if isinstance(of, str) else tuple(getattr(args, part) for part in of) for key, of in sources.items()
     }
+    read |= _sgd_arguments(args) if name == "sgd" else {}
     return optimizer_class(), {"lr": args.learning_rate, **read, **options}
 
 
-def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool = False, **options: Any) -> TrainerPlanCallback:
-    """Apply `plan` to a trainer's model, and set paredown's optimizer unless the trainer has one. `options`: of TrainerPlanCallback.
+def _sgd_arguments(args: Any) -> dict[str, Any]:
+    """Those of `args.optim_args`, such as "momentum=0.9,nesterov=true", if the trainer would give them to SGD."""
+    text = str(getattr(args, "optim_args", None) or "").replace(" ", "") if _optim(args) == "sgd" else ""
+    pairs = {pair.partition("=")[0]: pair.partition("=")[2] for pair in text.split(",")}
+    return {
+        name: pairs[name].lower() in ("true", "1", "yes") if name == "nesterov" else float(pairs[name])
+        for name in SGD_ARGUMENTS
+        if name in pairs
+    }
 
+
+def _optim(args: Any) -> str:
+    """`TrainingArguments.optim` as a string."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def attach(trainer: Any, plan: Plan, *, optimizer: str | None = None, verify: bool = False, **options: Any) -> TrainerPlanCallback:
+    """Apply `plan` to a trainer's model, and log which optimizer will run. `options`: of TrainerPlanCallback.
+
+    `optimizer`: "adamw", "lion" or "sgd" of paredown.optim; by default the one with the update rule of `TrainingArguments.optim`, if the
+    plan requests formats of an optimizer, else the trainer's. An optimizer that the trainer has already is kept.
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
     they differ by more than the tolerance.
     """
+    if not hasattr(trainer, "callback_handler"):
+        raise ApplyError(
+            f"attach takes a transformers.Trainer, not {type(trainer).__name__}; for a model call paredown.apply(plan, model)."
+        )
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     callback = TrainerPlanCallback(plan, **options)
+    chosen, callback.optimizer = _choose_optimizer(trainer, callback, optimizer)
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     trainer.callback_handler.callbacks.insert(0, callback)  # before the loggers, so that they log its numbers
-    if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
-        trainer.optimizer_cls_and_kwargs = optimizer_of(trainer.args, optimizer)
+    if chosen is not None:
+        trainer.optimizer_cls_and_kwargs = optimizer_of(trainer.args, chosen)
+        if isinstance(callback.session, Session):
+            callback.session.awaits_optimizer = True
+    if trainer.is_world_process_zero():
+        log.warning("paredown: %s", callback.optimizer)
     if verify:
         _verify_first(trainer, callback)
     return callback
+
+
+def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | None) -> tuple[str | None, str]:
+    """The optimizer of `OPTIMIZERS` that replaces the trainer's, None if that is kept, and a sentence about it."""
+    optim_name, own = _optim(trainer.args), trainer.optimizer or trainer.optimizer_cls_and_kwargs
+    if own is not None:
+        class_name = (own[0] if isinstance(own, tuple) else type(own)).__name__
+        if name is not None:
+            raise OptimError(
+                f"the trainer has an optimizer already, {class_name}: leave out optimizer={name!r}, or make the trainer without."
+            )
+        return None, f"the trainer's own optimizer {class_name} is kept."
+    if name is not None:
+        optimizer_class, _ = optimizer_of(trainer.args, name)
+        return name, f"paredown.optim.{optimizer_class.__name__} replaces optim={optim_name!r}, as optimizer={name!r} requests."
+    if callback.is_simulated or not requests_optimizer(unwrapped(trainer.model), callback.plan):
+        return None, f"optim={optim_name!r} is kept: the plan requests nothing of the optimizer."
+    if optim_name not in EQUALS:
+        raise OptimError(
+            f"optim={optim_name!r} has no equal in paredown.optim (which has {', '.join(OPTIMIZERS)}), and the plan requests formats "
+            "that only those can store. Set TrainingArguments(optim='adamw_torch'), or replace it: attach(trainer, plan, "
+            "optimizer='adamw'). To keep it, take a plan for activations only, such as Plan.preset('activations8')."
+        )
+    equal = EQUALS[optim_name]
+    moments = callback.plan.find(("",), Role.MOMENT1).format
+    stored = f"moments in {moments}" if moments is not None else "moments in float32, since the plan requests no format for them"
+    return equal, f"optim={optim_name!r} runs as paredown.optim.{OPTIMIZERS[equal][0]().__name__}: the same update rule, {stored}."
 
 
 def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:

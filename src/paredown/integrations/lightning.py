@@ -66,7 +66,7 @@ class PareCallback(AppliedPlan, Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Apply the plan, before optimizers are configured and checkpoints are loaded."""
-        if stage != "fit" or self.session is not None:
+        if stage != "fit" or self.is_open:
             return
         self.put_on(called_part(pl_module, self.module))
 
@@ -92,7 +92,7 @@ class PareCallback(AppliedPlan, Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the monitor's numbers as often as the trainer logs."""
-        if self.session is not None and not self.session.forwards:
+        if self.session is not None and self.is_open and not self.session.forwards:
             raise ApplyError(
                 "training_step did not call the part of the module that the plan was applied to, so that nothing was packed. Name the "
                 "part that it calls: PareCallback(plan, module='net') where it calls self.net(x)."
@@ -112,11 +112,11 @@ class PareCallback(AppliedPlan, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The session's state, for checkpoints."""
-        return self.session.state_dict() if self.session is not None else {}
+        return self.session.state_dict() if self.session is not None and self.is_open else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the session's state; Lightning calls this after `setup` when a run resumes."""
-        if self.session is not None and state_dict:
+        if self.session is not None and self.is_open and state_dict:
             self.session.load_state_dict(state_dict)
 
 
@@ -171,7 +171,7 @@ class PlanPrecision(AppliedPlan, Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Apply the plan to a module that Fabric sets up."""
-        if self.session is not None:
+        if self.is_open:
             raise ApplyError("this PlanPrecision is applied to a model already: make a Fabric with its own plugin for each model.")
         module = self.inner.convert_module(module)
         try:

@@ -148,8 +148,13 @@ class AppliedPlan:
             name = type(self).__name__
             raise ApplyError(f"{name} takes a Plan, not {type(plan).__name__}: {name}(Plan.preset('half')).")
         self.plan, self._options = plan, options
-        self.session: Session | SimulatedSession | None = None
+        self.session: Session | SimulatedSession | None = None  # the last one: it remains after it is closed, for its changes
         self._monitor: Monitor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the plan is applied to a model at this moment."""
+        return self._monitor is not None
 
     def put_on(self, model: nn.Module) -> None:
         """Apply the plan to `model`."""
@@ -172,4 +177,4 @@ class AppliedPlan:
             self._monitor.close()
         if self.session is not None:
             self.session.close()
-        self.session, self._monitor = None, None
+        self._monitor = None

@@ -56,7 +56,7 @@ from paredown.session.stored_tensors import (
     decode_steps_of,
 )
 from paredown.session.value_bounds import ValueBounds
-from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, Saved, tensors_in
+from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, MIN_PACKED_NUMEL, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, Use
 from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
 from paredown.trace.trace import index_dtype
@@ -68,6 +68,14 @@ REASONS = {
     "buffer": "it is a buffer",
     "input": "the caller holds it",
 }
+NOT_FREED = (
+    "its memory is not freed when the forward pass ends: something refers to it, such as a view, a detached tensor or a hook. "
+    "Remove that reference, or hold a clone() instead"
+)
+IN_PLACE = (
+    "an in-place operation modified a view of it, and autograd keeps the original where no hook can replace it. "
+    "Use inplace=False, or clone() before the operation"
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ class ForwardStorage:
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `_use_and_detail`
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
     names: dict[Any, str] = field(default_factory=dict)  # key in `forms` -> name of the first slot that saved it
+    in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
     # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
     # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
     # saved tensor is packed, and the entry lives as long as the forward pass.
@@ -121,6 +130,7 @@ class Activations:
         self.decisions: dict[str, StorageDecision] = {}
         self.not_packed: dict[str, str] = {}  # slot name -> why it cannot be packed
         self.restored: frozenset[str] = frozenset()  # slots whose original tensor outlived the last forward pass
+        self.not_freed: dict[str, str] = {}  # packed slots whose original memory outlived the last forward pass -> why
         self.min_numel = MIN_PACKED_NUMEL
         self.on_packed: Observer = lambda saved, piece, form: None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
@@ -158,7 +168,7 @@ class Activations:
         """End of a forward pass: forms whose original storage stays alive anyway refer to it instead of a packed copy.
 
         It stays alive if it belongs to the output, if the model or the caller holds the tensor, or if a saved tensor that is not packed
-        shares it.
+        shares it. If other references keep the memory alive, packing saves nothing: `not_freed` has the slots.
         """
         storage: ForwardStorage = self._local.storage
         self._local.storage = None
@@ -171,6 +181,8 @@ class Activations:
                 held.setdefault(key[0], original)
         restored = [key for key, form in storage.forms.items() if key[0] in held and form.restore_original(held[key[0]])]
         self.restored = frozenset(storage.names[key] for key in restored)
+        alive = [key for key, form in storage.forms.items() if key[0] not in held and not form.storage.expired()]
+        self.not_freed = {storage.names[key]: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
 
     def save(self, saved: Saved) -> None:
         """Replace one saved tensor by its stored form, if it can be packed."""
@@ -199,6 +211,8 @@ class Activations:
             if form is not previous:
                 storage.forms[key] = form
                 storage.names[key] = saved.name
+                if is_view_modified_in_place(tensor):
+                    storage.in_place.add(key)
                 self._forms.append(weakref.ref(form))
         if (
             tensor.grad_fn is not saved.node
@@ -300,6 +314,12 @@ MAKERS: dict[Use, Maker] = {
     Use.SHAPE: Activations._shape,
     Use.EXACT: Activations._exact,
 }
+
+
+def is_view_modified_in_place(tensor: Tensor) -> bool:
+    """Whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
+    node = tensor._base.grad_fn if tensor._base is not None else None
+    return node is not None and node.name() == IN_PLACE_ON_VIEW
 
 
 def _use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:

@@ -28,6 +28,11 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
+from paredown.optim.parameter_state import owner_of, request_of
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.activations import Activations
@@ -37,6 +42,10 @@ UNMODIFIED = "unmodified"
 CHECKPOINTED = "checkpointed"
 QUANTIZED = "quantized by the plan"
 HELD = "the caller or the model holds it when the forward pass ends"
+HIDDEN = (
+    "an in-place operation on a view: autograd hides what it saves, so that it is not packed. "
+    "Use inplace=False, or clone() before the operation"
+)
 THE_STEP, THE_PROBE = "the step", "the probe"  # in the slot column of actions that concern no slot
 ACTION_COLUMNS = ("step", "slot", "from", "to", "why")
 EXPLANATION_COLUMNS = ("slot", "asked", "now", "why")
@@ -44,6 +53,14 @@ NO_ROWS = (
     "no activation and no weight is packed, or there was no forward pass yet; "
     "session.plan.explain() has the formats requested of optimizers"
 )
+
+
+ADDED = "it was added after the plan was applied"
+STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
+NO_OPTIMIZER = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
+SMALL = "their state is float32 and their gradients are not packed: both are small, and norms and biases are sensitive to rounding"
+REPLICATED = "gradients of several processes are averaged in the buckets of DistributedDataParallel, which are not packed"
+SHARDED = "fully_shard delivers the gradient of each shard as a tensor that is not packed"
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,11 @@ class Changes(TableRows[Change]):
     __slots__ = ()
     columns = ("slot", "asked", "given", "why")
     if_empty = "everything is as requested"
+
+
+def beside_original(format: str) -> str:
+    """What is stored for a packed slot whose original memory is not freed."""
+    return f"{format} beside the original"
 
 
 def describe_state(state: Any) -> str:
@@ -143,7 +165,55 @@ def _activations(plan: Plan, activations: Activations, actions: Actions) -> Iter
         current, why = str(decision.format or UNMODIFIED), decision.reason
         if name in activations.restored:
             current, why = UNMODIFIED, HELD
+        if name in activations.not_freed:
+            current, why = beside_original(current), activations.not_freed[name]
         if not why:
             why = "the plan requests no format" if asked is None else QUANTIZED
         later = [f"step {action.step}: {action.before} to {action.after}, {action.why}" for action in by_slot[name]]
         yield SlotExplanation(name, str(asked or UNMODIFIED), current, "; ".join([why, *later]))
+
+
+# --- optimizer state and gradients ---------------------------------------------------------------------------------------------
+
+
+def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = False) -> Iterator[Change]:
+    """The moments, residues and gradients that are not stored as the plan requests; frozen parameters have none.
+
+    `awaits_optimizer`: an integration will make an optimizer of paredown.optim, which then follows the plan.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    requested = [(name, p, role, plan.find((name,), role).format) for name, p in trained for role in STATE]
+    requested = [row for row in requested if row[3] is not None]
+    is_made = any(owner_of(p) is not None for _, p, _, _ in requested)
+    if requested and not is_made and not awaits_optimizer:
+        for role in STATE:
+            formats = list(dict.fromkeys(str(format) for _, _, of, format in requested if of is role))
+            if formats:
+                yield Change(role.value, ", ".join(formats), UNMODIFIED, NO_OPTIMIZER)
+        return
+    small = {name for name, p, _, _ in requested if is_small(p.shape)}
+    if small:
+        yield Change(
+            f"{len(small)} parameters of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values", "formats", "float32", SMALL
+        )
+    for name, p, role, format in requested:
+        used = None if name in small or not is_made else _used_instead(p, role)
+        if used is not None:
+            yield Change(f"{role.value}={name}", str(format), *used)
+
+
+def _used_instead(parameter: Tensor, role: Role) -> tuple[str, str] | None:
+    """What is stored for one slot of a parameter instead of the requested format, and why; None if the request is met."""
+    owner = owner_of(parameter)
+    if owner is None:
+        return UNMODIFIED, NO_OPTIMIZER
+    entry = owner.entry_of(parameter)
+    if entry is not None and request_of(parameter) is None and entry.choices.format(role) is None:
+        return UNMODIFIED, ADDED
+    if role is not Role.GRADIENT or entry is None or entry.gradient is not None:
+        return None
+    if owner.memory.release:
+        return "nothing", "release=True uses each gradient in backward and frees it"
+    if entry.choices.format(Role.GRADIENT) is None:
+        return UNMODIFIED, "the optimizer was created with gradient=None for it"
+    return UNMODIFIED, SHARDED if isinstance(parameter, DTensor) else REPLICATED

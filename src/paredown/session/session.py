@@ -20,39 +20,43 @@ fully_shard hold, or all of them if no such optimizer has the parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
-from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
-from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, request_of, set_request
+from paredown.formats.catalog import is_small
+from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role
 from paredown.session.activations import REASONS, Activations
 from paredown.session.changes import (
     CHECKPOINTED,
     HELD,
+    HIDDEN,
     QUANTIZED,
+    STATE,
     UNMODIFIED,
     Actions,
     Change,
     Changes,
     Explanation,
     SlotExplanation,
+    beside_original,
     describe_state,
     explain_session,
+    state_changes,
 )
 from paredown.session.checkpointing import CheckpointedModules
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
-from paredown.session.weights import ADDED, Weights
+from paredown.session.view_outputs import ViewOutputs
+from paredown.session.weights import Weights
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
@@ -60,13 +64,6 @@ from paredown.trace.module_watch import Watch
 
 if TYPE_CHECKING:
     from paredown.session.compiled.compiled_graphs import CompiledGraphs
-
-STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
-NO_OPTIMIZER = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
-SMALL = "their state is float32 and their gradients are not packed: both are small, and norms and biases are sensitive to rounding"
-REPLICATED = "gradients of several processes are averaged in the buckets of DistributedDataParallel, which are not packed"
-SHARDED = "fully_shard delivers the gradient of each shard as a tensor that is not packed"
-
 
 VERSION = 1
 # Both references are weak, as is a session's reference to its model; the hooks on the model keep the session alive.
@@ -81,6 +78,10 @@ NO_SUCH_TENSOR = "store mode has no such tensor"
 
 class Session:
     """A plan that is applied to a model in store mode, until `close`."""
+
+    awaits_optimizer = (
+        False  # whether an integration will make an optimizer of paredown.optim for the model: changes do not request one
+    )
 
     def __init__(self, plan: Plan, model: nn.Module, seed: int, *, is_compiled: bool = False, guard: Guard | None = None) -> None:
         self.plan = self.applied = plan  # a guard changes `plan`
@@ -104,6 +105,9 @@ class Session:
             self._watch.detach()
             raise
         self._checkpointed.attach()
+        self._view_outputs = ViewOutputs(model)
+        if self._packs_activations:
+            self._view_outputs.attach()
         request_formats(model, rows)
         self._is_open = True
 
@@ -139,6 +143,7 @@ class Session:
         from paredown.session.compiled.compiled_graphs import CompiledGraphs  # Inductor takes seconds to import
 
         self._watch.detach()
+        self._view_outputs.detach()
         if self._compiled is None:
             self._weights.detach()  # hooks that decode a weight just in time would break the graphs
             self._weights = Weights(self.plan, model, is_compiled=True)
@@ -156,25 +161,18 @@ class Session:
 
     @property
     def changes(self) -> Changes:
-        """The slots that are not stored as the plan requests, with reasons; complete after the first forward pass."""
-        model = self._model()
-        rows = [*self._weights.changes(), *(state_changes(model, self.plan) if model is not None else ())]
+        """The slots that are not stored as the plan requests, with reasons; complete after the first forward pass.
+
+        Those of a closed session are the ones it had when it was closed.
+        """
+        if self._final_changes is not None:
+            return self._final_changes
+        model, rows = self._model(), [*self._weights.changes()]
+        rows += state_changes(model, self.plan, awaits_optimizer=self.awaits_optimizer) if model is not None else ()
         rows += [Change(name, text, "nothing", NO_SUCH_TENSOR) for name, text in self._requests_without_tensor()]
-        find = self.plan.find
-        for name, decision in self._activations.decisions.items():
-            if decision.format != decision.asked and name not in self._activations.restored:
-                rows.append(Change(name, str(decision.asked), str(decision.format or UNMODIFIED), decision.reason))
-        for name, reason in self._activations.not_packed.items():
-            requested = find((name,), Role.ACTIVATION).format
-            is_no_activation = reason in (REASONS["weight"], REASONS["buffer"]) or self._checkpointed.has(name)
-            if requested is not None and not is_no_activation:
-                rows.append(Change(name, str(requested), UNMODIFIED, reason))
-        for name in sorted(self._activations.restored):
-            requested = find((name,), Role.ACTIVATION).format
-            if requested is not None:
-                rows.append(Change(name, str(requested), UNMODIFIED, HELD))
+        rows += self._activation_changes()
         rows += self._compiled.changes() if self._compiled is not None else []
-        rest = find(("",), Role.ACTIVATION).format
+        rest = self.plan.find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"
             rows.append(Change(small, str(rest), UNMODIFIED, "packing them would save little"))
@@ -263,7 +261,9 @@ class Session:
 
         What `compile` returned stays usable, and its graphs still pack what they save: call torch.compile(model) for unmodified ones.
         """
+        self._final_changes = self.changes  # while weights are packed and optimizers have their requests
         self._watch.detach()
+        self._view_outputs.detach()
         self._checkpointed.detach()
         self._weights.detach()
         if self._guard is not None:
@@ -290,6 +290,7 @@ class Session:
     # --- private ----------------------------------------------------------------------------------------------------------
 
     _compiled: CompiledGraphs | None = None
+    _final_changes: Changes | None = None  # of a closed session
     _missing: tuple[str, ...] = ()  # slot names of the plan that this model does not have
 
     def _begin(self) -> bool:
@@ -313,6 +314,30 @@ class Session:
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
             self._is_checked = True
             self._watch.end_first_pass()
+
+    def _activation_changes(self) -> list[Change]:
+        """The activations that are not stored as the plan requests; of eager mode."""
+        activations, rows = self._activations, list[Change]()
+        explained = activations.restored | activations.not_freed.keys()
+        for name, decision in activations.decisions.items():
+            if decision.format != decision.asked and name not in explained:
+                rows.append(Change(name, str(decision.asked), str(decision.format or UNMODIFIED), decision.reason))
+        others = {
+            name: (UNMODIFIED, reason)
+            for name, reason in activations.not_packed.items()
+            if reason not in (REASONS["weight"], REASONS["buffer"]) and not self._checkpointed.has(name)
+        }
+        others.update({name: (UNMODIFIED, HELD) for name in sorted(activations.restored)})
+        for name, reason in sorted(activations.not_freed.items()):
+            decision = activations.decisions.get(name)
+            format = decision.format if decision is not None else None
+            others[name] = beside_original(str(format or "packed")), reason
+        others.update({f"{path}:in_place": (UNMODIFIED, HIDDEN) for path in sorted(self._watch.in_place_on_views)})
+        requested = {name: self.plan.find((name,), Role.ACTIVATION).format for name in others}
+        return [
+            *rows,
+            *(Change(name, str(requested[name]), *given) for name, given in others.items() if requested[name] is not None),
+        ]
 
     def _change(self, plan: Plan) -> None:
         """Use the plan that the guard chose, from the next forward pass on."""
@@ -445,6 +470,12 @@ def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Paramete
     return rows
 
 
+def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
+    """Whether `plan` requests formats of a trained parameter that only the optimizers of paredown.optim can store."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
+    return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
+
+
 def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
     """Record the plan's formats for optimizers that are made later, and pass them on to those that were made before."""
     for parameter, request in rows:
@@ -458,41 +489,3 @@ def withdraw_requests(model: nn.Module) -> None:
     """Remove the requested formats from the parameters."""
     for parameter in model.parameters():
         set_request(parameter, None)
-
-
-def state_changes(model: nn.Module, plan: Plan) -> Iterator[Change]:
-    """The moments, residues and gradients that are not stored as the plan requests."""
-    requested = [(name, p, role, plan.find((name,), role).format) for name, p in model.named_parameters() for role in STATE]
-    requested = [row for row in requested if row[3] is not None]
-    if requested and all(owner_of(p) is None for _, p, _, _ in requested):
-        for role in STATE:
-            formats = list(dict.fromkeys(str(format) for _, _, of, format in requested if of is role))
-            if formats:
-                yield Change(role.value, ", ".join(formats), UNMODIFIED, NO_OPTIMIZER)
-        return
-    small = {name for name, p, _, _ in requested if is_small(p.shape)}
-    if small:
-        yield Change(
-            f"{len(small)} parameters of fewer than {MIN_DIMS} dimensions or {MIN_NUMEL} values", "formats", "float32", SMALL
-        )
-    for name, p, role, format in requested:
-        used = None if name in small else _used_instead(p, role)
-        if used is not None:
-            yield Change(f"{role.value}={name}", str(format), *used)
-
-
-def _used_instead(parameter: Tensor, role: Role) -> tuple[str, str] | None:
-    """What is stored for one slot of a parameter instead of the requested format, and why; None if the request is met."""
-    owner = owner_of(parameter)
-    if owner is None:
-        return UNMODIFIED, NO_OPTIMIZER
-    entry = owner.entry_of(parameter)
-    if entry is not None and request_of(parameter) is None and entry.choices.format(role) is None:
-        return UNMODIFIED, ADDED
-    if role is not Role.GRADIENT or entry is None or entry.gradient is not None:
-        return None
-    if owner.memory.release:
-        return "nothing", "release=True uses each gradient in backward and frees it"
-    if entry.choices.format(Role.GRADIENT) is None:
-        return UNMODIFIED, "the optimizer was created with gradient=None for it"
-    return UNMODIFIED, SHARDED if isinstance(parameter, DTensor) else REPLICATED

@@ -35,7 +35,7 @@ from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_p
 from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.session.changes import UNMODIFIED, Change
+from paredown.session.changes import ADDED, UNMODIFIED, Change
 from paredown.session.saved_weights import (
     PackedModule,
     WeightCall,
@@ -51,7 +51,6 @@ UNSHARED_USE_COUNT = 2  # references to a storage that no other tensor shares: t
 COMPILED = "torch.compile runs its module, and skips the hooks that would decode it"
 SHARED = "its memory is shared with other tensors, or a graph whose backward has not run yet holds it"
 SCRIPTED = "TorchScript runs its module"
-ADDED = "it was added after the plan was applied"
 LARGER = "it would not be smaller"
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 SMALL = "packing them would save little, and norms and biases are sensitive"

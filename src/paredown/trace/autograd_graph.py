@@ -32,6 +32,7 @@ IS_WEIGHT = "is_of_weight"  # attribute of hooks that a session registers for pa
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 VIEWS = tuple(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Alias"))
 CAST_NODE = "ToCopyBackward0"
+IN_PLACE_ON_VIEW = "torch::autograd::CopySlices"  # the tensors that the operation saves are not exposed
 SAVES_NOTHING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "SplitBackward0"))
 # operations whose result counts as a weight if their input is one
 WEIGHT_PRESERVING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBackward0", "CloneBackward0"))

@@ -11,7 +11,7 @@ tensors, and the graph is not read again. Nothing is intercepted: the model runs
     relu@2:output            the second call of `relu` in one forward pass
 
 Not reported: nodes that no output of a module reaches, until one does; tensors that custom functions store other than by
-`save_for_backward`.
+`save_for_backward`; tensors that in-place operations on views save, of which `in_place_on_views` has the modules.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -22,12 +22,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paredown.trace.autograd_graph import (
+    IN_PLACE_ON_VIEW,
     SAVES_NOTHING,
     ModuleCall,
     Pass,
@@ -94,6 +96,7 @@ class Watch:
         self._handles: dict[nn.Module, list[Any]] = {}
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
+        self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
         self.collects_small = True
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         # modules called in the first pass: inside of those (True), and outside (False)
@@ -248,6 +251,8 @@ class Watch:
         name = node.name()
         if name in SAVES_NOTHING:
             return
+        if name == IN_PLACE_ON_VIEW and prod(node._input_metadata[0].shape) >= self._min_numel:
+            self.in_place_on_views.add(call.path)
         name = getattr(node, "stands_for", (name,))[0]
         is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         if not (node._raw_saved_tensors if is_custom else attributes(name, type(node), False)):

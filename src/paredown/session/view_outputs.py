@@ -1,0 +1,52 @@
+"""Module outputs that are views, replaced by tensors that are not: what an in-place operation on them saves can then be packed.
+
+`InstanceNorm` returns a view of a batch norm's result, and `Linear` with inputs of three or more dimensions a view of a matrix. For an
+in-place operation on a view, such as `LeakyReLU(inplace=True)`, autograd creates a `CopySlices` node, which hides the tensors that the
+operation saves: no hook reaches them, and they stay in memory unmodified until backward.
+
+    InstanceNorm -> view -> leaky_relu_           CopySlices: its saved output cannot be packed
+    InstanceNorm -> UnsafeView -> leaky_relu_     LeakyReluBackward1: its saved output is one bit per value
+
+Nothing but the output of these modules refers to the tensor behind the view, so a tensor with the same memory can take its place, with the
+same values and gradients. Views of other operations are left unmodified, since the model may still use the tensor behind them.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+
+from paredown.trace.module_watch import Hook
+
+NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class ViewOutputs:
+    """Hooks on the modules of `model` whose outputs are views of new tensors; `Linear` only if a module of the model works in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        types = (*NORMS, nn.Linear) if any(getattr(module, "inplace", False) is True for module in model.modules()) else NORMS
+        self._modules = [module for module in model.modules() if type(module) in types]  # subclasses may hold their output
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Register the hooks, before all other hooks of these modules, so that none of those holds a view."""
+        self._handles = [module.register_forward_hook(Hook(without_view), prepend=True) for module in self._modules]
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def without_view(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+    """`output` as a tensor that is no view of another; None if it is none already."""
+    if type(output) is not Tensor or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
+        return None
+    return torch.ops.aten._unsafe_view(output, output.size())
