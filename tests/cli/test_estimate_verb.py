@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_exit_3_and_says_what_would(folder: Path) -> None:
     status, out, err = ask(*words)
     assert status == 3 and "fits 8.00 MiB" in out
     assert (
-        "it does not fit 8MiB. These presets do: activations8" in err
+        "it does not fit 8.00 MiB (8.39 MB). These presets do: activations8" in err
         and "paredown plan digits#batch=256 --device cpu --budget 8MiB" in err
     )
     assert ask(*words, "--plan", "activations8")[0] == 0, "the plan that was asked for fits"

@@ -20,6 +20,7 @@ from paredown.cli.application import (
     BudgetOption,
     DeviceOption,
     Exit,
+    GpuOption,
     InputOption,
     JsonOption,
     ModelArgument,
@@ -29,7 +30,9 @@ from paredown.cli.application import (
     command_text,
     verb,
 )
+from paredown.cli.budget import Budget, read_budget
 from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
@@ -53,6 +56,7 @@ SHOWN_NOTES = 5
 def estimate(
     model: ModelArgument,
     budget: BudgetOption = None,
+    gpu: GpuOption = None,
     plan: PlanOption = None,
     batch: Annotated[str | None, typer.Option(help="Batch size, or auto: the largest within --budget.", show_default=False)] = None,
     input: InputOption = None,
@@ -63,7 +67,8 @@ def estimate(
     is_json: JsonOption = False,
 ) -> None:
     """Does it fit? Predicted bytes of a training step by role, module and plan, before anything runs."""
-    size = _batch(batch, budget)
+    within = read_budget(budget, gpu)
+    size, device = _batch(batch, within), device or ("cuda" if gpu else None)
     with spinner("tracing one step"):
         from paredown.cli.subject import SubjectOptions, find_subject, name_of, read_plan
         from paredown.plan.footprint import footprint
@@ -71,7 +76,7 @@ def estimate(
         subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer))
         plans = {name_of(text): read_plan(text) for text in plan or SHOWN}
         feet = {name: footprint(subject.trace(of), of) for name, of in plans.items()}
-    allowed = None if budget is None else _allowed(budget, subject)
+    allowed = None if within is None else _allowed(within, subject)
     largest: dict[str, int] = {}
     if batch == AUTO:
         with progress_bar("the largest batch") as report:
@@ -83,17 +88,17 @@ def estimate(
     if is_json:
         emit(value)
     else:
-        tell(*_lines(value))
+        tell(*_lines(value), *([] if within is None else [f"The budget is {within.say(allowed or 0)}."]))
     arguments = command_text(model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast)
-    _exit_if_too_large(value, requested=plan, model=arguments, budget=budget)
+    _exit_if_too_large(value, requested=plan, model=arguments, budget=within)
 
 
-def _batch(text: str | None, budget: str | None) -> int | None:
+def _batch(text: str | None, budget: Budget | None) -> int | None:
     """The requested batch size; None for the model's own, or for auto."""
     if text is None or text == AUTO:
         if text == AUTO and budget is None:
             raise typer.BadParameter(
-                "auto needs --budget: it searches for the largest batch within the budget.", param_hint="--batch"
+                "auto needs --budget or --gpu: it searches for the largest batch within the budget.", param_hint="--batch"
             )
         return None
     if not (text.isascii() and text.isdigit() and 0 < int(text[:12]) < 10**9):
@@ -109,11 +114,10 @@ def _head(subject: Subject) -> dict[str, Any]:
     return {**step, "batch_size": subject.batch_size, "batch": list(trace.batch)}
 
 
-def _allowed(budget: str, subject: Subject) -> int:
+def _allowed(budget: Budget, subject: Subject) -> int:
     from paredown.plan.plan import Plan
-    from paredown.sizes import parse_bytes
 
-    return parse_bytes(budget, whole=subject.peak_bytes(Plan()))
+    return parse_bytes(budget.size, whole=subject.peak_bytes(Plan()))
 
 
 def _largest(subject: Subject, plan: Any, allowed: int) -> int:
@@ -148,15 +152,11 @@ def _lines(value: dict[str, Any]) -> list[str]:
 
 def _by(rows: Sequence[dict[str, Any]], kind: str) -> list[tuple[str, ...]]:
     """A table row for each role or module, in the order of the first plan (modules: the largest first)."""
-    from paredown.sizes import say_bytes
-
     keys = list(dict.fromkeys(key for row in rows for key in row[kind]))
     return [(key or "(the model itself)", *(say_bytes(row[kind].get(key, 0)) for row in rows)) for key in keys]
 
 
 def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[str, ...]]:
-    from paredown.sizes import say_bytes
-
     lines = [("peak", *(say_bytes(row["peak_bytes"]) for row in rows))]
     lines += [
         ("at least", *(say_bytes(row["low_bytes"]) for row in rows)),
@@ -169,16 +169,17 @@ def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[s
     return lines
 
 
-def _exit_if_too_large(value: dict[str, Any], *, requested: list[str] | None, model: str, budget: str | None) -> None:
+def _exit_if_too_large(value: dict[str, Any], *, requested: list[str] | None, model: str, budget: Budget | None) -> None:
     """Exit with status 3 if none of the requested plans fits the budget; without requested plans, if the baseline does not fit."""
-    rows, allowed = value["plans"], value["budget_bytes"]
+    rows = value["plans"]
     judged = rows if requested else rows[:1]
     is_searched = judged[0]["largest_batch"] is not None
-    if allowed is None or any(row["largest_batch"] if is_searched else row["fits"] for row in judged):
+    if budget is None or any(row["largest_batch"] if is_searched else row["fits"] for row in judged):
         return
     fitting = [row["plan"] for row in rows if (row["largest_batch"] if is_searched else row["fits"])]
     others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
-    say(f"it does not fit {budget}. {others}To make a plan that fits: paredown plan {model} --budget {budget}")
+    size = say_bytes_twice(value["budget_bytes"])
+    say(f"it does not fit {size}. {others}To make a plan that fits: paredown plan {model} {budget.argument}")
     raise typer.Exit(Exit.DOES_NOT_FIT)
 
 

@@ -11,17 +11,19 @@ from paredown.cli.application import (
     CHOOSE,
     LOOK,
     AutocastOption,
+    BudgetOption,
     DeviceOption,
+    GpuOption,
     InputOption,
     JsonOption,
     ModelArgument,
-    NeededBudget,
     OptimizerOption,
     SeedOption,
     app,
     command_text,
     verb,
 )
+from paredown.cli.budget import needed_budget
 from paredown.cli.output import emit, heading, spinner, table, tell
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ RecomputeOption = Annotated[
 )
 def make_plan(
     model: ModelArgument,
-    budget: NeededBudget,
+    budget: BudgetOption = None,
+    gpu: GpuOption = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")] = Path(
         "plan.json"
     ),
@@ -67,15 +70,16 @@ def make_plan(
     is_json: JsonOption = False,
 ) -> None:
     """A plan whose predicted peak memory is within a budget; by arithmetic on a trace, without training."""
+    within, device = needed_budget(budget, gpu), device or ("cuda" if gpu else None)
     with spinner("making a plan"):
         from paredown.cli.subject import SubjectOptions, find_subject
         from paredown.plan.footprint import footprint
 
         subject = find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer))
         errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
-        made = subject.plan_within(budget, method=method, sensitivities=errors, seed=seed, recompute=recompute)
+        made = subject.plan_within(within.size, method=method, sensitivities=errors, seed=seed, recompute=recompute)
         foot, baseline = footprint(subject.trace(made), made), footprint(subject.trace())
-        allowed = _budget(budget, baseline.peak_bytes)
+        allowed = _budget(within.size, baseline.peak_bytes)
     made.save(out)
     if is_json:
         sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, **baseline_bytes(baseline.peak_bytes)}
@@ -93,7 +97,7 @@ def make_plan(
     fit = repr(foot.fits(allowed))
     arguments = command_text(model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast)
     hint = f"The plan is in {out}. Slot by slot: paredown explain {out} --model {arguments}"
-    tell(made.reason, fit[0].upper() + fit[1:], "", hint)
+    tell(made.reason, fit[0].upper() + fit[1:], f"The budget is {within.say(allowed)}.", "", hint)
 
 
 RENAMED = {"written_bytes": "baseline_bytes"}
