@@ -100,7 +100,7 @@ def test_a_pick_is_written_shown_and_trained_with(folder: Path, prior: str) -> N
     picked = Picked.from_json(json.loads(Path("picked.json").read_text()))
     assert picked == Picked.from_json(value) and picked.plan == pare.Plan.load("plan.json")
     assert picked.point is not None and picked.point.predicted_bytes <= picked.budget_bytes
-    again = asked_json(*words, "--store", "trials.db")
+    again = asked_json(*words, "--store", "trials.db", "--overwrite")
     took = [sorted(trial["seconds"] for trial in answer["trials"]) for answer in (value, again)]
     assert took[0] == took[1], "nothing ran again"
     for source in ("picked.json", "printed.json", "trials.db"):

@@ -256,6 +256,7 @@ InputOption = Annotated[
     ),
 ]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the result here.", show_default=False)]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", "--force", help="Replace the file of --out if it exists.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of initial weights, data order and stochastic rounding.")]
 StoreOption = Annotated[
     str | None, typer.Option("--store", envvar="PAREDOWN_STORE", help="A file for SQLite, or a PostgreSQL URL.", show_default=False)

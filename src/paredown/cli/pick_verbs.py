@@ -18,6 +18,7 @@ from paredown.cli.application import (
     HereOption,
     JsonOption,
     ModeOption,
+    OverwriteOption,
     SeedOption,
     StoreOption,
     TaskArgument,
@@ -26,7 +27,7 @@ from paredown.cli.application import (
     verb,
 )
 from paredown.cli.budget import Budget, needed_budget, read_budget
-from paredown.cli.inputs import check_places
+from paredown.cli.inputs import check_new, check_places
 from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
 from paredown.errors import BudgetError
 from paredown.sizes import parse_bytes, say_bytes_twice
@@ -62,6 +63,7 @@ def pick(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")] = Path(
         "plan.json"
     ),
+    overwrite: OverwriteOption = False,
     record: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the whole result, for frontier and report.", show_default=False)
     ] = None,
@@ -70,6 +72,7 @@ def pick(
 ) -> None:
     """Pick the plan of least expected error within a budget, from a prior and a few trials; with --store it resumes."""
     within = needed_budget(budget, gpu, default=BUDGET)
+    check_new(out, may_overwrite=overwrite)
     check_places({"--out": out, "--record": record, "--report": report})
     with spinner("reading the task"):
         from paredown.cli.subject import find_any_task

@@ -18,12 +18,14 @@ from paredown.cli.application import (
     JsonOption,
     ModelArgument,
     OptimizerOption,
+    OverwriteOption,
     SeedOption,
     app,
     command_text,
     verb,
 )
 from paredown.cli.budget import needed_budget
+from paredown.cli.inputs import check_new
 from paredown.cli.output import emit, heading, spinner, table, tell
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def make_plan(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")] = Path(
         "plan.json"
     ),
+    overwrite: OverwriteOption = False,
     method: MethodOption = "role",
     recompute: RecomputeOption = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size.", show_default=False)] = None,
@@ -70,6 +73,7 @@ def make_plan(
     is_json: JsonOption = False,
 ) -> None:
     """A plan whose predicted peak memory is within a budget; by arithmetic on a trace, without training."""
+    check_new(out, may_overwrite=overwrite)
     within, device = needed_budget(budget, gpu), device or ("cuda" if gpu else None)
     with spinner("making a plan"):
         from paredown.cli.subject import SubjectOptions, find_subject

@@ -44,7 +44,15 @@ from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import closest
 from paredown.serial import read_json
 from paredown.sizes import parse_bytes
-from paredown.tasks.lookup import WITH_FILE, WITHOUT_FILE, autocast_dtype, call_user_function, find_task, parse_options
+from paredown.tasks.lookup import (
+    WITH_FILE,
+    WITHOUT_FILE,
+    autocast_dtype,
+    call_user_function,
+    check_has_function,
+    find_task,
+    parse_options,
+)
 from paredown.tasks.task import RULES, Task
 from paredown.tasks.task_trace import formats_state, resized, trace_task
 from paredown.trace.trace import Trace
@@ -207,9 +215,18 @@ class Subject:
         """The trace that predictions under `plan` use (the same as in trials of a task), optionally with another batch size."""
         key = self.batch_size if batch_size is None else batch_size, formats_state(plan or Plan())
         if key not in self._traces:
-            with _trace_errors(f"{self.name}: one step cannot be traced"):
+            with _trace_errors(f"{self.name}: one step cannot be traced", self._missing_loss()):
                 self._traces[key] = self._new_trace(plan, key[0])
         return self._traces[key]
+
+    def _missing_loss(self) -> str:
+        """A sentence for a step that fails and has no loss, though its batch looks like inputs and targets; else ""."""
+        if self.loss is not None or not isinstance(self.batch, tuple) or len(self.batch) < 2:
+            return ""
+        return (
+            f" There is no loss, so the model is called with all {len(self.batch)} parts of the batch; if the last one is the target, "
+            "return (model, batch, loss), such as loss=torch.nn.functional.cross_entropy."
+        )
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
         """The trace of the task, with the optimizer and autocast of the command line; of the model if there is no task."""
@@ -236,16 +253,16 @@ class Subject:
 
 
 @contextmanager
-def _trace_errors(what: str) -> Generator[None]:
-    """A context that turns exceptions of the user's model into TraceError, with `what` in front."""
+def _trace_errors(what: str, hint: str = "") -> Generator[None]:
+    """A context that turns exceptions of the user's model into TraceError, with `what` in front and `hint` behind."""
     try:
         yield
     except TaskError:
         raise
     except TraceError as error:
-        raise TraceError(f"{what}: {error}") from error
+        raise TraceError(f"{what}: {error}{hint}") from error
     except Exception as error:
-        raise TraceError(f"{what}: {type(error).__name__}: {error}.") from error
+        raise TraceError(f"{what}: {type(error).__name__}: {error}.{hint}") from error
 
 
 def find_subject(text: str, changes: SubjectOptions) -> Subject:
@@ -289,12 +306,28 @@ def of_task(task: Task, device: str | None = None) -> Subject:
 def _task(text: str, head: str) -> Task:
     known = head.partition(":")[0] in (*WITH_FILE, *WITHOUT_FILE) or ".py:" in head
     if not known:
+        check_has_function(head)
+        _check_is_no_config(head)
         likely = closest(head, (*WITHOUT_FILE, *WITH_FILE, *MODELS))
         raise TaskError(
             f"{head!r} is neither a task nor a model. Closest: {likely}. Allowed: {', '.join(WITHOUT_FILE)}, images:FILE, text:FILE, "
             f"{', '.join(MODELS)}, file.py:function, module:function, or a folder with a Hugging Face config.json."
         )
     return find_task(text)
+
+
+def _check_is_no_config(head: str) -> None:
+    """TaskError if `head` is meant as a config of a Hugging Face model, and there is none: a path, or a name of the hub."""
+    path = Path(head)
+    if path.is_dir():
+        raise TaskError(f"the folder {head} has no {NAME}. To train on its pictures: images:{head}.")
+    if path.suffix == ".json":
+        more = "" if path.name == NAME else f" A config of a Hugging Face model is named {NAME}."
+        raise TaskError(f"{head}: {f'there is no such file.{more}' if not path.exists() else more.strip()}")
+    if "/" in head:
+        raise TaskError(
+            f"there is no folder {head}, and nothing is downloaded: save {NAME} of the Hugging Face model in a folder, and give its path."
+        )
 
 
 def _changed(subject: Subject, changes: SubjectOptions) -> Subject:

@@ -120,6 +120,7 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool =
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
     they differ by more than the tolerance.
     """
+    _check_attached(trainer, plan)
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     callback = TrainerPlanCallback(plan, **options)
@@ -130,6 +131,19 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str = "adamw", verify: bool =
     if verify:
         _verify_first(trainer, callback)
     return callback
+
+
+def _check_attached(trainer: Any, plan: Any) -> None:
+    """ApplyError unless the first of the two is a trainer."""
+    if hasattr(trainer, "callback_handler"):
+        return
+    if isinstance(trainer, Plan) and hasattr(plan, "callback_handler"):
+        raise ApplyError("attach takes the trainer first, then the plan: attach(trainer, plan).")
+    types = f"{type(trainer).__name__} and {type(plan).__name__}"
+    raise ApplyError(
+        f"attach takes a transformers.Trainer and a Plan, not {types}: attach(trainer, plan). In a training loop of your own: "
+        "paredown.apply(plan, model)."
+    )
 
 
 def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:
