@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from paredown.assign.assign import assign
 from paredown.cli.output import BASELINE, say
 from paredown.errors import PlanError, TaskError, TraceError
-from paredown.models import LENGTH, MODELS, PICTURE, random_batch
+from paredown.models import LENGTH, MODELS, OF_TEXT, PICTURE, random_batch
 from paredown.models.transformer import token_loss
 from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan, combine_presets
@@ -205,6 +205,7 @@ class Subject:
     device: str | None = None
     task: Task | None = None
     _traces: dict[tuple[int, bool], Trace] = field(default_factory=dict[tuple[int, bool], Trace])
+    assumed: tuple[str, ...] = ()  # what the caller did not say of the batch, with the option that says it
 
     @property
     def batch_size(self) -> int:
@@ -271,14 +272,33 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
     head = head.strip()
     if (config := find_config(head)) is not None:
         model, batch = read_config(config, parse_options(tail), changes.input)
-        subject = Subject(config.parent.name or config.name, model, batch)
+        subject = Subject(config.parent.name or config.name, model, batch, assumed=_assumed_tokens(batch, tail, changes))
     elif ":" in head and head.partition(":")[0] not in WITH_FILE:
         subject = _of_user_code(head, parse_options(tail), changes)
     elif head in MODELS:
         subject = _of_model(head, parse_options(tail))
+        subject = replace(subject, assumed=_assumed_of_model(head, parse_options(tail)))
     else:
         subject = of_task(_task(text, head))
     return _changed(subject, changes)
+
+
+def _assumed_batch(num: int) -> str:
+    return f"batch {num} (--batch sets it)"
+
+
+def _assumed_tokens(batch: Mapping[str, Tensor], tail: str, changes: SubjectOptions) -> tuple[str, ...]:
+    """Batch and length of a Hugging Face config, which has neither."""
+    is_given = changes.input is not None or "length" in parse_options(tail)
+    lengths = [f"length {batch['input_ids'].shape[1]} (--input tokens:N sets it)"] if "input_ids" in batch and not is_given else []
+    return (_assumed_batch(CONFIG_BATCH), *lengths)
+
+
+def _assumed_of_model(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Batch, and length or picture, of a model of MODELS."""
+    key, size = ("length", f"length {LENGTH}") if name in OF_TEXT else ("picture", f"pictures of {PICTURE} x {PICTURE}")
+    batch = () if "batch" in options else (_assumed_batch(BATCH),)
+    return (*batch, *(() if key in options else (f"{size} (#{key}=N sets it)",)))
 
 
 def find_any_task(text: str) -> Task:
@@ -336,7 +356,8 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
     if isinstance(optimizer, str) and optimizer not in (*RULES, "adam"):
         raise TaskError(f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(RULES)}.")
     batch = subject.batch if changes.batch is None else resized(subject.batch, subject.batch_size, changes.batch)
-    return replace(subject, batch=batch, autocast=autocast, optimizer=optimizer, device=changes.device, _traces={})
+    assumed = tuple(text for text in subject.assumed if changes.batch is None or not text.startswith("batch "))
+    return replace(subject, assumed=assumed, batch=batch, autocast=autocast, optimizer=optimizer, device=changes.device, _traces={})
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
@@ -362,7 +383,7 @@ def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions
     if isinstance(made, Task):
         return of_task(made)
     if isinstance(made, nn.Module):
-        return Subject(head, made, *_random_batch_and_loss(made, changes))
+        return Subject(head, made, *_random_batch_and_loss(made, changes), assumed=(_assumed_batch(BATCH),))
     if isinstance(made, tuple) and 2 <= len(made) <= 4 and isinstance(made[0], nn.Module):
         return Subject(head, *made)
     raise TaskError(
