@@ -126,3 +126,26 @@ def test_a_terminal_gets_colours(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NO_COLOR", "1")
     status, shown = on_terminal(folder, "estimate", "net.py:both", "--device", "cpu", "--budget", "95%")
     assert "\x1b[1;31mDoes not fit" not in shown and "Does not fit" in shown and "\u2588" not in shown
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "slot", "why"),
+    [
+        ("double", "activations4", "1:input", "it is float64, which no format can store."),
+        ("double", "lpmm", "5.weight", "it is float64, which no format can store."),
+        ("both", "activation=int8", "1:input", "int8 without a block can only store values from"),
+        ("held", "activations4", "second:input", "it is held outside of autograd as well: by the caller"),
+    ],
+)
+def test_what_a_plan_cannot_pack_has_a_reason(folder: Path, model: str, plan: str, slot: str, why: str) -> None:
+    words = ("estimate", f"net.py:{model}", "--device", "cpu", "--plan", plan)
+    status, out, _ = ask(*words)
+    lines = [line for line in out.splitlines() if line.startswith(f"Not packed under {plan}: ")]
+    assert status == 0 and any(why in line for line in lines), out
+    groups = asked_json(*words)["plans"][0]["not_packed"]
+    assert any(slot in group["slots"] and why.rstrip(".") in group["why"] and group["nbytes"] for group in groups)
+
+
+def test_a_plan_that_packs_all_it_names_has_no_reasons(folder: Path) -> None:
+    _, out, _ = ask("estimate", "net.py:both", "--device", "cpu", "--plan", "baseline", "--plan", "lpmm")
+    assert "Not packed" not in out

@@ -49,6 +49,8 @@ SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # 
 SHOWN_MODULES = 10
 SHOWN_NOTES = 5
 SHOWN_BARS = 6
+SHOWN_SLOTS = 3
+LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of the peak
 
 
 @verb(
@@ -153,7 +155,15 @@ def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None, d
     fits = None if allowed is None else foot.peak_bytes <= allowed
     parts = {"by_role": roles, "at_peak": at_peak, "workspace_bytes": foot.workspace_bytes}
     parts |= {"by_module": foot.by_module(depth), "at_peak_by_module": _modules_at_peak(foot, depth)}
-    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts}
+    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts, "not_packed": _not_packed(foot)}
+
+
+def _not_packed(foot: Footprint) -> list[dict[str, Any]]:
+    """The slots that the plan has a rule for and cannot pack, by reason."""
+    from paredown.plan.explanation import unpacked_slots
+
+    groups = unpacked_slots(foot.trace, foot.plan)
+    return [{"role": g.role.value, "why": g.why, "nbytes": g.nbytes, "slots": list(g.slots)} for g in groups]
 
 
 def _modules_at_peak(foot: Footprint, depth: int) -> dict[str, int]:
@@ -191,7 +201,21 @@ def _lines(value: dict[str, Any]) -> list[str]:
     lines = table(("at the peak, by role", *names), [*_by([parts_at_peak(row) for row in rows]), peaks])
     lines += ["", *table(("at the peak, by module", *names), [*_by_module(rows), peaks])]
     lines += ["", *table(("whole step", *names), _totals(rows, value["budget_bytes"]))]
-    return [*lines, *(f"note: {note}" for note in value["notes"][:SHOWN_NOTES])]
+    reasons = _reasons(rows)
+    return [*lines, *(["", *reasons] if reasons else []), *(f"note: {note}" for note in value["notes"][:SHOWN_NOTES])]
+
+
+def _reasons(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Why tensors that plans have rules for are not packed: a line for each reason of more than a hundredth of the peak."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        for group in row["not_packed"]:
+            if LEAST_REASON * group["nbytes"] >= row["peak_bytes"]:
+                slots = group["slots"]
+                names = ", ".join(slots[:SHOWN_SLOTS]) + (", ..." if len(slots) > SHOWN_SLOTS else "")
+                what = f"{group['role']} {say_bytes(group['nbytes'])} in {len(slots)} slot{'s' * (len(slots) > 1)} ({names})"
+                lines.setdefault(f"{what}: {group['why']}.", []).append(row["plan"])
+    return [f"Not packed under {', '.join(plans)}: {line}" for line, plans in lines.items()]
 
 
 def _by(parts: Sequence[dict[str, int]]) -> list[tuple[str, ...]]:
