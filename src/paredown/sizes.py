@@ -83,3 +83,16 @@ def say_bytes(count: int) -> str:
             break
         value, unit = value / 1024, prefix
     return f"{value:.2f} {unit}iB"
+
+
+def say_bytes_twice(count: int) -> str:
+    """`count` in binary and in decimal units, since makers of cards and torch count differently; once where both read alike.
+
+    >>> say_bytes_twice(24 * 10**9), say_bytes_twice(8 * 2**20), say_bytes_twice(100)
+    ('22.35 GiB (24.00 GB)', '8.00 MiB (8.39 MB)', '100 B')
+    """
+    binary = say_bytes(count)
+    if abs(count) < 1024 or abs(count) > LARGEST:
+        return binary
+    power = PREFIXES.index(binary.split()[1][0]) + 1
+    return f"{binary} ({count / 1000**power:.2f} {PREFIXES[power - 1]}B)"

@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_exit_3_and_says_what_would(folder: Path) -> None:
     status, out, err = ask(*words)
     assert status == 3 and "fits 8.00 MiB" in out
     assert (
-        "it does not fit 8MiB. These presets do: activations8" in err
+        "it does not fit 8.00 MiB (8.39 MB). These presets do: activations8" in err
         and "paredown plan digits#batch=256 --device cpu --budget 8MiB" in err
     )
     assert ask(*words, "--plan", "activations8")[0] == 0, "the plan that was asked for fits"
@@ -110,10 +110,23 @@ def test_names_of_version_0_1_are_accepted_for_one_release(folder: Path) -> None
     assert [{**row, "plan": ""} for row in old] == [{**row, "plan": ""} for row in new]
 
 
+def test_a_file_is_replaced_only_if_asked(folder: Path) -> None:
+    Path("plan.json").write_text("mine")
+    words = ("plan", "net.py:both", "--budget", "70%", "--device", "cpu")
+    for refused in (words, ("pick", "digits#model=mlp,steps=4")):
+        status, _, err = ask(*refused)
+        assert status == 2 and "plan.json exists: add --overwrite to replace it" in " ".join(err.replace("│", " ").split())
+        assert Path("plan.json").read_text() == "mine"
+    assert ask(*words, "-o", "other.json")[0] == 0 and Path("plan.json").read_text() == "mine"
+    assert ask(*words, "--overwrite")[0] == 0
+    assert pare.Plan.load("plan.json") == pare.Plan.load("other.json")
+    assert ask(*words, "--force")[0] == 0
+
+
 def test_a_measured_plan_needs_numbers(folder: Path) -> None:
     value = asked_json("plan", "net.py:both", "--budget", "70%", "--device", "cpu", "--method", "sensitivity")
     assert value["plan"]["made_for"]["method"] == "sensitivity"
-    status, _, err = ask("plan", "resnet18", "--budget", "70%", "--method", "sensitivity")
+    status, _, err = ask("plan", "resnet18", "--budget", "70%", "--method", "sensitivity", "--overwrite")
     assert status == 1 and "this one has shapes only" in err
 
 
@@ -122,6 +135,17 @@ def test_a_measured_plan_needs_numbers(folder: Path) -> None:
     [
         (("estimate", "digit"), 1, "neither a task nor a model. Closest: 'digits'"),
         (("estimate", "net.py:model"), 1, "give the shape of one example"),
+        (("estimate", "net.py:forgot"), 1, "if the last one is the target, return (model, batch, loss)"),
+        (("estimate", "net.py"), 1, "name its function that returns the task or model too: net.py:model. It defines model, both,"),
+        (
+            ("train", "tasks.py"),
+            1,
+            "name its function that returns the task or model too: tasks.py:small. It defines small, hungry.",
+        ),
+        (("estimate", "gone.py"), 1, "there is no file gone.py. A task or model of yours is written file.py:function."),
+        (("estimate", "llama/config.json"), 1, "llama/config.json: there is no such file."),
+        (("estimate", "meta-llama/Llama-3-8B"), 1, "there is no folder meta-llama/Llama-3-8B, and nothing is downloaded"),
+        (("estimate", "."), 1, "the folder . has no config.json"),
         (("estimate", "net.py:model", "--input", "3x"), 1, "cannot be parsed"),
         (("estimate", "net.py:model", "--input", "5x8x8"), 1, "does not take examples of 5x8x8"),
         (("estimate", "net.py:number"), 1, "number returned int"),

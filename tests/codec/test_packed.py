@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paredown.codec.packed import encode, round_trip
+from paredown.errors import FormatError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
 from tests.support.compare import assert_same_bits
@@ -151,3 +152,12 @@ def test_inputs_and_results_share_nothing() -> None:
     assert y.data_ptr() != x.data_ptr()
     encode(x, "fp32").decode().zero_()
     assert torch.equal(x, before)
+
+
+def test_names_of_the_catalog_are_formats() -> None:
+    x = normal(4, 64)
+    for name, text in {"mxfp4": "e2m1fn/32@e8m0", "int8_block": "int8/64@bf16", "nvfp4": "e2m1fn/16@e4m3fn"}.items():
+        assert_same_bits(encode(x, name).decode(), encode(x, text).decode())
+        assert_same_bits(round_trip(x, name), round_trip(x, text))
+    with pytest.raises(FormatError, match="Similar names in the catalog: mxfp4"):
+        encode(x, "mxfp5")

@@ -336,3 +336,13 @@ def test_verify_ends_a_training_whose_gradients_are_off(tmp_path: Path, monkeypa
         trainer.train()
     assert not pared.is_open
     assert_equal(state(trainer.model), before)
+
+
+def test_attach_takes_a_trainer_and_a_plan_in_this_order(tmp_path: Path) -> None:
+    model, plan = torch.nn.Linear(2, 2), pare.Plan.preset("lpmm")
+    with pytest.raises(
+        ApplyError, match=r"attach takes a transformers.Trainer and a Plan, not Linear and Plan: .*apply\(plan, model\)"
+    ):
+        attach(model, plan)
+    with pytest.raises(ApplyError, match="attach takes the trainer first, then the plan"):
+        attach(plan, trainer_in(tmp_path))  # type: ignore[arg-type]

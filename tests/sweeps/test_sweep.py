@@ -176,6 +176,12 @@ def test_a_file_says_it_all(tmp_path: Path) -> None:
     assert found.store == str(tmp_path / "out" / "trials.db") and found.folder == tmp_path
 
 
+def test_a_list_of_presets_or_files_is_a_plan_each(tmp_path: Path) -> None:
+    text = TOML.replace('preset = "activations4"', 'preset = ["activations4", "lpmm"]').replace('"plan.json"', '["plan.json"]')
+    plans = load_sweep(write(tmp_path, text)).sweep.plans
+    assert plans[:4] == (Plan(), Plan.preset("activations4"), Plan.preset("lpmm"), PLANS[0])
+
+
 def test_a_url_stays_what_it_is(tmp_path: Path) -> None:
     assert load_sweep(write(tmp_path, TOML.replace("out/trials.db", "postgresql://h/d"))).store == "postgresql://h/d"
 
@@ -190,6 +196,9 @@ def test_a_url_stays_what_it_is(tmp_path: Path) -> None:
         (('"simulate"', '"fake"'), "mode 'fake' is unknown. Allowed: store, simulate"),
         (("= 60", "= -1"), "timeout_seconds is -1; it must be above 0"),
         (('preset = "activations4"', 'preset = "activation4"'), "plan 2 of the file: preset 'activation4' is unknown"),
+        (('preset = "activations4"', "preset = [1]"), "plan 2 of the file: preset is a text or a list of texts"),
+        (('preset = "activations4"', "preset = []"), "plan 2 of the file: preset is a text or a list of texts"),
+        (('preset = "activations4"', "file = 3"), "plan 2 of the file: file is a text or a list of texts"),
         (('preset = "activations4"', 'preset = "activations4"\nweight = "int8"'), "plan 2 of the file: preset allows no other key"),
         (('"plan.json"', '"gone.json"'), "plan 3 of the file: .*No such file"),
         (('weight = "int8/64@e8m0"', 'weights = "int8/64@e8m0"'), "plan 4 of the file: .*'weights' is no role"),

@@ -188,7 +188,7 @@ def end(sentence: str, status: int) -> NoReturn:
 # --- options that several subcommands share --------------------------------------------------------------------------
 
 
-def _size(text: str | None) -> str | None:
+def check_size(text: str | None) -> str | None:
     """`text` unchanged, if it is a valid size; else typer.BadParameter."""
     try:
         if text is not None:
@@ -207,18 +207,24 @@ TASK_SPELLED = "A task: digits, images:FILE.npz#model=vit,steps=200, text:FILE, 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=SPELLED, show_default=False)]
 TaskArgument = Annotated[str, typer.Argument(metavar="TASK", help=TASK_SPELLED, show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+BUDGET = "40%"  # of pick and demo
+SIZES = "8GiB (1024^3 bytes each), 8GB (1000^3), bytes, or 60% of the baseline's peak memory."
 BudgetOption = Annotated[
     str | None,
+    typer.Option("--budget", metavar="SIZE", callback=check_size, help=SIZES, show_default=False),
+]
+DefaultBudget = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="SIZE", callback=check_size, help=f"{SIZES} (default: {BUDGET})", show_default=False),
+]
+GpuOption = Annotated[
+    str | None,
     typer.Option(
-        "--budget",
-        metavar="SIZE",
-        callback=_size,
-        help="8GiB, 8GB, bytes, or 60% of the baseline's peak memory.",
+        "--gpu",
+        metavar="CARD",
+        help="Instead of --budget, the memory of a card: 4090, h100, a100-80gb and others, or cuda: what is free on the GPU here.",
         show_default=False,
     ),
-]
-NeededBudget = Annotated[
-    str, typer.Option("--budget", metavar="SIZE", callback=_size, help="8GiB, 8GB, bytes, or 60% of the baseline's peak memory.")
 ]
 PlanOption = Annotated[
     list[str] | None,
@@ -251,6 +257,7 @@ InputOption = Annotated[
     ),
 ]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the result here.", show_default=False)]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", "--force", help="Replace the file of --out if it exists.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of initial weights, data order and stochastic rounding.")]
 StoreOption = Annotated[
     str | None, typer.Option("--store", envvar="PAREDOWN_STORE", help="A file for SQLite, or a PostgreSQL URL.", show_default=False)

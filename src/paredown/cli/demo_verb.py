@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import SHOW, Exit, JsonOption, NeededBudget, app, verb
+from paredown.cli.application import BUDGET, SHOW, DefaultBudget, Exit, JsonOption, app, verb
 from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
 from paredown.cli.train_verb import TrainingRun, runs_table
 
@@ -36,7 +36,7 @@ SHOWN_ROLES = ("activation", "weight", "gradient", "moment1", "temporary", "inpu
 
 @verb(app, "demo", "paredown demo", "paredown demo --budget 50% --evaluations 3", panel=SHOW)
 def demo(
-    budget: NeededBudget = "40%",
+    budget: DefaultBudget = None,
     evaluations: Annotated[int, typer.Option(min=0, help="Number of short trials to choose the plan by.")] = 4,
     steps: Annotated[int, typer.Option(min=4, help="Steps of a short trial; the last two trainings have twice as many.")] = 40,
     prior: Annotated[str | None, typer.Option(help="The prior, by name or file.", show_default=False)] = None,
@@ -46,7 +46,7 @@ def demo(
     is_json: JsonOption = False,
 ) -> None:
     """Train a small ResNet on digits in 40 % of its memory: plan, trials, pick, training, report. A few minutes on two cores."""
-    begun, shown = time.perf_counter(), DemoOutput(is_quiet=is_json)
+    begun, shown, budget = time.perf_counter(), DemoOutput(is_quiet=is_json), budget or BUDGET
     with spinner("starting torch"):
         import torch
 

@@ -9,7 +9,9 @@ Nothing is trained. `largest_batch` searches for the largest batch size whose pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +23,7 @@ from paredown.cli.application import (
     CompiledOption,
     DeviceOption,
     Exit,
+    GpuOption,
     InputOption,
     JsonOption,
     ModelArgument,
@@ -30,17 +33,25 @@ from paredown.cli.application import (
     command_text,
     verb,
 )
+from paredown.cli.budget import Budget, read_budget
+from paredown.cli.inputs import check_places
 from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
+from paredown.cli.verdict import WORKSPACE, bars, has_colour, parts_at_peak, styled_verdict, verdict
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
     from paredown.plan.footprint import Footprint
+    from paredown.plan.plan import Plan
 
 
 AUTO = "auto"
 SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
 SHOWN_MODULES = 10
 SHOWN_NOTES = 5
+SHOWN_BARS = 6
+SHOWN_SLOTS = 3
+LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of the peak
 
 
 @verb(
@@ -54,6 +65,7 @@ SHOWN_NOTES = 5
 def estimate(
     model: ModelArgument,
     budget: BudgetOption = None,
+    gpu: GpuOption = None,
     plan: PlanOption = None,
     batch: Annotated[str | None, typer.Option(help="Batch size, or auto: the largest within --budget.", show_default=False)] = None,
     input: InputOption = None,
@@ -62,10 +74,15 @@ def estimate(
     autocast: AutocastOption = None,
     compiled: CompiledOption = False,
     depth: Annotated[int, typer.Option(min=1, help="Modules are grouped by this many parts of their paths.")] = 1,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page of the memory.", show_default=False)
+    ] = None,
     is_json: JsonOption = False,
 ) -> None:
     """Does it fit? Predicted bytes of a training step by role, module and plan, before anything runs."""
-    size = _batch(batch, budget)
+    within = read_budget(budget, gpu)
+    check_places({"--report": report})
+    size, device = _batch(batch, within), device or ("cuda" if gpu else None)
     with spinner("tracing one step"):
         from paredown.cli.subject import SubjectOptions, find_subject, name_of, read_plan
         from paredown.plan.footprint import footprint
@@ -73,31 +90,34 @@ def estimate(
         subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer, compiled))
         plans = {name_of(text): read_plan(text) for text in plan or SHOWN}
         feet = {name: footprint(subject.trace(of), of) for name, of in plans.items()}
-    allowed = None if budget is None else _allowed(budget, subject)
+    allowed = None if within is None else _allowed(within, subject)
     largest: dict[str, int] = {}
     if batch == AUTO:
-        with progress_bar("the largest batch") as report:
+        with progress_bar("the largest batch") as progress:
             for number, (name, of) in enumerate(plans.items()):
-                report(number, len(plans), name)
+                progress(number, len(plans), name)
                 largest[name] = _largest(subject, of, allowed or 0)
     rows = [_row(name, foot, allowed, largest.get(name), depth) for name, foot in feet.items()]
     value = {**_head(subject), "budget_bytes": allowed, "plans": rows, "notes": _notes(feet)}
+    if report is not None:
+        _write_report(report, subject, plans)
     if is_json:
         emit(value)
     else:
-        tell(*_lines(value))
+        budget_line = [] if within is None else [f"The budget is {within.say(allowed or 0)}."]
+        tell(*_head_lines(value, requested=plan is not None), *budget_line, "", *_lines(value))
     arguments = command_text(
         model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast, compiled=compiled
     )
-    _exit_if_too_large(value, requested=plan, model=arguments, budget=budget)
+    _exit_if_too_large(value, requested=plan, model=arguments, budget=within)
 
 
-def _batch(text: str | None, budget: str | None) -> int | None:
+def _batch(text: str | None, budget: Budget | None) -> int | None:
     """The requested batch size; None for the model's own, or for auto."""
     if text is None or text == AUTO:
         if text == AUTO and budget is None:
             raise typer.BadParameter(
-                "auto needs --budget: it searches for the largest batch within the budget.", param_hint="--batch"
+                "auto needs --budget or --gpu: it searches for the largest batch within the budget.", param_hint="--batch"
             )
         return None
     if not (text.isascii() and text.isdigit() and 0 < int(text[:12]) < 10**9):
@@ -110,14 +130,21 @@ def _head(subject: Subject) -> dict[str, Any]:
     trace = subject.trace()
     rule = subject.optimizer if isinstance(subject.optimizer, str) else trace.optimizer
     step = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": rule}
-    return {**step, "batch_size": subject.batch_size, "batch": list(trace.batch)}
+    return {**step, "batch_size": subject.batch_size, "batch": list(trace.batch), "assumed": list(subject.assumed)}
 
 
-def _allowed(budget: str, subject: Subject) -> int:
+def _write_report(to: Path, subject: Subject, plans: dict[str, Plan]) -> None:
+    from paredown.cli.report_verbs import with_memory
+    from paredown.report.page import write
+    from paredown.report.record import Record
+
+    write(with_memory(Record(f"One training step of {subject.name}, predicted"), subject, plans), to)
+
+
+def _allowed(budget: Budget, subject: Subject) -> int:
     from paredown.plan.plan import Plan
-    from paredown.sizes import parse_bytes
 
-    return parse_bytes(budget, whole=subject.peak_bytes(Plan()))
+    return parse_bytes(budget.size, whole=subject.peak_bytes(Plan()))
 
 
 def _largest(subject: Subject, plan: Any, allowed: int) -> int:
@@ -130,42 +157,95 @@ def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None, d
     roles = {role.value: n for role, n in foot.by_role.items() if n}
     at_peak = {role.value: n for role, n in foot.at_peak.items() if n}
     fits = None if allowed is None else foot.peak_bytes <= allowed
-    parts = {"by_role": roles, "at_peak": at_peak, "by_module": foot.by_module(depth)}
-    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts}
+    parts = {"by_role": roles, "at_peak": at_peak, "workspace_bytes": foot.workspace_bytes}
+    parts |= {"by_module": foot.by_module(depth), "at_peak_by_module": _modules_at_peak(foot, depth)}
+    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts, "not_packed": _not_packed(foot)}
+
+
+def _not_packed(foot: Footprint) -> list[dict[str, Any]]:
+    """The slots that the plan has a rule for and cannot pack, by reason."""
+    from paredown.plan.explanation import unpacked_slots
+
+    groups = unpacked_slots(foot.trace, foot.plan)
+    return [{"role": g.role.value, "why": g.why, "nbytes": g.nbytes, "slots": list(g.slots)} for g in groups]
+
+
+def _modules_at_peak(foot: Footprint, depth: int) -> dict[str, int]:
+    """Bytes at the peak by module, the largest first; with the workspace of libraries they add up to the peak."""
+    sums: Counter[str] = Counter()
+    for (module, _), nbytes in foot.places_at_peak().items():
+        sums[".".join(module.split(".")[:depth])] += nbytes
+    return dict(sums.most_common())
 
 
 def _notes(feet: dict[str, Footprint]) -> list[str]:
     return list(dict.fromkeys(note for foot in feet.values() for note in foot.notes))
 
 
-def _lines(value: dict[str, Any]) -> list[str]:
-    """The estimate as text: tables of bytes by role, by module and in total, and notes."""
+def _head_lines(value: dict[str, Any], *, requested: bool) -> list[str]:
+    """The verdict, bars of the plan that it judges and of the first that fits, the step, and what is assumed of it."""
     rows: list[dict[str, Any]] = value["plans"]
-    where = f"{value['device']}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
+    allowed, device = value["budget_bytes"], value["device"]
+    where = f"{device}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
+    fitting = [row for row in rows if row["fits"]]
+    other = fitting[0] if fitting else min(rows, key=lambda row: row["peak_bytes"])
+    shown = rows if requested or allowed is None else [rows[0], other] if other is not rows[0] else rows[:1]
+    lines = [styled_verdict(verdict(rows, allowed, requested=requested, device=device)), ""]
+    lines += [*bars(shown[:SHOWN_BARS], allowed, in_colour=has_colour()), ""]
+    lines.append(heading(f"One training step of {value['model']} on {where}, predicted"))
+    lines.append(f"Batch: {', '.join(text.partition(': ')[2] for text in value['batch'])}.")
+    return [*lines, *([f"Assumed: {', '.join(value['assumed'])}."] if value["assumed"] else [])]
+
+
+def _lines(value: dict[str, Any]) -> list[str]:
+    """The estimate as tables: bytes at the peak by role and by module, which add up to it, bounds, and notes."""
+    rows: list[dict[str, Any]] = value["plans"]
     names = [row["plan"] for row in rows]
-    lines = [heading(f"One training step of {value['model']} on {where}, predicted"), ""]
-    lines += table(("stored, by role", *names), _by(rows, "by_role"))
-    lines += ["", *table(("stored, by module", *names), _by(rows, "by_module")[:SHOWN_MODULES])]
+    peaks = ("peak", *map(say_bytes, (row["peak_bytes"] for row in rows)))
+    lines = table(("at the peak, by role", *names), [*_by([parts_at_peak(row) for row in rows]), peaks])
+    lines += ["", *table(("at the peak, by module", *names), [*_by_module(rows), peaks])]
     lines += ["", *table(("whole step", *names), _totals(rows, value["budget_bytes"]))]
-    return [*lines, *(f"note: {note}" for note in value["notes"][:SHOWN_NOTES])]
+    reasons = _reasons(rows)
+    return [*lines, *(["", *reasons] if reasons else []), *(f"note: {note}" for note in value["notes"][:SHOWN_NOTES])]
 
 
-def _by(rows: Sequence[dict[str, Any]], kind: str) -> list[tuple[str, ...]]:
-    """A table row for each role or module, in the order of the first plan (modules: the largest first)."""
-    from paredown.sizes import say_bytes
+def _reasons(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Why tensors that plans have rules for are not packed: a line for each reason of more than a hundredth of the peak."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        for group in row["not_packed"]:
+            if LEAST_REASON * group["nbytes"] >= row["peak_bytes"]:
+                slots = group["slots"]
+                names = ", ".join(slots[:SHOWN_SLOTS]) + (", ..." if len(slots) > SHOWN_SLOTS else "")
+                what = f"{group['role']} {say_bytes(group['nbytes'])} in {len(slots)} slot{'s' * (len(slots) > 1)} ({names})"
+                lines.setdefault(f"{what}: {group['why']}.", []).append(row["plan"])
+    return [f"Not packed under {', '.join(plans)}: {line}" for line, plans in lines.items()]
 
-    keys = list(dict.fromkeys(key for row in rows for key in row[kind]))
-    return [(key or "(the model itself)", *(say_bytes(row[kind].get(key, 0)) for row in rows)) for key in keys]
+
+def _by(parts: Sequence[dict[str, int]]) -> list[tuple[str, ...]]:
+    """A table row for each key, in the order of the first plan (modules: the largest first)."""
+    keys = list(dict.fromkeys(key for row in parts for key in row))
+    return [(key or "(the model itself)", *(say_bytes(row.get(key, 0)) for row in parts)) for key in keys]
+
+
+def _by_module(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A table row for each of the largest modules, one for all others, and one for the workspace of libraries."""
+    by_module: list[dict[str, int]] = [row["at_peak_by_module"] for row in rows]
+    keys = list(dict.fromkeys(key for row in by_module for key in row))[:SHOWN_MODULES]
+    largest = [{key: row[key] for key in keys if key in row} for row in by_module]
+    num = len({key for row in by_module for key in row}) - len(keys)
+    others = [f"{num} other module{'s' * (num != 1)}"] * bool(num)
+    rest = [sum(row.values()) - sum(some.values()) for row, some in zip(by_module, largest, strict=True)]
+    more = [(name, *map(say_bytes, rest)) for name in others]
+    if any(row["workspace_bytes"] for row in rows):
+        more.append((WORKSPACE, *(say_bytes(row["workspace_bytes"]) for row in rows)))
+    return [*_by(largest), *more]
 
 
 def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[str, ...]]:
-    from paredown.sizes import say_bytes
-
-    lines = [("peak", *(say_bytes(row["peak_bytes"]) for row in rows))]
-    lines += [
-        ("at least", *(say_bytes(row["low_bytes"]) for row in rows)),
-        ("at most", *(say_bytes(row["high_bytes"]) for row in rows)),
-    ]
+    kinds = {"peak": "peak_bytes", "at least": "low_bytes", "at most": "high_bytes"}
+    lines = [(name, *(say_bytes(row[key]) for row in rows)) for name, key in kinds.items()]
+    lines.append(("activations stored for backward", *(say_bytes(row["by_role"].get("activation", 0)) for row in rows)))
     if allowed is not None:
         lines.append((f"fits {say_bytes(allowed)}", *("yes" if row["fits"] else "no" for row in rows)))
     if rows[0]["largest_batch"] is not None:
@@ -173,16 +253,17 @@ def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[s
     return lines
 
 
-def _exit_if_too_large(value: dict[str, Any], *, requested: list[str] | None, model: str, budget: str | None) -> None:
+def _exit_if_too_large(value: dict[str, Any], *, requested: list[str] | None, model: str, budget: Budget | None) -> None:
     """Exit with status 3 if none of the requested plans fits the budget; without requested plans, if the baseline does not fit."""
-    rows, allowed = value["plans"], value["budget_bytes"]
+    rows = value["plans"]
     judged = rows if requested else rows[:1]
     is_searched = judged[0]["largest_batch"] is not None
-    if allowed is None or any(row["largest_batch"] if is_searched else row["fits"] for row in judged):
+    if budget is None or any(row["largest_batch"] if is_searched else row["fits"] for row in judged):
         return
     fitting = [row["plan"] for row in rows if (row["largest_batch"] if is_searched else row["fits"])]
     others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
-    say(f"it does not fit {budget}. {others}To make a plan that fits: paredown plan {model} --budget {budget}")
+    size = say_bytes_twice(value["budget_bytes"])
+    say(f"it does not fit {size}. {others}To make a plan that fits: paredown plan {model} {budget.argument}")
     raise typer.Exit(Exit.DOES_NOT_FIT)
 
 

@@ -36,6 +36,12 @@ def check_places(files: Mapping[str, Path | None]) -> None:
             raise typer.BadParameter(f"there is no folder {path.parent}.", param_hint=option)
 
 
+def check_new(path: Path, *, may_overwrite: bool) -> None:
+    """Raise BadParameter before the work starts if the file of --out exists and may not be replaced."""
+    if path.exists() and not path.is_dir() and not may_overwrite:
+        raise typer.BadParameter(f"{path} exists: add --overwrite to replace it, or give another name.", param_hint="--out")
+
+
 def read_json_file(path: Path) -> Any:
     """The value of a JSON file; PlanError if there is none."""
     if not path.is_file():

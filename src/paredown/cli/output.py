@@ -22,6 +22,12 @@ BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 CONTROL = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+class Styled(str):
+    """A line with colours, made of cleaned parts: `tell` prints it unchanged."""
+
+    __slots__ = ()
+
+
 def clean(text: str) -> str:
     """`text` with control characters replaced by "?", since names read from files may hold escape sequences for the terminal.
 
@@ -48,7 +54,7 @@ def emit(value: Mapping[str, Any]) -> None:
 
 def tell(*lines: str) -> None:
     """Print the result of a command as lines of text to stdout."""
-    print(*map(clean, lines), sep="\n", flush=True)
+    print(*(line if isinstance(line, Styled) else clean(line) for line in lines), sep="\n", flush=True)
 
 
 def heading(text: str) -> str:

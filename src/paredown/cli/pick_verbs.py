@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paredown.cli.application import (
+    BUDGET,
     CHOOSE,
     SHOW,
     BudgetOption,
+    DefaultBudget,
     Exit,
+    GpuOption,
     HereOption,
     JsonOption,
     ModeOption,
-    NeededBudget,
+    OverwriteOption,
     SeedOption,
     StoreOption,
     TaskArgument,
@@ -23,8 +26,11 @@ from paredown.cli.application import (
     kept_in_store,
     verb,
 )
-from paredown.cli.inputs import check_places
+from paredown.cli.budget import Budget, needed_budget, read_budget
+from paredown.cli.inputs import check_new, check_places
 from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
+from paredown.errors import BudgetError
+from paredown.sizes import parse_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
     from paredown.pick.answer import Picked
@@ -44,7 +50,8 @@ AllOption = Annotated[bool, typer.Option("--all", help="All plans, not only the 
 )
 def pick(
     task: TaskArgument,
-    budget: NeededBudget = "40%",
+    budget: DefaultBudget = None,
+    gpu: GpuOption = None,
     evaluations: Annotated[int, typer.Option(min=0, help="Trials at most; 0: decide by the prior alone.")] = 8,
     prior: Annotated[
         str | None, typer.Option(help="The prior, by name or file. (default: all installed priors)", show_default=False)
@@ -56,6 +63,7 @@ def pick(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")] = Path(
         "plan.json"
     ),
+    overwrite: OverwriteOption = False,
     record: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the whole result, for frontier and report.", show_default=False)
     ] = None,
@@ -63,6 +71,8 @@ def pick(
     is_json: JsonOption = False,
 ) -> None:
     """Pick the plan of least expected error within a budget, from a prior and a few trials; with --store it resumes."""
+    within = needed_budget(budget, gpu, default=BUDGET)
+    check_new(out, may_overwrite=overwrite)
     check_places({"--out": out, "--record": record, "--report": report})
     with spinner("reading the task"):
         from paredown.cli.subject import find_any_task
@@ -71,16 +81,17 @@ def pick(
         named_task = find_any_task(task)
     with kept_in_store(store is not None), progress_bar("picking") as progress:
         options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
-        picked = pick_plan(named_task, budget, evaluations, progress=progress, **options)
+        picked = pick_plan(named_task, within.size, evaluations, progress=progress, **options)
     written = write_outputs(picked, named_task, device, plan=out, record=record, report=report)
     if is_json:
         from paredown.cli.inputs import answer_json
 
         emit({**answer_json(picked), "files": written})
     else:
-        tell(*in_words(picked), *(f"The {what} is in {file}." for what, file in written.items()))
+        size = f"The budget is {within.say(picked.budget_bytes)}."
+        tell(*in_words(picked), size, *(f"The {what} is in {file}." for what, file in written.items()))
     if picked.plan is None:
-        say(f"no plan fits {budget}: {picked.reason}")
+        say(f"no plan fits {within.argument}, {say_bytes_twice(picked.budget_bytes)}: {picked.reason}")
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
@@ -173,6 +184,7 @@ def _number(value: float | None) -> str:
 def frontier(
     source: Annotated[str, typer.Argument(help="The output of pick --record, a record, or a store.", show_default=False)],
     budget: BudgetOption = None,
+    gpu: GpuOption = None,
     task: Annotated[str | None, typer.Option(help="Only this task.", show_default=False)] = None,
     is_all: AllOption = False,
     is_json: JsonOption = False,
@@ -180,40 +192,39 @@ def frontier(
     """Print the Pareto front of memory and error; with --budget the plan to use."""
     from paredown.cli.inputs import read_source
 
+    within = read_budget(budget, gpu)
     studies = [study for study in read_source(source).studies if task in (None, study.task)]
     if not studies:
         say(f"{source} has no {'task ' + repr(task) if task else 'finished trials'}.")
         raise typer.Exit(Exit.ERROR)
-    taken = {study.task: _taken(study, budget) for study in studies} if budget is not None else {}
+    taken = {study.task: _taken(study, within) for study in studies} if within is not None else {}
     if is_json:
         emit({"tasks": [_json(study, taken.get(study.task), is_all=is_all) for study in studies]})
     else:
         for study in studies:
-            tell(heading(study.task), *front(study, is_all=is_all), *_verdict(study, budget, taken), "")
+            tell(heading(study.task), *front(study, is_all=is_all), *_verdict(study, within, taken), "")
     if taken and not all(taken.values()):
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def _taken(study: Study, budget: str) -> str:
+def _taken(study: Study, budget: Budget) -> str:
     """The label of the best plan within a budget; empty if no plan fits."""
-    from paredown.errors import BudgetError
-    from paredown.sizes import parse_bytes
-
-    if "%" in budget and study.full_bytes is None:
+    if "%" in budget.size and study.full_bytes is None:
         raise BudgetError(
-            f"{study.task}: {budget} is relative to the baseline, which is none of its plans: write bytes, such as 8GiB."
+            f"{study.task}: {budget.size} is relative to the baseline, which is none of its plans: write bytes, such as 8GiB."
         )
-    allowed = parse_bytes(budget, whole=study.full_bytes)
+    allowed = parse_bytes(budget.size, whole=study.full_bytes)
     return next((pick.label for pick in reversed(study.picks) if pick.nbytes <= allowed), "")
 
 
-def _verdict(study: Study, budget: str | None, taken: dict[str, str]) -> list[str]:
+def _verdict(study: Study, budget: Budget | None, taken: dict[str, str]) -> list[str]:
     if budget is None:
         return []
-    label = taken[study.task]
+    label, size = taken[study.task], budget.say(parse_bytes(budget.size, whole=study.full_bytes))
     if not study.marks:
-        return [f"No plan is known to fit {budget}: no trial has the peak memory of its plan."]
-    return [f"Within {budget}: {label}." if label else f"No plan fits {budget}; the smallest is {study.marks[0].label}."]
+        return [f"No plan is known to fit the budget, {size}. No trial has the peak memory of its plan."]
+    fit = f"{label} fits" if label else f"No plan fits; the smallest is {study.marks[0].label}"
+    return [f"{fit}. The budget is {size}."]
 
 
 def _json(study: Study, taken: str | None, *, is_all: bool) -> dict[str, Any]:

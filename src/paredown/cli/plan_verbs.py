@@ -11,18 +11,22 @@ from paredown.cli.application import (
     CHOOSE,
     LOOK,
     AutocastOption,
+    BudgetOption,
     CompiledOption,
     DeviceOption,
+    GpuOption,
     InputOption,
     JsonOption,
     ModelArgument,
-    NeededBudget,
     OptimizerOption,
+    OverwriteOption,
     SeedOption,
     app,
     command_text,
     verb,
 )
+from paredown.cli.budget import needed_budget
+from paredown.cli.inputs import check_new
 from paredown.cli.output import emit, heading, spinner, table, tell
 
 if TYPE_CHECKING:
@@ -53,10 +57,12 @@ RecomputeOption = Annotated[
 )
 def make_plan(
     model: ModelArgument,
-    budget: NeededBudget,
+    budget: BudgetOption = None,
+    gpu: GpuOption = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")] = Path(
         "plan.json"
     ),
+    overwrite: OverwriteOption = False,
     method: MethodOption = "role",
     recompute: RecomputeOption = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size.", show_default=False)] = None,
@@ -69,15 +75,17 @@ def make_plan(
     is_json: JsonOption = False,
 ) -> None:
     """A plan whose predicted peak memory is within a budget; by arithmetic on a trace, without training."""
+    check_new(out, may_overwrite=overwrite)
+    within, device = needed_budget(budget, gpu), device or ("cuda" if gpu else None)
     with spinner("making a plan"):
         from paredown.cli.subject import SubjectOptions, find_subject
         from paredown.plan.footprint import footprint
 
         subject = find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer, compiled))
         errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
-        made = subject.plan_within(budget, method=method, sensitivities=errors, seed=seed, recompute=recompute)
+        made = subject.plan_within(within.size, method=method, sensitivities=errors, seed=seed, recompute=recompute)
         foot, baseline = footprint(subject.trace(made), made), footprint(subject.trace())
-        allowed = _budget(budget, baseline.peak_bytes)
+        allowed = _budget(within.size, baseline.peak_bytes)
     made.save(out)
     if is_json:
         sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, **baseline_bytes(baseline.peak_bytes)}
@@ -97,7 +105,7 @@ def make_plan(
         model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast, compiled=compiled
     )
     hint = f"The plan is in {out}. Slot by slot: paredown explain {out} --model {arguments}"
-    tell(made.reason, fit[0].upper() + fit[1:], "", hint)
+    tell(made.reason, fit[0].upper() + fit[1:], f"The budget is {within.say(allowed)}.", "", hint)
 
 
 RENAMED = {"written_bytes": "baseline_bytes"}

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from paredown.assign.assign import assign
 from paredown.cli.output import BASELINE, say
 from paredown.errors import PlanError, TaskError, TraceError
-from paredown.models import LENGTH, MODELS, PICTURE, random_batch
+from paredown.models import LENGTH, MODELS, OF_TEXT, PICTURE, random_batch
 from paredown.models.transformer import token_loss
 from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan, combine_presets
@@ -44,7 +44,15 @@ from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import closest
 from paredown.serial import read_json
 from paredown.sizes import parse_bytes
-from paredown.tasks.lookup import WITH_FILE, WITHOUT_FILE, autocast_dtype, call_user_function, find_task, parse_options
+from paredown.tasks.lookup import (
+    WITH_FILE,
+    WITHOUT_FILE,
+    autocast_dtype,
+    call_user_function,
+    check_has_function,
+    find_task,
+    parse_options,
+)
 from paredown.tasks.task import RULES, Task
 from paredown.tasks.task_trace import formats_state, resized, trace_task
 from paredown.trace.trace import Trace
@@ -199,6 +207,7 @@ class Subject:
     task: Task | None = None
     compiled: bool = False
     _traces: dict[tuple[int, bool], Trace] = field(default_factory=dict[tuple[int, bool], Trace])
+    assumed: tuple[str, ...] = ()  # what the caller did not say of the batch, with the option that says it
 
     @property
     def batch_size(self) -> int:
@@ -209,9 +218,18 @@ class Subject:
         """The trace that predictions under `plan` use (the same as in trials of a task), optionally with another batch size."""
         key = self.batch_size if batch_size is None else batch_size, formats_state(plan or Plan())
         if key not in self._traces:
-            with _trace_errors(f"{self.name}: one step cannot be traced"):
+            with _trace_errors(f"{self.name}: one step cannot be traced", self._missing_loss()):
                 self._traces[key] = self._new_trace(plan, key[0])
         return self._traces[key]
+
+    def _missing_loss(self) -> str:
+        """A sentence for a step that fails and has no loss, though its batch looks like inputs and targets; else ""."""
+        if self.loss is not None or not isinstance(self.batch, tuple) or len(self.batch) < 2:
+            return ""
+        return (
+            f" There is no loss, so the model is called with all {len(self.batch)} parts of the batch; if the last one is the target, "
+            "return (model, batch, loss), such as loss=torch.nn.functional.cross_entropy."
+        )
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
         """The trace of the task, with the optimizer and autocast of the command line; of the model if there is no task."""
@@ -238,16 +256,16 @@ class Subject:
 
 
 @contextmanager
-def _trace_errors(what: str) -> Generator[None]:
-    """A context that turns exceptions of the user's model into TraceError, with `what` in front."""
+def _trace_errors(what: str, hint: str = "") -> Generator[None]:
+    """A context that turns exceptions of the user's model into TraceError, with `what` in front and `hint` behind."""
     try:
         yield
     except TaskError:
         raise
     except TraceError as error:
-        raise TraceError(f"{what}: {error}") from error
+        raise TraceError(f"{what}: {error}{hint}") from error
     except Exception as error:
-        raise TraceError(f"{what}: {type(error).__name__}: {error}.") from error
+        raise TraceError(f"{what}: {type(error).__name__}: {error}.{hint}") from error
 
 
 def find_subject(text: str, changes: SubjectOptions) -> Subject:
@@ -256,14 +274,33 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
     head = head.strip()
     if (config := find_config(head)) is not None:
         model, batch = read_config(config, parse_options(tail), changes.input)
-        subject = Subject(config.parent.name or config.name, model, batch)
+        subject = Subject(config.parent.name or config.name, model, batch, assumed=_assumed_tokens(batch, tail, changes))
     elif ":" in head and head.partition(":")[0] not in WITH_FILE:
         subject = _of_user_code(head, parse_options(tail), changes)
     elif head in MODELS:
         subject = _of_model(head, parse_options(tail))
+        subject = replace(subject, assumed=_assumed_of_model(head, parse_options(tail)))
     else:
         subject = of_task(_task(text, head))
     return _changed(subject, changes)
+
+
+def _assumed_batch(num: int) -> str:
+    return f"batch {num} (--batch sets it)"
+
+
+def _assumed_tokens(batch: Mapping[str, Tensor], tail: str, changes: SubjectOptions) -> tuple[str, ...]:
+    """Batch and length of a Hugging Face config, which has neither."""
+    is_given = changes.input is not None or "length" in parse_options(tail)
+    lengths = [f"length {batch['input_ids'].shape[1]} (--input tokens:N sets it)"] if "input_ids" in batch and not is_given else []
+    return (_assumed_batch(CONFIG_BATCH), *lengths)
+
+
+def _assumed_of_model(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Batch, and length or picture, of a model of MODELS."""
+    key, size = ("length", f"length {LENGTH}") if name in OF_TEXT else ("picture", f"pictures of {PICTURE} x {PICTURE}")
+    batch = () if "batch" in options else (_assumed_batch(BATCH),)
+    return (*batch, *(() if key in options else (f"{size} (#{key}=N sets it)",)))
 
 
 def find_any_task(text: str) -> Task:
@@ -291,6 +328,8 @@ def of_task(task: Task, device: str | None = None) -> Subject:
 def _task(text: str, head: str) -> Task:
     known = head.partition(":")[0] in (*WITH_FILE, *WITHOUT_FILE) or ".py:" in head
     if not known:
+        check_has_function(head)
+        _check_is_no_config(head)
         likely = closest(head, (*WITHOUT_FILE, *WITH_FILE, *MODELS))
         raise TaskError(
             f"{head!r} is neither a task nor a model. Closest: {likely}. Allowed: {', '.join(WITHOUT_FILE)}, images:FILE, text:FILE, "
@@ -299,14 +338,29 @@ def _task(text: str, head: str) -> Task:
     return find_task(text)
 
 
+def _check_is_no_config(head: str) -> None:
+    """TaskError if `head` is meant as a config of a Hugging Face model, and there is none: a path, or a name of the hub."""
+    path = Path(head)
+    if path.is_dir():
+        raise TaskError(f"the folder {head} has no {NAME}. To train on its pictures: images:{head}.")
+    if path.suffix == ".json":
+        more = "" if path.name == NAME else f" A config of a Hugging Face model is named {NAME}."
+        raise TaskError(f"{head}: {f'there is no such file.{more}' if not path.exists() else more.strip()}")
+    if "/" in head:
+        raise TaskError(
+            f"there is no folder {head}, and nothing is downloaded: save {NAME} of the Hugging Face model in a folder, and give its path."
+        )
+
+
 def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
     autocast = subject.autocast if changes.autocast is None else autocast_dtype(changes.autocast)
     optimizer = changes.optimizer or subject.optimizer
     if isinstance(optimizer, str) and optimizer not in (*RULES, "adam"):
         raise TaskError(f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(RULES)}.")
     batch = subject.batch if changes.batch is None else resized(subject.batch, subject.batch_size, changes.batch)
+    assumed = tuple(text for text in subject.assumed if changes.batch is None or not text.startswith("batch "))
     changed: dict[str, Any] = {"autocast": autocast, "optimizer": optimizer, "device": changes.device, "compiled": changes.compiled}
-    return replace(subject, batch=batch, _traces={}, **changed)
+    return replace(subject, assumed=assumed, batch=batch, _traces={}, **changed)
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
@@ -332,7 +386,7 @@ def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions
     if isinstance(made, Task):
         return of_task(made)
     if isinstance(made, nn.Module):
-        return Subject(head, made, *_random_batch_and_loss(made, changes))
+        return Subject(head, made, *_random_batch_and_loss(made, changes), assumed=(_assumed_batch(BATCH),))
     if isinstance(made, tuple) and 2 <= len(made) <= 4 and isinstance(made[0], nn.Module):
         return Subject(head, *made)
     raise TaskError(

@@ -13,6 +13,7 @@ from paredown.cli.application import (
     CHOOSE,
     BudgetOption,
     Exit,
+    GpuOption,
     HereOption,
     JsonOption,
     ModeOption,
@@ -23,9 +24,11 @@ from paredown.cli.application import (
     say_missing,
     verb,
 )
+from paredown.cli.budget import Budget, read_budget
 from paredown.cli.inputs import check_places, write_json
 from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
 from paredown.errors import ParedownError
+from paredown.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,6 +70,7 @@ def train(
     task: TaskArgument,
     plan: OnePlanOption = None,
     budget: BudgetOption = None,
+    gpu: GpuOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also train the baseline (no plan) from the same seed.")] = False,
     verify: VerifyOption = False,
     seed: SeedOption = 0,
@@ -78,7 +82,8 @@ def train(
     is_json: JsonOption = False,
 ) -> None:
     """Train a task under a plan, or under a plan made for a budget; without either, train the baseline."""
-    if plan is not None and budget is not None:
+    within = read_budget(budget, gpu)
+    if plan is not None and within is not None:
         raise typer.BadParameter("give a plan or a budget, not both: a budget makes its own plan.", param_hint="--budget")
     if verify and mode != "store":
         raise typer.BadParameter(
@@ -92,8 +97,8 @@ def train(
 
         named_task = find_any_task(task)
         plans = None if frontier is None else _frontier(frontier)
-        chosen = read_plan(plan or BASELINE) if budget is None else plan_for_budget(named_task, budget, device)
-    name = name_of(plan) if plan else f"within {budget}" if budget else BASELINE
+        chosen = read_plan(plan or BASELINE) if within is None else plan_for_budget(named_task, within.size, device)
+    name = name_of(plan) if plan else f"within {budget or gpu}" if within else BASELINE
     runs = [*_baseline_run(chosen, compares=compare), TrainingRun(name, chosen)]
     verified = {} if not verify else _verified(runs[-1], named_task, seed=seed, device=device, out=out, is_json=is_json)
     for run in runs:
@@ -105,8 +110,9 @@ def train(
     value = {"task": named_task.name, "runs": [run.to_json() for run in runs], "advice": advice, **verified}
     if out is not None:
         write_json(out, value)
-    saved = [f"The weights are in {save}."] if save and last.is_done else []
-    emit(value) if is_json else tell(*runs_table(named_task.name, runs), *saved)
+    ends = [f"The weights are in {save}."] if save and last.is_done else []
+    ends += [f"The budget is {within.say(_budget_bytes(within, named_task, device))}."] if within else []
+    emit(value) if is_json else tell(*runs_table(named_task.name, runs), *ends)
     _exit_if_failed(last, advice)
 
 
@@ -237,6 +243,13 @@ def plan_for_budget(task: Task, budget: str, device: str | None) -> Plan:
     from paredown.cli.subject import of_task
 
     return of_task(task, device).plan_within(budget)
+
+
+def _budget_bytes(budget: Budget, task: Task, device: str | None) -> int:
+    from paredown.plan.footprint import footprint
+    from paredown.tasks.task_trace import trace_task
+
+    return parse_bytes(budget.size, whole=footprint(trace_task(task, device=device)).peak_bytes)
 
 
 def check_weights_file(path: Path | None) -> None:

@@ -36,6 +36,7 @@ from torch import Tensor
 from paredown.codec import backend
 from paredown.codec.reference import COVER, OCP, Encoding, PackedParts, tensor_scale_of
 from paredown.errors import CodecError
+from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
@@ -308,7 +309,7 @@ def _encoding(
 ) -> Encoding:
     if not isinstance(scales, str | Tensor | PackedTensor):
         raise CodecError(f"scales are 'cover', 'ocp', a PackedTensor or its scales, not {type(scales).__name__}.")
-    format = Format.parse(format)
+    format = find_format(format)
     try:
         rounding, overflow = Rounding(rounding), default_overflow(format) if overflow is None else Overflow(overflow)
     except ValueError as error:

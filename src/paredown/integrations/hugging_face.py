@@ -162,10 +162,7 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str | None = None, verify: bo
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
     they differ by more than the tolerance.
     """
-    if not hasattr(trainer, "callback_handler"):
-        raise ApplyError(
-            f"attach takes a transformers.Trainer, not {type(trainer).__name__}; for a model call paredown.apply(plan, model)."
-        )
+    _check_attached(trainer, plan)
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     callback = TrainerPlanCallback(plan, **options)
@@ -208,6 +205,19 @@ def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | N
     moments = callback.plan.find(("",), Role.MOMENT1).format
     stored = f"moments in {moments}" if moments is not None else "moments in float32, since the plan requests no format for them"
     return equal, f"optim={optim_name!r} runs as paredown.optim.{OPTIMIZERS[equal][0]().__name__}: the same update rule, {stored}."
+
+
+def _check_attached(trainer: Any, plan: Any) -> None:
+    """ApplyError unless the first of the two is a trainer."""
+    if hasattr(trainer, "callback_handler"):
+        return
+    if isinstance(trainer, Plan) and hasattr(plan, "callback_handler"):
+        raise ApplyError("attach takes the trainer first, then the plan: attach(trainer, plan).")
+    types = f"{type(trainer).__name__} and {type(plan).__name__}"
+    raise ApplyError(
+        f"attach takes a transformers.Trainer and a Plan, not {types}: attach(trainer, plan). In a training loop of your own: "
+        "paredown.apply(plan, model)."
+    )
 
 
 def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:

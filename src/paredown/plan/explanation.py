@@ -24,12 +24,13 @@ from paredown.plan.footprint import slot_bytes
 from paredown.plan.plan import Plan
 from paredown.plan.replay import SlotStorage, moment_bytes, parameter_of, resolve_parameter_formats, slot_storages
 from paredown.roles import Role
-from paredown.sizes import say_bytes
+from paredown.sizes import FLOAT_BYTES, say_bytes
 from paredown.tables import TableRows
 from paredown.trace.trace import Slot, Trace
 
 HEAD = ("slot", "role", "baseline", "stored as", "what", "why")
 SMALL = "it is small: biases, norms and small layers are stored unmodified"
+NOT_SMALLER = "its format would take no fewer bytes"
 NO_RULE = "the plan assigns it no format"
 
 
@@ -76,6 +77,31 @@ class PlannedSlots(TableRows[PlannedSlot]):
 def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:
     """How `plan` stores every activation, weight, gradient and moment of the step, and why."""
     return PlannedSlots([*_activations(trace, plan), *_parameters(trace, plan)])
+
+
+@dataclass(frozen=True)
+class UnpackedSlots:
+    """Slots for which a plan has a rule, and which are stored unmodified for one reason; `nbytes` in all."""
+
+    role: Role
+    why: str
+    nbytes: int
+    slots: tuple[str, ...]
+
+
+def unpacked_slots(trace: Trace, plan: Plan) -> list[UnpackedSlots]:
+    """The slots that a plan has a rule for and cannot pack, by role and reason, the most bytes first."""
+    groups: dict[tuple[Role, str], list[PlannedSlot]] = {}
+    for row in explain_slots(trace, plan) if not plan.changes_nothing else ():
+        if row.what in ("fixed", "unmodified") and row.why not in (NO_RULE, SMALL) and _has_rule(row, plan):
+            why = NOT_SMALLER if row.why.startswith("it would take") else row.why
+            groups.setdefault((row.role, why), []).append(row)
+    found = [UnpackedSlots(*key, sum(r.nbytes for r in rows), tuple(r.slot for r in rows)) for key, rows in groups.items()]
+    return sorted(found, key=lambda group: -group.nbytes)
+
+
+def _has_rule(row: PlannedSlot, plan: Plan) -> bool:
+    return plan.find((row.slot,), row.role).format is not None
 
 
 def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
@@ -127,4 +153,6 @@ def _not_quantized(weight: Slot) -> tuple[str, str]:
     """`what` and `why` of a parameter, gradient or moment without a format."""
     if weight.stays:
         return "fixed", weight.stays
+    if weight.dtype not in FLOAT_BYTES:
+        return "fixed", f"it is {weight.dtype}, which no format can store"
     return ("fixed", SMALL) if is_small(weight.shape) else ("unmodified", NO_RULE)

@@ -140,7 +140,7 @@ class Plan:
     @staticmethod
     def preset(name: str) -> Plan:
         """The preset with this name."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             rows = "; ".join(f"{row.name} ({row.note})" for row in PRESETS.values())
             raise PlanError(f"preset {name!r} is unknown. Allowed: {rows}. Plan.uniform(activation=...) takes any format.")
         row = PRESETS[name]

@@ -26,7 +26,7 @@ store = "trials.db"                          # --store and PAREDOWN_STORE replac
 
 [[plans]]                                    # the baseline
 [[plans]]
-preset = "lpmm"
+preset = ["lpmm", "activations4"]            # a plan each; or one text
 [[plans]]
 file = "plan.json"
 [[plans]]                                    # all combinations of lists: 2 x 1 plans
@@ -339,6 +339,14 @@ def _crossed(table: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(table, choice, strict=True)) for choice in product(*choices)]
 
 
+def _names(table: dict[str, Any], word: str) -> list[str]:
+    """The text of a key, or the texts of its list."""
+    names = table[word] if isinstance(table[word], list) else [table[word]]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise SweepError(f'{word} is a text or a list of texts, such as {word} = ["lpmm", "activations4"], not {table[word]!r}.')
+    return names
+
+
 def _templates(table: dict[str, Any], folder: Path) -> list[PlanTemplate]:
     return [PlanTemplate(str(choice["assign"]), choice.get("method", "role")) for choice in _crossed(table)]
 
@@ -355,8 +363,8 @@ Make = Callable[[dict[str, Any], Path], Sequence[Plan | PlanTemplate]]
 SOURCES: dict[
     str, tuple[Make, tuple[str, ...]]
 ] = {  # key of a [[plans]] table: the function that makes its plans, and the keys that it allows beside it
-    "preset": (lambda table, folder: [Plan.preset(table["preset"])], ()),
-    "file": (lambda table, folder: [Plan.load(folder / table["file"])], ()),
+    "preset": (lambda table, folder: [Plan.preset(name) for name in _names(table, "preset")], ()),
+    "file": (lambda table, folder: [Plan.load(folder / name) for name in _names(table, "file")], ()),
     "assign": (_templates, ("method",)),
     "peppp_low": (_peppp, ("peppp_high",)),
 }

@@ -35,6 +35,7 @@ changed; a task on a folder, or of the user's code, is not cached.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import os
@@ -295,6 +296,7 @@ def _on_sys_path(folder: Path) -> Generator[None]:
 
 # --- Tasks by name ---
 
+SHOWN_FUNCTIONS = 8
 LENGTH = 64  # bytes of a training piece of a text
 ALLOWED = "digits, fashion_mnist, images:FILE.npz, images:FOLDER, text:FILE, or path/to/file.py:function"
 WITHOUT_FILE: dict[str, Callable[[], Examples]] = {"digits": read_digits, "fashion_mnist": read_fashion_mnist}
@@ -324,6 +326,7 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
         ) from error.__cause__
     except OSError as error:  # the name of a file is not valid
         raise TaskError(f"task {portable_text(text)!r}: {error.strerror or error}.") from None
+    check_has_function(head.strip(), root)
     likely = closest(kind, (*WITHOUT_FILE, *WITH_FILE)).partition(",")[0]
     raise TaskError(f"task {portable_text(text)!r} is unknown. Closest: {likely}. Allowed: {ALLOWED}.")
 
@@ -332,6 +335,37 @@ def _without_file(kind: str, options: Mapping[str, Any]) -> Examples:
     if "superclass" in options:
         raise TaskError(f"{kind} has no superclasses.")
     return WITHOUT_FILE[kind]()
+
+
+def check_has_function(head: str, folder: Path | None = None) -> None:
+    """TaskError if `head` is a Python file without a function behind it; the functions that the file defines are listed.
+
+    >>> check_has_function("net.py")
+    Traceback (most recent call last):
+        ...
+    paredown.errors.TaskError: there is no file net.py. A task or model of yours is written file.py:function.
+    """
+    file, _, function = head.partition(":")
+    if not file.endswith(".py") or function:
+        return
+    path = (folder or Path()) / file
+    if not path.is_file():
+        raise TaskError(f"there is no file {_portable(file)}. A task or model of yours is written file.py:function.")
+    names = _functions(path) if folder is None else []
+    which = f"It defines {', '.join(names[:SHOWN_FUNCTIONS])}." if names else "It defines no function."
+    raise TaskError(
+        f"{_portable(file)} is a file; name its function that returns the task or model too: "
+        f"{_portable(file)}:{names[0] if names else 'function'}. {which}"
+    )
+
+
+def _functions(path: Path) -> list[str]:
+    """Names of the functions that a Python file defines, by its text alone: nothing runs."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return []
+    return [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
 def _task_of_file(kind: str, file: str, options: Mapping[str, Any], folder: Path | None) -> Task:

@@ -1,0 +1,129 @@
+"""Budgets of the command line: `--budget 24GB` in bytes, and `--gpu 4090` as the memory of a card less that of its CUDA context.
+
+A GB is 1000^3 bytes and a GiB is 1024^3, so `24GB` is 22.35 GiB; a card that is sold as 24 GB has about 23.5 GiB. Budgets are printed in
+both units, and a budget in GB that is the size of a card names `--gpu`.
+
+>>> gpu_budget("RTX 4090").say(parse_bytes(gpu_budget("4090").size))
+'23.00 GiB (24.70 GB): 4090, 23.50 GiB less 512.00 MiB for the CUDA context'
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import typer
+
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
+
+CONTEXT_BYTES = 1 << 29  # of the CUDA context and the kernels that it loads, about
+HERE = re.compile(r"(?:cuda|here)(?::(?P<index>[0-9]{1,3}))?")
+
+
+class Card(NamedTuple):
+    """A GPU by name; `sold_gb` is the number in its name or specification, `total_gib` what torch reports, rounded down to 0.1 GiB."""
+
+    name: str
+    sold_gb: int
+    total_gib: float
+
+
+CARDS = (
+    Card("1080ti", 11, 10.9),
+    Card("2080ti", 11, 10.5),
+    Card("3060", 12, 11.6),
+    Card("3080", 10, 9.6),
+    Card("3090", 24, 23.5),
+    Card("4070", 12, 11.5),
+    Card("4080", 16, 15.5),
+    Card("4090", 24, 23.5),
+    Card("5090", 32, 31.3),
+    Card("t4", 16, 14.5),
+    Card("v100-16gb", 16, 15.7),
+    Card("v100-32gb", 32, 31.7),
+    Card("a10", 24, 21.9),
+    Card("l4", 24, 21.9),
+    Card("a40", 48, 44.3),
+    Card("l40s", 48, 44.3),
+    Card("a6000", 48, 47.3),
+    Card("a100-40gb", 40, 39.3),
+    Card("a100-80gb", 80, 79.1),
+    Card("h100", 80, 79.1),
+    Card("h200", 141, 139.7),
+    Card("b200", 180, 178.3),
+)
+ALIASES = {"a10g": "a10", "h10080gb": "h100", "v100": "v100-16gb or v100-32gb", "a100": "a100-40gb or a100-80gb"}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget of the command line: a `size` that parse_bytes reads, the `argument` it came from, and `origin`, words for its size."""
+
+    size: str
+    argument: str
+    origin: str = ""
+
+    def say(self, nbytes: int) -> str:
+        """The budget of `nbytes` bytes in GiB and GB, and where it comes from or which cards it may mean."""
+        why = self.origin or _cards_of(self.size)
+        return f"{say_bytes_twice(nbytes)}{f': {why}' if why else ''}"
+
+
+def read_budget(budget: str | None, gpu: str | None) -> Budget | None:
+    """The budget that --budget or --gpu gives; None without either, BadParameter with both."""
+    if budget is not None and gpu is not None:
+        raise typer.BadParameter(f"give a budget or a GPU, not both: --gpu {gpu} is a budget.", param_hint="--gpu")
+    return gpu_budget(gpu) if gpu is not None else None if budget is None else Budget(budget, f"--budget {budget}")
+
+
+def needed_budget(budget: str | None, gpu: str | None, *, default: str | None = None) -> Budget:
+    """`read_budget`, or the budget `default`; BadParameter if there is none."""
+    found = read_budget(budget, gpu)
+    if found is None and default is None:
+        raise typer.BadParameter("missing: give a size such as 8GiB or 60%, or the card with --gpu.", param_hint="--budget")
+    return found or Budget(str(default), f"--budget {default}")
+
+
+def gpu_budget(text: str) -> Budget:
+    """The budget of a card by name, or of a GPU of this machine (cuda, cuda:1): its memory that is free now."""
+    name = re.sub(r"nvidia|geforce|quadro|tesla|rtx|gtx|pcie|sxm[0-9]*|hbm[0-9a-z]*|[\s_-]", "", text.lower())
+    if (match := HERE.fullmatch(name)) is not None:
+        return _budget_here(int(match["index"] or 0), text)
+    name = ALIASES.get(name, name)
+    for card in CARDS:
+        if card.name.replace("-", "") == name.replace("-", ""):
+            total = int(card.total_gib * 2**30)
+            origin = f"{card.name}, {say_bytes(total)} less {say_bytes(CONTEXT_BYTES)} for the CUDA context"
+            return Budget(str(total - CONTEXT_BYTES), f"--gpu {card.name}", origin)
+    names = ", ".join(card.name for card in CARDS)
+    fault = f"comes in two sizes: write {name}" if " or " in name else f"is unknown: allowed are {names}"
+    raise typer.BadParameter(
+        f"GPU {text!r} {fault}; cuda is what is free on the GPU of this machine, and --budget takes any size.", param_hint="--gpu"
+    )
+
+
+def _budget_here(index: int, text: str) -> Budget:
+    """The free memory of GPU number `index`; other processes and the CUDA context of this one are taken off."""
+    cuda: Any = import_module("torch").cuda
+    num = cuda.device_count() if cuda.is_available() else 0
+    if index >= num:
+        raise typer.BadParameter(
+            f"torch sees {num} GPU{'s' * (num != 1)} on this machine, and {text!r} is none of them: name a card, such as --gpu 4090.",
+            param_hint="--gpu",
+        )
+    free, total = cuda.mem_get_info(index)
+    origin = f"free of {say_bytes(total)} on cuda:{index}, {cuda.get_device_name(index)}"
+    return Budget(str(free), f"--gpu cuda:{index}", origin)
+
+
+def _cards_of(size: str) -> str:
+    """Words on the cards that are sold with as many GB as `size` has; "" if it has another unit, or there are none."""
+    number, unit = size.strip()[:-2].strip(), size.strip()[-2:].lower()
+    cards = [card for card in CARDS if unit == "gb" and parse_bytes(size) == card.sold_gb * 10**9]
+    if not cards:
+        return ""
+    low, high = (pick(card.total_gib for card in cards) for pick in (min, max))
+    span = f"{low} GiB" if low == high else f"{low} to {high} GiB"
+    return f"cards sold as {number} GB have {span} (--gpu {', '.join(card.name for card in cards)})"
