@@ -16,14 +16,14 @@ from paredown.formats.rounding import Seed
 from tests.oracles.exact import element
 from tests.support.strategies import examples, formats, shapes
 
-BYTES_OF_SCALE = {"": 0, "fp32": 4, "bf16": 2, "e8m0": 1, "e4m3fn": 1}
+BYTES_OF_SCALE = {"": 0, "fp32": 4, "bf16": 2, "e8m0": 1, "e4m3fn": 1, "e5m2": 1, "e3m4": 1}
 
 
 def counted_bytes(text: str, shape: tuple[int, ...]) -> int:
     """Walk over every value: set the bits that it takes in its row, and note the block that it falls in."""
     name, _, blocked = text.partition("/")
     block, _, kinds = blocked.partition("@")
-    width, block_len, total = element(name).width, int(block or 1), 4 if kinds.startswith("e4m3fn") else 0
+    width, block_len, total = element(name).width, int(block or 1), 4 if kinds.startswith(("e4m3fn", "e5m2", "e3m4")) else 0
     rows = shape[0] if len(shape) > 1 else 1
     row = list(product(*map(range, shape[1:] if len(shape) > 1 else shape)))
     for _ in range(rows):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-SCALES = ("fp32", "bf16", "e8m0", "e4m3fn")
+SCALES = ("fp32", "bf16", "e8m0", "e4m3fn", "e5m2", "e3m4")
 MINIMUMS = ("", "+fp32", "+bf16")
 BLOCK_LENGTHS = (1, 2, 3, 5, 8, 16, 31, 32, 64, 100, 65536)
 

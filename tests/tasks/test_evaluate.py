@@ -281,6 +281,7 @@ def test_a_factor_of_the_loss_changes_nothing_where_nothing_is_rounded() -> None
     assert packed[0] == packed[1], "packed gradients are divided too"
 
 
+@pytest.mark.filterwarnings("ignore:.*training stalls:UserWarning")  # of the task without the factor
 def test_a_factor_keeps_small_gradients_from_being_lost() -> None:
     """Gradients of activations below the smallest value of a format, rounded to nearest, are zero without it.
 

@@ -75,7 +75,7 @@ class PackedTensor:
 
     @property
     def tensor_scale(self) -> Tensor | None:
-        """The scale of all block scales, where those are e4m3fn."""
+        """The scale of all block scales, where those are 8-bit floats."""
         return self.parts.tensor_scale
 
     @property

@@ -8,8 +8,9 @@ A tensor is laid out as (rows, cols); `formats/format.py` draws it. In float32 a
 
 where `inverse` = 1 / scale and e(y) is y rounded to the element (`codes_of`). Rounding the scale up keeps every y within the
 element, so that stochastic rounding stays unbiased; where the division or the product still rounds past the largest value, y is clamped
-to it. Scales in fp32 and bf16 are at least 2^-126 (or 0), so that 1 / scale is finite. With scale e4m3fn there is one more scale
-for the tensor: tensor_scale = max |x| / (448 * max_value), block scales are taken relative to it, and `scale` above is their product.
+to it. Scales in fp32 and bf16 are at least 2^-126 (or 0), so that 1 / scale is finite. With scale e4m3fn, or another 8-bit float, there is
+one more scale for the tensor: tensor_scale = max |x| / (448 * max_value), where 448 is the largest value of e4m3fn; block scales are taken
+relative to it, and `scale` above is their product.
 `scales="ocp"` is OCP's rule for e8m0 instead: 2^(floor(log2 max |x|) - floor(log2 max_value)); values past the largest then saturate.
 
 A block that holds NaN or inf, or numbers so large that its range or its scale cannot be stored, has scale NaN, and decodes to NaN
@@ -105,7 +106,7 @@ ToCodes = Callable[[Tensor, Element, Rounding, Overflow, Tensor | None], tuple[T
 class PackedParts:
     """The tensors of a packed tensor: codes (rows, row_bytes) uint8, scales and minimums (rows, blocks), tensor_scale ().
 
-    Scales in fp32 and bf16 are tensors of that dtype, those in e8m0 and e4m3fn are uint8 codes.
+    Scales in fp32 and bf16 are tensors of that dtype, those in e8m0 and 8-bit floats are uint8 codes.
     """
 
     codes: Tensor | None = None
@@ -298,21 +299,23 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
 
 
 def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
-    """The scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn.
+    """The scale of a tensor whose largest finite magnitude is `largest`, for block scales in e4m3fn or another 8-bit float.
 
-    It is at least 2^-117, so that the smallest block scale times it has a finite inverse. With a minimum, which bf16 rounds down,
-    the range of a block is at most 2 + 2^-6 times `largest`.
+    It is at least 2^-126 / the smallest block scale (2^-117 for e4m3fn), so that their product has a finite inverse. With a minimum,
+    which bf16 rounds down, the range of a block is at most 2 + 2^-6 times `largest`.
     """
     if format.minimum:
         largest = largest * (2 + 2.0**-6)
-    divisor = min(448.0 * format.element.max_value, torch.finfo(torch.float32).max)
-    return torch.where(largest > 0, (largest / torch.full_like(largest, divisor)).clamp(min=2.0**-117), 0.0)
+    assert format.scale is not None, "a tensor scale belongs to block scales"
+    divisor = min(format.scale.max_value * format.element.max_value, torch.finfo(torch.float32).max)
+    least = SMALLEST_SCALE / format.scale.smallest
+    return torch.where(largest > 0, (largest / torch.full_like(largest, divisor)).clamp(min=least), 0.0)
 
 
 def store_scale(scale: Tensor, element: Element) -> Tensor:
-    """`scale` rounded up to a value of `element`, as the stored tensor (uint8 codes for e8m0 and e4m3fn). NaN stays NaN.
+    """`scale` rounded up to a value of `element`, as the stored tensor (uint8 codes for e8m0 and 8-bit floats). NaN stays NaN.
 
-    Past the largest value, e4m3fn saturates, since scales relative to the tensor scale exceed it by rounding error alone; bf16 and
+    Past the largest value, 8-bit floats saturate, since scales relative to the tensor scale exceed it by rounding error alone; bf16 and
     e8m0 become inf or NaN.
     """
     if element.name in ("fp32", "bf16"):
@@ -320,7 +323,7 @@ def store_scale(scale: Tensor, element: Element) -> Tensor:
         return scale if element.name == "fp32" else -rounded_down(-scale, element)
     values = torch.tensor(element.values()[: element.max_code + 1], device=scale.device)  # in increasing order
     codes = torch.searchsorted(values, scale.contiguous())
-    if element.name == "e4m3fn":
+    if element.kind is ElementKind.FLOAT:
         codes = codes.clamp(max=element.max_code)
     return torch.where(scale.isnan(), element.nan_code or 0, codes).to(torch.uint8)
 

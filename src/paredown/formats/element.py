@@ -19,7 +19,8 @@ The suffix names the codes that are not numbers, as in ml_dtypes:
 Integers are treated as floats that are subnormal everywhere: `int8` has equal steps of 1. mantissa_bits and min_exponent describe both
 kinds, and one rounding rule applies to both. `intN` is
 two's complement and encoding uses the symmetric range (int8: -127..127, int2: -1, 0, 1; int1 is -1, 0); `uintN` starts at 0.
-Tables (`nf4`, `e8m0`) list their values from the smallest to the largest; a code is an index into the list.
+Tables (`nf4`, `e8m0`) list their values from the smallest to the largest; a code is an index into the list. A table of your own is
+spelled by its values, `[-1 -0.5 0 0.5 1]`, in as many bits as their number needs; each becomes the nearest float32.
 
 Every value is exactly representable in float32. Codes of wide elements whose value float32 cannot hold
 (e8m7fn has one binade past it) are never produced.
@@ -29,14 +30,19 @@ Every value is exactly representable in float32. Codes of wide elements whose va
 (3.25, 448.0, 0.001953125)
 >>> [Element.parse("int2").value(code) for code in (0, 1, 3)]
 [0.0, 1.0, -1.0]
+>>> Element.of_values((-1, -0.25, 0, 0.25, 1)), Element.parse("[-1 -.25 0 .25 1]").width
+(Element('[-1 -0.25 0 0.25 1]'), 3)
 """
 
 from __future__ import annotations
 
 import re
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, cached_property
+from itertools import pairwise
 from math import inf, ldexp, nan
 from typing import Any
 
@@ -47,8 +53,9 @@ FLOAT32_MAX_EXPONENT = 127
 MAX_INT_WIDTH = 16
 ALLOWED = (
     "eXmY with X in 1..8 and Y in 0..23, then optionally a bias (b11), specials (fn, fnuz, f) and ns; "
-    "intN or uintN with N in 1..16; e8m0, nf4, fp32, bf16, fp16"
+    "intN or uintN with N in 1..16; e8m0, nf4, fp32, bf16, fp16; or the values of a table, [-1 -0.5 0 0.5 1]"
 )
+MAX_TABLE_LEN = 256
 
 
 class ElementKind(str, Enum):
@@ -88,6 +95,11 @@ class Element:
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise FormatError(f"an element is text such as 'e4m3fn', not {type(text).__name__}.")
         return _parse(text)
+
+    @staticmethod
+    def of_values(values: Iterable[float]) -> Element:
+        """The element whose values are `values`, from the smallest to the largest; its text lists them."""
+        return _parse(f"[{' '.join(map(_text_of, values))}]")
 
     def __hash__(self) -> int:
         return self._hash
@@ -207,6 +219,8 @@ def _values(element: Element) -> tuple[float, ...]:
 NUMBER = "(?:0|[1-9][0-9]{0,5})"
 FLOAT_TEXT = re.compile(f"e(?P<x>{NUMBER})m(?P<y>{NUMBER})(?:b(?P<bias>{NUMBER}))?(?P<specials>fnuz|fn|f)?(?P<ns>ns)?")
 INT_TEXT = re.compile(f"(?P<kind>u?int)(?P<width>{NUMBER})")
+TABLE_TEXT = re.compile(r"\[([-0-9.e, ]{1,8192})\]")
+DECIMAL = re.compile("-?(?:[0-9]{1,40}[.]?[0-9]{0,60}|[.][0-9]{1,60})(?:e-?[0-9]{1,3})?")
 SAME_AS = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10"}
 
 
@@ -233,7 +247,29 @@ def _parse(text: str) -> Element:
         return _integer(text, ElementKind(match["kind"]), int(match["width"]))
     if match := FLOAT_TEXT.fullmatch(SAME_AS.get(text, text)):
         return _float(text, match)
+    if match := TABLE_TEXT.fullmatch(text):
+        return _table(text, match[1].replace(",", " ").split())
     raise FormatError(f"element {text!r} is unknown. Allowed: {ALLOWED}.")
+
+
+def _text_of(value: float) -> str:
+    """The text of a number in a table: without a plus, which separates the minimum of a format."""
+    return repr(float(value)).removesuffix(".0").replace("+", "")
+
+
+def _table(text: str, numbers: list[str]) -> Element:
+    if not 2 <= len(numbers) <= MAX_TABLE_LEN or not all(DECIMAL.fullmatch(number) for number in numbers):
+        raise FormatError(f"element {text!r}: a table has 2 to {MAX_TABLE_LEN} decimal numbers such as -0.5, separated by spaces.")
+    try:
+        values = tuple(struct.unpack("<f", struct.pack("<f", float(number)))[0] + 0.0 for number in numbers)
+    except OverflowError:
+        raise FormatError(f"element {text!r}: values are at most 3.4e38, the largest of float32.") from None
+    if any(low >= high for low, high in pairwise(values)) or values[-1] <= 0:
+        raise FormatError(
+            f"element {text!r}: the values of a table rise, differ in float32, and end above 0. Sort them, and drop repeated ones."
+        )
+    name = f"[{' '.join(_text_of(value) for value in map(float, numbers))}]"
+    return Element(name, ElementKind.TABLE, (len(values) - 1).bit_length(), table=values)
 
 
 def _integer(text: str, kind: ElementKind, width: int) -> Element:

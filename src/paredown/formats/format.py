@@ -4,6 +4,8 @@
     int4/64@bf16         every 64 values share a bf16 scale; value = code value * scale
     e2m1fn/32@e8m0       MXFP4: 4-bit floats, a power of two for every 32
     e2m1fn/16@e4m3fn     NVFP4: 8-bit float scales, themselves scaled by one float32 for the whole tensor
+    e2m1fn/16@e5m2       the same with other scales: any 8-bit float that has NaN
+    [-1 -0.3 0 0.3 1]/64@bf16    a table of your own: its largest value stands for the largest magnitude of a block
     uint4/64@bf16+fp32   affine: value = code * scale + minimum, for tensors that lie on one side of zero
 
 The layout in memory: a row is one index of dimension 0 (0-d and 1-d tensors are one row), the rest of the dimensions flattened.
@@ -13,10 +15,10 @@ bits, and each row starts on a byte. Rows never share a block, so any split of d
 >>> f = Format.parse("int4/64@bf16")
 >>> f.nbytes((3, 100))  # 3 rows of 50 bytes of codes and 2 scales
 162
->>> Format.parse("int4/64@fp16")
+>>> Format.parse("int4/64@fp16")  # doctest: +ELLIPSIS
 Traceback (most recent call last):
     ...
-paredown.errors.FormatError: format 'int4/64@fp16': 'fp16' is no scale. Allowed: fp32, bf16, e8m0, e4m3fn (fp16 loses small momentum).
+paredown.errors.FormatError: format 'int4/64@fp16': 'fp16' is no scale (it loses small momentum). Allowed: fp32, bf16, e8m0, e4m3fn...
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from math import prod
 from typing import Any
 
 from paredown.errors import FormatError
-from paredown.formats.element import Element, ElementKind
+from paredown.formats.element import FLOAT_TEXT, Element, ElementKind
 
 SCALES = ("fp32", "bf16", "e8m0", "e4m3fn")
 MINIMUMS = ("fp32", "bf16")
@@ -107,8 +109,8 @@ class Format:
 
     @cached_property
     def has_tensor_scale(self) -> bool:
-        """Whether block scales are themselves scaled by one float32 per tensor, since e4m3fn spans too little."""
-        return self.scale is not None and self.scale.name == "e4m3fn"
+        """Whether block scales are themselves scaled by one float32 per tensor, since 8-bit floats span too little."""
+        return self.scale is not None and self.scale.kind is ElementKind.FLOAT and self.scale.width == 8
 
     @property
     def bits_per_value(self) -> float:
@@ -186,17 +188,22 @@ def _block_len(text: str, part: str) -> int:
 
 
 def _shared(text: str, part: str, what: str, allowed: tuple[str, ...]) -> Element:
-    if part not in allowed:
-        why = " (fp16 loses small momentum)" if part == "fp16" else ""
-        raise FormatError(f"format {text!r}: {part!r} is no {what}. Allowed: {', '.join(allowed)}{why}.")
-    return Element.parse(part)
+    if part in allowed:
+        return Element.parse(part)
+    others = " and other 8-bit floats that have NaN" if what == "scale" else ""
+    if others and FLOAT_TEXT.fullmatch(part):
+        element = Element.parse(part)
+        if element.width == 8 and element.nan_code is not None:
+            return element
+    why = " (it loses small momentum)" if part == "fp16" else ""
+    raise FormatError(f"format {text!r}: {part!r} is no {what}{why}. Allowed: {', '.join(allowed)}{others}.")
 
 
 def _check_block(text: str, element: Element, minimum: Element | None) -> None:
     if minimum is not None and element.kind is not ElementKind.UINT:
         raise FormatError(f"format {text!r}: a minimum needs codes that start at 0: uint{min(element.width, 16)}, not {element}.")
-    if element.name in ("e8m0", "int1"):
-        lacks = {"e8m0": "zero", "int1": "positive value"}[element.name]
-        raise FormatError(
-            f"format {text!r}: {element} has no {lacks}, so a block of it cannot hold a tensor. Use int2 or uint1 with a minimum."
-        )
+    has_zero = element.kind is not ElementKind.TABLE or 0.0 in element.table
+    if not has_zero or element.name == "int1":
+        lacks = "positive value" if has_zero else "zero"
+        remedy = "Add 0 to its values." if element.name.startswith("[") else "Use int2 or uint1 with a minimum."
+        raise FormatError(f"format {text!r}: {element} has no {lacks}, so a block of it cannot hold a tensor. {remedy}")

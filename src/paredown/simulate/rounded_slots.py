@@ -37,6 +37,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.selectors import slot_key
 from paredown.plan.storage import UNMODIFIED, Assignment
 from paredown.roles import Role
+from paredown.simulate.range_counts import RangeCounter, RangeCounts
 
 SPARE = 256  # rows for slots that are added later, such as those of a loss
 NEVER = -1
@@ -111,6 +112,7 @@ class RoundedSlots:
     def __init__(self, plan: Plan, seed: int, *, raised: Plan | None = None, share: float = 0.01, all_live: bool = False) -> None:
         self.plan, self.seed, self.raised, self.share, self.all_live = plan, seed, raised, share, all_live
         self.refused: dict[str, str] = {}  # slot that is not rounded -> reason
+        self._counter_of_range = RangeCounter()
         self._all: list[RoundedSlot] = []
         self._by_name: dict[tuple[str, Role], RoundedSlot | None] = {}
         self._pending: dict[str, tuple[int, float]] = {}  # promotions of a loaded state, for slots that are not added yet
@@ -210,6 +212,7 @@ class RoundedSlots:
         for slot in self._all:
             slot.assignment = plan.find(slot.names, slot.role)
         self.plan, self.seed = plan, seed
+        self._counter_of_range.reset()
         self._by_name = {key: slot for key, slot in self._by_name.items() if slot is not None}
         self._write(self._all)
 
@@ -227,6 +230,8 @@ class RoundedSlots:
     def begin(self) -> None:
         """Start of a forward pass."""
         self._counter.add_(1)
+        is_captured = self.is_capturing or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        self._counter_of_range.begin(is_captured=is_captured)
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
         """Round `x` in place to the format of `slot`, unrecorded by autograd; `counts_overflow`: overflowing values are counted first."""
@@ -243,6 +248,15 @@ class RoundedSlots:
         if x.dtype not in FLOATS:
             self.refused[slot.key] = f"its values are {str(x.dtype).removeprefix('torch.')}"
             return out if out is x else out.copy_(x)
+        if not self._counter_of_range.is_on:
+            return self._round_uncounted(x, out, slot, counts_overflow=counts_overflow)
+        before, current = (x.detach().clone() if out is x else x), slot.raised if self.is_raised(slot) else slot.assignment
+        rounded = self._round_uncounted(x, out, slot, counts_overflow=counts_overflow)
+        if current.format is not None and x.numel():
+            self._counter_of_range.add(slot.number, current.format, before, rounded)
+        return rounded
+
+    def _round_uncounted(self, x: Tensor, out: Tensor, slot: RoundedSlot, *, counts_overflow: bool) -> Tensor:
         is_on_device = x.device == self.device
         if counts_overflow and is_on_device and self.raised is not None and x.numel():
             share = (x.detach().abs() >= self._limits[slot.number]).float().mean()
@@ -292,6 +306,15 @@ class RoundedSlots:
         for launch in capture.launches:
             launch.write()
         self._captured.append(capture)
+
+    @property
+    def counts(self) -> RangeCounts:
+        """How many values of each slot left the range of its format."""
+        return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
+
+    def new_warnings(self) -> list[str]:
+        """A sentence for each role whose gradients vanish, once."""
+        return self._counter_of_range.new_warnings((slot.number, slot.key, slot.role) for slot in self._all)
 
     def _step(self) -> Any:
         return self._counter if self._table is not None else self.forwards

@@ -19,6 +19,7 @@ optimizer updates is the master weight, and each forward pass computes with a co
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -35,6 +36,7 @@ from paredown.session.changes import CHECKPOINTED, UNMODIFIED, Change, Changes, 
 from paredown.session.checkpointing import CheckpointedModules
 from paredown.simulate.forward_calls import ForwardCalls
 from paredown.simulate.outline import LOSS, Outline, of_call
+from paredown.simulate.range_counts import RangeCounts
 from paredown.simulate.rounded_slots import Promotion, RoundedSlot, RoundedSlots
 from paredown.simulate.rounded_values import MODES, RoundedValues, Simulate
 from paredown.trace.autograd_graph import tensors_in
@@ -95,6 +97,14 @@ class SimulatedSession:
     def promotions(self) -> tuple[Promotion, ...]:
         """The slots that were promoted to a wider format because their values overflowed."""
         return self._slots.promotions
+
+    @property
+    def counts(self) -> RangeCounts:
+        """Underflows, flushed, saturated and nonfinite values of each slot, in the forward passes that were counted.
+
+        The first passes are counted, and then every 16th, with their backward and optimizer step; none in captured CUDA graphs.
+        """
+        return self._slots.counts
 
     @property
     def outline(self) -> Outline | None:
@@ -211,6 +221,8 @@ class SimulatedSession:
         if self._outline is None:
             self._trace_outline(model, args, kwargs)
         self._hook_parameters(model)
+        for sentence in self._slots.new_warnings():
+            warnings.warn(sentence, UserWarning, stacklevel=2)
         counts_overflow = self.how.raised is not None and torch.is_grad_enabled() and model.training
         if counts_overflow:
             self._slots.promote()

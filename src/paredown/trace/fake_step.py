@@ -168,7 +168,7 @@ class FakeStep:
             self._record_held((output, value))
             self.backward_at = self.timeline.tick()
             self.timeline.phase = "backward"
-            with self._explained("backward"), self._recording_gradients():
+            with self._explained("backward"), self._recording_gradients(), self.device_forms.autocast(None):
                 value.backward()
             self._mark_gradients()
 

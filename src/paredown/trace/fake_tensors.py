@@ -15,7 +15,8 @@ with these forms it reports what a GPU saves. Tables:
 
 `autocast("cuda")` disables itself on machines without CUDA, and a fake tensor on cuda aborts the process there: so the autocast state is
 set directly, and any device that the model names becomes the CPU. Functions of torch that are written in Python, such as
-F.multi_head_attention_forward, would run with the function mode off; their bodies are run with it on.
+F.multi_head_attention_forward, would run with the function mode off; their bodies are run with it on. So are those of backward, in
+which activation checkpointing recomputes: it compares what it recomputes with what the forward pass saved.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -36,6 +37,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from paredown.errors import TraceError
 from paredown.trace import device_ops
+from paredown.trace.cuda_autocast import cuda_autocast
 from paredown.trace.module_watch import Hook
 
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -73,6 +75,7 @@ BANNED = _names("binary_cross_entropy")  # autocast on CUDA raises an error for 
 HALVES = (torch.float16, torch.bfloat16)
 CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 IN_PYTHON = ("torch.nn.functional", "torch.functional")  # modules whose functions are written in Python
+BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)  # checkpoints recompute inside of these
 ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})  # access to attributes of tensors, which is no operation
 DEVICE_METHODS = frozenset({"cuda", "pin_memory", "record_stream"})  # tensor methods that only move a tensor: they return it
 
@@ -203,7 +206,7 @@ class DeviceForms(TorchFunctionMode):
         kwargs = kwargs or {}
         if name in ATTRIBUTES:
             return func(*args, **kwargs)
-        if isinstance(func, FunctionType) and func.__module__ in IN_PYTHON:
+        if isinstance(func, FunctionType) and (func.__module__ in IN_PYTHON or func in BACKWARD):
             body = self._body(func)
             if body is not None:
                 with self:
@@ -272,46 +275,26 @@ class DeviceForms(TorchFunctionMode):
                 return tensor.to(to)
             key = (id(tensor), to)
             if key not in self._casts:
-                self._casts[key] = (tensor, tensor.to(to))
+                with torch.enable_grad():  # a cast that is cached under no_grad serves operations outside of it too
+                    self._casts[key] = (tensor, tensor.to(to))
             return self._casts[key][1]
 
         return tree_map_only(Tensor, cast, (args, kwargs))
 
     @contextmanager
     def autocast(self, dtype: torch.dtype | None) -> Generator[None]:
-        """Autocast of the target device with `dtype`, off for None; cached casts of parameters are freed at its end."""
-        if not self._is_cuda:
+        """Autocast of the target device with `dtype`, off for None; cached casts of parameters are freed at its end.
+
+        Off around backward: there checkpoints enter the autocast state of their forward pass.
+        """
+        if self._is_cuda:
+            with cuda_autocast(dtype, self._casts.clear):
+                yield
+        elif dtype is None and not torch.is_autocast_enabled("cpu"):  # a context would keep casts until its own end
+            yield
+        else:
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 yield
-            return
-        before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        torch.set_autocast_enabled("cuda", dtype is not None)
-        torch.set_autocast_dtype("cuda", dtype or before[1])
-        try:
-            with _autocast_is_for_cuda():
-                yield
-        finally:
-            torch.set_autocast_enabled("cuda", before[0])
-            torch.set_autocast_dtype("cuda", before[1])
-            self._casts.clear()
-
-
-@contextmanager
-def _autocast_is_for_cuda() -> Generator[None]:
-    """Inside the context, a model's torch.autocast(x.device.type) and torch.autocast("cuda") set autocast for CUDA, also without CUDA."""
-    kind = torch.amp.autocast_mode.autocast
-    common = torch.cuda.amp.common
-    before = kind.__init__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported
-
-    def begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        before[0](self, "cuda" if device_type == "cpu" else device_type, *args, **kwargs)
-
-    kind.__init__, common.amp_definitely_not_available = begin, lambda: False
-    torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
-    try:
-        yield
-    finally:
-        kind.__init__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported = before
 
 
 def _on_cpu(value: Any) -> Any:

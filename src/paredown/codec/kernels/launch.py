@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paredown.codec.kernels import numbers, pack, runtime_formats
 from paredown.codec.reference import Encoding, PackedParts, table_limits
-from paredown.formats.element import Element, ElementKind
+from paredown.formats.element import TABLES, Element, ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 
@@ -155,10 +155,12 @@ AS_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.ui
 def covers(encoding: Encoding, job: str) -> bool:
     """Whether there is a kernel to "encode" or "decode" (packed widths), or to "round_trip" (any width without a block).
 
-    Elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130) go through plain torch.
+    Elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130), tables of users and scales other than SCALES go
+    through plain torch.
     """
-    element, block = encoding.format.element, encoding.format.block
-    if element.min_exponent < -126:
+    element, block, scale = encoding.format.element, encoding.format.block, encoding.format.scale
+    is_own_table = element.kind is ElementKind.TABLE and element.name not in TABLES
+    if element.min_exponent < -126 or is_own_table or (scale is not None and scale.name not in SCALES):
         return False
     if job == "round_trip" and block is None:
         return True
