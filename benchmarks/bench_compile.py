@@ -6,8 +6,9 @@
     python benchmarks/bench_compile.py --quick                            # a toy on the CPU: whether it runs, no figures
 
 Ways: compiled (plain torch.compile, the baseline of all ratios), budget=0.8, 0.5 and 0.3 (torch's activation_memory_budget), int8 and
-int4 (`pare.apply(plan, model).compile()` with the plans of bench_session.py), eager; on request also eager-int8, eager-int4 and joins like
-int8+budget=0.6. All under bf16 autocast with fused AdamW.
+int4 (`pare.apply(plan, model).compile()` with the plans of bench_session.py), eager; on request also fit=6.6 (the plan that `assign`
+makes for the compiled step in so many GiB), eager-int8, eager-int4 and joins like int8+budget=0.6. All under bf16 autocast with fused
+AdamW.
 
 Each row has a process of its own with empty compile caches (compile_worker.py). Up to --jobs processes compile and warm up at the same
 time, as many as the memory of the GPU allows; when the last of them is ready they take their times one after the other, and each exits

@@ -18,7 +18,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +31,7 @@ from loops import Way as Format
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
+import paredown as pare
 from paredown.models import MODELS
 
 LIMIT_BYTES = 16 * GIB
@@ -41,12 +42,13 @@ NUM_LOSSES = 10  # the loss after a training is the mean of its last ones
 
 @dataclass(frozen=True)
 class Way:
-    """How a step runs; names are joined by + or -: compiled, eager, int8, int4, budget=0.5, eager-int8, int8+budget=0.6."""
+    """How a step runs; names are joined by + or -: compiled, eager, int8, int4, budget=0.5, fit=6.6, eager-int8, int8+budget=0.6."""
 
     name: str
     is_eager: bool
     bits: str | None  # a key of FORMATS
     budget: float | None  # torch's activation_memory_budget
+    fit: float | None = None  # GiB that `assign` makes a plan for
 
     @staticmethod
     def parse(name: str) -> Way:
@@ -54,10 +56,14 @@ class Way:
         parts = re.split(r"[+-]", name)
         budgets = [float(part[7:]) for part in parts if re.fullmatch(r"budget=[01](\.\d+)?", part)]
         bits = [part for part in parts if part in FORMATS]
+        fits = [float(part[4:]) for part in parts if re.fullmatch(r"fit=\d+(\.\d+)?", part)]
         plain = [part for part in parts if part in ("compiled", "eager")]
-        if len(budgets) + len(bits) + len(plain) != len(parts) or max(map(len, (budgets, bits, plain))) > 1:
-            raise ValueError(f"{name!r} is no way to run a step; write compiled, eager, int8, int4, budget=0.5 or int8+budget=0.6")
-        return Way(name, "eager" in plain, bits[0] if bits else None, budgets[0] if budgets else None)
+        kinds = (budgets, bits, plain, fits)
+        if sum(map(len, kinds)) != len(parts) or max(map(len, kinds)) > 1 or (fits and len(parts) > 1):
+            raise ValueError(
+                f"{name!r} is no way to run a step; write compiled, eager, int8, int4, budget=0.5, fit=6.6 or int8+budget=0.6"
+            )
+        return Way(name, "eager" in plain, *(found[0] if found else None for found in (bits, budgets, fits)))
 
 
 # --- networks ---------------------------------------------------------------------------------------------------------
@@ -147,14 +153,22 @@ class Worker:
 
 
 @contextmanager
-def called(way: Way, model: nn.Module, *, seed: int = 0, **options: Any) -> Generator[tuple[Any, Any]]:
+def called(way: Way, model: nn.Module, batch: Batch | None = None, *, seed: int = 0, **options: Any) -> Generator[tuple[Any, Any]]:
     """What a step calls in place of the model, and the session or None; `options` are those of torch.compile."""
     name = way.bits or "unmodified"
-    with applied(Format(name, FORMATS.get(name)), model, seed) as session:
+    with fitted(way, model, batch) if way.fit and batch else applied(Format(name, FORMATS.get(name)), model, seed) as session:
         if way.is_eager:
             yield model, session
         else:
             yield torch.compile(model, **options) if session is None else session.compile(**options), session
+
+
+def fitted(way: Way, model: nn.Module, batch: Batch) -> Any:
+    """A session with the plan that `assign` makes for the compiled step within `way.fit` GiB."""
+    device = next(model.parameters()).device.type
+    loss = None if isinstance(batch, Mapping) else cross_entropy
+    trace = pare.trace_step(model, batch, loss=loss, optimizer="adamw", device=device, autocast=torch.bfloat16, compiled=True)
+    return pare.apply(pare.assign(trace, f"{way.fit}GiB"), model)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -199,7 +213,7 @@ def step_fields(worker: Worker, job: Job, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build(job, worker.device)
     batch, optimizer = job.batch(job.size, worker.device), make_optimizer(job.optimizer, model)
-    with called(worker.way, model, **options) as (network, session):
+    with called(worker.way, model, batch, **options) as (network, session):
         step = make_step(network, batch, optimizer, worker.device)
         fields: dict[str, Any] = {**warmed_up(worker, step), "size": job.size, "shape": shape_of(batch)}
         with worker.lock:

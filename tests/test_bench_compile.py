@@ -69,7 +69,8 @@ def test_names_of_ways(bench: Any) -> None:
     assert [way.is_eager for way in found] == [False, True, False, True, False, False]
     assert [way.bits for way in found] == [None, None, "int4", "int8", None, "int8"]
     assert [way.budget for way in found] == [None, None, None, None, 0.3, 0.6]
-    for wrong in ("int3", "int8+int4", "budget=2", "", "compiled-eager"):
+    assert [parse(name).fit for name in ("fit=6.6", "fit=12", "int8")] == [6.6, 12.0, None]
+    for wrong in ("int3", "int8+int4", "budget=2", "", "compiled-eager", "fit=", "int8+fit=3"):
         with pytest.raises(ValueError, match="no way to run a step"):
             parse(wrong)
 
