@@ -177,6 +177,20 @@ def test_loggers_write_the_numbers_down(logger: str, tmp_path: Path, monkeypatch
         assert name in written, name
 
 
+@pytest.mark.parametrize("prints", [True, False])
+def test_the_summary_is_printed_at_the_end(prints: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = trainer_in(tmp_path, max_steps=2)
+    callback = attach(trainer, PLAN)
+    callback.prints_summary = prints
+    trainer.train()
+    lines = capsys.readouterr().out.splitlines()
+    starts = [i for i, line in enumerate(lines) if line == "paredown: Session of GPT2LMHeadModel: 2 forward passes"]
+    assert len(starts) == prints
+    if prints:
+        names = [line.split("  ")[1] for line in lines[starts[0] + 1 : starts[0] + 6]]
+        assert names == ["activations", "weights", "optimizer state", "gradients", "peak memory"]
+
+
 def test_clipping_is_that_of_the_trainer(tmp_path: Path) -> None:
     """SGD without momentum moves by lr times the clipped gradient: all together by lr x max_grad_norm at most."""
     plan = pare.Plan.uniform(gradient="int8/64@bf16")
@@ -253,6 +267,8 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
         late.train()
     with pytest.raises(ApplyError, match="takes a Plan, not str"):
         attach(late, "lpmm")  # type: ignore[arg-type]
+    with pytest.raises(ApplyError, match=r"takes a transformers.Trainer, not GPT2LMHeadModel; for a model call paredown.apply"):
+        attach(late.model, PLAN)
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ApplyError, match="model_init makes a new model"):
         attach(transformers.Trainer(model_init=tiny, args=args), PLAN)

@@ -87,6 +87,15 @@ def test_a_plan_at_work_its_numbers_and_the_plain_model_at_the_end(tmp_path: Pat
         assert float(rows[-1].split(",")[rows[0].split(",").index(name)]) >= 0
 
 
+@pytest.mark.parametrize("prints", [True, False])
+def test_the_summary_is_printed_at_the_end(prints: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = PareCallback(PLAN)
+    callback.prints_summary = prints
+    trainer(tmp_path, callback).fit(Classifier(), batches())
+    assert callback.session is not None and callback.session.forwards
+    assert ("paredown: Session of Sequential: " in capsys.readouterr().out) == prints
+
+
 def test_a_resumed_fit_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """An epoch is one batch here: Lightning itself begins its data anew where it is resumed within one."""
     whole, later = Classifier(), Classifier()

@@ -97,7 +97,9 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
             state.log_history[-1].update(values)  # the trainer's copy of `logs`, made before callbacks run
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Close the session, which restores the unmodified model."""
+        """Print the session's summary, and close it, which restores the unmodified model."""
+        if state.is_world_process_zero:
+            self.print_summary()
         self.close()
 
     def state(self) -> dict[str, Any]:

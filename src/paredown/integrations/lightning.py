@@ -106,8 +106,10 @@ class PareCallback(AppliedPlan, Callback):
         self.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Close the session after fitting, which restores the unmodified model."""
+        """Print the session's summary after fitting, and close it, which restores the unmodified model."""
         if stage == "fit":
+            if trainer.is_global_zero:
+                self.print_summary()
             self.close()
 
     def state_dict(self) -> dict[str, Any]:

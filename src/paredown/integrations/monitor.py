@@ -141,7 +141,12 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 
 
 class AppliedPlan:
-    """A plan, its session while it is applied to a model, and a monitor. `options` are those of `apply`."""
+    """A plan, its session while it is applied to a model, and a monitor. `options` are those of `apply`.
+
+    Set `prints_summary` to False, and the session's summary is not printed when training ends.
+    """
+
+    prints_summary = True
 
     def __init__(self, plan: Plan, **options: Any) -> None:
         if not isinstance(plan, Plan):
@@ -170,6 +175,11 @@ class AppliedPlan:
             raise
         if self._monitor is not None:
             self._monitor.forget()
+
+    def print_summary(self) -> None:
+        """Print the summary of a session that is open, unless `prints_summary` is False."""
+        if self.prints_summary and self.is_open and isinstance(self.session, Session):
+            print(f"paredown: {self.session.summary()}", flush=True)
 
     def close(self) -> None:
         """Close the session, which restores the unmodified model; can be called more than once."""

@@ -108,6 +108,7 @@ class ForwardStorage:
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `_use_and_detail`
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
     names: dict[Any, str] = field(default_factory=dict)  # key in `forms` -> name of the first slot that saved it
+    originals: dict[int, int] = field(default_factory=dict)  # storage address -> bytes of the original that forms replace
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
     # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
     # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
@@ -118,6 +119,13 @@ class ForwardStorage:
         """The stored operand of `node` from which other tensors can be recomputed; None if there is none."""
         entry = self.sources.get(node._sequence_nr()) if node is not None else None
         return entry[1] if entry is not None and entry[0] is node else None
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes of the activations that one forward pass saved: as stored, and as the unmodified model saves them."""
+
+    stored: int = 0
+    baseline: int = 0
 
 
 class Activations:
@@ -131,6 +139,7 @@ class Activations:
         self.not_packed: dict[str, str] = {}  # slot name -> why it cannot be packed
         self.restored: frozenset[str] = frozenset()  # slots whose original tensor outlived the last forward pass
         self.not_freed: dict[str, str] = {}  # packed slots whose original memory outlived the last forward pass -> why
+        self.largest = ActivationBytes()  # of the forward pass that saved most
         self.min_numel = MIN_PACKED_NUMEL
         self.on_packed: Observer = lambda saved, piece, form: None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
@@ -173,6 +182,7 @@ class Activations:
         storage: ForwardStorage = self._local.storage
         self._local.storage = None
         self._running = [other for other in self._running if other is not storage]
+        not_packed = {address: tensor.untyped_storage().nbytes() for address, tensor in storage.unpacked.items()}
         held = storage.unpacked
         held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
         for key, form in storage.forms.items():
@@ -182,7 +192,14 @@ class Activations:
         restored = [key for key, form in storage.forms.items() if key[0] in held and form.restore_original(held[key[0]])]
         self.restored = frozenset(storage.names[key] for key in restored)
         alive = [key for key, form in storage.forms.items() if key[0] not in held and not form.storage.expired()]
+        self._count(storage, {**not_packed, **{key[0]: storage.originals[key[0]] for key in (*restored, *alive)}})
         self.not_freed = {storage.names[key]: IN_PLACE if key in storage.in_place else NOT_FREED for key in alive}
+
+    def _count(self, storage: ForwardStorage, unmodified: dict[int, int]) -> None:
+        """Update `largest`; `unmodified`: storage address -> bytes of the saved tensors whose original stays in memory."""
+        baseline = sum({**storage.originals, **unmodified}.values())
+        if baseline > self.largest.baseline:
+            self.largest = ActivationBytes(sum(unmodified.values()) + sum(form.nbytes for form in storage.forms.values()), baseline)
 
     def save(self, saved: Saved) -> None:
         """Replace one saved tensor by its stored form, if it can be packed."""
@@ -211,6 +228,7 @@ class Activations:
             if form is not previous:
                 storage.forms[key] = form
                 storage.names[key] = saved.name
+                storage.originals[piece.address] = piece.storage.nbytes()
                 if is_view_modified_in_place(tensor):
                     storage.in_place.add(key)
                 self._forms.append(weakref.ref(form))

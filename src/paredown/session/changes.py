@@ -19,29 +19,46 @@ step  slot        from          to          why
 slot        asked         now           why
 fc:input    int4/64@bf16  int4/64@bf16  quantized by the plan
 attn:query  int4/64@bf16  int8/64@bf16  pinned
+
+`Summary`: bytes by role against the baseline, and what is not stored as requested, in at most ten lines.
+
+>>> pinned = Changes([Change("attn:query", "int4/64@bf16", "int8/64@bf16", "pinned")])
+>>> Summary("Encoder", "8 forward passes", (StoredBytes("activations", 2**20, 2**22),), "not measured on a CPU", pinned)
+Session of Encoder: 8 forward passes
+  activations  1.00 MiB instead of 4.00 MiB, 25 %
+  peak memory  not measured on a CPU
+Not stored as requested: 1 row of session.changes
+  attn:query -> int8/64@bf16: pinned
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
+from textwrap import shorten
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
+from paredown.optim.packed_weight import Weight
 from paredown.optim.parameter_state import owner_of, request_of
+from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
-from paredown.session.activations import Activations
+from paredown.session.activations import REASONS, Activations
+from paredown.sizes import say_bytes
 from paredown.tables import TableRows
+from paredown.trace.trace import Trace
 
 UNMODIFIED = "unmodified"
 CHECKPOINTED = "checkpointed"
 QUANTIZED = "quantized by the plan"
 HELD = "the caller or the model holds it when the forward pass ends"
+BESIDE_ORIGINAL = "beside the original"
 HIDDEN = (
     "an in-place operation on a view: autograd hides what it saves, so that it is not packed. "
     "Use inplace=False, or clone() before the operation"
@@ -83,7 +100,7 @@ class Changes(TableRows[Change]):
 
 def beside_original(format: str) -> str:
     """What is stored for a packed slot whose original memory is not freed."""
-    return f"{format} beside the original"
+    return f"{format} {BESIDE_ORIGINAL}"
 
 
 def describe_state(state: Any) -> str:
@@ -143,6 +160,32 @@ class Explanation(TableRows[SlotExplanation]):
         return row
 
 
+def activation_changes(
+    plan: Plan, activations: Activations, is_checkpointed: Callable[[str], bool], in_place_on_views: Collection[str]
+) -> list[Change]:
+    """The activations that are not stored as the plan requests; of eager mode."""
+    rows, explained = list[Change](), activations.restored | activations.not_freed.keys()
+    for name, decision in activations.decisions.items():
+        if decision.format != decision.asked and name not in explained:
+            rows.append(Change(name, str(decision.asked), str(decision.format or UNMODIFIED), decision.reason))
+    others = {
+        name: (UNMODIFIED, reason)
+        for name, reason in activations.not_packed.items()
+        if reason not in (REASONS["weight"], REASONS["buffer"]) and not is_checkpointed(name)
+    }
+    others.update({name: (UNMODIFIED, HELD) for name in sorted(activations.restored)})
+    for name, reason in sorted(activations.not_freed.items()):
+        decision = activations.decisions.get(name)
+        format = decision.format if decision is not None else None
+        others[name] = beside_original(str(format or "packed")), reason
+    others.update({f"{path}:in_place": (UNMODIFIED, HIDDEN) for path in sorted(in_place_on_views)})
+    requested = {name: plan.find((name,), Role.ACTIVATION).format for name in others}
+    return [
+        *rows,
+        *(Change(name, str(requested[name]), *given) for name, given in others.items() if requested[name] is not None),
+    ]
+
+
 def explain_session(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:
     """A row for every activation among `slots` that has a decision, and for every other slot in `changes`."""
     rows = [row for row in _activations(plan, activations, actions) if row.slot in slots]
@@ -171,6 +214,112 @@ def _activations(plan: Plan, activations: Activations, actions: Actions) -> Iter
             why = "the plan requests no format" if asked is None else QUANTIZED
         later = [f"step {action.step}: {action.before} to {action.after}, {action.why}" for action in by_slot[name]]
         yield SlotExplanation(name, str(asked or UNMODIFIED), current, "; ".join([why, *later]))
+
+
+# --- the summary -------------------------------------------------------------------------------------------------------------------
+
+NUM_REASONS = 3  # in a summary; session.changes has all
+REASON_LENGTH = 110  # letters
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes of one kind of tensor: as stored, and as the unmodified model stores them."""
+
+    name: str
+    stored: int
+    baseline: int
+
+    def __str__(self) -> str:
+        share = f", {100 * self.stored / self.baseline:.0f} %" if self.baseline else ""
+        return f"{say_bytes(self.stored)} instead of {say_bytes(self.baseline)}{share}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a session stored against the baseline, and what is not stored as requested; prints in at most ten lines."""
+
+    model: str
+    state: str
+    stored: tuple[StoredBytes, ...]
+    peak: str
+    changes: Changes
+
+    def lines(self) -> list[str]:
+        """The lines that are printed."""
+        cells = [*((row.name, str(row)) for row in self.stored), ("peak memory", self.peak)]
+        width = max(len(name) for name, _ in cells)
+        lines = [f"Session of {self.model}: {self.state}", *(f"  {name.ljust(width)}  {text}" for name, text in cells)]
+        if not self.changes:
+            return [*lines, "Everything is stored as requested"]
+        rows = "1 row" if len(self.changes) == 1 else f"{len(self.changes)} rows"
+        return [*lines, f"Not stored as requested: {rows} of session.changes", *self._reasons()]
+
+    def _reasons(self) -> Iterator[str]:
+        """A line for each of the most frequent reasons: first memory that is not freed, then what is not packed, small tensors last."""
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for change in self.changes:
+            groups[change.given, change.reason].append(change.slot)
+        ranked = sorted(groups.items(), key=lambda item: (_rank(*item[0], item[1][0]), -len(item[1])))
+        shown = ranked if len(groups) <= NUM_REASONS else ranked[: NUM_REASONS - 1]
+        for (given, reason), slots in shown:
+            others = f" and {len(slots) - 1} more" if len(slots) > 1 else ""
+            yield f"  {slots[0]}{others} -> {given}: {shorten(reason, REASON_LENGTH, placeholder=' ...')}"
+        rest = sum(len(slots) for _, slots in ranked[len(shown) :])
+        if rest:
+            yield f"  {rest} more for {len(groups) - len(shown)} other reasons"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    __repr__ = __str__
+
+
+def _rank(given: str, reason: str, slot: str) -> int:
+    """The place of a reason in a summary: what costs most memory is lowest."""
+    if reason == HIDDEN or given.endswith(BESIDE_ORIGINAL):
+        return 0
+    return 3 if " of fewer than " in slot else 1 if given in (UNMODIFIED, "nothing") else 2
+
+
+def stored_bytes(model: nn.Module | None, activations: Activations, weights: Iterable[Weight]) -> tuple[StoredBytes, ...]:
+    """Activations of the largest forward pass, weights if some are packed, optimizer state and gradients."""
+    most = activations.largest
+    rows = [StoredBytes("activations", most.stored, most.baseline)] if most.baseline else []
+    if model is None:
+        return tuple(rows)
+    plain = sum(p.numel() * p.element_size() for p in model.parameters())
+    saved = sum(weight.size.numel() * weight.dtype.itemsize - weight.nbytes for weight in weights)
+    rows += [StoredBytes("weights", plain - saved, plain)] if saved else []
+    return (*rows, *_state_bytes(model))
+
+
+def peak_memory(model: nn.Module | None, plan: Plan, trace: Trace | None) -> str:
+    """The predicted peaks of `trace`, and the measured one on a GPU, in words."""
+    devices = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"}) if model is not None else []
+    texts = [f"{say_bytes(torch.cuda.max_memory_allocated(device))} allocated on {device}" for device in devices]
+    if trace is not None:
+        peaks = [say_bytes(footprint(trace, of).peak_bytes) for of in (plan, None)]
+        texts.insert(0, f"{peaks[0]} predicted instead of {peaks[1]}")
+    return ", ".join(texts) or "not measured on a CPU; session.summary(trace) compares predictions"
+
+
+def _state_bytes(model: nn.Module) -> list[StoredBytes]:
+    """Bytes of optimizer state and gradients of the parameters that an optimizer of paredown.optim has updated."""
+    totals = {"optimizer state": [0, 0], "gradients": [0, 0]}
+    for parameter in model.parameters():
+        owner = owner_of(parameter)
+        entry = owner.entry_of(parameter) if owner is not None else None
+        state = owner.state.get(parameter) if owner is not None else None
+        if owner is None or entry is None or not state:
+            continue
+        num_bytes = parameter.numel() * parameter.element_size()
+        moments = owner.rule_for(owner.param_groups[entry.group]).roles
+        stored = sum(value.nbytes for name, value in state.items() if isinstance(value, Tensor) and not name.startswith("weight."))
+        gradient = entry.gradient.nbytes if entry.gradient is not None else 0 if owner.memory.release else num_bytes
+        for name, pair in (("optimizer state", (stored, len(moments) * num_bytes)), ("gradients", (gradient, num_bytes))):
+            totals[name] = [total + part for total, part in zip(totals[name], pair, strict=True)]
+    return [StoredBytes(name, *pair) for name, pair in totals.items() if any(pair)]
 
 
 # --- optimizer state and gradients ---------------------------------------------------------------------------------------------

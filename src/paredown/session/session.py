@@ -34,11 +34,9 @@ from paredown.formats.catalog import is_small
 from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role
-from paredown.session.activations import REASONS, Activations
+from paredown.session.activations import Activations
 from paredown.session.changes import (
     CHECKPOINTED,
-    HELD,
-    HIDDEN,
     QUANTIZED,
     STATE,
     UNMODIFIED,
@@ -47,10 +45,14 @@ from paredown.session.changes import (
     Changes,
     Explanation,
     SlotExplanation,
-    beside_original,
+    StoredBytes,
+    Summary,
+    activation_changes,
     describe_state,
     explain_session,
+    peak_memory,
     state_changes,
+    stored_bytes,
 )
 from paredown.session.checkpointing import CheckpointedModules
 from paredown.session.guard import Guard, checked_guard
@@ -59,8 +61,10 @@ from paredown.session.view_outputs import ViewOutputs
 from paredown.session.weights import Weights
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
+from paredown.sizes import say_bytes
 from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 from paredown.trace.module_watch import Watch
+from paredown.trace.trace import Trace
 
 if TYPE_CHECKING:
     from paredown.session.compiled.compiled_graphs import CompiledGraphs
@@ -170,7 +174,8 @@ class Session:
         model, rows = self._model(), [*self._weights.changes()]
         rows += state_changes(model, self.plan, awaits_optimizer=self.awaits_optimizer) if model is not None else ()
         rows += [Change(name, text, "nothing", NO_SUCH_TENSOR) for name, text in self._requests_without_tensor()]
-        rows += self._activation_changes()
+        packed = self._activations
+        rows += activation_changes(self.plan, packed, self._checkpointed.has, self._watch.in_place_on_views)
         rows += self._compiled.changes() if self._compiled is not None else []
         rest = self.plan.find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
@@ -215,6 +220,14 @@ class Session:
         packed = {f"weight={name}": str(weight.packed.format) for name, weight in self._weights.weights.items()}
         rows += [SlotExplanation(slot, text, text, QUANTIZED) for slot, text in packed.items() if slot not in changed]
         return Explanation([*explain_session(self.applied, self._activations, changes, self.actions, slots), *rows])
+
+    def summary(self, trace: Trace | None = None) -> Summary:
+        """What is stored against the baseline, the peak memory, and what is not stored as requested: at most ten lines.
+
+        Activations are those of the forward pass that saved most. With a `trace` of the step, the predicted peaks are compared.
+        """
+        peak = peak_memory(self._model(), self.applied, trace)
+        return Summary(self._model_name(), self._state(), self._stored_bytes(), peak, self.changes)
 
     def state_dict(self) -> dict[str, Any]:
         """The plan, the seed and the number of forward passes: with these, stochastic rounding continues with the same bits.
@@ -261,7 +274,7 @@ class Session:
 
         What `compile` returned stays usable, and its graphs still pack what they save: call torch.compile(model) for unmodified ones.
         """
-        self._final_changes = self.changes  # while weights are packed and optimizers have their requests
+        self._final_changes, self._final_bytes = self.changes, self._stored_bytes()  # while weights are packed
         self._watch.detach()
         self._view_outputs.detach()
         self._checkpointed.detach()
@@ -281,16 +294,14 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        model = self._model()
-        what = type(model).__name__ if model is not None else "a model that was deleted"
-        passes = "1 forward pass" if self.forwards == 1 else f"{self.forwards} forward passes"
-        state = f"{passes}, {self.stored_bytes:,} bytes stored" if self._is_open else "closed"
-        return f"Session({what}, {state})"
+        stored = [f"{row.name} {row}" for row in self._stored_bytes()[:1]]
+        return f"Session({', '.join([self._model_name(), self._state(), *stored])})"
 
     # --- private ----------------------------------------------------------------------------------------------------------
 
     _compiled: CompiledGraphs | None = None
     _final_changes: Changes | None = None  # of a closed session
+    _final_bytes: tuple[StoredBytes, ...] | None = None
     _missing: tuple[str, ...] = ()  # slot names of the plan that this model does not have
 
     def _begin(self) -> bool:
@@ -315,29 +326,22 @@ class Session:
             self._is_checked = True
             self._watch.end_first_pass()
 
-    def _activation_changes(self) -> list[Change]:
-        """The activations that are not stored as the plan requests; of eager mode."""
-        activations, rows = self._activations, list[Change]()
-        explained = activations.restored | activations.not_freed.keys()
-        for name, decision in activations.decisions.items():
-            if decision.format != decision.asked and name not in explained:
-                rows.append(Change(name, str(decision.asked), str(decision.format or UNMODIFIED), decision.reason))
-        others = {
-            name: (UNMODIFIED, reason)
-            for name, reason in activations.not_packed.items()
-            if reason not in (REASONS["weight"], REASONS["buffer"]) and not self._checkpointed.has(name)
-        }
-        others.update({name: (UNMODIFIED, HELD) for name in sorted(activations.restored)})
-        for name, reason in sorted(activations.not_freed.items()):
-            decision = activations.decisions.get(name)
-            format = decision.format if decision is not None else None
-            others[name] = beside_original(str(format or "packed")), reason
-        others.update({f"{path}:in_place": (UNMODIFIED, HIDDEN) for path in sorted(self._watch.in_place_on_views)})
-        requested = {name: self.plan.find((name,), Role.ACTIVATION).format for name in others}
-        return [
-            *rows,
-            *(Change(name, str(requested[name]), *given) for name, given in others.items() if requested[name] is not None),
-        ]
+    def _model_name(self) -> str:
+        model = self._model()
+        return type(model).__name__ if model is not None else "a model that was deleted"
+
+    def _state(self) -> str:
+        passes = "1 forward pass" if self.forwards == 1 else f"{self.forwards} forward passes"
+        actions = f", {len(self.actions)} actions of the guard" if self.actions else ""
+        graphs = self._compiled.reports if self._compiled is not None else ()
+        compiled = f", compiled graphs store {say_bytes(sum(graph.stored_bytes for graph in graphs))}" if graphs else ""
+        return f"{passes}{actions}{compiled}{'' if self._is_open else ', closed'}"
+
+    def _stored_bytes(self) -> tuple[StoredBytes, ...]:
+        """Activations of the largest forward pass, packed weights, optimizer state and gradients; of a closed session the last ones."""
+        if self._final_bytes is not None:
+            return self._final_bytes
+        return stored_bytes(self._model(), self._activations, self._weights.weights.values())
 
     def _change(self, plan: Plan) -> None:
         """Use the plan that the guard chose, from the next forward pass on."""
