@@ -1,4 +1,4 @@
-"""Sizes in bytes from text and back: `parse_bytes("8GiB")`, `say_bytes(1739461755)`.
+"""Sizes in bytes from text and back, and durations as text: `parse_bytes("8GiB")`, `say_bytes(1739461755)`, `say_seconds(90)`.
 
 A size is an integer, a number with a unit, or a percentage of another size. `8GB` is 8 * 1000^3 bytes, `8GiB` is 8 * 1024^3. The
 arithmetic is exact, and fractions of a byte are dropped, so that a budget never grows by rounding.
@@ -96,3 +96,20 @@ def say_bytes_twice(count: int) -> str:
         return binary
     power = PREFIXES.index(binary.split()[1][0]) + 1
     return f"{binary} ({count / 1000**power:.2f} {PREFIXES[power - 1]}B)"
+
+
+DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def say_seconds(seconds: float) -> str:
+    """A duration in its two largest units.
+
+    >>> say_seconds(3725), say_seconds(0.4)
+    ('1 h 2 min', '0 s')
+    """
+    left, parts = round(seconds), list[str]()
+    for size, unit in DURATIONS:
+        if left >= size or (unit == "s" and not parts):
+            parts.append(f"{left // size} {unit}")
+            left %= size
+    return " ".join(parts[:2])

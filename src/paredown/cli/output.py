@@ -1,7 +1,7 @@
 """Output of the commands: results go to stdout as text or, with --json, as one JSON object; messages and progress go to stderr.
 
-Tables are plain text, the same on a terminal and in a pipe; only a terminal gets bold headings. Progress bars are drawn only if stderr is
-a terminal.
+Tables are plain text, the same on a terminal and in a pipe; only a terminal gets bold headings and colours. Progress bars are drawn only
+if stderr is a terminal; else a command that takes long writes a line of progress to stderr every PIPE_SECONDS.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from paredown.sizes import say_seconds
 from paredown.tables import Table
 
 BASELINE = "baseline"  # the name of the step without a plan, in arguments and tables
@@ -95,16 +98,77 @@ def _has_password(argument: str) -> bool:
         return False
 
 
-# --- Progress on a terminal ---
+# --- Progress ---
 
 Report = Callable[[float, float, str], None]  # (done, total, note)
+PIPE_SECONDS = 10.0  # between lines of progress where stderr is no terminal
+TICK_SECONDS = 0.5
+
+
+class ProgressLines:
+    """Lines of progress: what was done, the time so far and the predicted time left; one every PIPE_SECONDS.
+
+    >>> now = [0.0]
+    >>> lines = ProgressLines("picking", clock=lambda: now[0], write=print)
+    >>> lines.report(0, 8, "trying lpmm"); now[0] = 60.0; lines.report(2, 8, "trying safe")
+    picking: 2 of 8, trying safe; 1 min so far, about 3 min left
+    """
+
+    def __init__(self, what: str, *, clock: Callable[[], float] = time.monotonic, write: Callable[[str], object] = say) -> None:
+        self._what, self._clock, self._write = what, clock, write
+        self._begun = self._written = clock()
+        self._first: tuple[float, float] | None = None  # time and count of the first report
+        self._last: tuple[float, float, float, str] | None = None  # time, count, total and note of the last one
+        self._lock = threading.Lock()
+
+    def report(self, done: float, total: float, note: str) -> None:
+        """Note how far the work is; writes a line if one is due."""
+        self._first = self._first or (self._clock(), done)
+        self._last = (self._clock(), done, total, note)
+        self.tick()
+
+    def tick(self) -> None:
+        """Write a line if the last one was PIPE_SECONDS ago."""
+        with self._lock:
+            now = self._clock()
+            if now - self._written >= PIPE_SECONDS:
+                self._written = now
+                self._write(self._line(now))
+
+    def _line(self, now: float) -> str:
+        so_far = f"{say_seconds(now - self._begun)} so far"
+        if self._first is None or self._last is None:
+            return f"{self._what}: {so_far}"
+        (begun, at_first), (at, done, total, note) = self._first, self._last
+        left = (total - done) * (at - begun) / (done - at_first) - (now - at) if done > at_first else 0.0
+        rest = f", about {say_seconds(left)} left" if left > 0 else ""  # none where it takes longer than predicted
+        return f"{self._what}: {done:.3g} of {total:g}, {note}; {so_far}{rest}"
+
+
+@contextmanager
+def progress_lines(what: str) -> Generator[Report]:
+    """`ProgressLines.report`; a thread writes lines also while nothing is reported."""
+    lines, is_over = ProgressLines(what), threading.Event()
+
+    def tick() -> None:
+        while not is_over.wait(TICK_SECONDS):
+            lines.tick()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield lines.report
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @contextmanager
 def progress_bar(what: str) -> Generator[Report]:
-    """A function `report(done, total, note)` that moves a progress bar; it does nothing unless stderr is a terminal."""
+    """A function `report(done, total, note)` that moves a progress bar; without a terminal, a line on stderr every PIPE_SECONDS."""
     if not sys.stderr.isatty():
-        yield lambda done, total, note: None
+        with progress_lines(what) as report:
+            yield report
         return
     from rich.console import Console
     from rich.markup import escape
@@ -118,9 +182,10 @@ def progress_bar(what: str) -> Generator[Report]:
 
 @contextmanager
 def spinner(what: str) -> Generator[None]:
-    """A spinner on stderr while the block runs, if stderr is a terminal."""
+    """A spinner on stderr while the block runs; without a terminal, a line on stderr every PIPE_SECONDS."""
     if not sys.stderr.isatty():
-        yield
+        with progress_lines(what):
+            yield
         return
     from rich.console import Console
     from rich.markup import escape

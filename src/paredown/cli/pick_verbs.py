@@ -77,9 +77,12 @@ def pick(
     with spinner("reading the task"):
         from paredown.cli.subject import find_any_task
         from paredown.pick.pick import pick as pick_plan
+        from paredown.tasks.evaluate import find_device
+        from paredown.tasks.threads import suited_threads
 
         named_task = find_any_task(task)
-    with kept_in_store(store is not None), progress_bar("picking") as progress:
+        place = find_device(device)
+    with kept_in_store(store is not None), suited_threads(named_task, place), progress_bar("picking") as progress:
         options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
         picked = pick_plan(named_task, within.size, evaluations, progress=progress, **options)
     written = write_outputs(picked, named_task, device, plan=out, record=record, report=report)

@@ -186,15 +186,16 @@ class TrainingRun:
 
     def train(self, task: Task, *, seed: int, device: str | None, mode: str) -> None:
         """Train, with a progress bar on a terminal."""
-        from paredown.tasks.evaluate import evaluate
+        from paredown.tasks.evaluate import evaluate, find_device
+        from paredown.tasks.threads import suited_threads
 
         def make(number: int) -> nn.Module:
             self._made[:] = [task.make_model(number)]  # the last model made is the trained one; earlier ones are traced
             return self._made[-1]
 
-        with progress_bar(f"training {self.name}") as report:
+        with_model = replace(task, make_model=make)
+        with suited_threads(with_model, find_device(device)), progress_bar(f"training {self.name}") as report:
             progress = lambda step, steps, loss: report(step, steps, f"loss {loss:.4f}")  # noqa: E731
-            with_model = replace(task, make_model=make)
             self._trial = evaluate(with_model, self.plan, seed=seed, device=device, mode=mode, progress=progress)
 
     def advice(self, task: Task, frontier: Frontier | None) -> str | None:

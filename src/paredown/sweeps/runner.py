@@ -22,6 +22,7 @@ from paredown.sweeps.sweep import Cost, Sweep, TrialSpec
 from paredown.sweeps.worker import WorkerOptions, work
 from paredown.tasks.evaluate import evaluate, make_setting
 from paredown.tasks.lookup import WITH_FILE, cached_task, find_file, is_inside
+from paredown.tasks.threads import suited_threads
 from paredown.tasks.training import TrainingSetup
 from paredown.tasks.trial import Trial
 
@@ -55,7 +56,8 @@ class TaskFolder:
     def __call__(self, spec: TrialSpec) -> Trial:
         """Run one trial."""
         setting = self.setting(spec)
-        trial = evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
+        with suited_threads(setting.task, setting.device):
+            trial = evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
         return replace(trial, task=spec.task)  # the text of the sweep, which may differ from the task's name
 
     def setting(self, spec: TrialSpec) -> TrainingSetup:

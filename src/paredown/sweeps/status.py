@@ -9,8 +9,6 @@ too. cli/sweep_verbs.py prints these numbers.
 >>> pace = Pace()
 >>> [pace.add(finished, now) for finished, now in ((4, 0.0), (5, 30.0), (7, 60.0))]
 [None, 2.0, 3.0]
->>> say_seconds(3725)
-'1 h 2 min'
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, and_, func, select
 
 from paredown.plan.plan import Plan
+from paredown.sizes import say_seconds
 from paredown.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, check_columns, check_text, readable
 from paredown.sweeps.store import Store
 from paredown.tasks.trial import Status
@@ -129,7 +128,6 @@ def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:
 # --- Progress over time ---
 
 WINDOW_SECONDS = 300.0
-UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 @dataclass
@@ -191,13 +189,3 @@ class SweepWatcher:
     def _progress(self, counts: SweepCounts, now: float) -> SweepProgress:
         pace = self._paces.setdefault(counts.sweep, Pace())
         return SweepProgress(counts, pace.add(counts.finished, now), tuple(find_best(self._store, counts.sweep)))
-
-
-def say_seconds(seconds: float) -> str:
-    """A duration in its two largest units, such as '1 h 2 min'."""
-    left, parts = round(seconds), list[str]()
-    for size, unit in UNITS:
-        if left >= size or (unit == "s" and not parts):
-            parts.append(f"{left // size} {unit}")
-            left %= size
-    return " ".join(parts[:2])
