@@ -11,6 +11,7 @@ import typer
 
 from paredown.cli.application import (
     CHOOSE,
+    PLAN_NAMES,
     BudgetOption,
     Exit,
     GpuOption,
@@ -22,6 +23,7 @@ from paredown.cli.application import (
     TaskArgument,
     app,
     say_missing,
+    starting,
     verb,
 )
 from paredown.cli.budget import Budget, read_budget
@@ -41,7 +43,14 @@ if TYPE_CHECKING:
 
 MUCH_MORE = 1.15  # measured over predicted peak, above which a note is printed
 OnePlanOption = Annotated[
-    str | None, typer.Option("--plan", metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)
+    str | None,
+    typer.Option(
+        "--plan",
+        metavar="PLAN",
+        help="A plan.json, a preset, or role=format,...",
+        show_default=False,
+        autocompletion=starting(PLAN_NAMES),
+    ),
 ]
 SaveOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Save the weights here: .safetensors or .pt.", show_default=False)
