@@ -86,3 +86,9 @@ def test_the_gpu_of_this_machine_has_what_is_free(folder: Path, monkeypatch: pyt
 def test_a_budget_and_a_card_are_one_too_many(folder: Path) -> None:
     status, _, err = ask("estimate", *NET, "--gpu", "4090", "--budget", "8GiB")
     assert status == 2 and "not both" in err
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_an_error_says_the_budget_in_both_units(folder: Path, command: str) -> None:
+    status, _, err = ask(command, "tasks.py:small", "--budget", "10KB", "--device", "cpu")
+    assert status == 3 and err.rstrip().endswith("The budget is 9.77 KiB (10.00 KB).") and "the smallest needs" in err

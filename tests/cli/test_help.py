@@ -100,3 +100,32 @@ def test_the_version_is_told() -> None:
 )
 def test_a_misspelled_command_line_is_exit_2(words: tuple[str, ...]) -> None:
     assert ask(*words)[0] == Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("paredown es", {"estimate"}),
+        ("paredown estimate resnet5", {"resnet50"}),
+        ("paredown estimate digits --gpu h", {"h100", "h200"}),
+        ("paredown estimate digits --plan activations8", {"activations8", "activations8f"}),
+        ("paredown train digits --plan lpm", {"lpmm", "lpmm4"}),
+        ("paredown pick dig", {"digits"}),
+    ],
+)
+def test_the_shell_completes_names(typed: str, wanted: set[str]) -> None:
+    words = {**environment(), "_PAREDOWN_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    code = "from paredown.cli import main; import sys; sys.argv = ['paredown']; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=words, capture_output=True, text=True, check=False)
+    assert set(done.stdout.split()) == wanted, done.stderr
+
+
+def test_completed_names_are_those_that_are_known() -> None:
+    from paredown.cli.application import MODEL_NAMES, PLAN_NAMES, TASK_NAMES
+    from paredown.cli.output import BASELINE
+    from paredown.models import MODELS
+    from paredown.plan.presets import PRESETS
+    from paredown.tasks.lookup import WITH_FILE, WITHOUT_FILE
+
+    assert tuple(MODELS) == MODEL_NAMES and (BASELINE, *PRESETS) == PLAN_NAMES
+    assert (*WITHOUT_FILE, *(f"{name}:" for name in WITH_FILE)) == TASK_NAMES

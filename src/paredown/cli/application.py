@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import wraps
@@ -29,6 +29,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import paredown
+from paredown.cli.budget import CARDS
 from paredown.cli.output import say
 from paredown.errors import BudgetError, ParedownError
 from paredown.sizes import parse_bytes
@@ -81,7 +82,6 @@ class Exit(IntEnum):
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     epilog="Try it: paredown demo. Exit status: 0 done, 1 error, 2 usage, 3 does not fit, 4 training ended badly, 130 interrupted.",
@@ -198,14 +198,45 @@ def check_size(text: str | None) -> str | None:
     return text
 
 
+def starting(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """A function for shell completion: the names that begin with the text so far. Without any, the shell completes file names.
+
+    >>> starting(["lpmm", "lpmm4", "safe"])("lp")
+    ['lpmm', 'lpmm4']
+    """
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+# names for shell completion, which must not wait for torch: equal to those of paredown.models, tasks and presets (tests/cli/test_help.py)
+MODEL_NAMES = (
+    *("mlp", "resnet18", "resnet50", "sumlast18", "squeezenet", "shufflenet", "mobilenet"),
+    *("convnext", "unet", "vit", "gpt", "lstm"),
+)
+TASK_NAMES = ("digits", "fashion_mnist", "images:", "text:")
+PLAN_NAMES = (
+    "baseline",
+    "activations8",
+    "activations8f",
+    "activations4",
+    "activations4a",
+    "activations2",
+    "safe",
+    "half",
+    "lpmm",
+    "lpmm4",
+)
 SPELLED = (
     "A task or model: digits, digits#model=vit,steps=200, resnet50#width=64, file.py:function, module:function, or a Hugging Face "
     "config.json."
 )
 TASK_SPELLED = "A task: digits, images:FILE.npz#model=vit,steps=200, text:FILE, file.py:function or module:function."
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=SPELLED, show_default=False)]
-TaskArgument = Annotated[str, typer.Argument(metavar="TASK", help=TASK_SPELLED, show_default=False)]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help=SPELLED, show_default=False, autocompletion=starting(TASK_NAMES + MODEL_NAMES))
+]
+TaskArgument = Annotated[
+    str, typer.Argument(metavar="TASK", help=TASK_SPELLED, show_default=False, autocompletion=starting(TASK_NAMES))
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 BUDGET = "40%"  # of pick and demo
 SIZES = "8GiB (1024^3 bytes each), 8GB (1000^3), bytes, or 60% of the baseline's peak memory."
@@ -222,13 +253,20 @@ GpuOption = Annotated[
     typer.Option(
         "--gpu",
         metavar="CARD",
+        autocompletion=starting([*(card.name for card in CARDS), "cuda"]),
         help="Instead of --budget, the memory of a card: 4090, h100, a100-80gb and others, or cuda: what is free on the GPU here.",
         show_default=False,
     ),
 ]
 PlanOption = Annotated[
     list[str] | None,
-    typer.Option("--plan", metavar="PLAN", help="A preset, a plan.json, or role=format,... May be repeated.", show_default=False),
+    typer.Option(
+        "--plan",
+        metavar="PLAN",
+        help="A preset, a plan.json, or role=format,... May be repeated.",
+        show_default=False,
+        autocompletion=starting(PLAN_NAMES),
+    ),
 ]
 DeviceOption = Annotated[
     str | None,

@@ -10,12 +10,15 @@ both units, and a budget in GB that is the size of a card names `--gpu`.
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import typer
 
+from paredown.errors import BudgetError
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 CONTEXT_BYTES = 1 << 29  # of the CUDA context and the kernels that it loads, about
@@ -69,6 +72,16 @@ class Budget:
         """The budget of `nbytes` bytes in GiB and GB, and where it comes from or which cards it may mean."""
         why = self.origin or _cards_of(self.size)
         return f"{say_bytes_twice(nbytes)}{f': {why}' if why else ''}"
+
+    @contextmanager
+    def in_errors(self) -> Generator[None]:
+        """A context in which a BudgetError also says what the budget is, in both units."""
+        try:
+            yield
+        except BudgetError as error:
+            if "%" in self.size:
+                raise
+            raise BudgetError(f"{error} The budget is {self.say(parse_bytes(self.size))}.") from None
 
 
 def read_budget(budget: str | None, gpu: str | None) -> Budget | None:

@@ -36,16 +36,25 @@ from paredown.cli.application import (
 from paredown.cli.budget import Budget, read_budget
 from paredown.cli.inputs import check_places
 from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
-from paredown.cli.verdict import WORKSPACE, bars, has_colour, parts_at_peak, styled_verdict, verdict
+from paredown.cli.verdict import COMPILED, WORKSPACE, bars, has_colour, parts_at_peak, styled_verdict, verdict
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
     from paredown.cli.subject import Subject
     from paredown.plan.footprint import Footprint
+    from paredown.plan.module_groups import Grouping
     from paredown.plan.plan import Plan
 
 
 AUTO = "auto"
+DepthOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Group modules by this many parts of their paths. (default: until no group has more than half of the bytes; layers joined)",
+        show_default=False,
+    ),
+]
 SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
 SHOWN_MODULES = 10
 SHOWN_NOTES = 5
@@ -73,7 +82,7 @@ def estimate(
     device: DeviceOption = None,
     autocast: AutocastOption = None,
     compiled: CompiledOption = False,
-    depth: Annotated[int, typer.Option(min=1, help="Modules are grouped by this many parts of their paths.")] = 1,
+    depth: DepthOption = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a page of the memory.", show_default=False)
     ] = None,
@@ -97,7 +106,11 @@ def estimate(
             for number, (name, of) in enumerate(plans.items()):
                 progress(number, len(plans), name)
                 largest[name] = _largest(subject, of, allowed or 0)
-    rows = [_row(name, foot, allowed, largest.get(name), depth) for name, foot in feet.items()]
+    grouping = _grouping(next(iter(feet.values())), depth)
+    rows = [
+        _row(name, foot, allowed, largest.get(name)) | _modules(foot, depth or 1, grouping) | {"not_packed": _not_packed(foot)}
+        for name, foot in feet.items()
+    ]
     value = {**_head(subject), "budget_bytes": allowed, "plans": rows, "notes": _notes(feet)}
     if report is not None:
         _write_report(report, subject, plans)
@@ -129,7 +142,13 @@ def _head(subject: Subject) -> dict[str, Any]:
     """Model, device, dtype, optimizer and batch of the estimate."""
     trace = subject.trace()
     rule = subject.optimizer if isinstance(subject.optimizer, str) else trace.optimizer
-    step = {"model": subject.name, "device": trace.device, "dtype": trace.dtype, "optimizer": rule}
+    step = {
+        "model": subject.name,
+        "device": trace.device,
+        "dtype": trace.dtype,
+        "optimizer": rule,
+        "compiled": trace.is_compiled,
+    }
     return {**step, "batch_size": subject.batch_size, "batch": list(trace.batch), "assumed": list(subject.assumed)}
 
 
@@ -152,14 +171,18 @@ def _largest(subject: Subject, plan: Any, allowed: int) -> int:
     return largest_batch(lambda num: subject.peak_bytes(plan, num), allowed, start=subject.batch_size)
 
 
-def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None, depth: int) -> dict[str, Any]:
+def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None) -> dict[str, Any]:
     bounds = {"peak_bytes": foot.peak_bytes, "low_bytes": foot.low_bytes, "high_bytes": foot.high_bytes}
     roles = {role.value: n for role, n in foot.by_role.items() if n}
     at_peak = {role.value: n for role, n in foot.at_peak.items() if n}
     fits = None if allowed is None else foot.peak_bytes <= allowed
     parts = {"by_role": roles, "at_peak": at_peak, "workspace_bytes": foot.workspace_bytes}
-    parts |= {"by_module": foot.by_module(depth), "at_peak_by_module": _modules_at_peak(foot, depth)}
-    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts, "not_packed": _not_packed(foot)}
+    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts}
+
+
+def _modules(foot: Footprint, depth: int, grouping: Grouping) -> dict[str, Any]:
+    """Stored bytes by module to a depth, and bytes at the peak by group."""
+    return {"by_module": foot.by_module(depth), "at_peak_by_module": grouping.sums(_module_sizes(foot))}
 
 
 def _not_packed(foot: Footprint) -> list[dict[str, Any]]:
@@ -170,12 +193,19 @@ def _not_packed(foot: Footprint) -> list[dict[str, Any]]:
     return [{"role": g.role.value, "why": g.why, "nbytes": g.nbytes, "slots": list(g.slots)} for g in groups]
 
 
-def _modules_at_peak(foot: Footprint, depth: int) -> dict[str, int]:
-    """Bytes at the peak by module, the largest first; with the workspace of libraries they add up to the peak."""
-    sums: Counter[str] = Counter()
+def _grouping(foot: Footprint, depth: int | None) -> Grouping:
+    """Groups of modules: those of a given depth, or those that show where the bytes of the first plan are."""
+    from paredown.plan.module_groups import Grouping, useful_grouping
+
+    return useful_grouping(_module_sizes(foot)) if depth is None else Grouping(depth)
+
+
+def _module_sizes(foot: Footprint) -> dict[str, int]:
+    """Bytes at the peak by module; with the workspace of libraries they add up to the peak."""
+    sizes: Counter[str] = Counter()
     for (module, _), nbytes in foot.places_at_peak().items():
-        sums[".".join(module.split(".")[:depth])] += nbytes
-    return dict(sums.most_common())
+        sizes[module] += nbytes
+    return dict(sizes)
 
 
 def _notes(feet: dict[str, Footprint]) -> list[str]:
@@ -185,8 +215,8 @@ def _notes(feet: dict[str, Footprint]) -> list[str]:
 def _head_lines(value: dict[str, Any], *, requested: bool) -> list[str]:
     """The verdict, bars of the plan that it judges and of the first that fits, the step, and what is assumed of it."""
     rows: list[dict[str, Any]] = value["plans"]
-    allowed, device = value["budget_bytes"], value["device"]
-    where = f"{device}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
+    allowed, device = value["budget_bytes"], f"{value['device']} {COMPILED}" if value["compiled"] else value["device"]
+    where = f"{device.replace(' ', ', ')}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
     fitting = [row for row in rows if row["fits"]]
     other = fitting[0] if fitting else min(rows, key=lambda row: row["peak_bytes"])
     shown = rows if requested or allowed is None else [rows[0], other] if other is not rows[0] else rows[:1]

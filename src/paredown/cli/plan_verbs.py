@@ -77,7 +77,7 @@ def make_plan(
     """A plan whose predicted peak memory is within a budget; by arithmetic on a trace, without training."""
     check_new(out, may_overwrite=overwrite)
     within, device = needed_budget(budget, gpu), device or ("cuda" if gpu else None)
-    with spinner("making a plan"):
+    with within.in_errors(), spinner("making a plan"):
         from paredown.cli.subject import SubjectOptions, find_subject
         from paredown.plan.footprint import footprint
 

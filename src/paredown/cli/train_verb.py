@@ -11,6 +11,7 @@ import typer
 
 from paredown.cli.application import (
     CHOOSE,
+    PLAN_NAMES,
     BudgetOption,
     Exit,
     GpuOption,
@@ -22,6 +23,7 @@ from paredown.cli.application import (
     TaskArgument,
     app,
     say_missing,
+    starting,
     verb,
 )
 from paredown.cli.budget import Budget, read_budget
@@ -41,7 +43,14 @@ if TYPE_CHECKING:
 
 MUCH_MORE = 1.15  # measured over predicted peak, above which a note is printed
 OnePlanOption = Annotated[
-    str | None, typer.Option("--plan", metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)
+    str | None,
+    typer.Option(
+        "--plan",
+        metavar="PLAN",
+        help="A plan.json, a preset, or role=format,...",
+        show_default=False,
+        autocompletion=starting(PLAN_NAMES),
+    ),
 ]
 SaveOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Save the weights here: .safetensors or .pt.", show_default=False)
@@ -97,7 +106,7 @@ def train(
 
         named_task = find_any_task(task)
         plans = None if frontier is None else _frontier(frontier)
-        chosen = read_plan(plan or BASELINE) if within is None else plan_for_budget(named_task, within.size, device)
+        chosen = read_plan(plan or BASELINE) if within is None else plan_for_budget(named_task, within, device)
     name = name_of(plan) if plan else f"within {budget or gpu}" if within else BASELINE
     runs = [*_baseline_run(chosen, compares=compare), TrainingRun(name, chosen)]
     verified = {} if not verify else _verified(runs[-1], named_task, seed=seed, device=device, out=out, is_json=is_json)
@@ -239,11 +248,12 @@ def _excess(run: TrainingRun) -> str:
     return f"{more} Where these are convolutions, Task(..., channels_last=True) avoids most of it (docs/limits.md)."
 
 
-def plan_for_budget(task: Task, budget: str, device: str | None) -> Plan:
+def plan_for_budget(task: Task, budget: Budget, device: str | None) -> Plan:
     """The plan that `assign` makes for a budget."""
     from paredown.cli.subject import of_task
 
-    return of_task(task, device).plan_within(budget)
+    with budget.in_errors():
+        return of_task(task, device).plan_within(budget.size)
 
 
 def _budget_bytes(budget: Budget, task: Task, device: str | None) -> int:

@@ -23,8 +23,11 @@ from paredown.sizes import say_bytes
 BLOCK, SQUARE = "\u2588", "\u25a0"
 WIDTH = 48  # characters of the longest bar
 WORKSPACE = "workspace"  # of cuBLAS and cuDNN
-# step time relative to the baseline: GPT-2, ResNet-50 and ViT on one H200, 1.17 to 1.24, 1.23 to 1.27 and 1.13 to 1.23 (docs/benchmarks.md)
+# Step time relative to the baseline, measured on one H200 (docs/benchmarks.md). Eager mode: GPT-2, ResNet-50 and ViT 1.17 to 1.24, 1.23 to 1.27
+# and 1.13 to 1.23; compiled: these and Llama 1.08 to 1.13 and 1.08 to 1.18.
 MEASURED_TIMES = {"activations8": "1.2x", "activations4": "1.25x", "activations2": "1.2x"}
+MEASURED_COMPILED_TIMES = {"activations8": "1.1x", "activations4": "1.15x"}
+COMPILED = "compiled"
 RED, GREEN, PLAIN = "\x1b[1;31m", "\x1b[1;32m", "\x1b[0m"
 
 
@@ -102,7 +105,8 @@ def _smaller(rows: Sequence[Mapping[str, Any]], device: str) -> str:
 
 def _time(row: Mapping[str, Any], device: str) -> str:
     """The measured step time of a preset, relative to the baseline's; "" where none was measured."""
-    time = MEASURED_TIMES.get(row["plan"]) if device == "cuda" else None
+    times = {"cuda": MEASURED_TIMES, f"cuda {COMPILED}": MEASURED_COMPILED_TIMES}.get(device, {})
+    time = times.get(row["plan"])
     return "" if time is None else f", about {time} time"
 
 
