@@ -23,8 +23,8 @@ from paredown.sizes import say_bytes
 BLOCK, SQUARE = "\u2588", "\u25a0"
 WIDTH = 48  # characters of the longest bar
 WORKSPACE = "workspace"  # of cuBLAS and cuDNN
-# Step time relative to the baseline, measured on one H200 (docs/benchmarks.md). Eager mode: GPT-2, ResNet-50 and ViT 1.17 to 1.24, 1.23 to 1.27
-# and 1.13 to 1.23; compiled: these and Llama 1.08 to 1.13 and 1.08 to 1.18.
+# Step time relative to the baseline, measured on one H200 (docs/benchmarks.md). Eager mode: GPT-2, ResNet-50 and ViT, 1.17 to 1.24,
+# 1.23 to 1.27 and 1.13 to 1.23; compiled: these and Llama, 1.08 to 1.13 and 1.08 to 1.18.
 MEASURED_TIMES = {"activations8": "1.2x", "activations4": "1.25x", "activations2": "1.2x"}
 MEASURED_COMPILED_TIMES = {"activations8": "1.1x", "activations4": "1.15x"}
 COMPILED = "compiled"
