@@ -267,7 +267,7 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
         late.train()
     with pytest.raises(ApplyError, match="takes a Plan, not str"):
         attach(late, "lpmm")  # type: ignore[arg-type]
-    with pytest.raises(ApplyError, match=r"takes a transformers.Trainer, not GPT2LMHeadModel; for a model call paredown.apply"):
+    with pytest.raises(ApplyError, match=r"takes a transformers.Trainer and a Plan, not GPT2LMHeadModel and Plan.*paredown.apply"):
         attach(late.model, PLAN)
     args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ApplyError, match="model_init makes a new model"):

@@ -208,11 +208,14 @@ def _end_backward(device: str) -> None:
     torch.zeros((), device=device, requires_grad=True).mul(1).backward()
 
 
+LEFT_BY_COMPILE = ("_is_torch_compile", "_compile_kwargs")  # by torch.compile, and by what Lightning replaces it with once imported
+
+
 def _state_of_modules(model: nn.Module) -> set[str]:
     """Attributes and hooks of all modules, by name."""
     found: set[str] = set()
     for path, module in model.named_modules():
-        own = ((name, value) for name, value in vars(module).items() if name != "_is_torch_compile")  # of torch.compile
+        own = ((name, value) for name, value in vars(module).items() if name not in LEFT_BY_COMPILE)
         for name, value in own:
             size = f" with {len(value)} entries" if "hooks" in name else ""
             found.add(f"{path or 'model'}.{name}{size}")

@@ -6,6 +6,7 @@ Kernels are compiled without vector instructions, which takes half the time.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -183,6 +184,20 @@ def test_a_budget_is_kept(name: str) -> None:
 def test_too_small_a_budget() -> None:
     with pytest.raises(BudgetError, match="no plan"):
         assign(trace_of("texts"), "5%")
+
+
+def test_a_torch_compile_that_copies_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning replaces torch.compile by such a function."""
+    compile_model, copied = torch.compile, list[Any]()
+
+    def copying(model: Any, **keywords: Any) -> Any:
+        copied.append(copy.deepcopy(keywords))
+        return compile_model(model, **keywords)
+
+    monkeypatch.setattr(torch, "compile", copying)
+    model, batch = model_and_batch("texts")
+    trace = trace_step(model, batch, loss=cross_entropy, optimizer="adamw", device="cpu", autocast=torch.bfloat16, compiled=True)
+    assert copied and trace.slots == trace_of("texts").slots
 
 
 def test_a_plan_without_activations_is_plain_compile() -> None:

@@ -139,8 +139,10 @@ class Weights:
             self.not_packed[name] = weight.packed.format, RELEASED
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of each module, tied ones under each of their names; a module may refer back to one that contains it."""
         model = self._model()
-        return iter(()) if model is None else model.named_parameters(remove_duplicate=False)
+        for path, module in model.named_modules() if model is not None else ():
+            yield from module.named_parameters(prefix=path, recurse=False)
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 

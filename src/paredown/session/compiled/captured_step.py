@@ -119,6 +119,10 @@ class GraphCapture:
         self._partitioned: CapturedGraph | None = None
         self._forms = DeviceForms(step.device, step.fakes, in_graph=True) if step.device == "cuda" else nullcontext()
 
+    def __deepcopy__(self, memo: Any) -> GraphCapture:
+        """The same capture: Lightning replaces torch.compile by a function that copies its arguments, fake tensors with them."""
+        return self
+
     def forward(self, arguments: Arguments) -> Any:
         """The model's output."""
         torch._dynamo.reset()
