@@ -24,8 +24,8 @@ FOUND = {
     "placeholders with names of others": (("encoder with dropout",), "bfloat16"),
     "attention of equal views": (("linear", "attention"), "float32"),
 }
-NUM_PROGRAMS = scaled(15)
-CHUNK = 5
+NUM_PROGRAMS = scaled(6)
+CHUNK = 3
 NOT_JUDGED = {REFUSED, UNREPEATABLE}  # of torch.compile alone
 
 
