@@ -80,8 +80,7 @@ def assign(
     large, False never (assign/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only
     if nothing else fits. In a compiled step no layer is checkpointed.
     """
-    _check(trace, recompute)
-    recompute = False if trace.is_compiled else recompute
+    recompute = _checked_recompute(trace, recompute)
     strategy = method_named(method)
     check_sensitivities(trace, strategy, sensitivities)
     ladder = None if levels is None else ladder_of(levels)
@@ -105,7 +104,8 @@ def assign(
     return plan_of(_solve(trace, budget_bytes, problem_of, tolerated_error(trace, ladder or LADDER, recompute), recompute))
 
 
-def _check(trace: object, recompute: object) -> None:
+def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
+    """`recompute`, False for a compiled step; PlanError for arguments of another kind."""
     if not isinstance(trace, Trace):
         raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
     if recompute not in (None, True, False):
@@ -117,6 +117,7 @@ def _check(trace: object, recompute: object) -> None:
         raise PlanError(
             "recompute is True and the trace is of a compiled step, in which torch.compile chooses what to recompute: leave recompute out."
         )
+    return False if trace.is_compiled else recompute
 
 
 def _solve(

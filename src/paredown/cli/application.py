@@ -294,6 +294,9 @@ InputOption = Annotated[
         show_default=False,
     ),
 ]
+PLAN_FILE = Path("plan.json")
+PlanFileOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")]
+ReportOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a report page.", show_default=False)]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the result here.", show_default=False)]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", "--force", help="Replace the file of --out if it exists.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of initial weights, data order and stochastic rounding.")]

@@ -10,7 +10,7 @@ Nothing is trained. `largest_batch` searches for the largest batch size whose pr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +29,7 @@ from paredown.cli.application import (
     ModelArgument,
     OptimizerOption,
     PlanOption,
+    ReportOption,
     app,
     command_text,
     verb,
@@ -83,9 +84,7 @@ def estimate(
     autocast: AutocastOption = None,
     compiled: CompiledOption = False,
     depth: DepthOption = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page of the memory.", show_default=False)
-    ] = None,
+    report: ReportOption = None,
     is_json: JsonOption = False,
 ) -> None:
     """Does it fit? Predicted bytes of a training step by role, module and plan, before anything runs."""
@@ -100,18 +99,8 @@ def estimate(
         plans = {name_of(text): read_plan(text) for text in plan or SHOWN}
         feet = {name: footprint(subject.trace(of), of) for name, of in plans.items()}
     allowed = None if within is None else _allowed(within, subject)
-    largest: dict[str, int] = {}
-    if batch == AUTO:
-        with progress_bar("the largest batch") as progress:
-            for number, (name, of) in enumerate(plans.items()):
-                progress(number, len(plans), name)
-                largest[name] = _largest(subject, of, allowed or 0)
-    grouping = _grouping(next(iter(feet.values())), depth)
-    rows = [
-        _row(name, foot, allowed, largest.get(name)) | _modules(foot, depth or 1, grouping) | {"not_packed": _not_packed(foot)}
-        for name, foot in feet.items()
-    ]
-    value = {**_head(subject), "budget_bytes": allowed, "plans": rows, "notes": _notes(feet)}
+    largest = _largest_batches(subject, plans, allowed or 0) if batch == AUTO else {}
+    value = {**_head(subject), "budget_bytes": allowed, "plans": _rows(feet, allowed, largest, depth), "notes": _notes(feet)}
     if report is not None:
         _write_report(report, subject, plans)
     if is_json:
@@ -123,6 +112,27 @@ def estimate(
         model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast, compiled=compiled
     )
     _exit_if_too_large(value, requested=plan, model=arguments, budget=within)
+
+
+def _largest_batches(subject: Subject, plans: Mapping[str, Plan], allowed: int) -> dict[str, int]:
+    """The largest batch of each plan."""
+    largest: dict[str, int] = {}
+    with progress_bar("the largest batch") as progress:
+        for number, (name, plan) in enumerate(plans.items()):
+            progress(number, len(plans), name)
+            largest[name] = _largest(subject, plan, allowed)
+    return largest
+
+
+def _rows(
+    feet: Mapping[str, Footprint], allowed: int | None, largest: Mapping[str, int], depth: int | None
+) -> list[dict[str, Any]]:
+    """What is printed of each plan."""
+    grouping = _grouping(next(iter(feet.values())), depth)
+    return [
+        _row(name, foot, allowed, largest.get(name)) | _modules(foot, depth or 1, grouping) | {"not_packed": _not_packed(foot)}
+        for name, foot in feet.items()
+    ]
 
 
 def _batch(text: str | None, budget: Budget | None) -> int | None:

@@ -10,6 +10,7 @@ import typer
 from paredown.cli.application import (
     BUDGET,
     CHOOSE,
+    PLAN_FILE,
     SHOW,
     BudgetOption,
     DefaultBudget,
@@ -19,6 +20,8 @@ from paredown.cli.application import (
     JsonOption,
     ModeOption,
     OverwriteOption,
+    PlanFileOption,
+    ReportOption,
     SeedOption,
     StoreOption,
     TaskArgument,
@@ -38,6 +41,13 @@ if TYPE_CHECKING:
     from paredown.report.studies import PlanMark, Study
     from paredown.tasks.task import Task
 
+EvaluationsOption = Annotated[int, typer.Option(min=0, help="Trials at most; 0: decide by the prior alone.")]
+PriorOption = Annotated[
+    str | None, typer.Option(help="The prior, by name or file. (default: all installed priors)", show_default=False)
+]
+RecordOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write the whole result, for frontier and report.", show_default=False)
+]
 AllOption = Annotated[bool, typer.Option("--all", help="All plans, not only the Pareto front.")]
 
 
@@ -52,22 +62,16 @@ def pick(
     task: TaskArgument,
     budget: DefaultBudget = None,
     gpu: GpuOption = None,
-    evaluations: Annotated[int, typer.Option(min=0, help="Trials at most; 0: decide by the prior alone.")] = 8,
-    prior: Annotated[
-        str | None, typer.Option(help="The prior, by name or file. (default: all installed priors)", show_default=False)
-    ] = None,
+    evaluations: EvaluationsOption = 8,
+    prior: PriorOption = None,
     store: StoreOption = None,
     mode: ModeOption = "store",
     seed: SeedOption = 0,
     device: HereOption = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")] = Path(
-        "plan.json"
-    ),
+    out: PlanFileOption = PLAN_FILE,
     overwrite: OverwriteOption = False,
-    record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the whole result, for frontier and report.", show_default=False)
-    ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a report page.", show_default=False)] = None,
+    record: RecordOption = None,
+    report: ReportOption = None,
     is_json: JsonOption = False,
 ) -> None:
     """Pick the plan of least expected error within a budget, from a prior and a few trials; with --store it resumes."""
@@ -93,6 +97,10 @@ def pick(
     else:
         size = f"The budget is {within.say(picked.budget_bytes)}."
         tell(*in_words(picked), size, *(f"The {what} is in {file}." for what, file in written.items()))
+    _exit_if_nothing_fits(picked, within)
+
+
+def _exit_if_nothing_fits(picked: Picked, within: Budget) -> None:
     if picked.plan is None:
         say(f"no plan fits {within.argument}, {say_bytes_twice(picked.budget_bytes)}: {picked.reason}")
         raise typer.Exit(Exit.DOES_NOT_FIT)

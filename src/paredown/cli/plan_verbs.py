@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from paredown.cli.application import (
     CHOOSE,
     LOOK,
+    PLAN_FILE,
     AutocastOption,
     BudgetOption,
     CompiledOption,
@@ -20,6 +20,7 @@ from paredown.cli.application import (
     ModelArgument,
     OptimizerOption,
     OverwriteOption,
+    PlanFileOption,
     SeedOption,
     app,
     command_text,
@@ -59,9 +60,7 @@ def make_plan(
     model: ModelArgument,
     budget: BudgetOption = None,
     gpu: GpuOption = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")] = Path(
-        "plan.json"
-    ),
+    out: PlanFileOption = PLAN_FILE,
     overwrite: OverwriteOption = False,
     method: MethodOption = "role",
     recompute: RecomputeOption = None,
@@ -89,17 +88,8 @@ def make_plan(
     made.save(out)
     if is_json:
         sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, **baseline_bytes(baseline.peak_bytes)}
-        emit(
-            {
-                "model": subject.name,
-                "budget_bytes": allowed,
-                **sizes,
-                "file": str(out),
-                "plan": made.to_json(),
-                "deprecated": RENAMED,
-            }
-        )
-        return
+        value = {"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(out)}
+        return emit({**value, "plan": made.to_json(), "deprecated": RENAMED})
     fit = repr(foot.fits(allowed))
     arguments = command_text(
         model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast, compiled=compiled

@@ -92,13 +92,7 @@ def train(
 ) -> None:
     """Train a task under a plan, or under a plan made for a budget; without either, train the baseline."""
     within = read_budget(budget, gpu)
-    if plan is not None and within is not None:
-        raise typer.BadParameter("give a plan or a budget, not both: a budget makes its own plan.", param_hint="--budget")
-    if verify and mode != "store":
-        raise typer.BadParameter(
-            "simulate mode also rounds the forward pass, so its gradients differ by design; use --mode store.",
-            param_hint="--verify",
-        )
+    _check_options(plan, within, verify=verify, mode=mode)
     check_places({"--save": save, "--out": out})
     check_weights_file(save)
     with spinner("reading the task"):
@@ -113,16 +107,33 @@ def train(
     for run in runs:
         run.train(named_task, seed=seed, device=device, mode=mode)
     last = runs[-1]
-    if save is not None and last.is_done:
-        write_weights(last.model, save)
+    ends = _saved_weights(last, save)
     advice = last.advice(named_task, plans)
     value = {"task": named_task.name, "runs": [run.to_json() for run in runs], "advice": advice, **verified}
     if out is not None:
         write_json(out, value)
-    ends = [f"The weights are in {save}."] if save and last.is_done else []
     ends += [f"The budget is {within.say(_budget_bytes(within, named_task, device))}."] if within else []
     emit(value) if is_json else tell(*runs_table(named_task.name, runs), *ends)
     _exit_if_failed(last, advice)
+
+
+def _saved_weights(run: TrainingRun, to: Path | None) -> list[str]:
+    """Write the weights of a run that is done to a file, if one is named; returns a sentence about it."""
+    if to is None or not run.is_done:
+        return []
+    write_weights(run.model, to)
+    return [f"The weights are in {to}."]
+
+
+def _check_options(plan: str | None, budget: Budget | None, *, verify: bool, mode: str) -> None:
+    """BadParameter for options that exclude one another."""
+    if plan is not None and budget is not None:
+        raise typer.BadParameter("give a plan or a budget, not both: a budget makes its own plan.", param_hint="--budget")
+    if verify and mode != "store":
+        raise typer.BadParameter(
+            "simulate mode also rounds the forward pass, so its gradients differ by design; use --mode store.",
+            param_hint="--verify",
+        )
 
 
 def verification(task: Task, plan: Plan, *, seed: int, device: str | None) -> Verification:

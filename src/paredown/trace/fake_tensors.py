@@ -27,7 +27,7 @@ import random
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FunctionType
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -311,47 +311,66 @@ def _on_cpu(value: Any) -> Any:
 # --- forms on CUDA: they take the operation's arguments and return NotImplemented where the CPU operation is the same ---
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Any:
-    grouped = bool(options.get("enable_gqa")) and key.shape[-3] != query.shape[-3]
-    fused = device_ops.attention(query, key, value, attn_mask, causal=is_causal, grouped=grouped)
-    if fused is not None:
-        return fused
-    unfused = torch.ops.aten._scaled_dot_product_attention_math
-    return unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+class AttentionCall(NamedTuple):
+    """The arguments of scaled_dot_product_attention that decide its kernel."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    is_causal: bool
+    scale: float | None
+    is_grouped: bool
+
+    @property
+    def facts(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
+        """As `device_ops` takes them."""
+        return (self.query, self.key, self.value, self.mask), {"causal": self.is_causal, "grouped": self.is_grouped}
 
 
-def _attention_in_graph(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Any:
-    grouped = bool(options.get("enable_gqa")) and key.shape[-3] != query.shape[-3]
-    kernel = device_ops.attention_kernel(query, key, value, attn_mask, causal=is_causal, grouped=grouped)
-    scale = options.get("scale")
+def _attention(fused: Callable[[AttentionCall], Any]) -> Callable[..., Any]:
+    """The form of scaled_dot_product_attention; `fused` returns None where CUDA has no kernel for a call."""
+
+    def form(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Any:
+        is_grouped = bool(options.get("enable_gqa")) and key.shape[-3] != query.shape[-3]
+        result = fused(AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, options.get("scale"), is_grouped))
+        if result is not None:
+            return result
+        unfused = torch.ops.aten._scaled_dot_product_attention_math
+        return unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+
+    return form
+
+
+def _described_attention(call: AttentionCall) -> Any:
+    tensors, facts = call.facts
+    return device_ops.attention(*tensors, **facts)
+
+
+def _aten_attention(call: AttentionCall) -> Any:
+    """The operation of aten that CUDA runs, for graphs."""
+    tensors, facts = call.facts
+    kernel = device_ops.attention_kernel(*tensors, **facts)
+    query, key, value, mask = tensors
     if kernel is device_ops.Flash:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if kernel is device_ops.Efficient:
-        mask = attn_mask
-        if mask is not None and mask.dtype is torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
-        bias = None if mask is None else device_ops.bias_of_mask(mask, query, key)
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
-    unfused = torch.ops.aten._scaled_dot_product_attention_math
-    return unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+        return flash(query, key, value, call.dropout, call.is_causal, False, scale=call.scale)[0]
+    if kernel is not device_ops.Efficient:
+        return None
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+    bias = None if mask is None else device_ops.bias_of_mask(mask, query, key)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, bias, True, call.dropout, call.is_causal, scale=call.scale)[0]
 
 
 def _dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Any:
@@ -390,7 +409,7 @@ def _recurrent(kind: str) -> Callable[..., Any]:
 
 
 FORMS: dict[str, Callable[..., Any]] = {
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": _attention(_described_attention),
     "dropout": _dropout,
     "softmax": _softmax("Softmax"),
     "log_softmax": _softmax("LogSoftmax"),
@@ -398,4 +417,8 @@ FORMS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     **{kind: _recurrent(kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
-GRAPH_FORMS = {"scaled_dot_product_attention": _attention_in_graph, "dropout": _dropout, "cross_entropy_loss": _cross_entropy}
+GRAPH_FORMS = {
+    "scaled_dot_product_attention": _attention(_aten_attention),
+    "dropout": _dropout,
+    "cross_entropy_loss": _cross_entropy,
+}
