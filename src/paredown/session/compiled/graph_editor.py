@@ -105,6 +105,7 @@ class GraphEditor:
         self._int_step: fx.Node | None = None  # the step as int32, for kernels
         self._scales = set[fx.Node]()  # placeholders of the scales of packed tensors
         self._traces: dict[Any, fx.GraphModule] = {}
+        self._written: fx.Node | None = None  # the measured numbers
         self._parts: dict[str, list[fx.Node]] = {}  # of packed tensors, by name
 
     def saved_floats(self) -> list[fx.Node]:
@@ -199,9 +200,11 @@ class GraphEditor:
         first, graph = NUM_NUMBERS - NUM_SIGNALS * len(found), self.forward.graph
         if not found:
             return
-        if first < max((check.first + check.count for check in report.checks), default=0):
+        count = max((check.first + check.count for check in report.checks), default=0)
+        if first < count:
             raise ApplyError(
-                f"a guard measures {len(found)} slots of a compiled graph, too many: compile parts of the model one by one."
+                f"a guard measures {len(found)} slots of a compiled graph, which has place for {(NUM_NUMBERS - count) // NUM_SIGNALS}: "
+                "compile parts of the model one by one, or insert a graph break."
             )
         numbers: list[fx.Node] = []
         for place, (node, of) in enumerate(found):
@@ -209,16 +212,9 @@ class GraphEditor:
             traced = _trace(lambda x, *t, o=order, f=of: (f(x.permute(o).reshape(-1), *t),), *(n.meta["val"] for n in sources))
             numbers += _insert(graph, traced, sources, _after(sources))
             report.signals.append(GraphSignal(of.slot.names, first + NUM_SIGNALS * place))
-        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        written = next((node for node in copies if node.args[0] is self._numbers), None)  # by `add_checks`
-        sources = [self._numbers if written is None else written.args[1], *numbers]
-        traced = _trace(lambda others, *t: (torch.cat([others[:first], *t]),), *(n.meta["val"] for n in sources))
-        (numbers_of_all,) = _insert(graph, traced, sources, self._output)
-        with graph.inserting_before(self._output):
-            copied = graph.call_function(torch.ops.aten.copy_.default, (self._numbers, numbers_of_all))
-        copied.meta["val"] = self._numbers.meta["val"]
-        if written is not None:
-            graph.erase_node(written)
+        self._write_numbers(
+            self._measure(lambda others, *t: torch.cat([others[:first], *t]), [self._written or self._numbers, *numbers])
+        )
 
     def finish(self) -> None:
         """Write the outputs back and check both graphs."""
@@ -265,10 +261,15 @@ class GraphEditor:
         return _insert(self.forward.graph, traced, sources, self._output)[0]
 
     def _write_numbers(self, numbers: fx.Node) -> None:
-        """Copy numbers to the input that the host reads."""
-        with self.forward.graph.inserting_before(self._output):
-            copy = self.forward.graph.call_function(torch.ops.aten.copy_.default, (self._numbers, numbers))
+        """Copy all numbers to the input that the host reads, in place of those that were copied before."""
+        graph = self.forward.graph
+        for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            if copy.args[0] is self._numbers:
+                graph.erase_node(copy)
+        with graph.inserting_before(self._output):
+            copy = graph.call_function(torch.ops.aten.copy_.default, (self._numbers, numbers))
         copy.meta["val"] = self._numbers.meta["val"]
+        self._written = numbers
 
     def _is_saved(self, name: str) -> bool:
         return any(isinstance(n, fx.Node) and n.name == name and n.op != "placeholder" for n in self._returned[self._num_outputs :])
