@@ -184,7 +184,7 @@ def test_runs_of_a_task_without_a_study_are_shown_beside_it(browser: Any, tmp_pa
     tab = opened(browser, record().with_trials(longer, {"written": longer[0].plan}), tmp_path)
     assert tab.page.locator("#trials-rows tbody tr").count() == len(record().runs) + 2
     assert "blobs, longer" in tab.text("#trials-rows")
-    assert tab.page.locator("#curves svg[role=img]").count() == 2
+    assert tab.page.locator("#curves svg.chart").count() == 2
     tab.close()
 
 
@@ -239,7 +239,17 @@ def awkward() -> dict[str, Record]:
     curve = Record.of_trials("t", [trial("lpmm", curve=((1, 1.0), (2, 1.0))), trial("baseline", curve=((1, -5.0), (2, 1e9)))])
     plans = replace(Record.of_pick(picked()), runs=())
     nothing = Record.of_pick(replace(picked(), plan=None, label="", budget_bytes=1, reason="nothing fits"))
-    found = {"empty": Record("t"), "lone": lone, "none": none, "sizes": sizes, "curve": curve, "plans": plans, "nothing": nothing}
+    runs = Record("t").with_trials([trial("lpmm"), trial("baseline")])  # without a study
+    found = {
+        "empty": Record("t"),
+        "runs": runs,
+        "lone": lone,
+        "none": none,
+        "sizes": sizes,
+        "curve": curve,
+        "plans": plans,
+        "nothing": nothing,
+    }
     return found | {"kept": replace(record(), studies=(replace(record().studies[0], marks=(), picks=(), picked=""),))}
 
 
