@@ -1,4 +1,4 @@
-"""The chart of memory and error in a real browser: where marks and labels stand, and tooltips."""
+"""The chart of memory and error in a real browser: where marks and labels stand, tooltips; and tables on narrow screens."""
 
 from __future__ import annotations
 
@@ -147,4 +147,42 @@ def test_marks_have_tooltips_for_touch(browser: Any, tmp_path: Path) -> None:
         assert box["x"] + box["width"] <= 390
         tab.page.locator("h2").first.tap()
         assert not tip.is_visible()
+    tab.close()
+
+
+# --- tables on narrow screens ----------------------------------------------------------------------------------------
+
+
+def test_a_phone_shows_every_column_of_every_table(browser: Any, tmp_path: Path) -> None:
+    tab = opened(browser, record(), tmp_path, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    for summary in tab.page.locator("details:visible > summary").all():
+        summary.click()
+    cells = """nodes => nodes.filter((n) => n.offsetParent).map((n) => [n.innerText, n.getBoundingClientRect()])
+        .map(([text, box]) => [text, box.left, box.right])"""
+    found = tab.page.locator("tbody :is(th, td), thead button").evaluate_all(cells)
+    assert len(found) > 100
+    assert [cell for cell in found if cell[1] < 0 or cell[2] > 390] == []
+    assert tab.page.evaluate("[...document.querySelectorAll('.scroll')].filter((n) => n.scrollWidth > n.clientWidth).length") == 0
+    mark = next(mark for mark in record().studies[0].marks if mark.label == "lpmm")
+    row = tab.page.locator("#plans-rows tr:has(th:text-is('lpmm')) td:visible")
+    shown = row.evaluate_all("nodes => nodes.map((n) => [getComputedStyle(n, '::before').content.slice(1, -1), n.innerText])")
+    shown = {name: text.replace("\u00a0", " ") for name, text in shown}
+    assert shown["predicted peak"] == say_bytes(mark.nbytes)
+    assert shown["measured error"] == "2.40 %"
+    assert {"interval", "trials", "Pareto front"} < set(shown)
+    tab.page.locator("#plans-rows th button", has_text="predicted peak").tap()
+    labels = tab.page.locator("#plans-rows tbody th").all_inner_texts()
+    sizes = {mark.label: mark.nbytes for mark in record().studies[0].marks}
+    assert [label.split()[-1] for label in labels] == sorted(sizes, key=lambda label: sizes[label])
+    tab.close()
+
+
+def test_the_first_column_stays_in_view(browser: Any, tmp_path: Path) -> None:
+    tab = opened(browser, record(), tmp_path, viewport={"width": 640, "height": 844})
+    tab.page.click("#plans summary")
+    region = tab.page.locator(".scroll:has(#plans-rows)")
+    region.evaluate("n => { n.scrollLeft = 10000; }")
+    assert region.evaluate("n => n.scrollLeft") > 50, "this table is wider than its place"
+    box, name = region.bounding_box(), tab.page.locator("#plans-rows tbody th").first.bounding_box()
+    assert box["x"] <= name["x"] <= box["x"] + 2
     tab.close()

@@ -68,12 +68,12 @@ function drawBars(study, kept, budget, label, shown, width) {
 }
 
 function rolesTable(study, kept) {
-  const present = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
-  const head = el("tr", {}, el("th", { scope: "col" }, "role"), kept.map((row) => el("th", { scope: "col", class: "num" }, calledOf(study, row.label))));
-  const rows = present.map((role) => el("tr", {}, el("th", { scope: "row" }, role), kept.map((row) => el("td", { class: "num" }, row.by_role[role] ? bytes(row.by_role[role]) : "–"))));
-  const peak = el("tr", {}, el("th", { scope: "row" }, "peak"), kept.map((row) => el("td", { class: "num" }, bytes(row.peak_bytes))));
-  const range = el("tr", {}, el("th", { scope: "row" }, "at least to at most"), kept.map((row) => el("td", { class: "num" }, `${bytes(row.low_bytes)} – ${bytes(row.high_bytes)}`)));
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Bytes by role" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows, peak, range)));
+  const names = kept.map((row) => calledOf(study, row.label)), present = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
+  const row = (name, show) => el("tr", { role: "row" }, cellOf("role", name, true), kept.map((one, i) => cellOf(names[i], show(one), false, "num")));
+  const head = el("tr", { role: "row" }, ["role", ...names].map((name, i) => el("th", { scope: "col", role: "columnheader", class: i ? "num" : null }, name)));
+  const rows = present.map((role) => row(role, (one) => (one.by_role[role] ? bytes(one.by_role[role]) : "")));
+  rows.push(row("peak", (one) => bytes(one.peak_bytes)), row("at least to at most", (one) => `${bytes(one.low_bytes)} – ${bytes(one.high_bytes)}`));
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Bytes by role" }, el("table", { role: "table" }, el("thead", { class: "bare", role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
 }
 
 // --- by module --------------------------------------------------------------------------------------------------------
