@@ -150,6 +150,27 @@ def test_marks_have_tooltips_for_touch(browser: Any, tmp_path: Path) -> None:
     tab.close()
 
 
+@pytest.mark.parametrize("share", [0.5, 1.4, 9.0])
+def test_a_page_of_memory_alone_has_the_verdict_and_the_budget(browser: Any, tmp_path: Path, share: float) -> None:
+    study = record().studies[0]
+    budget = int(share * (study.full_bytes or 0))
+    bare = replace(study, marks=(), picks=(), picked="", budget_bytes=budget, reason="A verdict on this step.")
+    tab = opened(browser, replace(record(), studies=(bare,)), tmp_path)
+    assert tab.text("#memory-words") == "A verdict on this step."
+    assert f"budget {say_bytes(budget)}" in tab.text("#memory-bars")
+    bars, line = tab.page.locator("#memory-bars svg").bounding_box(), tab.page.locator("#memory-bars line.budget")
+    assert line.count() == (share < 2), "a budget far above all peaks is named only"
+    if line.count():
+        baseline = next(row for row in study.kept if row.label == "baseline")
+        tiles = tab.page.locator('[data-key^="bar:baseline:"]').evaluate_all(
+            "nodes => nodes.map((n) => n.getBoundingClientRect().width)"
+        )
+        expected = bars["x"] + budget / baseline.peak_bytes * sum(tiles)
+        assert line.bounding_box()["x"] == pytest.approx(expected, abs=3)
+        assert line.bounding_box()["x"] < bars["x"] + bars["width"]
+    tab.close()
+
+
 # --- tables on narrow screens ----------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ const TEXTURES = {
 };
 const OUTSIDE = "outside of modules";
 const MOST_GROUPS = 20;
+const MOST_SCALE = 2; // a budget above so many times the largest peak is named, and bars fill the width
 
 function roleOf(name) { return ROLES.includes(name) ? name : "buffer"; }
 
@@ -39,7 +40,7 @@ function legendOf(kept) {
 function rolesOf(row) { return ROLES.filter((role) => row.by_role[role] > 0).map((role) => [role, row.by_role[role]]); }
 
 function drawBars(study, kept, budget, label, shown, width) {
-  const most = Math.max(...kept.map((row) => row.peak_bytes), 1) * 1.02, step = 50, height = kept.length * step + 20;
+  const largest = Math.max(...kept.map((row) => row.peak_bytes), 1), most = 1.02 * (budget < MOST_SCALE * largest ? Math.max(largest, budget) : largest), step = 50, height = kept.length * step + 20;
   const x = (nbytes) => (nbytes / most) * width;
   const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Bytes at the peak by role, a bar for each plan; the table below has the same numbers. Arrow keys go from part to part." });
   const texts = [];
@@ -62,6 +63,7 @@ function drawBars(study, kept, budget, label, shown, width) {
     root.append(svg("line", { x1: x(budget), x2: x(budget), y1: 16, y2: height - 6, class: "budget" }));
     root.append(svg("text", { x: x(budget) + (end ? -6 : 6), y: height - 8, "text-anchor": end ? "end" : "start", class: "strong" }, `budget ${bytes(budget)}`));
   }
+  if (budget && budget >= most) root.append(svg("text", { x: width, y: height - 8, "text-anchor": "end", class: "strong" }, `budget ${bytes(budget)}, further right`));
   root.append(...texts);
   steppable(root, [...root.querySelectorAll("[data-key]")]);
   return root;
@@ -71,7 +73,7 @@ function rolesTable(study, kept) {
   const names = kept.map((row) => calledOf(study, row.label)), present = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
   const row = (name, show) => el("tr", { role: "row" }, cellOf("role", name, true), kept.map((one, i) => cellOf(names[i], show(one), false, "num")));
   const head = el("tr", { role: "row" }, ["role", ...names].map((name, i) => el("th", { scope: "col", role: "columnheader", class: i ? "num" : null }, name)));
-  const rows = present.map((role) => row(role, (one) => (one.by_role[role] ? bytes(one.by_role[role]) : "")));
+  const rows = present.map((role) => row(role, (one) => bytes(one.by_role[role] || 0)));
   rows.push(row("peak", (one) => bytes(one.peak_bytes)), row("at least to at most", (one) => `${bytes(one.low_bytes)} – ${bytes(one.high_bytes)}`));
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Bytes by role" }, el("table", { role: "table" }, el("thead", { class: "bare", role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
 }

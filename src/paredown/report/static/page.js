@@ -147,13 +147,15 @@ function plansTable(study, label) {
 function buildMemory() {
   const plan = el("select", { id: "memory-plan" });
   plan.addEventListener("change", () => { state.shown = plan.value; drawAll(); });
-  return [el("p", { class: "caption" }, "Bytes of live tensors at the moment of peak memory, predicted from the trace of the step."), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
+  return [el("p", { class: "caption" }, "Bytes of live tensors at the moment of peak memory, predicted from the trace of the step."), el("div", { class: "words", id: "memory-words" }), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
     el("div", { class: "tools" }, el("label", { for: "memory-plan" }, "Compare the baseline with"), plan),
     el("details", {}, el("summary", {}, "The same as a table"), el("div", { id: "memory-table" })), el("h3", {}, "By module"), el("p", { class: "caption" }, "Areas are bytes, on one scale; the dashed frame is the larger of the two."), el("div", { class: "maps", id: "memory-maps" }), el("div", { id: "memory-notes" })];
 }
 
 function drawMemory(record, study, label) {
   const order = [...study.kept].sort((a, b) => b.peak_bytes - a.peak_bytes), width = wide("memory-bars");
+  document.getElementById("memory-words").hidden = study.marks.length > 0 || !study.reason; // with marks it is above
+  fill("memory-words", el("p", {}, study.reason));
   fill("memory-legend", legendOf(order));
   const shown = keptLabel(study, label), select = document.getElementById("memory-plan"), names = order.map((row) => row.label);
   if (select.dataset.names !== JSON.stringify(names)) { select.dataset.names = JSON.stringify(names); select.replaceChildren(...names.map((name) => el("option", { value: name }, calledOf(study, name)))); }
