@@ -79,7 +79,8 @@ def test_labels_cover_no_marks(browser: Any, tmp_path: Path, width: int) -> None
     labels = tab.page.locator("#frontier-chart text.halo")
     for key in ("End", "PageDown", "PageDown", "PageDown"):
         tab.page.press("#budget", key)
-        texts, marks = labels.evaluate_all(box_of), tab.page.locator("#frontier-chart :is(.dot, .mean, .ring)").evaluate_all(box_of)
+        texts = labels.evaluate_all(box_of)
+        marks = tab.page.locator("#frontier-chart :is(.dot, .mean, .ring, .whisker)").evaluate_all(box_of)
         assert len(marks) > len(crowded().studies[0].marks)
         assert len(texts) == len({tab.picked(), "baseline"})
         chart = tab.page.locator("#frontier-chart").bounding_box()

@@ -53,12 +53,14 @@ function frontierFrame(study, width) {
   return { x, y, width, height, inside, left: EDGE.left, right: width - EDGE.right, top: EDGE.top, bottom: height - EDGE.bottom };
 }
 
-// The pixels of a mark: `y` of the dot or cross, `mean` of the posterior mean if that is drawn apart, `band` of the interval.
+// The pixels of a mark: `y` of the dot or cross, `mean` of the posterior mean if that is drawn apart, `band` of the interval,
+// `whisker` from the predicted to the measured peak, of the picked plan only.
 function placeOf(study, mark, frame, isPicked) {
-  const at = { mark, x: frame.x.at(mark.nbytes), y: frame.top + 10, mean: null, band: null, size: mark.on_front ? 5.5 : 4 };
+  const at = { mark, x: frame.x.at(mark.nbytes), y: frame.top + 10, mean: null, band: null, whisker: null, size: mark.on_front ? 5.5 : 4 };
   if (mark.error === null) return at;
   at.y = frame.inside(shownError(mark));
   if (mark.measured !== null && mark.error !== mark.measured) at.mean = frame.inside(mark.error);
+  if (isPicked && mark.measured_bytes !== null) at.whisker = [frame.x.at(predictedOf(mark)), frame.x.at(mark.measured_bytes)];
   const hasBand = mark.on_front || isPicked || study.marks.length <= MOST_BANDS;
   if (hasBand && mark.low !== null && mark.high !== null && mark.high > mark.low) at.band = [frame.inside(mark.high), frame.inside(mark.low)];
   return at;
@@ -76,7 +78,7 @@ function drawFrontier(study, budget, label, width, onPick) {
   const placed = placeLabels(labels.map((place) => ({ place, isStrong: place.mark.label === label, text: `${place.mark.label === label ? "picked: " : ""}${calledOf(study, place.mark.label)}` })), places, lines, frame);
   root.append(...placed.map(drawLeader).filter(Boolean));
   const order = [...places].sort((a, b) => a.mark.on_front - b.mark.on_front || (a.mark.measured !== null) - (b.mark.measured !== null));
-  root.append(...order.map((place) => drawMark(study, place, frame, place.mark.label === label, onPick)), ...placed.map(drawLabel));
+  root.append(...order.map((place) => drawMark(study, place, place.mark.label === label, onPick)), ...placed.map(drawLabel));
   root.addEventListener("click", (event) => { const found = tipTarget(event); if (found) onPick(markOf(study, found.dataset.label).nbytes); });
   const nodes = [...root.querySelectorAll("[data-label]")].sort((a, b) => tips.get(a).at[0] - tips.get(b).at[0]);
   steppable(root, nodes, nodes.find((node) => node.dataset.label === label));
@@ -126,15 +128,15 @@ function drawAxes(root, study, x, y, width, height) {
   root.append(svg("text", { x: 2, y: EDGE.top - 12, class: "soft" }, axisName(study, y)));
 }
 
-function drawMark(study, place, frame, isPicked, onPick) {
-  const { mark, x, y, mean, band } = place;
+function drawMark(study, place, isPicked, onPick) {
+  const { mark, x, y, mean, band, whisker } = place;
   const press = (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); onPick(mark.nbytes); } };
   const group = svg("g", { class: mark.on_front || isPicked ? "" : "aside", "data-label": mark.label, role: "button", onkeydown: press });
   withTip(group, `plan:${mark.label}`, calledOf(study, mark.label), markRows(study, mark), [x, y]);
   if (mark.error === null) { group.append(svg("path", { d: `M${x - 5},${y - 5}l10,10m0,-10l-10,10`, class: "cross" })); return group; }
   if (band) group.append(svg("path", { d: `M${x - 4},${band[0]}h8m-4,0V${band[1]}m-4,0h8`, class: mean === null ? "band" : "band light" }));
   if (mean !== null) group.append(svg("path", { d: `M${x},${y}V${mean}`, class: "stem" }), svg("path", { d: `M${x},${mean - 4.5}l4.5,4.5l-4.5,4.5l-4.5,-4.5z`, class: "mean" }));
-  if (mark.measured_bytes !== null && isPicked) group.append(svg("path", { d: `M${frame.x.at(predictedOf(mark))},${y}H${frame.x.at(mark.measured_bytes)}m0,-4v8`, class: "band" }));
+  if (whisker) group.append(svg("path", { d: `M${whisker[0]},${y}H${whisker[1]}m0,-4v8`, class: "band whisker" }));
   if (isPicked) group.append(svg("circle", { cx: x, cy: y, r: 10, class: "ring" }));
   group.append(svg("circle", { cx: x, cy: y, r: place.size, class: mark.measured !== null ? "dot filled" : "dot" }));
   return group;

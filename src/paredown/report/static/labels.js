@@ -12,7 +12,9 @@ function nearestOf(area, at) { return [Math.max(area.left, Math.min(area.right, 
 
 function marksOf(place, isPicked) {
   const boxes = [around(place.x, place.y, (isPicked ? 11 : place.size) + 3)];
-  return place.mean === null ? boxes : [...boxes, around(place.x, place.mean, 7)];
+  if (place.mean !== null) boxes.push(around(place.x, place.mean, 7));
+  if (place.whisker) boxes.push(box(Math.min(...place.whisker), place.y - 5, Math.max(...place.whisker) + 2, place.y + 5));
+  return boxes;
 }
 
 function linesOf(place) { return place.band ? [box(place.x - 4, place.band[0], place.x + 4, place.band[1])] : []; }
@@ -34,7 +36,8 @@ function bestPlace(place, width, frame, marks, lines) {
     const [x, y] = nearestOf(area, place);
     let cost = Math.hypot(x - place.x, y - place.y);
     if (cost >= least) continue;
-    for (const line of lines) if (doTouch(area, line)) cost += 12;
+    const crossed = lines.filter((line) => doTouch(area, line)).length;
+    cost += crossed + Math.min(24, 11 * crossed); // where all places cross many lines, the label stays close
     if (cost >= least) continue;
     for (const mark of marks) if (doTouch(area, mark)) cost += 1e4;
     if (cost < least) { best = area; least = cost; }

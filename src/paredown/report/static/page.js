@@ -211,7 +211,7 @@ function drawTrials(record, study) {
     { name: "predicted", value: (run) => run.predicted_bytes, show: (run) => bytes(run.predicted_bytes), kind: "num" },
     { name: "measured", value: (run) => run.measured_bytes, show: (run) => bytes(run.measured_bytes), kind: "num" },
     { name: "time", value: (run) => run.seconds, show: (run) => seconds(run.seconds), kind: "num" },
-    ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task, kind: "nowrap" }] : []),
+    ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task, kind: "why" }] : []),
     { name: "why", value: (run) => run.reason, kind: runs.some((run) => run.reason) ? "why" : "" },
   ], runs, { name: "Trials" }));
 }
