@@ -118,6 +118,15 @@ def test_a_page_of_the_memory_is_written(folder: Path) -> None:
     assert ask("estimate", "net.py:both", "--report", "no/such/page.html")[0] == 2
 
 
+def test_the_page_has_the_verdict_the_budget_and_the_step(folder: Path) -> None:
+    _, out, _ = ask("estimate", "net.py:both", "--device", "cpu", "--budget", "95%", "--report", "page.html")
+    record = json.loads(re.findall(r'id="record">(.*?)</script>', (folder / "page.html").read_text())[0])
+    (study,) = record["studies"]
+    assert study["reason"] == out.splitlines()[0] and study["reason"].startswith("Does not fit: ")
+    assert study["budget_bytes"] == int(0.95 * max(row["peak_bytes"] for row in study["kept"]))
+    assert len(record["notes"]) >= 2 and all(note in out for note in record["notes"])
+
+
 def test_a_terminal_gets_colours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,65 +13,9 @@ from paredown.report.record import Record
 from paredown.sizes import say_bytes
 from paredown.tasks.trial import Status
 from tests.report.made import HOSTILE, picked, record, trace, trial
+from tests.report.tabs import Tab, opened
 
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-OPTIONS = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox refuses root
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """One browser for all of these tests."""
-    with sync_api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
-        yield made
-        made.close()
-
-
-class Tab:
-    """A page, and what it said on the console."""
-
-    def __init__(self, browser: Any, url: str, **options: Any) -> None:
-        self.context = browser.new_context(
-            **{"viewport": {"width": 1200, "height": 900}, "offline": url.startswith("file:"), **options}
-        )
-        self.page = self.context.new_page()
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
-        self.page.goto(url)
-
-    def text(self, selector: str) -> str:
-        """What a reader sees there, blanks alike."""
-        return self.page.inner_text(selector).replace("\u00a0", " ")
-
-    def picked(self) -> str:
-        """The label on the chart."""
-        found = [
-            self.page.locator("#frontier-chart text").nth(i).text_content()
-            for i in range(self.page.locator("#frontier-chart text").count())
-        ]
-        return next((text.removeprefix("picked: ") for text in found if text.startswith("picked: ")), "")
-
-    def close(self) -> None:
-        """Nothing was said, and nothing but the page was asked for."""
-        self.context.close()
-        assert self.said == []
-
-
-@pytest.fixture
-def tab(browser: Any, tmp_path: Path) -> Iterator[Tab]:
-    """The page of a record that has every part, as a file."""
-    write(record(), tmp_path / "report.html")
-    made = Tab(browser, (tmp_path / "report.html").as_uri())
-    yield made
-    asked = [url for url in made.asked if not url.startswith("data:")]
-    made.close()
-    assert asked == [(tmp_path / "report.html").as_uri()], "the page loads nothing else"
 
 
 def test_the_page_shows_what_was_picked_and_why(tab: Tab) -> None:
@@ -232,8 +173,7 @@ def test_every_control_has_a_name(tab: Tab) -> None:
 def test_the_baseline_is_called_so_whatever_its_label(browser: Any, tmp_path: Path) -> None:
     labels = {"a32 full": trial("baseline").plan}
     made = Record.of_trials("t", [trial("baseline"), trial("lpmm")], labels=labels).with_footprints(trace(), labels)
-    write(made, tmp_path / "report.html")
-    tab = Tab(browser, (tmp_path / "report.html").as_uri())
+    tab = opened(browser, made, tmp_path)
     for place in ("#frontier-chart", "#memory-bars", "#curves-charts", "#trials-rows"):
         assert "baseline (a32 full)" in (tab.page.text_content(place) or "")
     tab.close()
@@ -241,18 +181,16 @@ def test_the_baseline_is_called_so_whatever_its_label(browser: Any, tmp_path: Pa
 
 def test_runs_of_a_task_without_a_study_are_shown_beside_it(browser: Any, tmp_path: Path) -> None:
     longer = [trial("baseline", task="blobs, longer"), trial("activations8", task="blobs, longer")]
-    write(record().with_trials(longer, {"written": longer[0].plan}), tmp_path / "report.html")
-    tab = Tab(browser, (tmp_path / "report.html").as_uri())
+    tab = opened(browser, record().with_trials(longer, {"written": longer[0].plan}), tmp_path)
     assert tab.page.locator("#trials-rows tbody tr").count() == len(record().runs) + 2
     assert "blobs, longer" in tab.text("#trials-rows")
-    assert tab.page.locator("#curves svg[role=img]").count() == 2
+    assert tab.page.locator("#curves svg.chart").count() == 2
     tab.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_theme_is_the_systems_and_can_be_changed(browser: Any, tmp_path: Path, scheme: str) -> None:
-    write(record(), tmp_path / "report.html")
-    tab = Tab(browser, (tmp_path / "report.html").as_uri(), color_scheme=scheme)
+    tab = opened(browser, record(), tmp_path, color_scheme=scheme)
     ground = lambda: tab.page.evaluate("getComputedStyle(document.body).backgroundColor")  # noqa: E731
     colours = {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}
     assert ground() == colours.pop(scheme)
@@ -283,8 +221,7 @@ def test_a_hostile_name_stays_text(browser: Any, tmp_path: Path) -> None:
     made = replace(record(HOSTILE, HOSTILE), notes=(HOSTILE,), versions={HOSTILE: HOSTILE}, commit=HOSTILE).with_trials(
         labels, {HOSTILE: picked().plan}
     )
-    write(made, tmp_path / "report.html")
-    tab = Tab(browser, (tmp_path / "report.html").as_uri())
+    tab = opened(browser, made, tmp_path)
     assert tab.page.title() == HOSTILE
     assert tab.text("h1") == HOSTILE
     assert HOSTILE in tab.text("#trials")
@@ -302,14 +239,23 @@ def awkward() -> dict[str, Record]:
     curve = Record.of_trials("t", [trial("lpmm", curve=((1, 1.0), (2, 1.0))), trial("baseline", curve=((1, -5.0), (2, 1e9)))])
     plans = replace(Record.of_pick(picked()), runs=())
     nothing = Record.of_pick(replace(picked(), plan=None, label="", budget_bytes=1, reason="nothing fits"))
-    found = {"empty": Record("t"), "lone": lone, "none": none, "sizes": sizes, "curve": curve, "plans": plans, "nothing": nothing}
+    runs = Record("t").with_trials([trial("lpmm"), trial("baseline")])  # without a study
+    found = {
+        "empty": Record("t"),
+        "runs": runs,
+        "lone": lone,
+        "none": none,
+        "sizes": sizes,
+        "curve": curve,
+        "plans": plans,
+        "nothing": nothing,
+    }
     return found | {"kept": replace(record(), studies=(replace(record().studies[0], marks=(), picks=(), picked=""),))}
 
 
 @pytest.mark.parametrize("name", awkward())
 def test_awkward_records_are_drawn_without_complaint(browser: Any, tmp_path: Path, name: str) -> None:
-    write(awkward()[name], tmp_path / "report.html")
-    tab = Tab(browser, (tmp_path / "report.html").as_uri())
+    tab = opened(browser, awkward()[name], tmp_path)
     if tab.page.locator("#budget").count():
         for key in ("Home", "End", "PageDown", "PageUp", "ArrowLeft"):
             tab.page.press("#budget", key)

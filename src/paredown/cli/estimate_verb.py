@@ -102,7 +102,7 @@ def estimate(
     largest = _largest_batches(subject, plans, allowed or 0) if batch == AUTO else {}
     value = {**_head(subject), "budget_bytes": allowed, "plans": _rows(feet, allowed, largest, depth), "notes": _notes(feet)}
     if report is not None:
-        _write_report(report, subject, plans)
+        _write_report(report, subject, plans, value, requested=plan is not None)
     if is_json:
         emit(value)
     else:
@@ -162,12 +162,16 @@ def _head(subject: Subject) -> dict[str, Any]:
     return {**step, "batch_size": subject.batch_size, "batch": list(trace.batch), "assumed": list(subject.assumed)}
 
 
-def _write_report(to: Path, subject: Subject, plans: dict[str, Plan]) -> None:
+def _write_report(to: Path, subject: Subject, plans: dict[str, Plan], value: dict[str, Any], *, requested: bool) -> None:
+    """The page of the memory of these plans, with the verdict, the budget and the step that the terminal shows."""
     from paredown.cli.report_verbs import with_memory
     from paredown.report.page import write
     from paredown.report.record import Record
+    from paredown.report.studies import Study
 
-    write(with_memory(Record(f"One training step of {subject.name}, predicted"), subject, plans), to)
+    study = Study(subject.name, budget_bytes=value["budget_bytes"], reason=_verdict(value, requested=requested))
+    record = Record(f"One training step of {subject.name}, predicted", studies=(study,), notes=tuple(_step_lines(value)))
+    write(with_memory(record, subject, plans), to)
 
 
 def _allowed(budget: Budget, subject: Subject) -> int:
@@ -225,14 +229,28 @@ def _notes(feet: dict[str, Footprint]) -> list[str]:
 def _head_lines(value: dict[str, Any], *, requested: bool) -> list[str]:
     """The verdict, bars of the plan that it judges and of the first that fits, the step, and what is assumed of it."""
     rows: list[dict[str, Any]] = value["plans"]
-    allowed, device = value["budget_bytes"], f"{value['device']} {COMPILED}" if value["compiled"] else value["device"]
-    where = f"{device.replace(' ', ', ')}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
+    allowed = value["budget_bytes"]
     fitting = [row for row in rows if row["fits"]]
     other = fitting[0] if fitting else min(rows, key=lambda row: row["peak_bytes"])
     shown = rows if requested or allowed is None else [rows[0], other] if other is not rows[0] else rows[:1]
-    lines = [styled_verdict(verdict(rows, allowed, requested=requested, device=device)), ""]
+    lines = [styled_verdict(_verdict(value, requested=requested)), ""]
     lines += [*bars(shown[:SHOWN_BARS], allowed, in_colour=has_colour()), ""]
-    lines.append(heading(f"One training step of {value['model']} on {where}, predicted"))
+    step, *details = _step_lines(value)
+    return [*lines, heading(step), *details]
+
+
+def _verdict(value: dict[str, Any], *, requested: bool) -> str:
+    return verdict(value["plans"], value["budget_bytes"], requested=requested, device=_device(value))
+
+
+def _device(value: dict[str, Any]) -> str:
+    return f"{value['device']} {COMPILED}" if value["compiled"] else value["device"]
+
+
+def _step_lines(value: dict[str, Any]) -> list[str]:
+    """The step that is traced: model, device, dtype and optimizer; its batch; what is assumed of it."""
+    where = f"{_device(value).replace(' ', ', ')}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
+    lines = [f"One training step of {value['model']} on {where}, predicted"]
     lines.append(f"Batch: {', '.join(text.partition(': ')[2] for text in value['batch'])}.")
     return [*lines, *([f"Assumed: {', '.join(value['assumed'])}."] if value["assumed"] else [])]
 

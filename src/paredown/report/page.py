@@ -26,7 +26,7 @@ from paredown.report.record import Record
 from paredown.sizes import say_bytes
 from paredown.tables import Table
 
-SCRIPTS = ("words.js", "frontier.js", "memory.js", "tables.js", "curves.js", "page.js")
+SCRIPTS = ("words.js", "tips.js", "labels.js", "frontier.js", "memory.js", "tables.js", "curves.js", "page.js")
 MARKER = re.compile(r"\{\{(\w+)\}\}")
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 PLAIN_ROWS = 40  # plans in the table for browsers without JavaScript
@@ -103,9 +103,19 @@ def in_plain(value: dict[str, Any]) -> str:
     parts = ["<p>The charts of this page need JavaScript. The plans as tables:</p>"]
     for study in value["studies"]:
         parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(study['reason'])}</p>")
-        rows = [(mark["label"], say_bytes(mark["nbytes"]), _number(mark["error"])) for mark in study["marks"][:PLAIN_ROWS]]
-        parts.append(Table(("plan", "peak", study["metric"]), rows).to_html() if rows else "")
+        parts.append(_plain_table(study).to_html() if study["marks"] else "")
     return "".join(parts)
+
+
+def _plain_table(study: dict[str, Any]) -> Table:
+    """Peaks and errors of the plans; posterior means have a column of their own where they are not the measured errors."""
+    marks, metric = study["marks"], study["metric"]
+    has_posterior = any(mark["error"] != mark["measured"] for mark in marks if mark["error"] is not None)
+    keys = {f"measured {metric}": "measured", "posterior mean": "error"} if has_posterior else {metric: "error"}
+    rows = [
+        (mark["label"], say_bytes(mark["nbytes"]), *(_number(mark[key]) for key in keys.values())) for mark in marks[:PLAIN_ROWS]
+    ]
+    return Table(("plan", "peak", *keys), rows)
 
 
 def _number(value: float | None) -> str:

@@ -6,6 +6,7 @@ const TEXTURES = {
 };
 const OUTSIDE = "outside of modules";
 const MOST_GROUPS = 20;
+const MOST_SCALE = 2; // a budget above so many times the largest peak is named, and bars fill the width
 
 function roleOf(name) { return ROLES.includes(name) ? name : "buffer"; }
 
@@ -20,21 +21,28 @@ function textures() {
   return svg("svg", { width: 0, height: 0, "aria-hidden": "true", class: "hide" }, svg("defs", {}, made));
 }
 
-function tile(role, x, y, width, height, title) {
-  return svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), class: "tile", fill: `url(#role-${roleOf(role)})` }, svg("title", {}, title));
+function tile(role, x, y, width, height) {
+  return svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), class: "tile", fill: `url(#role-${roleOf(role)})` });
+}
+
+// A tile with a tooltip: `key` is its own on the page, `name` says whose bytes these are.
+function namedTile(key, name, role, nbytes, total, at) {
+  const node = tile(role, at.x, at.y, at.width, at.height);
+  node.setAttribute("role", "img");
+  return withTip(node, key, `${name}, ${role}`, [["at the peak", bytes(nbytes)], ["share of the plan", percent(nbytes / total, 1)]], [at.x + at.width / 2, at.y]);
 }
 
 function legendOf(kept) {
   const present = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
-  return el("ul", { class: "legend" }, present.map((role) => el("li", {}, svg("svg", { width: 22, height: 14, "aria-hidden": "true" }, tile(role, 0, 0, 22, 14, role)), role)));
+  return el("ul", { class: "legend" }, present.map((role) => el("li", {}, svg("svg", { width: 22, height: 14, "aria-hidden": "true" }, tile(role, 0, 0, 22, 14)), role)));
 }
 
 function rolesOf(row) { return ROLES.filter((role) => row.by_role[role] > 0).map((role) => [role, row.by_role[role]]); }
 
 function drawBars(study, kept, budget, label, shown, width) {
-  const most = Math.max(...kept.map((row) => row.peak_bytes), 1) * 1.02, step = 50, height = kept.length * step + 20;
+  const largest = Math.max(...kept.map((row) => row.peak_bytes), 1), most = 1.02 * (budget < MOST_SCALE * largest ? Math.max(largest, budget) : largest), step = 50, height = kept.length * step + 20;
   const x = (nbytes) => (nbytes / most) * width;
-  const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Bytes at the peak by role, a bar for each plan; the table below has the same numbers." });
+  const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Bytes at the peak by role, a bar for each plan; the table below has the same numbers. Arrow keys go from part to part." });
   const texts = [];
   kept.forEach((row, i) => {
     const top = i * step + 18, isShown = row.label === shown, kind = isShown ? "halo strong" : "halo";
@@ -44,7 +52,7 @@ function drawBars(study, kept, budget, label, shown, width) {
     texts.push(svg("text", { x: width, y: top - 5, "text-anchor": "end", class: kind }, `${bytes(row.peak_bytes)}${share}`));
     let at = 0;
     for (const [role, nbytes] of rolesOf(row)) {
-      root.append(tile(role, x(at), top, x(nbytes), 22, `${row.label}, ${role}: ${bytes(nbytes)}`));
+      root.append(namedTile(`bar:${row.label}:${role}`, calledOf(study, row.label), role, nbytes, row.peak_bytes, { x: x(at), y: top, width: x(nbytes), height: 22 }));
       const text = cut(role, x(nbytes) - 10);
       if (text === role) root.append(svg("text", { x: x(at) + 5, y: top + 15.5, class: "halo" }, text));
       at += nbytes;
@@ -55,17 +63,19 @@ function drawBars(study, kept, budget, label, shown, width) {
     root.append(svg("line", { x1: x(budget), x2: x(budget), y1: 16, y2: height - 6, class: "budget" }));
     root.append(svg("text", { x: x(budget) + (end ? -6 : 6), y: height - 8, "text-anchor": end ? "end" : "start", class: "strong" }, `budget ${bytes(budget)}`));
   }
+  if (budget && budget >= most) root.append(svg("text", { x: width, y: height - 8, "text-anchor": "end", class: "strong" }, `budget ${bytes(budget)}, further right`));
   root.append(...texts);
+  steppable(root, [...root.querySelectorAll("[data-key]")]);
   return root;
 }
 
 function rolesTable(study, kept) {
-  const present = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
-  const head = el("tr", {}, el("th", { scope: "col" }, "role"), kept.map((row) => el("th", { scope: "col", class: "num" }, calledOf(study, row.label))));
-  const rows = present.map((role) => el("tr", {}, el("th", { scope: "row" }, role), kept.map((row) => el("td", { class: "num" }, row.by_role[role] ? bytes(row.by_role[role]) : "–"))));
-  const peak = el("tr", {}, el("th", { scope: "row" }, "peak"), kept.map((row) => el("td", { class: "num" }, bytes(row.peak_bytes))));
-  const range = el("tr", {}, el("th", { scope: "row" }, "at least to at most"), kept.map((row) => el("td", { class: "num" }, `${bytes(row.low_bytes)} – ${bytes(row.high_bytes)}`)));
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Bytes by role" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows, peak, range)));
+  const names = kept.map((row) => calledOf(study, row.label)), present = ROLES.filter((role) => kept.some((row) => row.by_role[role] > 0));
+  const row = (name, show) => el("tr", { role: "row" }, cellOf("role", name, true), kept.map((one, i) => cellOf(names[i], show(one), false, "num")));
+  const head = el("tr", { role: "row" }, ["role", ...names].map((name, i) => el("th", { scope: "col", role: "columnheader", class: i ? "num" : null }, name)));
+  const rows = present.map((role) => row(role, (one) => bytes(one.by_role[role] || 0)));
+  rows.push(row("peak", (one) => bytes(one.peak_bytes)), row("at least to at most", (one) => `${bytes(one.low_bytes)} – ${bytes(one.high_bytes)}`));
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Bytes by role" }, el("table", { role: "table" }, el("thead", { class: "bare", role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
 }
 
 // --- by module --------------------------------------------------------------------------------------------------------
@@ -123,13 +133,13 @@ function nameIn(name, width) {
 
 function drawMap(row, depth, width, height, most) {
   const share = Math.sqrt(row.peak_bytes / most), w = width * share, h = height * share;
-  const said = `Bytes at the peak of ${row.label} by module and role; the table of roles has the sums.`;
-  const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": said });
+  const said = `Bytes at the peak of ${row.label} by module and role; the table of roles has the sums. Arrow keys go from part to part.`;
+  const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": said });
   root.append(svg("rect", { x: 0.5, y: 0.5, width: width - 1, height: height - 1, class: "ghost" }));
   for (const group of squarify(grouped(row.places, depth), 0, 0, w, h)) {
     const parts = [...group.item.parts].map(([role, nbytes]) => ({ role, nbytes })).sort((a, b) => b.nbytes - a.nbytes);
     for (const part of squarify(parts, group.x, group.y, group.width, group.height)) {
-      root.append(tile(part.item.role, part.x, part.y, part.width, part.height, `${group.item.name}, ${part.item.role}: ${bytes(part.item.nbytes)}`));
+      root.append(namedTile(`map:${row.label}:${group.item.name}:${part.item.role}`, group.item.name, part.item.role, part.item.nbytes, row.peak_bytes, part));
     }
     root.append(svg("rect", { x: group.x, y: group.y, width: group.width, height: group.height, class: "frame" }));
     const name = nameIn(group.item.name, group.width - 10);
@@ -137,6 +147,7 @@ function drawMap(row, depth, width, height, most) {
     const size = bytes(group.item.nbytes, 1);
     if (name && widthOf(size) < group.width - 10 && group.height > 34) root.append(svg("text", { x: group.x + 5, y: group.y + 30, class: "halo" }, size));
   }
+  steppable(root, [...root.querySelectorAll("[data-key]")]);
   return root;
 }
 

@@ -87,7 +87,7 @@ function drawFrontierSection(record, study, label) {
   document.getElementById("more").disabled = !study.picks.some(([nbytes]) => nbytes > state.budget);
   fill("frontier-caption", `${study.task}. Each mark is a plan; further left is less memory, further down is less error. ${study.band}`);
   fill("figures", figures(study, label));
-  fill("frontier-legend", frontierLegend(study));
+  fill("frontier-legend", frontierLegend(study, markOf(study, label)));
   fill("frontier-chart", drawFrontier(study, state.budget, label, wide("frontier-chart"), moveTo));
   const lines = sayPick(study, state.budget, label), words = document.getElementById("words");
   if (words.textContent !== lines.join("")) words.replaceChildren(...lines.map((line) => el("p", {}, line)));
@@ -102,22 +102,30 @@ function figures(study, label) {
   if (!mark) return [figure("plan", "no plan fits", `${bytes(state.budget)} is below what any plan needs`)];
   const written = markOf(study, study.written), rows = [figure("peak memory, predicted", bytes(predictedOf(mark)), study.full_bytes ? `${percent(predictedOf(mark) / study.full_bytes)} of ${bytes(study.full_bytes)}` : "")];
   if (mark.measured_bytes !== null) rows.push(figure("peak memory, measured", bytes(mark.measured_bytes), mark.measured_bytes > state.budget ? "above the budget" : "within the budget"));
-  const known = mark.measured !== null ? "measured" : "predicted";
-  rows.push(figure(`${study.metric}, ${known}`, sayError(mark.measured ?? mark.error, study.metric), mark.low !== null && mark.high > mark.low ? `${sayError(mark.low, study.metric)} to ${sayError(mark.high, study.metric)}` : ""));
+  const isApart = mark.measured !== null && mark.error !== mark.measured, error = (value) => sayError(value, study.metric);
+  const interval = mark.low !== null && mark.high > mark.low ? `${error(mark.low)} to ${error(mark.high)}` : "";
+  rows.push(figure(`${study.metric}, ${mark.measured !== null ? "measured" : "predicted"}`, error(shownError(mark)), isApart ? "" : interval));
+  if (isApart) rows.push(figure(`${study.metric}, posterior mean`, error(mark.error), interval));
   if (written && written !== mark && written.error !== null && mark.error !== null) {
-    const d = mark.error - written.error;
-    const known = mark.measured !== null && written.measured !== null ? "" : ", predicted";
-    rows.push(figure(`against the baseline${known}`, `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, doOverlap(mark, written) ? "the intervals overlap" : ""));
+    const { value: d, isMeasured } = differenceOf(mark, written);
+    rows.push(figure(`against the baseline, ${isMeasured ? "measured" : "posterior means"}`, `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, doOverlap(mark, written) ? "the intervals overlap" : ""));
   }
   return rows;
 }
 
-function frontierLegend(study) {
+function frontierLegend(study, picked) {
   const draw = (...inner) => svg("svg", { width: 26, height: 16, "aria-hidden": "true" }, inner);
-  const rows = [["measured", svg("circle", { cx: 13, cy: 8, r: 5, class: "dot filled" })], ["predicted", svg("circle", { cx: 13, cy: 8, r: 5, class: "dot" })], ["best within each budget", svg("path", { d: "M0,4H13V12H26", class: "front" })]];
-  if (study.marks.some((mark) => mark.low !== null && mark.high > mark.low)) rows.push(["interval of the error", svg("path", { d: "M9,2h8m-4,0V14m-4,0h8", class: "band", fill: "none" })]);
-  if (study.marks.some((mark) => mark.measured_bytes !== null)) rows.push(["from the predicted to the measured peak, of the picked plan", svg("path", { d: "M2,8H22m0,-4v8", class: "band", fill: "none" })]);
-  if (study.marks.some((mark) => mark.error === null)) rows.push(["no run finished", svg("path", { d: "M8,3l10,10m0,-10l-10,10", class: "cross" })]);
+  const { marks } = study, isMeasured = (mark) => mark.error !== null && mark.measured !== null, isBayesian = hasPosterior(study);
+  const dot = (kind) => svg("circle", { cx: 13, cy: 8, r: 5, class: kind });
+  const rows = [
+    marks.some(isMeasured) && [`measured ${study.metric}`, dot("dot filled")],
+    marks.some((mark) => isMeasured(mark) && mark.error !== mark.measured) && ["posterior mean of a measured plan", svg("path", { d: "M13,3.5l4.5,4.5l-4.5,4.5l-4.5,-4.5z", class: "mean" })],
+    marks.some((mark) => mark.error !== null && mark.measured === null) && [`predicted ${study.metric}, not measured`, dot("dot")],
+    [isBayesian ? "least posterior mean within each budget" : "best within each budget", svg("path", { d: "M0,4H13V12H26", class: "front" })],
+    marks.some((mark) => mark.low !== null && mark.high > mark.low) && [isBayesian ? "interval of the posterior mean" : "interval of the error", svg("path", { d: "M9,2h8m-4,0V14m-4,0h8", class: "band" })],
+    picked && picked.measured_bytes !== null && ["from the predicted to the measured peak, of the picked plan", svg("path", { d: "M2,8H22m0,-4v8", class: "band" })],
+    marks.some((mark) => mark.error === null) && ["no run finished", svg("path", { d: "M8,3l10,10m0,-10l-10,10", class: "cross" })],
+  ].filter(Boolean);
   return rows.map(([name, inner]) => el("li", {}, draw(inner), name));
 }
 
@@ -127,7 +135,8 @@ function plansTable(study, label) {
     { name: "plan", value: (mark) => mark.label, show: (mark) => calledOf(study, mark.label) },
     { name: "predicted peak", value: predictedOf, show: (mark) => bytes(predictedOf(mark)), kind: "num" },
     { name: "measured peak", value: (mark) => mark.measured_bytes, show: (mark) => bytes(mark.measured_bytes), kind: "num" },
-    { name: study.metric, value: (mark) => mark.error, show: (mark) => error(mark.error), kind: "num" },
+    ...(hasPosterior(study) ? [{ name: `measured ${study.metric}`, value: (mark) => mark.measured, show: (mark) => error(mark.measured), kind: "num" }] : []),
+    { name: hasPosterior(study) ? "posterior mean" : study.metric, value: (mark) => mark.error, show: (mark) => error(mark.error), kind: "num" },
     { name: "interval", value: (mark) => mark.high, show: (mark) => (mark.low !== null ? `${error(mark.low)} – ${error(mark.high)}` : "–"), kind: "num" },
     { name: "trials", value: (mark) => mark.num_trials, kind: "num" },
     { name: "Pareto front", value: (mark) => (mark.on_front ? "yes" : "no") },
@@ -138,13 +147,15 @@ function plansTable(study, label) {
 function buildMemory() {
   const plan = el("select", { id: "memory-plan" });
   plan.addEventListener("change", () => { state.shown = plan.value; drawAll(); });
-  return [el("p", { class: "caption" }, "Bytes of live tensors at the moment of peak memory, predicted from the trace of the step."), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
+  return [el("p", { class: "caption" }, "Bytes of live tensors at the moment of peak memory, predicted from the trace of the step."), el("div", { class: "words", id: "memory-words" }), el("div", { id: "memory-legend" }), el("div", { id: "memory-bars" }),
     el("div", { class: "tools" }, el("label", { for: "memory-plan" }, "Compare the baseline with"), plan),
     el("details", {}, el("summary", {}, "The same as a table"), el("div", { id: "memory-table" })), el("h3", {}, "By module"), el("p", { class: "caption" }, "Areas are bytes, on one scale; the dashed frame is the larger of the two."), el("div", { class: "maps", id: "memory-maps" }), el("div", { id: "memory-notes" })];
 }
 
 function drawMemory(record, study, label) {
   const order = [...study.kept].sort((a, b) => b.peak_bytes - a.peak_bytes), width = wide("memory-bars");
+  document.getElementById("memory-words").hidden = study.marks.length > 0 || !study.reason; // with marks it is above
+  fill("memory-words", el("p", {}, study.reason));
   fill("memory-legend", legendOf(order));
   const shown = keptLabel(study, label), select = document.getElementById("memory-plan"), names = order.map((row) => row.label);
   if (select.dataset.names !== JSON.stringify(names)) { select.dataset.names = JSON.stringify(names); select.replaceChildren(...names.map((name) => el("option", { value: name }, calledOf(study, name)))); }
@@ -192,7 +203,7 @@ function drawSlots(record, study, label) {
 function drawTrials(record, study) {
   const runs = runsOf(record, study), metric = study ? study.metric : "error", tasks = new Set(runs.map((run) => run.task));
   fill("trials-table", sortable("trials-rows", [
-    { name: "plan", value: (run) => run.plan, show: (run) => (study ? calledOf(study, run.plan) : run.plan) },
+    { name: "plan", value: (run) => run.plan, show: (run) => calledOf(study, run.plan) },
     { name: "seed", value: (run) => run.seed, kind: "num" },
     { name: "ended", value: (run) => run.status, show: (run) => run.status.replaceAll("_", " "), kind: "nowrap" },
     { name: metric, value: (run) => run.error, show: (run) => sayError(run.error, metric), kind: "num" },
@@ -200,7 +211,7 @@ function drawTrials(record, study) {
     { name: "predicted", value: (run) => run.predicted_bytes, show: (run) => bytes(run.predicted_bytes), kind: "num" },
     { name: "measured", value: (run) => run.measured_bytes, show: (run) => bytes(run.measured_bytes), kind: "num" },
     { name: "time", value: (run) => run.seconds, show: (run) => seconds(run.seconds), kind: "num" },
-    ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task, kind: "nowrap" }] : []),
+    ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task, kind: "why" }] : []),
     { name: "why", value: (run) => run.reason, kind: runs.some((run) => run.reason) ? "why" : "" },
   ], runs, { name: "Trials" }));
 }
@@ -244,6 +255,7 @@ function drawMade(record, study) {
 // --- all of it ---------------------------------------------------------------------------------------------------------
 
 function drawAll() {
+  const held = heldFocus();
   const { record } = state, study = studyNow();
   if (study && (!state.asked || state.budget === null)) state.budget = firstBudget(study);
   document.title = record.title;
@@ -255,6 +267,7 @@ function drawAll() {
   for (const section of shown) section.draw(record, study, label);
   const links = shown.map((section) => section.id).join(" "), nav = document.getElementById("nav");
   if (nav.dataset.links !== links) { nav.dataset.links = links; nav.replaceChildren(...shown.map((section) => el("a", { href: `#${section.id}` }, section.name))); }
+  restoreFocus(held);
 }
 
 function showSection(section, isShown) {
@@ -315,6 +328,7 @@ function setUpLive(address) {
 }
 
 document.body.prepend(textures());
+setUpTips();
 setUpTheme();
 document.getElementById("task").addEventListener("change", (event) => { state.task = event.target.value; state.asked = false; state.shown = null; drawAll(); });
 document.getElementById("foot").append(document.body.dataset.live ? "Served by paredown on this machine, read-only." : "Made by paredown. This page is one file: it loads nothing and sends nothing.");
