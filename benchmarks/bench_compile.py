@@ -6,9 +6,9 @@
     python benchmarks/bench_compile.py --quick                            # a toy on the CPU: whether it runs, no figures
 
 Ways: compiled (plain torch.compile, the baseline of all ratios), budget=0.8, 0.5 and 0.3 (torch's activation_memory_budget), int8 and
-int4 (`pare.apply(plan, model).compile()` with the plans of bench_session.py), eager; on request also fit=6.6 (the plan that `assign`
-makes for the compiled step in so many GiB), eager-int8, eager-int4 and joins like int8+budget=0.6. All under bf16 autocast with fused
-AdamW.
+int4 (`pare.apply(plan, model).compile()` with the plans of bench_session.py), eager; on request also recompute (a plan that packs nothing),
+fit=6.6 (the plan that `assign` makes of these formats for the compiled step in so many GiB), eager-int8, eager-int4 and joins like
+int8+budget=0.6. All under bf16 autocast with fused AdamW. --predict traces each compiled step first, and predicts its peak.
 
 Each row has a process of its own with empty compile caches (compile_worker.py). Up to --jobs processes compile and warm up at the same
 time, as many as the memory of the GPU allows; when the last of them is ready they take their times one after the other, and each exits
@@ -104,6 +104,7 @@ class Row:
     size: int | None = None
     shape: tuple[int, ...] | None = None
     peak_bytes: int | None = None
+    predicted_bytes: int | None = None  # of the peak, before the first step
     reserved_bytes: int | None = None
     limit_bytes: int | None = None
     stored_bytes: int | None = None
@@ -233,9 +234,11 @@ def known_peaks(cell: Cell, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -
     return {row["size"]: row["peak_bytes"]} if row.get("peak_bytes") else {}
 
 
-def command_of(cell: Cell, device: str, num_steps: int, lock: Path, known: Mapping[int, int]) -> list[str]:
+def command_of(cell: Cell, device: str, options: argparse.Namespace, lock: Path, known: Mapping[int, int]) -> list[str]:
     """The command line of a row's process."""
-    count = TRAINING_STEPS if cell.case.kind == "losses" else num_steps
+    count = TRAINING_STEPS if cell.case.kind == "losses" else options.steps
+    way = Way.parse(cell.way)
+    predicts = options.predict and not way.is_eager and way.budget is None  # traces have neither
     request = {
         "job": cell.case.job,
         "way": cell.way,
@@ -243,6 +246,7 @@ def command_of(cell: Cell, device: str, num_steps: int, lock: Path, known: Mappi
         "device": device,
         "num_steps": count,
         "lock": str(lock),
+        "predicts": predicts,
         "known": known,
     }
     return [sys.executable, str(WORKER), json.dumps(request)]
@@ -290,9 +294,7 @@ def measure(
         by_name = {cell.name: cell for cell in batch}
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             lock = Path(folder) / "device.lock"
-            commands = {
-                name: command_of(cell, device, options.steps, lock, known_peaks(cell, rows)) for name, cell in by_name.items()
-            }
+            commands = {name: command_of(cell, device, options, lock, known_peaks(cell, rows)) for name, cell in by_name.items()}
             for name, reply in run_batch(commands, Path(folder), options.limit):
                 yield row_of(by_name[name], reply, len(batch))
 
@@ -316,23 +318,30 @@ def milliseconds(row: Mapping[str, Any]) -> tuple[str, str]:
     return number(median, 2), f"{number(low, 2)} - {number(high, 2)}"
 
 
+def predicted(row: Mapping[str, Any]) -> str:
+    """The predicted peak beside the measured one."""
+    guess, peak = row.get("predicted_bytes"), row["peak_bytes"]
+    return f"{gib(guess).strip()} ({guess / peak - 1:+.1%})" if guess and peak else ""
+
+
 def step_cells(row: Mapping[str, Any], plain: Mapping[str, Any]) -> tuple[str, ...]:
     """One line of the table of steps."""
     name = (row["job"], row["way"], str(row["size"] or ""))
     if row["error"]:
-        return (*name, *("",) * 8, row["error"].splitlines()[0][:80])  # in the last column
+        return (*name, *("",) * 9, row["error"].splitlines()[0][:80])  # in the last column
     stored, changes = row["stored_bytes"], row["num_changes"]
     return (
         *name, *milliseconds(row), ratio(row["median_seconds"], plain.get("median_seconds")), gib(row["peak_bytes"]).strip(),
-        ratio(row["peak_bytes"], plain.get("peak_bytes")), number(row["compile_seconds"]),
+        ratio(row["peak_bytes"], plain.get("peak_bytes")), predicted(row), number(row["compile_seconds"]),
         "" if stored is None else gib(stored).strip(), "" if changes is None else str(changes), number(row["last_loss"], 4),
     )  # fmt: skip
 
 
 def step_table(rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
     """Steps, with ratios to plain torch.compile."""
-    head = ("job", "way", "batch", "ms", "p20 - p80", "ratio", "peak GiB", "ratio", "compile s", "stored GiB", "changes", "loss")
-    return Table(head, [step_cells(row, rows.get((job, "compiled"), {})) for (job, _), row in rows.items()], right=range(2, 11))
+    measured = ("ms", "p20 - p80", "ratio", "peak GiB", "ratio", "predicted", "compile s")
+    head = ("job", "way", "batch", *measured, "stored GiB", "changes", "loss")
+    return Table(head, [step_cells(row, rows.get((job, "compiled"), {})) for (job, _), row in rows.items()], right=range(2, 12))
 
 
 def largest_table(rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
@@ -381,6 +390,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=6, help="processes that compile at the same time")
     parser.add_argument("--limit", type=float, default=400, help="seconds after which a process is killed")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each row")
+    parser.add_argument("--predict", action="store_true", help="predict the peaks of compiled steps, too")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="skip rows that the file has")
     parser.add_argument("--retry", action="store_true", help="measure rows again that the file has with an error")
     return parser.parse_args()

@@ -19,14 +19,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch._functorch.config
 from bench_session import cpu_times, cuda_times, gpt2, texts, torchvision_model
-from loops import GIB, Batch, Job, applied, build, failure, forward, gib, make_optimizer, make_step, pictures, release
+from loops import GIB, Batch, Job, build, failure, forward, gib, make_optimizer, make_step, pictures, release
 from loops import Way as Format
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -37,16 +37,17 @@ from paredown.models import MODELS
 LIMIT_BYTES = 16 * GIB
 GRAIN = 32  # the largest batch is a multiple of this
 FORMATS = {"int8": "int8/64@bf16", "int4": "int4/64@bf16"}  # those of bench_session.py; int4 rounds stochastically
+RECOMPUTE = "recompute"  # a plan that packs no activation: graphs that recompute what sessions do
 NUM_LOSSES = 10  # the loss after a training is the mean of its last ones
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a step runs; names are joined by + or -: compiled, eager, int8, int4, budget=0.5, fit=6.6, eager-int8, int8+budget=0.6."""
+    """How a step runs; parts are joined by + or -: compiled, eager, int8, int4, recompute, budget=0.5, fit=6.6, int8+budget=0.6."""
 
     name: str
     is_eager: bool
-    bits: str | None  # a key of FORMATS
+    bits: str | None  # a key of FORMATS, or RECOMPUTE
     budget: float | None  # torch's activation_memory_budget
     fit: float | None = None  # GiB that `assign` makes a plan for
 
@@ -55,13 +56,13 @@ class Way:
         """The way of that name."""
         parts = re.split(r"[+-]", name)
         budgets = [float(part[7:]) for part in parts if re.fullmatch(r"budget=[01](\.\d+)?", part)]
-        bits = [part for part in parts if part in FORMATS]
+        bits = [part for part in parts if part in (*FORMATS, RECOMPUTE)]
         fits = [float(part[4:]) for part in parts if re.fullmatch(r"fit=\d+(\.\d+)?", part)]
         plain = [part for part in parts if part in ("compiled", "eager")]
         kinds = (budgets, bits, plain, fits)
         if sum(map(len, kinds)) != len(parts) or max(map(len, kinds)) > 1 or (fits and len(parts) > 1):
             raise ValueError(
-                f"{name!r} is no way to run a step; write compiled, eager, int8, int4, budget=0.5, fit=6.6 or int8+budget=0.6"
+                f"{name!r} is no way to run a step; write compiled, eager, int8, int4, recompute, budget=0.5, fit=6.6 or int8+budget=0.6"
             )
         return Way(name, "eager" in plain, *(found[0] if found else None for found in (bits, budgets, fits)))
 
@@ -150,25 +151,36 @@ class Worker:
     num_steps: int
     lock: DeviceLock
     ready: Callable[[], None]
+    predicts: bool = False  # peaks, from traces
 
 
 @contextmanager
-def called(way: Way, model: nn.Module, batch: Batch | None = None, *, seed: int = 0, **options: Any) -> Generator[tuple[Any, Any]]:
-    """What a step calls in place of the model, and the session or None; `options` are those of torch.compile."""
-    name = way.bits or "unmodified"
-    with fitted(way, model, batch) if way.fit and batch else applied(Format(name, FORMATS.get(name)), model, seed) as session:
+def called(
+    way: Way, model: nn.Module, *, seed: int = 0, plan: pare.Plan | None = None, **options: Any
+) -> Generator[tuple[Any, Any]]:
+    """What a step calls in place of the model, and the session or None; `plan`: instead of the way's, `options`: of torch.compile."""
+    plan = plan or plan_of(way)
+    with nullcontext() if plan is None else pare.apply(plan, model, seed=seed) as session:
         if way.is_eager:
             yield model, session
         else:
             yield torch.compile(model, **options) if session is None else session.compile(**options), session
 
 
-def fitted(way: Way, model: nn.Module, batch: Batch) -> Any:
-    """A session with the plan that `assign` makes for the compiled step within `way.fit` GiB."""
+def plan_of(way: Way, trace: pare.Trace | None = None) -> pare.Plan | None:
+    """The plan of a way, or None; one within `way.fit` GiB is made for the trace, of FORMATS and for activations alone."""
+    if way.fit and trace:
+        return pare.assign(trace, f"{way.fit}GiB", levels=(None, *FORMATS.values()))
+    if way.bits == RECOMPUTE:
+        return pare.Plan().set("activation", None)
+    return Format(way.bits, FORMATS[way.bits]).plan() if way.bits else None
+
+
+def traced(model: nn.Module, batch: Batch) -> pare.Trace:
+    """The trace of the compiled step."""
     device = next(model.parameters()).device.type
     loss = None if isinstance(batch, Mapping) else cross_entropy
-    trace = pare.trace_step(model, batch, loss=loss, optimizer="adamw", device=device, autocast=torch.bfloat16, compiled=True)
-    return pare.apply(pare.assign(trace, f"{way.fit}GiB"), model)
+    return pare.trace_step(model, batch, loss=loss, optimizer="adamw", device=device, autocast=torch.bfloat16, compiled=True)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -213,9 +225,13 @@ def step_fields(worker: Worker, job: Job, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build(job, worker.device)
     batch, optimizer = job.batch(job.size, worker.device), make_optimizer(job.optimizer, model)
-    with called(worker.way, model, batch, **options) as (network, session):
+    trace = traced(model, batch) if worker.way.fit or worker.predicts else None
+    plan = plan_of(worker.way, trace)
+    predicted = None if trace is None else pare.footprint(trace, plan).peak_bytes
+    with called(worker.way, model, plan=plan, **options) as (network, session):
         step = make_step(network, batch, optimizer, worker.device)
-        fields: dict[str, Any] = {**warmed_up(worker, step), "size": job.size, "shape": shape_of(batch)}
+        shape = {"size": job.size, "shape": shape_of(batch), "predicted_bytes": predicted}
+        fields: dict[str, Any] = {**warmed_up(worker, step), **shape}
         with worker.lock:
             fields["stored_bytes"] = stored_bytes(network, batch, session, worker.device)
             optimizer.zero_grad(set_to_none=True)
@@ -366,7 +382,7 @@ def main() -> None:
     try:
         if request["device"] == "cuda":
             lock_autotuning(lock)
-        worker = Worker(way, request["device"], request["num_steps"], lock, ready)
+        worker = Worker(way, request["device"], request["num_steps"], lock, ready, request.get("predicts", False))
         known = {int(size): peak for size, peak in request.get("known", {}).items()}
         reply = fields_of(worker, request["job"], request["kind"], known)
     except Exception as error:

@@ -119,3 +119,15 @@ def test_inputs_are_read(num_inputs: int) -> None:
     memory = memory_of(lambda *inputs: sum(x.sin() for x in inputs), num_inputs)
     placeholders = [node for node in memory.order if node.op == "placeholder"]
     assert [memory.reads(node) for node in placeholders] == [[0]] * num_inputs
+
+
+def test_comparisons_are_no_reads_of_values() -> None:
+    """A product reads x in the first kernel; the last kernel compares x with 0, which a session does in forward."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        h = (x @ y) @ y
+        return torch.where(x > 0, h, 0.0)
+
+    memory = memory_of(function)
+    x = next(iter(memory.order))
+    assert (memory.reads(x), memory.value_reads(x)) == ([0, 2], [0])

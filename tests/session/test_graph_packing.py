@@ -58,7 +58,7 @@ def test_private_settings_of_torch_are_there() -> None:
 
     for name in ("enable_autograd_cache", *graph_packing.RECOMPUTES, *graph_packing.BREAKS_CHAINS):
         assert hasattr(functorch_config, name), moved(f"torch._functorch.config.{name}")
-    for name in ("custom_partitioner_fn", *graph_packing.INLINES):
+    for name in ("custom_partitioner_fn", *graph_packing.INLINES, *graph_packing.FREES):
         assert hasattr(inductor_config, name), moved(f"torch._inductor.config.{name}")
 
 

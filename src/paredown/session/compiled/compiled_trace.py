@@ -84,6 +84,15 @@ class GraphTimes:
         """The ticks of the first and the last read of a saved node in backward; the end of the step if backward does not run."""
         return self.reads_of(self.placeholder(node))
 
+    def decoded(self, node: fx.Node) -> tuple[int, int]:
+        """The ticks from which and until which a packed node is decoded in backward; comparisons of it are made in forward."""
+        first, last = self.reads(node)
+        placeholder = self.placeholder(node)
+        if self.backward is None or placeholder is None or self.call.backward_at < 0:
+            return first, last
+        times = self.backward.value_reads(placeholder)
+        return (self.call.backward_at + times[0], self.call.backward_at + times[-1]) if times else (first, last)
+
     def reads_of(self, node: fx.Node | None) -> tuple[int, int]:
         """The same for a node of the backward graph."""
         if self.backward is None or node is None or self.call.backward_at < 0:
@@ -134,12 +143,12 @@ class StepSlots:
 
     def _slot(self, node: fx.Node, buffer: Buffer, storage: int, times: GraphTimes) -> Slot:
         value: Tensor = node.meta["val"]
-        first, last = times.reads(node)
+        last = times.reads(node)[1]
         birth, dropped = times.born(buffer), max(times.read_in_forward(buffer), times.held_until(buffer))
         savers, stays = _savers(node, times)
         is_cast = value.is_floating_point() and node.name not in times.call.graph.joint.of_inputs
-        spans = ((first, last),) if _is_written(times.placeholder(node)) else ()
-        part = Part(savers[0].use, birth, first if spans else last, spans) if not stays else None
+        spans = (times.decoded(node),) if _is_written(times.placeholder(node)) else ()
+        part = Part(savers[0].use, birth, spans[0][0] if spans else last, spans) if not stays else None
         return Slot(
             savers[0].name,
             Role.TEMPORARY if is_cast else Role.ACTIVATION,

@@ -147,10 +147,18 @@ class GraphMemory:
         buffer = self.of(node)
         if buffer is not None:
             return buffer.reads
+        return self._reads_behind(node, skips_booleans=False)
+
+    def value_reads(self, node: fx.Node) -> list[int]:
+        """The times at which kernels read a node for more than a comparison."""
+        return self._reads_behind(node, skips_booleans=True)
+
+    def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
         found, stack, seen = set[int](), list(node.users), set[fx.Node]()
         while stack:
             user = stack.pop()
-            if user in seen:
+            result = user.meta.get("val")
+            if user in seen or (skips_booleans and isinstance(result, Tensor) and result.dtype == torch.bool):
                 continue
             seen.add(user)
             value = self._values.get(user)
