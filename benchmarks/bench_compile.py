@@ -67,6 +67,7 @@ CASES = (
     Case("vit_b_16", "steps", 10, 10),
     Case("gpt2", "steps", 24, 13),
     Case("llama", "steps", 17, 13),
+    Case("unet", "steps", 2, 2),
     Case("toy", "steps", 1, 1, ways=()),  # on request
     Case("resnet18-losses", "losses", 2, 2, ways=("compiled", "int8", "int4")),
     Case("gpt-losses", "losses", 2, 2, ways=("compiled", "int8", "int4")),

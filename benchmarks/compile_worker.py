@@ -21,7 +21,8 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
@@ -29,7 +30,7 @@ from bench_session import cpu_times, cuda_times, gpt2, texts, torchvision_model
 from loops import GIB, Batch, Job, build, failure, forward, gib, make_optimizer, make_step, pictures, release
 from loops import Way as Format
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.functional import avg_pool2d, cross_entropy, interpolate, mse_loss, scaled_dot_product_attention
 
 import paredown as pare
 from paredown.models import MODELS
@@ -78,6 +79,72 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=4, vocab_size=32000, use_cache=False)).train()
 
 
+class Loss(NamedTuple):
+    """What a network returns that computes its own loss."""
+
+    loss: Tensor
+
+
+class Residual(nn.Module):
+    """Two convolutions behind group norms and SiLUs, beside a convolution of 1 x 1."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        widths = (num_in, num_out)
+        parts = (part for n in widths for part in (nn.GroupNorm(32, n), nn.SiLU(), nn.Conv2d(n, num_out, 3, padding=1)))
+        self.layers, self.beside = nn.Sequential(*parts), nn.Conv2d(num_in, num_out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + self.beside(x)
+
+
+class PixelAttention(nn.Module):
+    """Self-attention of all pixels, behind a group norm."""
+
+    def __init__(self, num: int, num_heads: int = 4) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out, self.num_heads = (
+            nn.GroupNorm(32, num),
+            nn.Linear(num, 3 * num),
+            nn.Linear(num, num),
+            num_heads,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = self.norm(x).flatten(2).transpose(1, 2)
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(pixels).chunk(3, 2))
+        found = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.out(found).transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+class UNetWithAttention(nn.Module):
+    """A U-Net as diffusion models have: group norms, SiLUs, and attention where pictures are smallest; the loss is a mean square."""
+
+    def __init__(self, widths: Sequence[int] = (64, 128, 256)) -> None:
+        super().__init__()
+        pairs = list(pairwise(widths))
+        self.first, self.last = nn.Conv2d(3, widths[0], 3, padding=1), nn.Conv2d(widths[0], 3, 3, padding=1)
+        self.down = nn.ModuleList(Residual(a, b) for a, b in pairs)
+        self.middle = nn.Sequential(Residual(widths[-1], widths[-1]), PixelAttention(widths[-1]), Residual(widths[-1], widths[-1]))
+        self.up = nn.ModuleList(Residual(2 * b, a) for a, b in reversed(pairs))
+
+    def forward(self, x: Tensor, noise: Tensor) -> Loss:
+        h, skipped = self.first(x), list[Tensor]()
+        for block in self.down:
+            h = block(h)
+            skipped.append(h)
+            h = avg_pool2d(h, 2)
+        h = self.middle(h)
+        for block in self.up:
+            h = block(torch.cat((interpolate(h, scale_factor=2), skipped.pop()), 1))
+        return Loss(mse_loss(self.last(h).float(), noise))
+
+
+def noisy_pictures(size: int, device: str, side: int = 64) -> Batch:
+    """Pictures and noise, as keywords of UNetWithAttention."""
+    return {name: torch.randn(size, 3, side, side, device=device) for name in ("x", "noise")}
+
+
 def toy() -> nn.Module:
     """Two convolutions with batch norms: what compiles on a CPU in seconds."""
     layers = [module for num in (3, 64) for module in (nn.Conv2d(num, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU())]
@@ -93,6 +160,7 @@ def jobs() -> dict[str, Job]:
         Job("vit_b_16", 128, lambda: torchvision_model("vit_b_16"), pictures, "adamw"),
         Job("gpt2", 16, gpt2, texts, "adamw"),
         Job("llama", 8, llama, lambda size, device: texts(size, device, vocabulary=32000), "adamw"),
+        Job("unet", 32, UNetWithAttention, noisy_pictures, "adamw"),
         Job("toy", 16, toy, small, "adamw", channels_last=True),
     )
     return {job.name: job for job in found}
@@ -188,7 +256,7 @@ def traced(model: nn.Module, batch: Batch) -> pare.Trace:
 
 def shape_of(batch: Batch) -> list[int]:
     """The shape of a network's input."""
-    return list((batch[0] if isinstance(batch, tuple) else batch["input_ids"]).shape)
+    return list((batch[0] if isinstance(batch, tuple) else next(iter(batch.values()))).shape)
 
 
 def stored_bytes(model: Any, batch: Batch, session: Any, device: str) -> int | None:
