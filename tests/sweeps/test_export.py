@@ -88,11 +88,12 @@ def test_a_merge_has_every_trial_once_and_every_result(new_address: Callable[[],
         source.add("s", [*shared, *theirs])
         finish(into, 2)  # seeds 0 and 1 of a
         finish(source, 5)  # 0 to 4
-        source.claim("dead", 1)
+        source.claim("dead", 300)
         assert merge(into, source) == MergeResult(num_new=3, num_results=3, num_both=2)
         assert merge(into, source) == MergeResult(0, 0, 5), "again: nothing is left to do"
         found = count(into)[0]
         assert (found.total, found.finished, found.running) == (304, 5, 0), "a trial that runs in the source is open in the target"
+        assert [(row["started_at"], row["host"]) for row in rows(into) if row["task"] == "c"] == [(None, None)] * 3
         assert [claim.attempt for claim in into.claim("w", 1)] == [1]
         assert count(source)[0].total == 303, "the source stays"
 

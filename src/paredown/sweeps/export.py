@@ -27,8 +27,8 @@ from sqlalchemy import Connection, Row, func, select, update
 from paredown.errors import StoreError
 from paredown.plan.labels import plan_label
 from paredown.serial import COUNT, NUMBER, TEXT, check_fields, or_none
-from paredown.sweeps.database import FINISHED, TRIALS, WAITING, check_columns, is_same_store, readable
-from paredown.sweeps.store import BATCH, INSERTS, RESULT, Store, parsed_plan, to_spec
+from paredown.sweeps.database import FINISHED, TRIALS, check_columns, is_same_store, readable
+from paredown.sweeps.store import BATCH, FREE, INSERTS, RESULT, Store, parsed_plan, to_spec
 from paredown.tasks.trial import Trial
 
 RESULT_COLUMNS = ("status", "error", "loss", "predicted_peak_bytes", "measured_peak_bytes", "seconds", "reason", "device", "commit")
@@ -164,7 +164,7 @@ def _take(connection: Connection, source_rows: Sequence[Row[Any]]) -> MergeResul
 def _copy(row: Row[Any]) -> dict[str, Any]:
     _check(row)
     values = {name: getattr(row, name) for name in COPIED} | {"worker": None}
-    return values if row.state == FINISHED else values | {"state": WAITING, "claim": None}
+    return values if row.state == FINISHED else values | FREE
 
 
 def _check(row: Row[Any]) -> None:

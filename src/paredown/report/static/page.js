@@ -201,7 +201,7 @@ function drawTrials(record, study) {
     { name: "measured", value: (run) => run.measured_bytes, show: (run) => bytes(run.measured_bytes), kind: "num" },
     { name: "time", value: (run) => run.seconds, show: (run) => seconds(run.seconds), kind: "num" },
     ...(runs.some((run) => run.finished_at) ? [{ name: "finished (UTC)", value: (run) => run.finished_at || null, show: (run) => run.finished_at.replace("T", " ").replace("Z", ""), kind: "nowrap" }] : []),
-    ...(new Set(runs.map((run) => run.host).filter(Boolean)).size > 1 ? [{ name: "host", value: (run) => run.host || null, kind: "nowrap" }] : []),
+    ...(runs.some((run) => run.host) ? [{ name: "host", value: (run) => run.host || null, kind: "nowrap" }] : []),
     ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task, kind: "nowrap" }] : []),
     { name: "why", value: (run) => run.reason, kind: runs.some((run) => run.reason) ? "why" : "" },
   ], runs, { name: "Trials" }));
