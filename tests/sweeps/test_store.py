@@ -276,6 +276,9 @@ def test_labels_of_a_later_file_replace_earlier_ones_and_results_stay(address: s
         assert [claim.label for claim in store.claim("w", 1)] == ["four bits"]
         store.add("s", [DrawnTrial(TrialSpec("a", plan, 0), 1.0) for plan in PLANS])
         assert [row["label"] for row in rows(store)] == ["whole", "four bits"], "trials without labels take none away"
+        made = replace(PLANS[1], made_for={"recipe": "assign 40% role"})
+        store.add("t", [DrawnTrial(TrialSpec("a", plan, 0), 1.0) for plan in (PLANS[0], made)])
+        assert [row["label"] for row in rows(store, "t")] == ["baseline", "assign 40% role"], "and then have their own names"
 
 
 def times(store: Store) -> list[tuple[Any, ...]]:

@@ -25,10 +25,10 @@ from typing import IO, Any
 from sqlalchemy import Connection, Row, func, select, update
 
 from paredown.errors import StoreError
-from paredown.plan.labels import plan_label
 from paredown.serial import COUNT, NUMBER, TEXT, check_fields, or_none
 from paredown.sweeps.database import FINISHED, TRIALS, check_columns, is_same_store, readable
 from paredown.sweeps.store import BATCH, FREE, INSERTS, RESULT, Store, parsed_plan, to_spec
+from paredown.sweeps.sweep import label_of
 from paredown.tasks.trial import Trial
 
 RESULT_COLUMNS = ("status", "error", "loss", "predicted_peak_bytes", "measured_peak_bytes", "seconds", "reason", "device", "commit")
@@ -71,7 +71,7 @@ def _row(row: Any) -> dict[str, Any]:
         check_columns(row)
         trial = json.loads(row.result) if row.state == FINISHED else None
         values = {name: getattr(row, name) for name in ("key", "sweep", "task", "seed", "propensity", "state", *RUN_COLUMNS)}
-        values |= {"label": row.label or plan_label(parsed_plan(row.plan))}
+        values |= {"label": row.label or label_of(parsed_plan(row.plan))}
         values |= {"mode": json.loads(row.settings)["mode"], "plan": json.loads(row.plan), "trial": trial}
         results = {name: None if trial is None else trial.get(name) for name in RESULT_COLUMNS}
         check_fields(results, CHECKS, "trial in the store", StoreError)

@@ -32,12 +32,11 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, case, func, select, tuple_
 
-from paredown.plan.labels import plan_label
 from paredown.plan.plan import Plan
 from paredown.sizes import say_seconds
 from paredown.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, check_columns, check_text, readable
 from paredown.sweeps.store import BATCH, Store, parsed_plan
-from paredown.sweeps.sweep import TrialSettings
+from paredown.sweeps.sweep import TrialSettings, label_of
 from paredown.tasks.trial import Status, standard_error
 
 
@@ -200,7 +199,7 @@ def _best_plan(group: PlanGroup, trials: Sequence[Any]) -> BestPlan | None:
         return None
     plan = parsed_plan(own[0].plan)
     num_not_done = sum(row.num_finished - row.num for row in group.rows)
-    return BestPlan(task, own[0].label or plan_label(plan), plan, {row.seed: row.error for row in own}, num_not_done)
+    return BestPlan(task, own[0].label or label_of(plan), plan, {row.seed: row.error for row in own}, num_not_done)
 
 
 def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:

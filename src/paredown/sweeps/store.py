@@ -28,10 +28,9 @@ from uuid import uuid4
 from sqlalchemy import Connection, Row, Update, and_, bindparam, case, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from paredown.plan.labels import plan_label
 from paredown.plan.plan import Plan
 from paredown.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, WORKERS, Database, check_columns, readable
-from paredown.sweeps.sweep import Claim, DrawnTrial, EndedTrial, TrialSettings, TrialSpec
+from paredown.sweeps.sweep import Claim, DrawnTrial, EndedTrial, TrialSettings, TrialSpec, label_of
 from paredown.tasks.trial import Status, Trial
 
 MAX_ATTEMPTS = 5  # a trial whose process or worker died so often is finished as killed
@@ -197,7 +196,7 @@ def _claim_statement(of_sweep: bool, has_without: bool) -> Any:
 
 def _to_claim(row: Row[Any]) -> Claim:
     spec = to_spec(row)
-    return Claim(row.key, row.sweep, spec, row.claim, row.attempts, row.label or plan_label(spec.plan), row.started_at, row.host)
+    return Claim(row.key, row.sweep, spec, row.claim, row.attempts, row.label or label_of(spec.plan), row.started_at, row.host)
 
 
 # --- The store ---

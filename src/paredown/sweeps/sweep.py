@@ -217,9 +217,9 @@ class Sweep:
     def _labels(self) -> dict[TaskPlan, str]:
         """The label of every plan on every task: that of the user, else of its templates, else its preset or formats."""
         given: dict[Hashable, str] = {named.key if isinstance(named, Plan) else str(named): label for label, named in self.labels}
-        shared = [(plan, _label(plan, given)) for plan in self.plans]
+        shared = [(plan, label_of(plan, given)) for plan in self.plans]
         requests = [(task, plan, label) for task in self.tasks for plan, label in shared]
-        requests += [(task, plan, _label(plan, given)) for task, plan in self.pairs]
+        requests += [(task, plan, label_of(plan, given)) for task, plan in self.pairs]
         # those of the user first: they get no number
         return distinct_labels(
             sorted(requests, key=lambda request: given.keys().isdisjoint([request[1].key, *templates_of(request[1])]))
@@ -253,8 +253,9 @@ def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
     return pairs
 
 
-def _label(plan: Plan, given: Mapping[Hashable, str]) -> str:
-    """The label of a plan: that of `given`, which has labels by key of a plan or text of a template, or its own name."""
+def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
+    """The label of a plan: that of `given`, which has labels by key of a plan or text of a template, or its template, preset or formats."""
+    given = given or {}
     if plan.key in given:
         return given[plan.key]
     names = [given.get(text, text) for text in templates_of(plan)] or [plan_label(plan)]
