@@ -1,4 +1,4 @@
-"""Sizes in bytes from text and back, and durations as text: `parse_bytes("8GiB")`, `say_bytes(1739461755)`, `say_seconds(90)`.
+"""Sizes in bytes and durations, from text and back: `parse_bytes("8GiB")`, `say_bytes(1739461755)`, `parse_seconds("5min")`.
 
 A size is an integer, a number with a unit, or a percentage of another size. `8GB` is 8 * 1000^3 bytes, `8GiB` is 8 * 1024^3. The
 arithmetic is exact, and fractions of a byte are dropped, so that a budget never grows by rounding.
@@ -15,7 +15,7 @@ import re
 from fractions import Fraction
 from operator import index
 
-from paredown.errors import BudgetError
+from paredown.errors import BudgetError, ParedownError
 from paredown.serial import brief
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -96,6 +96,23 @@ def say_bytes_twice(count: int) -> str:
         return binary
     power = PREFIXES.index(binary.split()[1][0]) + 1
     return f"{binary} ({count / 1000**power:.2f} {PREFIXES[power - 1]}B)"
+
+
+DURATION = re.compile(r"\s*(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<unit>s|min|h|d|)\s*")
+
+
+def parse_seconds(duration: str) -> float:
+    """A duration in seconds, from text with or without a unit.
+
+    >>> parse_seconds("60s"), parse_seconds("1.5 min"), parse_seconds("2h"), parse_seconds("30")
+    (60.0, 90.0, 7200.0, 30.0)
+    """
+    match = DURATION.fullmatch(duration)
+    if match is None:
+        raise ParedownError(
+            f"duration {brief(duration)} cannot be read; write seconds or text such as '90s', '5min', '2h' or '1d'."
+        )
+    return float(match["number"]) * {unit: size for size, unit in DURATIONS}.get(match["unit"], 1)
 
 
 DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))

@@ -82,4 +82,4 @@ def test_columns_say_how_wide_their_bands_are(folder: Path, prior: str) -> None:
     assert "+- 90 %" in out
     asked_json("train", MLP, "--device", "cpu", "-o", "runs.json")
     _, out, _ = ask("frontier", "runs.json")
-    assert "+- seeds" in out and "90 %" not in out
+    assert "standard error" in out and "one seed" in out and "90 %" not in out

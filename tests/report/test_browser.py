@@ -280,7 +280,8 @@ def test_a_live_sweep_updates_the_page(browser: Any, tmp_path: Path) -> None:
             assert "0 of 4 trials finished" in tab.text("#progress")
             for num, claim in enumerate(store.claim("w", 4), 1):
                 nbytes = 1000 if claim.spec.plan.rules else 2000
-                store.finish("w", EndedTrial(claim, replace(done(claim.spec), predicted_peak_bytes=nbytes)))
+                trial = replace(done(claim.spec), predicted_peak_bytes=nbytes)
+                store.finish("w", EndedTrial(claim, trial, host=f"saurus{num % 2}"))
                 sync_api.expect(tab.page.locator("#progress")).to_contain_text(f"{num} of 4 trials finished")
                 assert tab.page.locator("#trials-rows tbody tr").count() == num
                 if num == 1:
@@ -296,4 +297,7 @@ def test_a_live_sweep_updates_the_page(browser: Any, tmp_path: Path) -> None:
             assert tab.page.evaluate("document.activeElement.id") == "budget"
             assert tab.page.locator("img").count() == 0
             assert tab.page.title() == "Sweep s"
+            assert "finished (UTC)" in tab.text("#trials-rows thead") and "saurus" not in tab.page.content()
+            assert {row.split("\t")[-2] for row in tab.text("#trials-rows tbody").splitlines()} == {"host 1", "host 2"}
+            assert "Note: mean of 2 seeds, standard error 0.50 points." in tab.text("#words")
             tab.close()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,9 +19,10 @@ from torch import nn
 from paredown import Guard, Plan, apply, footprint, optim, trace_step
 from paredown.errors import ReportError
 from paredown.plan.explanation import explain_slots
+from paredown.plan.labels import Labels
 from paredown.report.page import render
 from paredown.report.record import MOST_CURVES, MOST_RUNS, Record, scrub, scrub_all
-from paredown.report.studies import BudgetPick, Labels, PlanMark, Study, choose
+from paredown.report.studies import BudgetPick, PlanMark, Study, choose
 from paredown.tasks.trial import Status
 from tests.report.made import ROWS, picked, record, trace, trial
 
@@ -85,11 +87,16 @@ def test_memory_is_that_of_the_footprint_and_adds_up() -> None:
         assert [(slot.slot, slot.format, slot.why) for slot in row.slots] == [(fate.slot, fate.format, fate.why) for fate in told]
 
 
-def test_trials_become_means_with_their_range_and_what_went_wrong() -> None:
-    trials = [trial("lpmm", 0, error=0.2), trial("lpmm", 1, error=0.4), trial("lpmm", 2, status=Status.DIVERGED, error=None)]
-    mark = Record.of_trials("t", [*trials, trial("baseline")]).studies[0].marks[0]
-    assert (mark.label, mark.low, mark.high, mark.num_trials, mark.note) == ("lpmm", 0.2, 0.4, 2, "1 of 3 diverged")
-    assert mark.error == pytest.approx(0.3)
+def test_trials_become_means_with_their_standard_error_and_what_went_wrong() -> None:
+    trials = [trial("lpmm", seed, error=error) for seed, error in enumerate((0.2, 0.4, 0.3))]
+    trials += [trial("lpmm", 3, status=Status.DIVERGED, error=None), trial("baseline")]
+    study = Record.of_trials("t", trials).studies[0]
+    marks = {mark.label: mark for mark in study.marks}
+    mark, standard = marks["lpmm"], np.std([0.2, 0.4, 0.3], ddof=1) / np.sqrt(3)
+    assert (mark.error, mark.low, mark.high) == pytest.approx((0.3, 0.3 - standard, 0.3 + standard))
+    assert (mark.num_trials, mark.note) == (3, "mean of 3 seeds, standard error 5.77 points; 1 of 4 diverged")
+    assert marks["baseline"].low is marks["baseline"].high is None, "one seed has no standard error"
+    assert marks["baseline"].note == "one seed: no standard error" and "standard error" in study.band
 
 
 def test_a_plan_of_which_no_run_ended_well_is_on_the_chart_and_never_picked() -> None:

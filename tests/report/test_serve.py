@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from paredown.errors import ParedownError, ReportError
+from paredown.plan.plan import Plan
 from paredown.report.record import Record
 from paredown.report.server import MOST_STREAMS, FileSource, RecordSource, Server, WatchedSource, open_source, serve
 from tests.report.made import record, trial
@@ -22,7 +23,7 @@ from tests.report.made import record, trial
 pytest.importorskip("sqlalchemy")
 
 from paredown.sweeps.store import Store
-from paredown.sweeps.sweep import EndedTrial
+from paredown.sweeps.sweep import EndedTrial, Sweep
 from tests.support.trials import PLANS, done, draw
 
 
@@ -174,6 +175,29 @@ def test_results_of_a_sweep_arrive(tmp_path: Path) -> None:
             told = next(value for _, value in stream if value["runs"])
             assert told["progress"][0]["by_status"] == {"done": 1}
             assert [mark["nbytes"] for mark in told["studies"][0]["marks"]] == [1000]
+
+
+def test_a_page_of_a_store_has_its_labels_times_and_hosts_without_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minutes = iter(range(60))
+    monkeypatch.setattr("paredown.sweeps.store.utc_now", lambda: f"2026-01-31T12:{next(minutes):02}:00Z")
+    with Store(tmp_path / "trials.db") as store:
+        store.add("s", Sweep("s", ("noop",), PLANS, labels={"four bits": PLANS[1]}).draw())
+        store.add("t", Sweep("t", ("noop",), (Plan.preset("lpmm"),), labels={"four bits": Plan.preset("lpmm")}).draw())
+        for host in ("tyrannosaurus", "brachiosaurus", "tyrannosaurus"):
+            monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+            (claim,) = store.claim("w", 1)
+            store.finish("w", EndedTrial(claim, replace(done(claim.spec), predicted_peak_bytes=1000)))
+        value = Record.of_store(store).to_json()
+    runs = [(run["plan"], run["finished_at"], run["host"]) for run in value["runs"]]
+    assert runs == [
+        ("baseline", "2026-01-31T12:01:00Z", "host 1"),
+        ("four bits", "2026-01-31T12:03:00Z", "host 2"),
+        ("four bits (2)", "2026-01-31T12:05:00Z", "host 1"),
+    ], "two plans of one label are told apart"
+    assert sorted(mark["label"] for mark in value["studies"][0]["marks"]) == ["baseline", "four bits", "four bits (2)"]
+    assert "saurus" not in json.dumps(value) and Record.from_json(value).to_json() == value
 
 
 def test_serving_writes_nothing_into_the_store(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_stores(tmp_path: Path, store_bytes: bytes) -> None:
 
 
 COLUMNS = ("sweep", "state", "task", "plan", "seed", "settings", "status", "error", "result", "propensity", "place", "attempts")
+COLUMNS += ("label", "started_at", "finished_at", "host")
 
 
 def test_rows_of_strangers(tmp_path: Path, store_bytes: bytes) -> None:

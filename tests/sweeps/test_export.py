@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,9 @@ def test_csv_has_a_row_for_each_trial(store: Store, tmp_path: Path) -> None:
         spec = next(one.spec for one in draw("a,b", seeds=range(2), plans=PLANS) if one.spec.key("s") == row["key"])
         assert float(row["error"]) == done(spec).error and Plan.from_json(json.loads(row["plan"])) == spec.plan
     assert found[-1]["error"] == found[-1]["status"] == ""
+    assert [row["label"] for row in found] == ["baseline", *["baseline", "baseline", "activations4", "activations4"] * 2]
+    assert {row["host"] for row in found[:5]} == {socket.gethostname()} and all(row["finished_at"] for row in found[:5])
+    assert found[-1]["started_at"] == found[-1]["finished_at"] == found[-1]["host"] == ""
 
 
 def test_json_has_whole_trials_and_a_sweep_can_be_picked(store: Store, tmp_path: Path) -> None:
@@ -84,11 +88,12 @@ def test_a_merge_has_every_trial_once_and_every_result(new_address: Callable[[],
         source.add("s", [*shared, *theirs])
         finish(into, 2)  # seeds 0 and 1 of a
         finish(source, 5)  # 0 to 4
-        source.claim("dead", 1)
+        source.claim("dead", 300)
         assert merge(into, source) == MergeResult(num_new=3, num_results=3, num_both=2)
         assert merge(into, source) == MergeResult(0, 0, 5), "again: nothing is left to do"
         found = count(into)[0]
         assert (found.total, found.finished, found.running) == (304, 5, 0), "a trial that runs in the source is open in the target"
+        assert [(row["started_at"], row["host"]) for row in rows(into) if row["task"] == "c"] == [(None, None)] * 3
         assert [claim.attempt for claim in into.claim("w", 1)] == [1]
         assert count(source)[0].total == 303, "the source stays"
 
@@ -98,7 +103,7 @@ def test_a_merge_between_databases(tmp_path: Path, new_postgres: Callable[[], st
         local.add("s", draw("a", seeds=range(5), plans=PLANS))
         finish(local, 7)
         assert merge(shared, local) == MergeResult(10, 0, 0)
-        assert rows(shared) == rows(local)
+        assert rows(shared) == rows(local), "with labels, times and hosts"
 
 
 def test_a_store_is_not_merged_with_itself(store: Store, tmp_path: Path) -> None:

@@ -6,23 +6,26 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from sqlalchemy import Connection, inspect, select, text, update
+from sqlalchemy import Connection, create_engine, inspect, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from paredown.errors import StoreError
 from paredown.plan.plan import Plan
+from paredown.report.record import Record
 from paredown.sweeps import database
 from paredown.sweeps.database import META, TRIALS
 from paredown.sweeps.export import rows
 from paredown.sweeps.status import SweepCounts, count, find_best
-from paredown.sweeps.store import MAX_ATTEMPTS, AddResult, Store, WriteOutcome
-from paredown.sweeps.sweep import Claim, EndedTrial, SamplingMethod, Sweep
+from paredown.sweeps.store import MAX_ATTEMPTS, AddResult, Store, WriteOutcome, utc_now
+from paredown.sweeps.sweep import Claim, DrawnTrial, EndedTrial, SamplingMethod, Sweep, TrialSettings, TrialSpec
 from paredown.tasks.trial import Status, Trial
 from tests.support.trials import PLANS, done, draw
 
@@ -218,15 +221,97 @@ def test_results_come_back_as_they_were(address: str) -> None:
         assert Trial.from_json(rows(store)[0]["trial"]) == trial
 
 
-def test_the_best_of_each_task_is_the_least_error_that_is_done(address: str) -> None:
+def test_the_best_of_each_task_is_the_plan_of_least_mean_error_over_seeds(address: str) -> None:
+    """On task a the baseline has the least error of one seed, and activations4 the least mean."""
+    errors = {
+        "a": {"baseline": (0.1, 0.5, 0.6), "activations4": (0.25, 0.375, 0.25)},
+        "b": {"baseline": (0.5, None, None), "activations4": (0.75, 0.75, 0.75)},
+        "c": {"baseline": (None, None, None), "activations4": (None, None, None)},
+    }
     with Store(address) as store:
-        store.add("s", draw("a", "b", "c", seeds=range(3)))
-        errors = {("a", 0): 0.3, ("a", 1): 0.2, ("a", 2): 0.1, ("b", 0): 0.5, ("b", 1): 0.4, ("b", 2): 0.6}
-        for claim in store.claim("w", 9):
-            which = (claim.spec.task, claim.spec.seed)
-            status = Status.DIVERGED if which in (("a", 2), ("c", 0)) else Status.DONE
-            store.finish("w", ended(claim, status=status, error=errors.get(which)))
-        assert [(best.task, best.seed, best.error) for best in find_best(store, "s")] == [("a", 1, 0.2), ("b", 1, 0.4)]
+        store.add("s", draw("a", "b", "c", seeds=range(3), plans=PLANS))
+        for claim in store.claim("w", 99):
+            error = errors[claim.spec.task][claim.label][claim.spec.seed]
+            status = Status.DIVERGED if error is None else Status.DONE
+            store.finish("w", ended(claim, status=status, error=error))
+        store.add("other", draw("a"))
+        store.finish("w", ended(store.claim("w", 1)[0], error=0.0))
+        best = find_best(store, "s")
+        assert [(one.task, one.label, dict(one.errors)) for one in best] == [
+            ("a", "activations4", {0: 0.25, 1: 0.375, 2: 0.25}),
+            ("b", "baseline", {0: 0.5}),
+        ]
+        standard = np.std([0.25, 0.375, 0.25], ddof=1) / np.sqrt(3)
+        assert best[0].error == pytest.approx(0.875 / 3) and best[0].standard_error == pytest.approx(standard)
+        assert best[1].standard_error is None and best[1].num_not_done == 2
+        assert best[0].to_json()["seeds"] == [0, 1, 2] and best[1].to_json()["standard_error"] is None
+        assert [str(one) for one in best] == [
+            "a: error 0.2917 with activations4 (mean of 3 seeds, standard error 0.0417)",
+            "b: error 0.5000 with baseline (one seed, no standard error; 2 seeds diverged or failed)",
+        ]
+
+
+def test_seeds_of_one_plan_are_those_of_the_same_rules_and_the_same_mode(address: str) -> None:
+    """Reasons and time limits may differ; a simulated trial of the same plan is another run."""
+    plan = PLANS[1]
+    runs = [
+        (TrialSpec("a", plan, 0), 0.25),
+        (TrialSpec("a", replace(plan, reason="another"), 1, TrialSettings(timeout_seconds=9.0)), 0.5),
+        (TrialSpec("a", plan, 2, TrialSettings("simulate")), 0.75),
+    ]
+    with Store(address) as store:
+        store.add("s", [DrawnTrial(spec, 1.0) for spec, _ in runs])
+        for claim, (_, error) in zip(store.claim("w", 9), runs, strict=True):
+            store.finish("w", ended(claim, error=error))
+        assert [dict(one.errors) for one in find_best(store, "s")] == [{0: 0.25, 1: 0.5}]
+
+
+def test_labels_of_a_later_file_replace_earlier_ones_and_results_stay(address: str) -> None:
+    with Store(address) as store:
+        store.add("s", Sweep("s", ("a",), PLANS).draw())
+        store.finish("w", ended(store.claim("w", 1)[0]))
+        assert [row["label"] for row in rows(store)] == ["baseline", "activations4"]
+        store.add("s", Sweep("s", ("a",), PLANS, labels={"whole": PLANS[0], "four bits": PLANS[1]}).draw())
+        assert [(row["label"], row["state"]) for row in rows(store)] == [("whole", "finished"), ("four bits", "waiting")]
+        assert [claim.label for claim in store.claim("w", 1)] == ["four bits"]
+        store.add("s", [DrawnTrial(TrialSpec("a", plan, 0), 1.0) for plan in PLANS])
+        assert [row["label"] for row in rows(store)] == ["whole", "four bits"], "trials without labels take none away"
+        made = replace(PLANS[1], made_for={"recipe": "assign 40% role"})
+        store.add("t", [DrawnTrial(TrialSpec("a", plan, 0), 1.0) for plan in (PLANS[0], made)])
+        assert [row["label"] for row in rows(store, "t")] == ["baseline", "assign 40% role"], "and then have their own names"
+
+
+def times(store: Store) -> list[tuple[Any, ...]]:
+    """Start, end and host of each trial."""
+    return [(row["started_at"], row["finished_at"], row["host"]) for row in rows(store)]
+
+
+def test_rows_have_the_times_and_the_host_of_the_worker(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    minutes = iter(range(60))
+    monkeypatch.setattr("paredown.sweeps.store.utc_now", lambda: f"2026-01-31T12:{next(minutes):02}:00Z")
+    monkeypatch.setattr("socket.gethostname", lambda: "one")
+    with Store(address) as store:
+        store.add("s", draw("a", "b", "c"))
+        a, b = store.claim("w", 2)
+        assert times(store) == [("2026-01-31T12:00:00Z", None, "one")] * 2 + [(None, None, None)]
+        store.give_back([b])
+        assert times(store)[1] == (None, None, None)
+        monkeypatch.setattr("socket.gethostname", lambda: "two")
+        store.claim("v", 1)
+        store.finish("w", ended(a))
+        assert times(store)[:2] == [("2026-01-31T12:00:00Z", "2026-01-31T12:02:00Z", "one"), ("2026-01-31T12:01:00Z", None, "two")]
+        store.finish("w", ended(b))  # the first result counts, with the times and the host of its own worker
+        assert times(store)[1] == ("2026-01-31T12:00:00Z", "2026-01-31T12:03:00Z", "one")
+        store.finish("v", ended(store.claim("v", 1)[0])._replace(host="node 7"))
+        assert times(store)[2] == ("2026-01-31T12:04:00Z", "2026-01-31T12:05:00Z", "node 7"), "an engine may run trials elsewhere"
+        store.reopen("s", [Status.DONE])
+        assert times(store) == [(None, None, None)] * 3
+
+
+def test_times_are_of_utc_to_the_second() -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    now = datetime.fromisoformat(utc_now())
+    assert before <= now <= datetime.now(UTC) and utc_now().endswith("Z")
 
 
 def test_trials_that_failed_can_be_run_again(address: str) -> None:
@@ -244,7 +329,7 @@ def test_a_newer_store_is_refused_and_left_alone(address: str) -> None:
         store.database.write(lambda c: c.execute(update(META).values(value="7")))
     for may_create in (True, False):
         with pytest.raises(
-            StoreError, match=r"is of version 7; this paredown reads up to 1\. Nothing was changed\. Update paredown"
+            StoreError, match=r"is of version 7; this paredown reads up to 2\. Nothing was changed\. Update paredown"
         ):
             Store(address, may_create=may_create)
     with pytest.MonkeyPatch.context() as patch:
@@ -258,7 +343,7 @@ def test_an_older_store_is_migrated_once_and_keeps_its_trials(address: str, monk
         store.add("s", draw("a"))
         store.finish("w", ended(store.claim("w", 1)[0]))
         before = rows(store)
-    steps = [(), ("ALTER TABLE paredown_trials ADD COLUMN note TEXT", "UPDATE paredown_trials SET note = 'old'")]
+    steps = [*database.MIGRATIONS, ("ALTER TABLE paredown_trials ADD COLUMN note TEXT", "UPDATE paredown_trials SET note = 'old'")]
     monkeypatch.setattr(database, "MIGRATIONS", steps)
     with ThreadPoolExecutor(4) as pool:  # a second ADD COLUMN would be refused
         stores = list(pool.map(lambda i: Store(address, may_create=i % 2 == 0), range(4)))
@@ -270,11 +355,64 @@ def test_an_older_store_is_migrated_once_and_keeps_its_trials(address: str, monk
         store.close()
 
 
+VERSION_1 = """
+CREATE TABLE paredown_meta (name VARCHAR(40) NOT NULL, value TEXT NOT NULL, PRIMARY KEY (name));
+CREATE TABLE paredown_workers (id VARCHAR(40) NOT NULL, beats BIGINT NOT NULL, PRIMARY KEY (id));
+CREATE TABLE paredown_trials (
+    "key" VARCHAR(40) NOT NULL, sweep TEXT NOT NULL, place INTEGER NOT NULL, task TEXT NOT NULL, "plan" TEXT NOT NULL,
+    seed BIGINT NOT NULL, settings TEXT NOT NULL, propensity FLOAT NOT NULL, state VARCHAR(10) DEFAULT 'waiting' NOT NULL,
+    worker VARCHAR(40), claim VARCHAR(40), attempts INTEGER DEFAULT '0' NOT NULL, status VARCHAR(20), error FLOAT, seconds FLOAT,
+    result TEXT, PRIMARY KEY ("key"),
+    CONSTRAINT paredown_finished_has_result CHECK ((state = 'finished') = (result IS NOT NULL)),
+    CONSTRAINT paredown_running_has_worker CHECK ((state = 'running') = (worker IS NOT NULL))
+);
+CREATE INDEX paredown_trials_worker ON paredown_trials (worker);
+CREATE INDEX paredown_trials_turn ON paredown_trials (state, sweep, place);
+INSERT INTO paredown_meta (name, value) VALUES ('version', '1')
+"""  # the tables of paredown 0.1
+OLD_PLAN = """{"version": 2, "reason": "", "made_for": {}, "recompute": [], "rules": []}"""
+OLD_SETTINGS = """{"mode": "store", "device": null, "timeout_seconds": null}"""
+OLD_RESULT = """{"version": 1, "task": "a", "plan": %s, "seed": 0, "status": "done", "error": 0.25, "loss": null, "seconds": 3.5,
+"predicted_peak_bytes": 64, "measured_peak_bytes": null, "curve": [], "reason": "", "device": "", "versions": {}, "commit": ""}"""
+
+
+def make_version_1(address: str) -> None:
+    """A store as paredown 0.1 made it, with a finished and a waiting trial of the baseline on task a."""
+    engine = create_engine(database.parse_address(address))
+    row: dict[str, Any] = {"task": "a", "plan": OLD_PLAN, "settings": OLD_SETTINGS, "sweep": "s", "propensity": 1.0}
+    keys = ["062ce12650da7cf709a986491fc838c2", "e51acfef18f0e8e05bd382afce70e973"]
+    finished = {"state": "finished", "claim": "x", "attempts": 1, "status": "done", "error": 0.25, "result": OLD_RESULT % OLD_PLAN}
+    with engine.begin() as connection:
+        for statement in VERSION_1.split(";"):
+            connection.execute(text(statement))
+        for values in ({**row, "key": keys[0], "seed": 0, "place": 0, **finished}, {**row, "key": keys[1], "seed": 1, "place": 1}):
+            names = ", ".join(f'"{name}"' for name in values)
+            marks = ", ".join(f":{name}" for name in values)
+            connection.execute(text(f"INSERT INTO paredown_trials ({names}) VALUES ({marks})"), values)
+    engine.dispose()
+
+
+def test_a_store_of_version_1_is_read_and_continued(address: str) -> None:
+    make_version_1(address)
+    with Store(address, may_create=False) as store:
+        assert times(store) == [(None, None, None)] * 2 and {row["label"] for row in rows(store)} == {"baseline"}
+        assert str(*find_best(store, "s")) == "a: error 0.2500 with baseline (one seed, no standard error)"
+        record = Record.of_store(store)
+        assert [(run.plan, run.error, run.finished_at, run.host) for run in record.runs] == [("baseline", 0.25, "", "")]
+        assert store.add("s", draw("a", seeds=range(2))) == AddResult(0, 2), "the keys of trials are those of version 1"
+        (claim,) = store.claim("w", 9)
+        assert store.finish("w", ended(claim, error=0.5)).fate is WriteOutcome.COUNTED
+        assert [dict(one.errors) for one in find_best(store, "s")] == [{0: 0.25, 1: 0.5}]
+        assert times(store)[0] == (None, None, None) and None not in times(store)[1]
+
+
 def test_a_migration_that_fails_changes_nothing(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Store(address).close()
     with monkeypatch.context() as patch:
         patch.setattr(
-            database, "MIGRATIONS", [(), ("ALTER TABLE paredown_trials ADD COLUMN note TEXT", "UPDATE paredown_trials SET x = 1")]
+            database,
+            "MIGRATIONS",
+            [*database.MIGRATIONS, ("ALTER TABLE paredown_trials ADD COLUMN note TEXT", "UPDATE paredown_trials SET x = 1")],
         )
         with pytest.raises(Exception, match="x"):
             Store(address)

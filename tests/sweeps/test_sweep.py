@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paredown.assign.assign import PlanTemplate
 from paredown.errors import SweepError
 from paredown.plan.footprint import footprint
+from paredown.plan.labels import plan_label
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, peppp_plan
-from paredown.sweeps.status import say_plan
 from paredown.sweeps.sweep import SamplingMethod, Sweep, TrialSettings, TrialSpec, cheap_first_propensities, draw_pairs, load_sweep
 from paredown.tasks.lookup import find_task
 from paredown.tasks.task_trace import trace_task
@@ -135,7 +136,7 @@ def test_plans_that_differ_in_what_is_computed_again_are_two() -> None:
     plans = Plan(), Plan((), recompute=("layers.0",))
     drawn = Sweep("s", ("a",), plans, seeds=(0,)).draw()
     assert [one.spec.plan for one in drawn] == list(plans)
-    assert [say_plan(plan) for plan in plans] == ["baseline", "layers.0 checkpointed"]
+    assert [plan_label(plan) for plan in plans] == ["baseline", "layers.0 checkpointed"]
 
 
 TOML = """
@@ -184,6 +185,75 @@ def test_a_list_of_presets_or_files_is_a_plan_each(tmp_path: Path) -> None:
 
 def test_a_url_stays_what_it_is(tmp_path: Path) -> None:
     assert load_sweep(write(tmp_path, TOML.replace("out/trials.db", "postgresql://h/d"))).store == "postgresql://h/d"
+
+
+LABELLED = """
+tasks = ["a", "b"]
+[[plans]]
+[[plans]]
+file = "plan.json"
+label = "mine"
+[[plans]]
+preset = ["lpmm", "activations4"]
+label = ["moments", "baseline 4"]
+[[plans]]
+activation = ["int4/64@bf16", "int3/64@bf16"]
+weight = "int8/64@e8m0"
+"""
+
+
+def test_plans_have_the_labels_of_the_file_or_their_own_names(tmp_path: Path) -> None:
+    sweep = load_sweep(write(tmp_path, LABELLED)).sweep
+    crossed = [f"weight int8/64@e8m0, activation int{bits}/64@bf16" for bits in (4, 3)]
+    labels = ["baseline", "mine", "moments", "baseline 4", *crossed]
+    assert [(one.spec.task, one.label) for one in sweep.draw()] == list(product("ab", labels))
+    plain = load_sweep(write(tmp_path, "".join(line for line in LABELLED.splitlines(True) if "label" not in line))).sweep
+    keys = [one.spec.key("s") for one in sweep.draw()]
+    assert keys == [one.spec.key("s") for one in plain.draw()], "a label is no part of a trial's identity"
+
+
+def test_labels_of_the_user_are_kept_and_other_plans_get_numbers() -> None:
+    stochastic = Plan.uniform(activation="int4/64@bf16", rounding="stochastic")
+    plans = (Plan.preset("lpmm"), stochastic, Plan.uniform(activation="int4/64@bf16", rounding="toward_zero"))
+    sweep = Sweep("s", ("a",), plans, labels={"activation int4/64@bf16": plans[2], "lpmm": stochastic})
+    assert [one.label for one in sweep.draw()] == ["lpmm (2)", "lpmm", "activation int4/64@bf16"]
+
+
+def test_plans_made_for_each_task_share_the_label_of_their_template() -> None:
+    first, second, both = (
+        Plan.uniform(activation=f"int{bits}/32@bf16").set("a:input", None).set("b:input", None) for bits in (2, 3, 4)
+    )
+    first, second, both = (
+        Plan(plan.rules, made_for={"recipe": text})
+        for plan, text in ((first, "assign 40% role"), (second, "assign 40% role"), (both, "assign 60% role; assign 60% size"))
+    )
+    pairs = (("x", first), ("y", second), ("y", both))
+    sweep = Sweep("s", ("x", "y"), (Plan(),), pairs=pairs, labels=(("tight", PlanTemplate("40%")),))
+    found = [(one.spec.task, one.label) for one in sweep.draw()]
+    assert found == [("x", "baseline"), ("x", "tight"), ("y", "baseline"), ("y", "tight"), ("y", "assign 60% role and 1 more")]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (('label = "mine"', 'label = ["mine", "yours"]'), "plan 2 of the file: label has 2 texts; it needs one label"),
+        (('["moments", "baseline 4"]', '"moments"'), "plan 3 of the file: label has 1 text; it needs a list of 2 labels"),
+        (('"mine"', '"moments"'), "label 'moments' is given to 2 plans; give each plan its own"),
+        (('"mine"', "3"), "label 3 is not allowed; a label is a printable text of 1 to 200 characters"),
+        (('"mine"', '" "'), "label ' ' is not allowed"),
+        (('"mine"', '"a\\u001b[2J"'), "is not allowed"),
+        (('"mine"', f'"{"x" * 201}"'), "is not allowed"),
+    ],
+)
+def test_wrong_labels_are_sentences(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    assert change[0] in LABELLED
+    with pytest.raises(SweepError, match=said):
+        load_sweep(write(tmp_path, LABELLED.replace(*change)))
+
+
+def test_a_label_of_a_plan_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SweepError, match="label 'mine' is for a plan that sweep 's' does not have"):
+        Sweep("s", ("a",), (Plan(),), labels={"mine": PLANS[0]})
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from paredown.cli import app
 from paredown.plan.plan import Plan
+from paredown.sweeps import database, worker
 from paredown.sweeps.engines.engine import LocalEngine
 from paredown.sweeps.export import rows
 from paredown.sweeps.runner import TaskFolder, make_engine
@@ -171,11 +172,102 @@ def finished_store(tmp_path: Path) -> str:
     return address
 
 
-def test_status_is_a_line_of_json_in_a_pipe(finished_store: str) -> None:
+def test_status_is_text_also_in_a_pipe(finished_store: str) -> None:
     status, out, _ = invoke("sweep", "status", "--store", finished_store)
+    assert status == 0 and out.splitlines() == [
+        "s: 4 of 6 finished (4 done), 0 running, 2 waiting",
+        "  best of a: error 0.0200 with baseline (mean of 3 seeds, standard error 0.0058)",
+        "  best of b: error 0.0100 with baseline (one seed, no standard error)",
+    ]
+
+
+def test_status_is_a_line_of_json_if_asked_for(finished_store: str) -> None:
+    status, out, _ = invoke("sweep", "status", "--store", finished_store, "--json")
     found = json.loads(out)
     assert status == 0 and (found["total"], found["finished"], found["waiting"]) == (6, 4, 2)
-    assert [best["task"] for best in found["best"]] == ["a", "b"]
+    assert [(best["task"], best["label"], best["seeds"]) for best in found["best"]] == [
+        ("a", "baseline", [0, 1, 2]),
+        ("b", "baseline", [0]),
+    ]
+    assert [best["standard_error"] for best in found["best"]] == [pytest.approx(0.01 / 3**0.5), None]
+
+
+def test_status_of_an_empty_store_says_so(tmp_path: Path) -> None:
+    Store(tmp_path / "t.db").close()
+    assert invoke("sweep", "status", "--store", str(tmp_path / "t.db"))[1] == "no trials in the store\n"
+    assert invoke("sweep", "status", "--store", str(tmp_path / "t.db"), "--json")[1] == ""
+
+
+class Clock:
+    """A clock that advances when somebody sleeps; `at` are functions to call when it reaches a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: dict[float, Callable[[], object]]) -> None:
+        self.now, self.at = 0.0, at
+        monkeypatch.setattr(worker, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for when in [when for when in self.at if when <= self.now]:
+            self.at.pop(when)()
+
+
+def test_a_worker_waits_for_a_store_and_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = str(tmp_path / "t.db")
+
+    def add() -> None:
+        with Store(address) as store:
+            store.add("s", draw("digits#model=mlp,steps=1"))
+
+    clock = Clock(monkeypatch, {12.0: lambda: (tmp_path / "t.db").touch(), 23.0: lambda: Store(address).close(), 41.0: add})
+    status, out, said = invoke("worker", "--store", address, "--engine", "inline", "--wait", "1min")
+    assert status == 0 and clock.now >= 41 and not clock.at
+    assert [line["label"] for line in map(json.loads, out.splitlines()) if line["event"] == "finished"] == ["baseline"]
+    assert said.splitlines() == [
+        *(f"paredown: there is no store {address}; waiting for it, {left} left (--wait)." for left in ("1 min", "50 s", "40 s")),
+        *(f"paredown: the store {address} has no trials; waiting for it, {left} left (--wait)." for left in ("37 s", "27 s")),
+    ]
+
+
+def test_a_worker_ends_with_an_error_when_it_has_waited_long_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = str(tmp_path / "t.db")
+    for arguments, said in [(("--wait", "90"), "there is no store {} after 90 s. "), (("--wait", "0"), "there is no store {}. ")]:
+        clock = Clock(monkeypatch, {})
+        status, out, error = invoke("worker", "--store", address, *arguments)
+        assert status == 1 and out == "" and clock.now == (90 if "90" in arguments else 0)
+        assert said.format(address) in error.splitlines()[-1] and "wait longer" in error.splitlines()[-1]
+        assert not (tmp_path / "t.db").exists()
+    with Store(address) as store:
+        store.add("other", draw("a"))
+    Clock(monkeypatch, {})
+    error = invoke("worker", "--store", address, "--sweep", "mine", "--wait", "5")[2]
+    assert f"the store {address} has no trials of sweep 'mine' after 5 s." in error
+    assert (
+        "duration 'soon' cannot be read; write seconds or text such as '90s'"
+        in invoke("worker", "--store", address, "--wait", "soon")[2]
+    )
+
+
+def test_a_worker_does_not_wait_for_a_file_that_is_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.db").write_bytes(b"no database" * 100)
+    clock = Clock(monkeypatch, {})
+    assert "the file is no SQLite database" in invoke("worker", "--store", str(tmp_path / "t.db"))[2] and clock.now == 0
+
+
+def test_a_worker_waits_for_a_postgresql_database(new_postgres: Callable[[], str]) -> None:
+    url = database.make_url(new_postgres())
+    missing = database.Database(url.set(database="not_yet").render_as_string(hide_password=False))
+    closed = database.Database(url.set(port=1, host="127.0.0.1").render_as_string(hide_password=False))
+    there = database.Database(url.render_as_string(hide_password=False))
+    assert "the server has no such database" in str(missing.why_missing())
+    assert "the server does not answer" in str(closed.why_missing())
+    assert str(there.why_missing()).startswith("there is no store postgresql://")
+    Store(url.render_as_string(hide_password=False)).close()
+    assert there.why_missing() is None
+    for opened in (missing, closed, there):
+        opened.close()
 
 
 def test_export_and_merge(finished_store: str, tmp_path: Path) -> None:
@@ -184,7 +276,7 @@ def test_export_and_merge(finished_store: str, tmp_path: Path) -> None:
     other = str(tmp_path / "other.db")
     status, _, said = invoke("sweep", "merge", finished_store, "--store", other)
     assert status == 0 and "6 new trials" in said
-    assert json.loads(invoke("sweep", "status", "--store", other)[1])["finished"] == 4
+    assert json.loads(invoke("sweep", "status", "--store", other, "--json")[1])["finished"] == 4
 
 
 @pytest.mark.parametrize(
@@ -192,7 +284,7 @@ def test_export_and_merge(finished_store: str, tmp_path: Path) -> None:
     [
         (("sweep", "status"), "which store?"),
         (("sweep", "status", "--store", "none.db"), "there is no store none.db"),
-        (("worker", "--store", "none.db"), "there is no store none.db"),
+        (("worker", "--store", "none.db", "--wait", "0"), "there is no store none.db"),
         (("sweep", "run", "none.toml"), "there is no sweep file none.toml"),
         (("sweep", "merge", "none.db", "--store", "x.db"), "there is no store none.db"),
         (("sweep", "status", "--store", "mysql://u:hidden@h/d"), "this one starts with 'mysql://'"),

@@ -158,8 +158,13 @@ def front(study: Study, *, is_all: bool) -> list[str]:
     return table(names, [_cells(mark, study) for mark in shown])
 
 
+STANDARD_ERROR = "standard error"
+
+
 def _width(study: Study) -> str:
-    """The column name of half the width of an interval: 90 % of the posterior, or the range of seeds."""
+    """The column name of half the width of an interval: standard error, range of seeds (records of 0.1), or 90 % of the posterior."""
+    if STANDARD_ERROR in study.band:
+        return STANDARD_ERROR
     return "+- seeds" if "seed" in study.band else "+- 90 %" if study.band else "+-"
 
 
@@ -172,11 +177,14 @@ def _cells(mark: PlanMark, study: Study) -> tuple[str, ...]:
         None if mark.low is None or mark.high is None or mark.error is None else max(mark.high - mark.error, mark.error - mark.low)
     )
     peak = "" if mark.measured_bytes is None else say_bytes(mark.measured_bytes)
+    width = "one seed" if STANDARD_ERROR in study.band and mark.num_trials == 1 else _number(half)
     return (
         f"{star}{mark.label.replace('_', ' ')}",
         say_bytes(mark.nbytes),
         share,
-        *map(_number, (mark.error, half, mark.measured)),
+        _number(mark.error),
+        width,
+        _number(mark.measured),
         peak,
     )
 

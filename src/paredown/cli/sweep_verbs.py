@@ -1,6 +1,6 @@
 """`paredown sweep run|status|export|merge` and `paredown worker`: many trials, resumable. docs/sweeps.md is the guide.
 
-`work_on` shows progress: on a terminal a bar, trials per minute, the time left and the best trials; in a pipe one JSON object per line,
+`work_on` shows progress: on a terminal a bar, trials per minute, the time left and the best plans; in a pipe one JSON object per line,
 `finished` for each result after it is in the store, and `progress` every ten seconds.
 """
 
@@ -69,7 +69,7 @@ def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
     lines = partial(print, file=sys.stdout, flush=True)
 
     def on_result(claim: Claim, trial: Trial) -> None:
-        figures = {"task": trial.task, "seed": trial.seed, "status": trial.status.value, "error": trial.error}
+        figures = {"task": trial.task, "label": claim.label, "seed": trial.seed, "status": trial.status.value, "error": trial.error}
         lines(to_json({"event": "finished", "key": claim.key, "sweep": claim.sweep, **figures, "reason": trial.reason}))
 
     def idle(*, is_due: bool = False) -> None:
@@ -96,7 +96,8 @@ def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
 
         def on_result(claim: Claim, trial: Trial) -> None:
             if trial.reason:
-                live.console.print(clean(f"{trial.task}, seed {trial.seed}: {trial.status.value}: {trial.reason}"), markup=False)
+                about = f"{trial.task}, {claim.label}, seed {trial.seed}"
+                live.console.print(clean(f"{about}: {trial.status.value}: {trial.reason}"), markup=False)
 
         try:
             yield on_result, idle, lambda message: live.console.print(clean(message), markup=False)
@@ -105,7 +106,7 @@ def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
 
 
 def _display(sweeps: list[SweepProgress]) -> Any:
-    """A rich table with a bar, counts and the best trials of each sweep."""
+    """A rich table with a bar, counts and the best plans of each sweep."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -164,30 +165,36 @@ def worker(
     engine: EngineOption = "local",
     patience: PatienceOption = 20.0,
     stays: Annotated[bool, typer.Option("--stay", help="Keep running and wait for new trials when all are finished.")] = False,
+    wait: Annotated[str, typer.Option(help="How long to wait for a store that is not there yet, or has no trials yet.")] = "60s",
     is_json: JsonOption = False,
 ) -> None:
     """Join the sweeps of a store, from any machine. Without --tasks only built-in tasks are run."""
+    from paredown.sizes import parse_seconds
     from paredown.sweeps.runner import TaskFolder, make_engine
-    from paredown.sweeps.worker import WorkerOptions, beat_every
+    from paredown.sweeps.worker import WorkerOptions, beat_every, wait_for_store
 
+    address, seconds = needed(store), parse_seconds(wait)
     with ExitStack() as stack:
         stack.enter_context(kept_in_store())
         none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
         folder = TaskFolder(Path(tasks or str(none)).resolve())
-        opened = stack.enter_context(open_store(needed(store), may_create=False))
+        opened = stack.enter_context(wait_for_store(address, seconds=seconds, sweep=sweep, needs_trials=not stays, say=say))
         options = WorkerOptions(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
         work_on(opened, make_engine(engine, folder, slots=slots), options, is_json=is_json)
 
 
 @verb(sweep_app, "status", "paredown sweep status --store trials.db")
 def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None:
-    """Print the counts of trials of each sweep in a store; in a pipe one JSON object per sweep."""
+    """Print the counts of trials of each sweep in a store, and the best plan of each task: least mean error over seeds."""
     from paredown.sweeps.status import count, find_best
 
     with open_store(needed(store), may_create=False) as opened:
-        for counts in count(opened):
+        sweeps = count(opened)
+        if not sweeps and not is_json:
+            tell("no trials in the store")
+        for counts in sweeps:
             best = find_best(opened, counts.sweep)
-            if sys.stdout.isatty() and not is_json:
+            if not is_json:
                 tell(str(counts), *(f"  best of {one}" for one in best))
             else:
                 emit({"event": "status", **counts.to_json(), "best": [one.to_json() for one in best]})

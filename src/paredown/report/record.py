@@ -26,7 +26,7 @@ from __future__ import annotations
 import getpass
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import count
@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING, Any
 
 from paredown.errors import ReportError
 from paredown.pick.answer import Picked
+from paredown.plan.labels import Labels
 from paredown.plan.plan import Plan
 from paredown.report.studies import (
-    Labels,
     ReportedProgress,
     ReportedTrial,
     Study,
@@ -55,7 +55,7 @@ from paredown.trace.trace import Trace
 
 if TYPE_CHECKING:
     from paredown.session.session import Session
-    from paredown.sweeps.store import Store
+    from paredown.sweeps.store import RunTimes, Store
 
 
 QUOTED = re.compile(r"(?P<quote>['\"])(?:file://)?(?:/|~|[A-Za-z]:[\\/]|\\\\)[^'\"\n]*[\\/](?P<last>[^'\"\n\\/]*)(?P=quote)")
@@ -169,14 +169,16 @@ class Record:
         return record if session is None else record.with_session(session)
 
     @staticmethod
-    def of_trials(title: str, trials: Iterable[Trial], *, labels: Mapping[str, Plan] | None = None) -> Record:
-        """The record of trials, with a study for each task; `labels` names plans."""
-        rows, names = list(trials), Labels(labels)
+    def of_trials(
+        title: str, trials: Iterable[Trial], *, labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[RunTimes] = ()
+    ) -> Record:
+        """The record of trials, with a study for each task; `labels` names plans, `times` has the time and host of each trial."""
+        rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
         by_task: dict[str, list[Trial]] = {}
         for trial in rows:
             by_task.setdefault(trial.task, []).append(trial)
         studies = tuple(study_of_trials(task, of_task, names) for task, of_task in by_task.items())
-        return Record(title, studies=studies).with_trials(rows, names)
+        return Record(title, studies=studies).with_trials(rows, names, times)
 
     @staticmethod
     def of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
@@ -185,15 +187,20 @@ class Record:
 
         return record_of_store(store, sweep=sweep, title=title)
 
-    def with_trials(self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None) -> Record:
-        """This record with further trials: rows, curves, versions and commit."""
+    def with_trials(
+        self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[RunTimes] = ()
+    ) -> Record:
+        """This record with further trials: rows, curves, versions and commit; `times` is empty, or has the time and host of each."""
         rows = list(trials)
         names = labels if isinstance(labels, Labels) else Labels(labels)
         last = _last(rows)
         notes = (
             [f"{len(last)} of {len(rows)} trials are listed; `paredown sweep export` writes all."] if len(last) < len(rows) else []
         )
-        runs = _runs(last, names)
+        runs = _runs([rows[i] for i in last], names)
+        if times:
+            ends = [(times[i].finished_at or "", times[i].host or "") for i in last]
+            runs = [replace(run, finished_at=at, host=host) for run, (at, host) in zip(runs, ends, strict=True)]
         return replace(
             self,
             runs=(*self.runs, *runs),
@@ -243,15 +250,15 @@ class Record:
         return load_json(path, "record", ReportError, Record.from_json, hint=hint, name=Path(path).name)
 
 
-def _last(trials: list[Trial]) -> list[Trial]:
-    """The last trials of each task, the same number for each, about MOST_RUNS in total."""
+def _last(trials: list[Trial]) -> list[int]:
+    """The positions of the last trials of each task, the same number for each, about MOST_RUNS in total."""
     if len(trials) <= MOST_RUNS:
-        return trials
+        return list(range(len(trials)))
     left = dict.fromkeys((trial.task for trial in trials), max(1, MOST_RUNS // len({trial.task for trial in trials})))
-    kept: list[Trial] = []
-    for trial in reversed(trials):
-        left[trial.task] -= 1
-        kept += [trial] if left[trial.task] >= 0 else []
+    kept: list[int] = []
+    for i in reversed(range(len(trials))):
+        left[trials[i].task] -= 1
+        kept += [i] if left[trials[i].task] >= 0 else []
     return kept[::-1]
 
 
@@ -261,7 +268,7 @@ def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
     drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
     runs: list[ReportedTrial] = []
     for trial in trials:
-        label, labels = names.of(trial.plan), drawn[trial.task]
+        label, labels = names.of(trial.plan, trial.task), drawn[trial.task]
         runs.append(run_of(trial, label, has_curve=label not in labels and len(labels) < most))
         labels |= {label} if runs[-1].curve else set()
     return runs

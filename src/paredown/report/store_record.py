@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from paredown.errors import ParedownError, ReportError, StoreError
+from paredown.plan.labels import Labels, distinct_labels
 from paredown.report.record import Record
 from paredown.report.studies import ReportedProgress
 from paredown.sweeps.export import rows
 from paredown.sweeps.status import SweepCounts, count
-from paredown.sweeps.store import Store
+from paredown.sweeps.store import RunTimes, Store
 from paredown.tasks.trial import Trial
 
 
@@ -37,10 +39,26 @@ def record_of_store(store: Store, *, sweep: str | None = None, title: str = "") 
         raise ReportError(f"the store has no sweep {sweep!r}. It has: {', '.join(counts.sweep for counts in sweeps) or 'none'}.")
     names = ", ".join(counts.sweep for counts in shown)
     with _report_errors():
-        trials = [Trial.from_json(row["trial"]) for row in rows(store, sweep) if row["trial"] is not None]
-    record = Record.of_trials(title or (f"Sweep {names}" if names else "An empty store"), trials)
+        finished = [(row, Trial.from_json(row["trial"])) for row in rows(store, sweep) if row["trial"] is not None]
+    labels = Labels(of_tasks=distinct_labels((trial.task, trial.plan, row["label"]) for row, trial in finished))
+    record = Record.of_trials(
+        title or (f"Sweep {names}" if names else "An empty store"),
+        [trial for _, trial in finished],
+        labels=labels,
+        times=_times([row for row, _ in finished]),
+    )
     progress = tuple(ReportedProgress(counts.sweep, counts.waiting, counts.running, dict(counts.by_status)) for counts in shown)
     return replace(record, progress=progress)
+
+
+def _times(finished: Sequence[Mapping[str, Any]]) -> list[RunTimes]:
+    """The times of trials, with hosts numbered by their first trial: a page can be shared, and has no names of machines."""
+    first: dict[str, str] = {}
+    for row in finished:
+        if row["host"]:
+            first[row["host"]] = min(first.get(row["host"], row["started_at"] or ""), row["started_at"] or "")
+    names = {host: f"host {i}" for i, host in enumerate(sorted(first, key=lambda host: (first[host], host)), 1)}
+    return [RunTimes(row["started_at"], row["finished_at"], names.get(row["host"])) for row in finished]
 
 
 @contextmanager

@@ -5,14 +5,6 @@
     ReportedProgress  numbers of waiting, running and finished trials of a sweep
 
 ModuleBytes, SlotRow and BudgetPick are NamedTuples, which are lists in JSON, since a record has many of them.
-
-`Labels` gives each plan a short name; plans with the same rules share one:
-
->>> labels = Labels({"mine": Plan.uniform(activation="int4/64@bf16", weight="int8/64@e8m0")})
->>> [labels.of(plan) for plan in (Plan(), Plan.preset("lpmm"), Plan.uniform(activation="e4m3fn/64@bf16", weight="int8/64@e8m0"))]
-['baseline', 'lpmm', 'weight int8/64@e8m0, activation e4m3fn/64@bf16']
->>> labels.of(Plan.uniform(weight="int8/64@e8m0", activation="int4/64@bf16"))
-'mine'
 """
 
 from __future__ import annotations
@@ -20,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
@@ -28,15 +19,14 @@ from paredown.errors import ReportError
 from paredown.pick.answer import Picked, Point
 from paredown.plan.explanation import explain_slots
 from paredown.plan.footprint import footprint
+from paredown.plan.labels import BASELINE, Labels
 from paredown.plan.plan import Plan
-from paredown.plan.presets import PRESETS
-from paredown.plan.selectors import Selector
 from paredown.sizes import say_bytes
-from paredown.tasks.trial import Status, Trial
+from paredown.tasks.trial import Status, Trial, standard_error
 from paredown.trace.trace import Trace
 
 NINE_OF_TEN = "Intervals: the mean error is inside with a probability of 90 %."
-SEEDS = "Intervals: from the best seed to the worst."
+SEEDS = "Errors are means over seeds; intervals are one standard error of the mean to each side, and one seed has none."
 
 
 @dataclass(frozen=True)
@@ -149,6 +139,8 @@ class ReportedTrial:
     device: str = ""
     commit: str = ""
     curve: tuple[tuple[int, float], ...] = ()  # (step, training loss)
+    finished_at: str = ""  # ISO 8601, UTC; empty: unknown
+    host: str = ""  # "host 1" and so on, since a page can be shared
 
 
 @dataclass(frozen=True)
@@ -177,40 +169,7 @@ def choose(marks: Iterable[PlanMark]) -> tuple[BudgetPick, ...]:
     return tuple(picks)
 
 
-# --- labels of plans -------------------------------------------------------------------------------------------------
-
-BASELINE = "baseline"
 MOST_LINES = 40  # lines of a plan on a page
-
-
-class Labels:
-    """Labels of plans, made on first use; plans with different rules never share one."""
-
-    def __init__(self, known: Mapping[str, Plan] | None = None) -> None:
-        self._labels: dict[object, str] = {plan.key: label for label, plan in (known or {}).items()}
-
-    def of(self, plan: Plan) -> str:
-        """The label of a plan; the same plan has the same label."""
-        key = plan.key
-        if key not in self._labels:
-            taken, name = set(self._labels.values()), name_of(plan)
-            self._labels[key] = next(
-                text for i in range(1, len(taken) + 3) if (text := f"{name} ({i})" if i > 1 else name) not in taken
-            )
-        return self._labels[key]
-
-
-def name_of(plan: Plan) -> str:
-    """A short name of a plan: its preset, or its formats by role."""
-    if plan.changes_nothing:
-        return BASELINE
-    if (name := _presets().get(plan.key)) is not None:
-        return name
-    roles = [f"{key} {assignment.format or 'unmodified'}" for key, assignment in plan.rules if Selector.parse(key).role is not None]
-    slots = len(plan.rules) - len(roles)
-    by_name = [f"{slots} slots by name"] if slots else []
-    checkpointed = [f"{len(plan.recompute)} modules checkpointed"] if plan.recompute else []
-    return ", ".join([*roles, *by_name, *checkpointed])
 
 
 def in_words(plan: Plan) -> tuple[str, ...]:
@@ -218,11 +177,6 @@ def in_words(plan: Plan) -> tuple[str, ...]:
     lines = plan.explain().splitlines()
     more = [f"and {len(lines) - MOST_LINES} lines more"] if len(lines) > MOST_LINES else []
     return (*lines[:MOST_LINES], *more)
-
-
-@lru_cache(maxsize=1)
-def _presets() -> dict[object, str]:
-    return {Plan.preset(name).key: name for name in reversed(list(PRESETS))}
 
 
 # --- studies from picks, trials and footprints -----------------------------------------------------------------------
@@ -292,40 +246,54 @@ def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study
     """The study of measured trials: a mark for each plan with known bytes, and means over seeds."""
     by_label: dict[str, list[Trial]] = {}
     for trial in trials:
-        by_label.setdefault(labels.of(trial.plan), []).append(trial)
-    marks = [mark for label, runs in by_label.items() if (mark := _measured(label, runs)) is not None]
+        by_label.setdefault(labels.of(trial.plan, task), []).append(trial)
+    metric = (
+        "error" if all(trial.error is None or trial.error <= 1 for trial in trials) else "loss"
+    )  # a trial has no field for its metric; error rates are at most 1
+    marks = [mark for label, runs in by_label.items() if (mark := _measured(label, runs, metric)) is not None]
     picks = choose(marks)
     front = {pick.label for pick in picks}
     on_front = (replace(mark, on_front=mark.label in front) for mark in marks)
     marks = tuple(sorted(on_front, key=lambda mark: (mark.nbytes, mark.label)))
-    written = labels.of(Plan()) if any(trial.plan.changes_nothing for trial in trials) else ""
+    written = next((labels.of(trial.plan, task) for trial in trials if trial.plan.changes_nothing), "")
     full = next((mark.nbytes for mark in marks if mark.label == written), None)
-    metric = (
-        "error" if all(trial.error is None or trial.error <= 1 for trial in trials) else "loss"
-    )  # a trial has no field for its metric; error rates are at most 1
     return Study(task, metric=metric, written=written, full_bytes=full, band=SEEDS, marks=marks, picks=picks)
 
 
-def _measured(label: str, trials: Sequence[Trial]) -> PlanMark | None:
+def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | None:
     """The mark of a plan from its trials; None if no trial has a peak."""
     sizes = [trial.predicted_peak_bytes for trial in trials if trial.predicted_peak_bytes is not None]
     measured = [trial.measured_peak_bytes for trial in trials if trial.measured_peak_bytes is not None]
     if not sizes and not measured:
         return None
     errors = [trial.error for trial in trials if trial.status is Status.DONE and trial.error is not None]
+    mean, half = fmean(errors) if errors else None, standard_error(errors)
     ended = {status.value: sum(trial.status is status for trial in trials) for status in Status if status is not Status.DONE}
+    others = ", ".join(f"{num} of {len(trials)} {status.replace('_', ' ')}" for status, num in ended.items() if num)
     return PlanMark(
         label,
         max(sizes or measured),
-        error=fmean(errors) if errors else None,
-        low=min(errors, default=None),
-        high=max(errors, default=None),
-        measured=fmean(errors) if errors else None,
+        error=mean,
+        low=None if mean is None or half is None else mean - half,
+        high=None if mean is None or half is None else mean + half,
+        measured=mean,
         measured_bytes=max(measured, default=None),
         num_trials=len(errors),
-        note=", ".join(f"{num} of {len(trials)} {status.replace('_', ' ')}" for status, num in ended.items() if num),
+        note="; ".join(filter(None, (_say_seeds(len(errors), half, metric), others))),
         words=in_words(trials[0].plan),
     )
+
+
+def _say_seeds(num: int, standard: float | None, metric: str) -> str:
+    """The number of seeds and the standard error of their mean, in the units of the page.
+
+    >>> _say_seeds(3, 0.0058, "error"), _say_seeds(2, 0.25, "loss"), _say_seeds(1, None, "error")
+    ('mean of 3 seeds, standard error 0.58 points', 'mean of 2 seeds, standard error 0.25', 'one seed: no standard error')
+    """
+    if standard is None:
+        return "one seed: no standard error" if num else ""
+    size = f"{100 * standard:.2f} points" if metric == "error" else f"{standard:.4g}"
+    return f"mean of {num} seeds, standard error {size}"
 
 
 def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:

@@ -4,7 +4,7 @@
 
     paredown_meta      name, value        the version
     paredown_workers   id, beats          a heartbeat counter for each live worker; no clocks are compared between machines
-    paredown_trials    one row per trial: task, plan, seed, the worker that runs it, the result
+    paredown_trials    one row per trial: task, plan, seed, the worker that runs it, the result; times and hosts for readers
 
 The state of a trial is `waiting`, `running` (with the columns worker and claim) or `finished` (with a result); constraints of the tables
 refuse anything else. `claim` is a random token; the worker that has it may release the trial. The first result counts. A new version of
@@ -110,12 +110,19 @@ TRIALS = Table(
     Column("error", Float),
     Column("seconds", Float),
     Column("result", Text),  # the trial's JSON
+    Column("label", Text),  # of the plan; NULL: none
+    Column("started_at", Text),  # the time of the claim, ISO 8601 in UTC; NULL: unknown, or not claimed
+    Column("finished_at", Text),
+    Column("host", Text),  # of the worker that has claimed or finished it
     CheckConstraint("(state = 'finished') = (result IS NOT NULL)", name="paredown_finished_has_result"),
     CheckConstraint("(state = 'running') = (worker IS NOT NULL)", name="paredown_running_has_worker"),
     Index("paredown_trials_turn", "state", "sweep", "place"),
     Index("paredown_trials_worker", "worker"),
 )
-MIGRATIONS: list[tuple[str, ...]] = [()]  # row i migrates from version i to i + 1; version 1 is created by METADATA
+MIGRATIONS: list[tuple[str, ...]] = [  # row i migrates from version i to i + 1; METADATA creates the newest
+    (),
+    tuple(f"ALTER TABLE paredown_trials ADD COLUMN {name} TEXT" for name in ("label", "started_at", "finished_at", "host")),
+]
 VERSION = re.compile(r"[0-9]{1,9}")  # anything else is not a version
 LOCK = 0x70617265  # PostgreSQL advisory lock: one process at a time creates or migrates the tables
 
@@ -226,6 +233,7 @@ class DatabaseTrouble(NamedTuple):
     advice: str
 
 
+NO_DATABASE = "fatal:  database"
 TROUBLES = (
     DatabaseTrouble(
         "database is locked", "other processes keep it locked", True, "End the process that locks it, or use PostgreSQL."
@@ -256,7 +264,7 @@ TROUBLES = (
     ),
     DatabaseTrouble("no password supplied", "the server asks for a password", False, "Set PGPASSWORD, or put it into the URL."),
     DatabaseTrouble("permission denied", "this user lacks rights on it", False, "Grant CREATE, SELECT, INSERT, UPDATE and DELETE."),
-    DatabaseTrouble("fatal:  database", "the server has no such database", False, "Create it (createdb), or correct the URL."),
+    DatabaseTrouble(NO_DATABASE, "the server has no such database", False, "Create it (createdb), or correct the URL."),
     DatabaseTrouble("fatal:  role", "the server has no such user", False, "Create it (createuser), or correct the URL."),
 )
 SILENT = DatabaseTrouble(
@@ -287,10 +295,25 @@ class Database:
         if may_create or not self._is_current():
             self._first_try(lambda: self._run(lambda connection: prepare(connection, self.name), {}))
 
+    def why_missing(self) -> str | None:
+        """Why there is no store at this address yet: no file, server, database or tables. None where there is one, or another error."""
+        try:
+            if self._may_exist and self._run(find_version, READS) is not None:
+                return None
+        except DBAPIError as error:
+            trouble = find_trouble(error)
+            is_missing = trouble is not None and (trouble in (SILENT, LOST) or trouble.pattern == NO_DATABASE)
+            return f"{self._unusable}: {trouble.meaning.format(seconds=self._connect_seconds)}" if trouble and is_missing else None
+        return f"there is no store {self.name}"
+
+    @property
+    def _may_exist(self) -> bool:
+        """False where a file of SQLite is missing, which connecting would create."""
+        return self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
+
     def _is_current(self) -> bool:
         """Whether the tables have this version; StoreError where there are none. Writes nothing."""
-        exists = self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
-        version = self._first_try(lambda: self._run(find_version, READS)) if exists else None
+        version = self._first_try(lambda: self._run(find_version, READS)) if self._may_exist else None
         if version is None:
             raise StoreError(f"there is no store {self.name}. Give the address of one; `paredown sweep run` creates it.")
         check_version(version, self.name)
@@ -444,7 +467,7 @@ def readable(what: str) -> Generator[None]:
 
 CHECKS: dict[str, Check] = {
     **dict.fromkeys(("key", "sweep", "task", "plan", "settings", "state"), TEXT),
-    **dict.fromkeys(("worker", "claim", "status", "result"), or_none(TEXT)),
+    **dict.fromkeys(("worker", "claim", "status", "result", "label", "started_at", "finished_at", "host"), or_none(TEXT)),
     **dict.fromkeys(("seed", "place", "attempts"), WHOLE),
     **dict.fromkeys(("propensity", "error", "seconds"), or_none(NUMBER)),
 }
@@ -452,7 +475,7 @@ CHECKS: dict[str, Check] = {
 
 def check_columns(row: Any) -> None:
     """StoreError where a column has a value of another type, which SQLite allows, or a number that is not finite."""
-    checks = {name: check for name, check in CHECKS.items() if hasattr(row, name)}
+    checks = {name: CHECKS[name] for name in row._fields if name in CHECKS}
     check_fields(row, checks, "trial in the store", _damaged)
 
 

@@ -1,7 +1,9 @@
 """Export trials of a store to CSV, JSON or Parquet (`paredown[parquet]`), and merge one store into another.
 
 An export has one row per trial, finished or not, in the order of sweeps and their trials. CSV and Parquet have the plan as JSON text and no
-loss curve; JSON has the whole trial. Neither the store's address nor worker ids are exported. Files are written atomically.
+loss curve; JSON has the whole trial. `label` is the name of the plan. `started_at` and `finished_at` are times in UTC, and `host` is the
+machine of the worker; they are unknown for trials that version 0.1 finished. Neither the store's address nor worker ids are
+exported. Files are written atomically.
 
 A merge copies the trials that only the source has; those that are running there are open in the target. A trial of both gets the source's
 result if it has none in the target; where both have finished it, the target's result stays. Workers may use both stores meanwhile: merge
@@ -20,12 +22,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from sqlalchemy import Connection, Row, select, update
+from sqlalchemy import Connection, Row, func, select, update
 
 from paredown.errors import StoreError
 from paredown.serial import COUNT, NUMBER, TEXT, check_fields, or_none
-from paredown.sweeps.database import FINISHED, TRIALS, WAITING, check_columns, is_same_store, readable
-from paredown.sweeps.store import BATCH, INSERTS, RESULT, Store, to_spec
+from paredown.sweeps.database import FINISHED, TRIALS, check_columns, is_same_store, readable
+from paredown.sweeps.store import BATCH, FREE, INSERTS, RESULT, Store, parsed_plan, to_spec
+from paredown.sweeps.sweep import label_of
 from paredown.tasks.trial import Trial
 
 RESULT_COLUMNS = ("status", "error", "loss", "predicted_peak_bytes", "measured_peak_bytes", "seconds", "reason", "device", "commit")
@@ -34,7 +37,8 @@ CHECKS = {
     **dict.fromkeys(("error", "loss", "seconds"), or_none(NUMBER)),
     **dict.fromkeys(("predicted_peak_bytes", "measured_peak_bytes"), or_none(COUNT)),
 }
-COLUMNS = ("key", "sweep", "task", "seed", "mode", "plan", "propensity", "state", *RESULT_COLUMNS)
+RUN_COLUMNS = ("started_at", "finished_at", "host")
+COLUMNS = ("key", "sweep", "task", "seed", "mode", "label", "plan", "propensity", "state", *RESULT_COLUMNS, *RUN_COLUMNS)
 
 
 def rows(store: Store, sweep: str | None = None) -> list[dict[str, Any]]:
@@ -66,7 +70,8 @@ def _row(row: Any) -> dict[str, Any]:
     with readable("a trial"):
         check_columns(row)
         trial = json.loads(row.result) if row.state == FINISHED else None
-        values = {name: getattr(row, name) for name in ("key", "sweep", "task", "seed", "propensity", "state")}
+        values = {name: getattr(row, name) for name in ("key", "sweep", "task", "seed", "propensity", "state", *RUN_COLUMNS)}
+        values |= {"label": row.label or label_of(parsed_plan(row.plan))}
         values |= {"mode": json.loads(row.settings)["mode"], "plan": json.loads(row.plan), "trial": trial}
         results = {name: None if trial is None else trial.get(name) for name in RESULT_COLUMNS}
         check_fields(results, CHECKS, "trial in the store", StoreError)
@@ -159,7 +164,7 @@ def _take(connection: Connection, source_rows: Sequence[Row[Any]]) -> MergeResul
 def _copy(row: Row[Any]) -> dict[str, Any]:
     _check(row)
     values = {name: getattr(row, name) for name in COPIED} | {"worker": None}
-    return values if row.state == FINISHED else values | {"state": WAITING, "claim": None}
+    return values if row.state == FINISHED else values | FREE
 
 
 def _check(row: Row[Any]) -> None:
@@ -172,5 +177,5 @@ def _check(row: Row[Any]) -> None:
 
 def _take_result(connection: Connection, row: Row[Any]) -> int:
     _check(row)
-    values = {name: getattr(row, name) for name in RESULT}
+    values = {name: getattr(row, name) for name in RESULT} | {"label": func.coalesce(TRIALS.c.label, row.label)}
     return connection.execute(update(TRIALS).where(TRIALS.c.key == row.key, TRIALS.c.state != FINISHED).values(**values)).rowcount

@@ -1,7 +1,15 @@
-"""Progress of sweeps: trials by state and status, trials per minute, time left, and the least error of each task.
+"""Progress of sweeps: trials by state and status, trials per minute, time left, and the best plan of each task.
 
 >>> print(SweepCounts("widths", waiting=3, running=1, by_status={"done": 5, "diverged": 1}))
 widths: 6 of 10 finished (5 done, 1 diverged), 1 running, 3 waiting
+
+The best plan of a task has the least mean error over its seeds. The standard error of the mean is the standard deviation of the seeds,
+with n - 1 in its denominator, divided by the square root of their number n; one seed has none.
+
+>>> print(BestPlan("digits", "lpmm", Plan.preset("lpmm"), {0: 0.02, 1: 0.03, 2: 0.04}))
+digits: error 0.0300 with lpmm (mean of 3 seeds, standard error 0.0058)
+>>> print(BestPlan("digits", "lpmm", Plan.preset("lpmm"), {0: 0.02}, num_not_done=1))
+digits: error 0.0200 with lpmm (one seed, no standard error; 1 seed diverged or failed)
 
 Trials per minute are measured over the last WINDOW_SECONDS from the store's count of finished trials, so those of other machines count
 too. cli/sweep_verbs.py prints these numbers.
@@ -16,17 +24,20 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, and_, func, select
+from sqlalchemy import Connection, and_, case, func, select, tuple_
 
 from paredown.plan.plan import Plan
 from paredown.sizes import say_seconds
 from paredown.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, check_columns, check_text, readable
-from paredown.sweeps.store import Store
-from paredown.tasks.trial import Status
+from paredown.sweeps.store import BATCH, Store, parsed_plan
+from paredown.sweeps.sweep import TrialSettings, label_of
+from paredown.tasks.trial import Status, standard_error
 
 
 @dataclass(frozen=True)
@@ -59,20 +70,37 @@ class SweepCounts:
         return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
 
 
-class BestTrial(NamedTuple):
-    """The finished trial of least error on a task."""
+@dataclass(frozen=True)
+class BestPlan:
+    """The plan of least mean error on a task, and its errors by seed; `num_not_done`: its trials that ended otherwise than DONE."""
 
     task: str
-    error: float
+    label: str
     plan: Plan
-    seed: int
+    errors: Mapping[int, float]
+    num_not_done: int = 0
+
+    @property
+    def error(self) -> float:
+        """The mean error over seeds."""
+        return fmean(self.errors.values())
+
+    @property
+    def standard_error(self) -> float | None:
+        """The standard error of the mean; None for one seed."""
+        return standard_error(list(self.errors.values()))
 
     def __str__(self) -> str:
-        return f"{self.task}: error {self.error:.4f} with {say_plan(self.plan)}"
+        standard = self.standard_error
+        num = len(self.errors)
+        seeds = "one seed, no standard error" if standard is None else f"mean of {num} seeds, standard error {standard:.4f}"
+        others = f"; {self.num_not_done} seed{'s' * (self.num_not_done > 1)} diverged or failed" if self.num_not_done else ""
+        return f"{self.task}: error {self.error:.4f} with {self.label} ({seeds}{others})"
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value."""
-        return {"task": self.task, "error": self.error, "seed": self.seed, "plan": self.plan.to_json()}
+        """The JSON value; `error` is the mean over `seeds`, `standard_error` is null for one seed."""
+        numbers = {"error": self.error, "standard_error": self.standard_error, "seeds": sorted(self.errors)}
+        return {"task": self.task, "label": self.label, **numbers, "num_not_done": self.num_not_done, "plan": self.plan.to_json()}
 
 
 def count(store: Store) -> list[SweepCounts]:
@@ -93,31 +121,85 @@ def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str]
     return store.database.read(lambda c: c.scalar(select(func.count()).where(and_(*conditions)))) or 0
 
 
-def find_best(store: Store, sweep: str) -> list[BestTrial]:
-    """For each task of a sweep, the trial of least error among those of status DONE."""
-    done = and_(TRIALS.c.sweep == sweep, TRIALS.c.status == Status.DONE.value, TRIALS.c.error.is_not(None))
+IS_DONE = and_(TRIALS.c.status == Status.DONE.value, TRIALS.c.error.is_not(None))
+DONE_ERROR = case((IS_DONE, TRIALS.c.error))
+MEANS = select(
+    TRIALS.c.task,
+    TRIALS.c.plan,
+    TRIALS.c.settings,
+    func.count(DONE_ERROR).label("num"),
+    func.sum(DONE_ERROR).label("total"),
+    func.count().label("num_finished"),
+    func.min(TRIALS.c.place).label("place"),
+).group_by(TRIALS.c.task, TRIALS.c.plan, TRIALS.c.settings)
 
-    def work(connection: Connection) -> list[BestTrial]:
-        rank = func.row_number().over(partition_by=TRIALS.c.task, order_by=(TRIALS.c.error, TRIALS.c.place)).label("rank")
-        ranked = select(TRIALS.c.task, TRIALS.c.error, TRIALS.c.plan, TRIALS.c.seed, rank).where(done).subquery()
-        rows = connection.execute(select(ranked).where(ranked.c.rank == 1).order_by(ranked.c.task)).all()
-        return [_best(row) for row in rows]
+
+def find_best(store: Store, sweep: str) -> list[BestPlan]:
+    """For each task of a sweep, the plan of least mean error over its trials of status DONE."""
+
+    def work(connection: Connection) -> list[BestPlan]:
+        means = connection.execute(MEANS.where(TRIALS.c.sweep == sweep, TRIALS.c.state == FINISHED)).all()
+        best = _least(means)
+        texts = sorted({(row.task, row.plan) for group in best for row in group.rows})
+        is_best = and_(TRIALS.c.sweep == sweep, IS_DONE)
+        trials = [
+            row
+            for start in range(0, len(texts), BATCH)
+            for row in connection.execute(
+                select(TRIALS).where(is_best, tuple_(TRIALS.c.task, TRIALS.c.plan).in_(texts[start : start + BATCH]))
+            )
+        ]
+        return [one for group in best if (one := _best_plan(group, trials)) is not None]
 
     return store.database.read(work)
 
 
-def _best(row: Any) -> BestTrial:
+class PlanGroup(NamedTuple):
+    """The rows of MEANS of one plan on a task: its JSON may differ in its reason, its settings in their time limit."""
+
+    rows: list[Any]
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The mean error, then the position in the sweep."""
+        return sum(row.total for row in self.rows if row.num) / sum(row.num for row in self.rows), min(
+            row.place for row in self.rows
+        )
+
+
+def _least(means: Sequence[Any]) -> list[PlanGroup]:
+    """The plan of least mean error of each task, by the names of tasks."""
+    groups: dict[tuple[str, Hashable], PlanGroup] = {}
+    best: dict[str, PlanGroup] = {}
     with readable("a trial"):
-        check_columns(row)
-        return BestTrial(row.task, row.error, Plan.from_json(json.loads(row.plan)), row.seed)
+        for row in means:
+            check_columns(row)
+            groups.setdefault((row.task, _same_run(row.plan, row.settings)), PlanGroup([])).rows.append(row)
+        for (task, _), group in groups.items():
+            if any(row.num for row in group.rows) and (task not in best or group.rank < best[task].rank):
+                best[task] = group
+    return [group for _, group in sorted(best.items())]
 
 
-def say_plan(plan: Plan) -> str:
-    """A plan as a short text: its first three rules, the number of others, and its checkpointed modules."""
-    rules = [f"{key} {assignment}" for key, assignment in plan.rules[:3]]
-    more = [f"{len(plan.rules) - 3} rules more"] if len(plan.rules) > 3 else []
-    checkpointed = [f"{', '.join(plan.recompute)} checkpointed"] if plan.recompute else []
-    return ", ".join([*rules, *more, *checkpointed]) or "baseline"
+@lru_cache(maxsize=4096)
+def _same_run(plan: str, settings: str) -> Hashable:
+    """What trials of a task that differ only in their seed have in common: the rules of the plan, mode and device."""
+    parsed = TrialSettings(**json.loads(settings))
+    return parsed_plan(plan).key, parsed.mode, parsed.device
+
+
+def _best_plan(group: PlanGroup, trials: Sequence[Any]) -> BestPlan | None:
+    """The best plan with its errors; None if its trials were reopened since."""
+    task, key = group.rows[0].task, _same_run(group.rows[0].plan, group.rows[0].settings)
+    with readable("a trial"):
+        own = [row for row in trials if row.task == task and _same_run(row.plan, row.settings) == key]
+        for row in own:
+            check_columns(row)
+    if not own:
+        return None
+    plan = parsed_plan(own[0].plan)
+    num_not_done = sum(row.num_finished - row.num for row in group.rows)
+    return BestPlan(task, own[0].label or label_of(plan), plan, {row.seed: row.error for row in own}, num_not_done)
 
 
 def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:
@@ -151,7 +233,7 @@ class SweepProgress:
 
     counts: SweepCounts
     trials_per_minute: float | None
-    best: tuple[BestTrial, ...]
+    best: tuple[BestPlan, ...]
 
     @property
     def seconds_left(self) -> float | None:
@@ -167,7 +249,7 @@ class SweepProgress:
     def to_json(self) -> dict[str, Any]:
         """The JSON value: one line of `--json` output."""
         rates = {"trials_per_minute": self.trials_per_minute, "seconds_left": self.seconds_left}
-        return {"event": "progress", **self.counts.to_json(), **rates, "best": [trial.to_json() for trial in self.best]}
+        return {"event": "progress", **self.counts.to_json(), **rates, "best": [plan.to_json() for plan in self.best]}
 
 
 class SweepWatcher:

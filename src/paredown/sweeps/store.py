@@ -3,6 +3,7 @@
 A claim is one SQL statement, and no two workers claim the same trial. A result is committed before it is reported; the first result of a
 trial counts and later ones change nothing, so a worker that was wrongly taken for dead costs time and no trial. Workers count heartbeats
 in the database; the workers that watch them (sweeps/worker.py) measure time with their own clock, so wrong clocks release nothing.
+The times of trials, `started_at` and `finished_at`, are those of the worker's clock; they are for readers, and nothing depends on them.
 
 Every method may run again after a lost reply: it recognizes its first run by the worker's id or the token of the claim.
 
@@ -13,27 +14,29 @@ every trial runs them.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, Update, and_, bindparam, case, delete, select, update
+from sqlalchemy import Connection, Row, Update, and_, bindparam, case, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from paredown.plan.plan import Plan
 from paredown.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, WORKERS, Database, check_columns, readable
-from paredown.sweeps.sweep import Claim, DrawnTrial, EndedTrial, TrialSettings, TrialSpec
+from paredown.sweeps.sweep import Claim, DrawnTrial, EndedTrial, TrialSettings, TrialSpec, label_of
 from paredown.tasks.trial import Status, Trial
 
 MAX_ATTEMPTS = 5  # a trial whose process or worker died so often is finished as killed
 INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-FREE = {"state": WAITING, "worker": None, "claim": None}
-RESULT = ("state", "worker", "claim", "status", "error", "seconds", "result")
+FREE = {"state": WAITING, "worker": None, "claim": None, "started_at": None, "host": None}
+RESULT = ("state", "worker", "claim", "status", "error", "seconds", "result", "started_at", "finished_at", "host")
 
 
 class WriteOutcome(str, Enum):
@@ -51,14 +54,28 @@ class WrittenResult(NamedTuple):
     trial: Trial | None
 
 
+class RunTimes(NamedTuple):
+    """When a trial was claimed and finished (ISO 8601, UTC), and the host that ran it; None: unknown."""
+
+    started_at: str | None
+    finished_at: str | None
+    host: str | None
+
+
+def utc_now() -> str:
+    """The time of this machine's clock in UTC, to the second: `2026-01-31T12:00:00Z`."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 class ClaimRequest(NamedTuple):
-    """The worker, the token of this claim, the most trials to claim, the sweep (None: any), and the tasks to leave out."""
+    """The worker, the token of this claim, the most trials to claim, the sweep (None: any), the tasks to leave out, and the time."""
 
     worker: str
     token: str
     num: int
     sweep: str | None = None
     without: tuple[str, ...] = ()
+    now: str | None = None
 
 
 OPEN = and_(TRIALS.c.key == bindparam("of_key"), TRIALS.c.state != FINISHED)
@@ -83,6 +100,8 @@ def claim(connection: Connection, request: ClaimRequest) -> list[Claim]:
         "num": request.num,
         "of_sweep": request.sweep,
         "without": list(request.without),
+        "now": request.now,
+        "here": socket.gethostname(),
     }
     statement = _claim_statement(request.sweep is not None, bool(request.without))
     rows = connection.execute(statement, {name: value for name, value in values.items() if value is not None and value != []}).all()
@@ -97,14 +116,15 @@ def held_claims(connection: Connection, request: ClaimRequest) -> list[Claim]:
     return [_to_claim(row) for row in connection.execute(query)]
 
 
-def finish(connection: Connection, ended: EndedTrial) -> WrittenResult:
-    """Write a result, unless the trial has one. A trial whose process died is released, up to MAX_ATTEMPTS times."""
+def finish(connection: Connection, ended: EndedTrial, now: str) -> WrittenResult:
+    """Write a result of time `now`, unless the trial has one. A trial whose process died is released, up to MAX_ATTEMPTS times."""
     claim, trial = ended.claim, ended.trial
     if trial is None and claim.attempt < MAX_ATTEMPTS:
         give_back(connection, [claim], RELEASE)
         return WrittenResult(WriteOutcome.AGAIN, None)
     trial = trial or killed(claim.spec, claim.attempt, ended.reason)
-    if connection.execute(WRITE_RESULT, {**result_values(trial, claim.token), "of_key": claim.key}).rowcount:
+    times = RunTimes(claim.started_at, now, ended.host or claim.host)
+    if connection.execute(WRITE_RESULT, {**result_values(trial, claim.token, times), "of_key": claim.key}).rowcount:
         return WrittenResult(WriteOutcome.COUNTED, trial)
     by = connection.scalar(select(TRIALS.c.claim).where(TRIALS.c.key == claim.key))
     return WrittenResult(WriteOutcome.COUNTED, trial) if by == claim.token else WrittenResult(WriteOutcome.LATE, None)
@@ -123,7 +143,8 @@ def bury(connection: Connection, worker: str, condition: Any) -> int:
     is_its_trial = TRIALS.c.worker == worker
     for row in connection.execute(select(TRIALS).where(is_its_trial, TRIALS.c.attempts >= MAX_ATTEMPTS)).all():
         trial = killed(to_spec(row), row.attempts, "its worker died")
-        connection.execute(WRITE_RESULT, {**result_values(trial, row.claim), "of_key": row.key})
+        times = RunTimes(row.started_at, utc_now(), row.host)
+        connection.execute(WRITE_RESULT, {**result_values(trial, row.claim, times), "of_key": row.key})
     return connection.execute(update(TRIALS).where(is_its_trial).values(FREE)).rowcount
 
 
@@ -131,13 +152,20 @@ def to_spec(row: Row[Any]) -> TrialSpec:
     """The trial to run, from a row of TRIALS."""
     with readable("a trial"):
         check_columns(row)
-        return TrialSpec(row.task, Plan.from_json(json.loads(row.plan)), row.seed, TrialSettings(**json.loads(row.settings)))
+        return TrialSpec(row.task, parsed_plan(row.plan), row.seed, TrialSettings(**json.loads(row.settings)))
 
 
-def result_values(trial: Trial, token: str) -> dict[str, Any]:
+@lru_cache(maxsize=1024)
+def parsed_plan(text: str) -> Plan:
+    """The plan of the JSON in a row; rows of one sweep repeat it for every task and seed."""
+    return Plan.from_json(json.loads(text))
+
+
+def result_values(trial: Trial, token: str, times: RunTimes) -> dict[str, Any]:
     """The columns of a finished trial."""
     numbers = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
-    return {"state": FINISHED, "worker": None, "claim": token, **numbers, "result": json.dumps(trial.to_json())}
+    result = {"result": json.dumps(trial.to_json()), **times._asdict()}
+    return {"state": FINISHED, "worker": None, "claim": token, **numbers, **result}
 
 
 def killed(spec: TrialSpec, attempts: int, reason: str) -> Trial:
@@ -162,11 +190,13 @@ def _claim_statement(of_sweep: bool, has_without: bool) -> Any:
     # A CTE: PostgreSQL may run a plain subquery once per row, and would then claim more than `num`.
     chosen = query.with_for_update(skip_locked=True).cte("turn")
     claimed = {"state": RUNNING, "worker": bindparam("by"), "claim": bindparam("token"), "attempts": TRIALS.c.attempts + 1}
+    claimed |= {"started_at": bindparam("now"), "host": bindparam("here")}
     return update(TRIALS).where(TRIALS.c.key.in_(select(chosen.c.key)), TRIALS.c.state == WAITING).values(claimed).returning(TRIALS)
 
 
 def _to_claim(row: Row[Any]) -> Claim:
-    return Claim(row.key, row.sweep, to_spec(row), row.claim, row.attempts)
+    spec = to_spec(row)
+    return Claim(row.key, row.sweep, spec, row.claim, row.attempts, row.label or label_of(spec.plan), row.started_at, row.host)
 
 
 # --- The store ---
@@ -214,7 +244,7 @@ class Store:
         self.database.close()
 
     def add(self, sweep: str, drawn: Iterable[DrawnTrial]) -> AddResult:
-        """Add the trials of a sweep that the store does not have; those that are still open get the new order and settings.
+        """Add the trials of a sweep that the store does not have; those that are still open get the new order and settings, all the labels.
 
         A sweep with a raised share continues with its finished trials: a trial of both draws has the larger of its two propensities.
         """
@@ -230,7 +260,8 @@ class Store:
                 new, is_open = statement.excluded, TRIALS.c.state == WAITING
                 updated = {name: case((is_open, new[name]), else_=TRIALS.c[name]) for name in ("place", "settings")}
                 larger = case((new.propensity > TRIALS.c.propensity, new.propensity), else_=TRIALS.c.propensity)
-                statement = statement.on_conflict_do_update(index_elements=["key"], set_={**updated, "propensity": larger})
+                updated |= {"propensity": larger, "label": func.coalesce(new.label, TRIALS.c.label)}
+                statement = statement.on_conflict_do_update(index_elements=["key"], set_=updated)
                 connection.execute(statement)
             return AddResult(len(rows) - num_present, num_present)
 
@@ -248,11 +279,12 @@ class Store:
         self, worker: str, ended: Sequence[EndedTrial], num: int, *, sweep: str | None = None, without: Sequence[str] = ()
     ) -> tuple[list[WrittenResult], list[Claim]]:
         """`finish` and `claim` in one transaction: the outcome of each result, and the next trials to run."""
-        request, attempts = ClaimRequest(worker, uuid4().hex, num, sweep, tuple(without)), count()
+        now, attempts = utc_now(), count()  # one time for all attempts to write
+        request = ClaimRequest(worker, uuid4().hex, num, sweep, tuple(without), now)
 
         def work(connection: Connection) -> tuple[list[WrittenResult], list[Claim]]:
             beat(connection, worker)
-            written = [finish(connection, result) for result in ended]
+            written = [finish(connection, result, now) for result in ended]
             held = held_claims(connection, request) if next(attempts) else []
             return written, held or claim(connection, request)
 
@@ -283,7 +315,7 @@ class Store:
     def reopen(self, sweep: str, statuses: Sequence[Status]) -> int:
         """Reopen the trials of a sweep with these statuses, and delete their results; returns their number."""
         condition = and_(TRIALS.c.sweep == sweep, TRIALS.c.status.in_([status.value for status in statuses]))
-        values = {**FREE, "attempts": 0, "status": None, "error": None, "seconds": None, "result": None}
+        values = {**FREE, "attempts": 0, **dict.fromkeys(("status", "error", "seconds", "result", "finished_at"))}
         return self.database.write(lambda c: c.execute(update(TRIALS).where(condition).values(**values)).rowcount)
 
 
@@ -298,6 +330,7 @@ def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
         "seed": spec.seed,
         "settings": json.dumps(asdict(spec.settings)),
         "propensity": drawn.propensity,
+        "label": drawn.label or None,
     }
 
 

@@ -10,8 +10,11 @@ observed entry by its reciprocal. A pair that is drawn runs with every seed. `pa
 for each task; all of them run.
 
 >>> sweep = Sweep("widths", ("digits",), (Plan(), Plan.preset("activations4")), seeds=(0, 1))
->>> [(drawn.spec.seed, len(drawn.spec.plan.rules), drawn.propensity) for drawn in sweep.draw()]
-[(0, 0, 1.0), (1, 0, 1.0), (0, 1, 1.0), (1, 1, 1.0)]
+>>> [(drawn.spec.seed, drawn.label, drawn.propensity) for drawn in sweep.draw()]
+[(0, 'baseline', 1.0), (1, 'baseline', 1.0), (0, 'activations4', 1.0), (1, 'activations4', 1.0)]
+
+A label is the name of a plan on a task, for readers; it is not part of the trial's key. `labels` has those of the user; other plans are
+named by their template, their preset or their formats.
 
 `load_sweep` reads a sweep from a TOML file:
 
@@ -29,6 +32,7 @@ store = "trials.db"                          # --store and PAREDOWN_STORE replac
 preset = ["lpmm", "activations4"]            # a plan each; or one text
 [[plans]]
 file = "plan.json"
+label = "mine"                               # its name in status, exports and pages; a list where a table makes several plans
 [[plans]]                                    # all combinations of lists: 2 x 1 plans
 activation = ["int4/64@bf16", "int8/64@bf16"]
 weight = "int8/64@e8m0"
@@ -47,7 +51,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import Enum
@@ -57,9 +61,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from paredown.assign.assign import PlanTemplate, make_plans
+from paredown.assign.assign import PlanTemplate, make_plans, templates_of
 from paredown.errors import ParedownError, SweepError
+from paredown.plan.labels import TaskPlan, distinct_labels, plan_label
 from paredown.plan.plan import Plan
+from paredown.serial import brief
 from paredown.simulate.peppp import parse_peppp, peppp_plan
 
 if TYPE_CHECKING:
@@ -111,28 +117,33 @@ class TrialSpec:
 
 
 class DrawnTrial(NamedTuple):
-    """A trial of a sweep, and the probability that it was drawn."""
+    """A trial of a sweep, the probability that it was drawn, and the label of its plan (empty: none)."""
 
     spec: TrialSpec
     propensity: float
+    label: str = ""
 
 
 class Claim(NamedTuple):
-    """A trial that a worker has claimed and may run."""
+    """A trial that a worker has claimed and may run, with the label of its plan, the time of the claim (UTC) and the worker's host."""
 
     key: str
     sweep: str
     spec: TrialSpec
     token: str
     attempt: int  # 1: the first time
+    label: str = ""
+    started_at: str | None = None
+    host: str | None = None
 
 
 class EndedTrial(NamedTuple):
-    """A claim and its result; `trial` is None where the process died, and `reason` describes how."""
+    """A claim and its result; `trial` is None where the process died, and `reason` describes how. `host`: None: the worker's."""
 
     claim: Claim
     trial: Trial | None
     reason: str = ""
+    host: str | None = None
 
 
 @dataclass(frozen=True)
@@ -148,9 +159,11 @@ class Sweep:
     draw_seed: int = 0
     settings: TrialSettings = TrialSettings()
     pairs: tuple[tuple[str, Plan], ...] = field(default=(), repr=False)
+    labels: tuple[tuple[str, Plan | PlanTemplate], ...] = field(default=(), repr=False)  # or a mapping of labels to plans
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", _method(self.method))
+        object.__setattr__(self, "labels", _check_labels(self.labels))
         for word in ("tasks", "plans", "seeds"):
             values = tuple(getattr(self, word))
             object.__setattr__(self, word, values)
@@ -168,6 +181,12 @@ class Sweep:
             raise SweepError(f"draw_seed is from 0 to 2^32 - 1, not {self.draw_seed!r}.")
         if self.method is SamplingMethod.FULL and self.share != 1:
             raise SweepError(f"share {self.share:g} needs a method that samples: uniform or cheap_first.")
+        known = {plan.key for plan in (*self.plans, *(plan for _, plan in self.pairs))}
+        for label, plan in self.labels:
+            if isinstance(plan, Plan) and plan.key not in known:
+                raise SweepError(
+                    f"label {label!r} is for a plan that sweep {self.name!r} does not have: add the plan, or leave it out."
+                )
 
     @property
     def num_pairs(self) -> int:
@@ -188,7 +207,23 @@ class Sweep:
         ]
         if self.pairs:  # task by task, since workers cache the data of a task
             pairs = sorted([*pairs, *((task, plan, 1.0) for task, plan in self.pairs)], key=lambda pair: self.tasks.index(pair[0]))
-        return [DrawnTrial(TrialSpec(task, plan, seed, self.settings), p) for task, plan, p in pairs for seed in self.seeds]
+        labels = self._labels()
+        return [
+            DrawnTrial(TrialSpec(task, plan, seed, self.settings), p, labels[task, plan.key])
+            for task, plan, p in pairs
+            for seed in self.seeds
+        ]
+
+    def _labels(self) -> dict[TaskPlan, str]:
+        """The label of every plan on every task: that of the user, else of its templates, else its preset or formats."""
+        given: dict[Hashable, str] = {named.key if isinstance(named, Plan) else str(named): label for label, named in self.labels}
+        shared = [(plan, label_of(plan, given)) for plan in self.plans]
+        requests = [(task, plan, label) for task in self.tasks for plan, label in shared]
+        requests += [(task, plan, label_of(plan, given)) for task, plan in self.pairs]
+        # those of the user first: they get no number
+        return distinct_labels(
+            sorted(requests, key=lambda request: given.keys().isdisjoint([request[1].key, *templates_of(request[1])]))
+        )
 
     def _propensities(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:
         """The probability of each pair, task by task, and the order in which pairs run."""
@@ -199,6 +234,32 @@ class Sweep:
             raise SweepError("cheap_first ranks plans by their bytes: pass draw(cost=...), a function (task, plan) -> bytes.")
         nbytes = np.array([cost(task, plan) for task in self.tasks for plan in self.plans], dtype=np.float64)
         return cheap_first_propensities(nbytes, self.share), [int(i) for i in np.argsort(nbytes, kind="stable")]
+
+
+MAX_LABEL_CHARS = 200
+
+
+def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
+    """`labels` as pairs; SweepError for a label that is no printable text, or that two plans have."""
+    pairs = tuple(labels.items() if isinstance(labels, Mapping) else labels)
+    texts = [label for label, _ in pairs]
+    for label in texts:
+        if not isinstance(label, str) or not label.strip() or not label.isprintable() or len(label) > MAX_LABEL_CHARS:
+            raise SweepError(
+                f"label {brief(label)} is not allowed; a label is a printable text of 1 to {MAX_LABEL_CHARS} characters."
+            )
+        if texts.count(label) > 1:
+            raise SweepError(f"label {label!r} is given to {texts.count(label)} plans; give each plan its own.")
+    return pairs
+
+
+def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
+    """The label of a plan: that of `given`, which has labels by key of a plan or text of a template, or its template, preset or formats."""
+    given = given or {}
+    if plan.key in given:
+        return given[plan.key]
+    names = [given.get(text, text) for text in templates_of(plan)] or [plan_label(plan)]
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
@@ -229,7 +290,7 @@ def _method(method: SamplingMethod | str) -> SamplingMethod:
 MAX_FILE_BYTES = 1 << 24
 DOTTED = re.compile(r"""(?:(?:[\w-]{1,99}|"[^"\n]{0,99}"|'[^'\n]{0,99}')[ \t]*\.[ \t]*){100}""")
 SETTINGS = tuple(row.name for row in fields(TrialSettings))
-PLAIN = tuple(row.name for row in fields(Sweep) if row.name not in ("plans", "settings", "pairs"))
+PLAIN = tuple(row.name for row in fields(Sweep) if row.name not in ("plans", "settings", "pairs", "labels"))
 KINDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
     "tasks": (list,),
@@ -284,11 +345,11 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
     if missing:
         raise SweepError(f"{missing[0]} is missing; a sweep needs tasks and plans.")
     folder = path.resolve().parent
-    entries = [entry for i, table in enumerate(value["plans"], 1) for entry in _plans(table, folder, i)]
+    entries, labels = _entries(value["plans"], folder)
     plans, templates = tuple(p for p in entries if isinstance(p, Plan)), [t for t in entries if isinstance(t, PlanTemplate)]
     plain: dict[str, Any] = {"name": path.stem} | {word: value[word] for word in PLAIN if word in value}
     settings = TrialSettings(**{word: value[word] for word in SETTINGS if word in value})
-    sweep = Sweep(**plain, plans=plans, settings=settings)
+    sweep = Sweep(**plain, plans=plans, settings=settings, labels=labels)
     if templates:
         pairs = tuple(
             (task, plan) for task in sweep.tasks for plan in _plans_of_templates(task, templates, folder, settings.device)
@@ -319,7 +380,31 @@ def _check(word: str, value: Any) -> None:
         raise SweepError(f"{word} must be a list of {MEMBERS[word].__name__}, not {value!r}.")
 
 
-def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Plan | PlanTemplate]:
+Entry = Plan | PlanTemplate
+
+
+def _entries(tables: list[dict[str, Any]], folder: Path) -> tuple[list[Entry], tuple[tuple[str, Entry], ...]]:
+    """The plans and templates of all [[plans]] tables, and those that have a label, with it."""
+    entries: list[Entry] = []
+    labels: list[tuple[str, Entry]] = []
+    for number, table in enumerate(tables, 1):
+        new = _plans({word: value for word, value in table.items() if word != "label"}, folder, number)
+        entries += new
+        if "label" in table:
+            labels += zip(_table_labels(table["label"], len(new), number), new, strict=True)
+    return entries, tuple(labels)
+
+
+def _table_labels(value: Any, num_plans: int, number: int) -> list[str]:
+    """The labels of one [[plans]] table: a text for one plan, or a list with a text for each."""
+    labels = value if isinstance(value, list) else [value]
+    if len(labels) != num_plans:
+        needs = f"a list of {num_plans} labels" if num_plans > 1 else "one label"
+        raise SweepError(f"plan {number} of the file: label has {len(labels)} text{'s' * (len(labels) != 1)}; it needs {needs}.")
+    return labels
+
+
+def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Entry]:
     """The plans of one [[plans]] table: a preset, a file, templates, or every combination of the formats of its roles."""
     try:
         for word, (make, others) in SOURCES.items():
@@ -359,7 +444,7 @@ def _peppp(table: dict[str, Any], folder: Path) -> list[Plan]:
     return [peppp_plan(*(parse_peppp(choice[word]) for word in words)) for choice in choices]
 
 
-Make = Callable[[dict[str, Any], Path], Sequence[Plan | PlanTemplate]]
+Make = Callable[[dict[str, Any], Path], Sequence[Entry]]
 SOURCES: dict[
     str, tuple[Make, tuple[str, ...]]
 ] = {  # key of a [[plans]] table: the function that makes its plans, and the keys that it allows beside it

@@ -19,17 +19,21 @@ database, does not take others for dead.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from uuid import uuid4
 
 from sqlalchemy.exc import DBAPIError
 
 from paredown.errors import StoreError, SweepError
+from paredown.sizes import say_seconds
+from paredown.sweeps.database import Database
 from paredown.sweeps.engines.engine import Engine
-from paredown.sweeps.status import count_open
+from paredown.sweeps.status import count, count_open
 from paredown.sweeps.store import MAX_ATTEMPTS, Store, WriteOutcome, WrittenResult
 from paredown.sweeps.sweep import Claim, EndedTrial
 from paredown.tasks.trial import Trial
@@ -105,6 +109,55 @@ class Heartbeat:
             freed = self._store.free(worker, beats[worker])
             if freed and self._say:
                 self._say(f"a worker has stopped counting heartbeats: {freed} of its trial{'s' * (freed > 1)} will run again.")
+
+
+# --- Waiting for a store ---
+
+LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0  # between two looks, and between two messages
+
+
+def wait_for_store(
+    address: str | Path, *, seconds: float, sweep: str | None = None, needs_trials: bool = True, say: Callable[[str], object]
+) -> Store:
+    """Open a store that may not be there yet, or have no trials yet (of `sweep`): wait up to `seconds` for it, then raise StoreError."""
+    database = Database(address, say=say)
+    deadline = time.monotonic() + seconds
+    try:
+        wait_until(database.why_missing, deadline, say)
+    finally:
+        database.close()
+    store = Store(address, may_create=False, say=say)
+    try:
+        if needs_trials:
+            wait_until(lambda: _why_empty(store, sweep), deadline, say)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable[[str], object]) -> None:
+    """Wait until `why_not()` is None; it is reported at intervals, and is a StoreError after `deadline` of the monotonic clock."""
+    start, reported = time.monotonic(), -math.inf
+    while (reason := why_not()) is not None:
+        now = time.monotonic()
+        if now >= deadline:
+            waited = f" after {now - start:.0f} s" if deadline > start else ""
+            raise StoreError(
+                f"{reason}{waited}. `paredown sweep run` creates a store with its trials: start it first, or check the address, "
+                "or wait longer, as with --wait 10min."
+            )
+        if now - reported >= SAY_SECONDS:
+            say(f"{reason}; waiting for it, {say_seconds(deadline - now)} left (--wait).")
+            reported = now
+        time.sleep(min(LOOK_SECONDS, deadline - now))
+
+
+def _why_empty(store: Store, sweep: str | None) -> str | None:
+    """A sentence if a store has no trials of a sweep (None: of any), finished or not."""
+    if any(sweep in (None, counts.sweep) for counts in count(store)):
+        return None
+    return f"the store {store.database.name} has no trials{'' if sweep is None else f' of sweep {sweep!r}'}"
 
 
 # --- A worker ---
@@ -210,7 +263,7 @@ class Worker:
     def _report(self, result: EndedTrial, written: WrittenResult) -> None:
         """Call `on_result` or `say` for a result that was written to the store."""
         claim = result.claim
-        about = f"{claim.spec.task}, seed {claim.spec.seed}"
+        about = f"{claim.spec.task}, {claim.label}, seed {claim.spec.seed}"
         if written.trial is not None:
             self._num_finished += 1
             self._options.on_result(claim, written.trial)

@@ -11,9 +11,11 @@ Trial(digits, seed 1, no rules: diverged: the loss is nan at step 12 of 400)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from statistics import stdev
 from typing import Any
 
 from paredown.errors import PlanError
@@ -130,3 +132,12 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("reason", "device", "commit"), TEXT),
     "versions": Check(_are_texts, "a mapping of texts"),
 }
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of the mean of `values`; None for fewer than two.
+
+    >>> standard_error([1.0, 3.0]), standard_error([1.0])
+    (1.0, None)
+    """
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

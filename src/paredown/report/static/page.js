@@ -211,6 +211,8 @@ function drawTrials(record, study) {
     { name: "predicted", value: (run) => run.predicted_bytes, show: (run) => bytes(run.predicted_bytes), kind: "num" },
     { name: "measured", value: (run) => run.measured_bytes, show: (run) => bytes(run.measured_bytes), kind: "num" },
     { name: "time", value: (run) => run.seconds, show: (run) => seconds(run.seconds), kind: "num" },
+    ...(runs.some((run) => run.finished_at) ? [{ name: "finished (UTC)", value: (run) => run.finished_at || null, show: (run) => run.finished_at.replace("T", " ").replace("Z", ""), kind: "nowrap" }] : []),
+    ...(runs.some((run) => run.host) ? [{ name: "host", value: (run) => run.host || null, kind: "nowrap" }] : []),
     ...(tasks.size > 1 ? [{ name: "task", value: (run) => run.task, kind: "why" }] : []),
     { name: "why", value: (run) => run.reason, kind: runs.some((run) => run.reason) ? "why" : "" },
   ], runs, { name: "Trials" }));

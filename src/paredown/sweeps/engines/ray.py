@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from importlib import import_module
@@ -67,7 +68,8 @@ class RayEngine(Engine):
     def _get(self, reference: Any) -> EndedTrial:
         claim, _ = self._running.pop(reference)
         try:
-            return EndedTrial(claim, Trial.from_json(json.loads(self._ray.get(reference))))
+            host, trial = json.loads(self._ray.get(reference))
+            return EndedTrial(claim, Trial.from_json(trial), host=host)
         except self._ray.exceptions.WorkerCrashedError:
             return EndedTrial(claim, None, "its process on the cluster died (the machine may have run out of memory)")
         except self._ray.exceptions.RayError as error:
@@ -81,7 +83,8 @@ class RayEngine(Engine):
 
 
 def _run_remotely(run: RunTrial, spec: TrialSpec) -> str:
-    return json.dumps(run_safely(run, spec).to_json())
+    """The host of this machine of the cluster and the trial, as JSON."""
+    return json.dumps([socket.gethostname(), run_safely(run, spec).to_json()])
 
 
 def _join() -> Any:
