@@ -96,10 +96,11 @@ def compiled() -> str:
         plain = beside.get("compiled")
         low, median, high = (f"{1e3 * row[name]:.1f}" for name in ("p20_seconds", "median_seconds", "p80_seconds"))
         time = (median, f"{low} to {high}", relative(row, plain, "median_seconds"))
-        peak = (f"{row['peak_bytes'] / GIB:.2f}", relative(row, plain, "peak_bytes"))
+        predicted = f"{row['predicted_bytes'] / GIB:.2f}" if row.get("predicted_bytes") else ""
+        peak = (f"{row['peak_bytes'] / GIB:.2f}", predicted, relative(row, plain, "peak_bytes"))
         seconds = "" if row["way"].startswith("eager") else f"{row['compile_seconds']:.0f}"
         cells.append((row["job"], str(WORDS.get(row["way"], row["way"])), *peak, *time, seconds, row["commit"]))
-    head = ("step", "way", "peak, GiB", "x compiled", "ms", "p20 to p80", "x compiled", "compile, s", "commit")
+    head = ("step", "way", "peak, GiB", "predicted", "x compiled", "ms", "p20 to p80", "x compiled", "compile, s", "commit")
     return titled("Training steps, with ratios to plain `torch.compile` at the same commit:", head, cells)
 
 

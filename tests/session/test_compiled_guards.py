@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import paredown as pare
+from paredown.formats.rounding import Rounding
 from paredown.session.changes import THE_STEP
+from paredown.session.compiled.graph_signals import SlotMeasure
+from paredown.session.compiled.graph_slots import GraphSlot
 from paredown.session.guard import Limits, SlotSignal
+from paredown.trace.operations import Needs
 from tests.programs.compiling import compiles_quickly
 from tests.session.nets import INT4, INT8, rows
 
@@ -124,6 +128,15 @@ def test_values_beyond_the_largest_of_a_format(format: str, loudness: float, is_
     found = run.measured()["b:input"]
     assert found.largest == pytest.approx(float(run.model.a(BATCH[0] * loudness).abs().max()), rel=1e-5)
     assert (found.error < 1e-4) if is_finite else (found.error == torch.inf)
+
+
+@pytest.mark.gpu
+def test_values_beyond_the_largest_of_a_format_in_one_kernel() -> None:
+    """Triton code of Inductor leaves out a cast to fp16 and back: values above 65504 would seem to be stored without an error."""
+    measure = SlotMeasure(GraphSlot(("b:input",), Needs()), pare.Format.parse("fp16"), Rounding.NEAREST_EVEN, 0)
+    values, step = torch.full((4096,), 1e5, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    measured = torch.compile(lambda flat, step: measure(flat, step, flat.half()))(values, step)
+    assert measured.tolist() == [torch.inf, pytest.approx(1e5)]
 
 
 @pytest.mark.usefixtures("quickly")
