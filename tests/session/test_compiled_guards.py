@@ -132,7 +132,7 @@ def test_values_beyond_the_largest_of_a_format(format: str, loudness: float, is_
 
 @pytest.mark.gpu
 def test_values_beyond_the_largest_of_a_format_in_one_kernel() -> None:
-    """Triton code of Inductor leaves out a cast to fp16 and back: values above 65504 would seem to be stored without an error."""
+    """One compiled kernel casts to fp16 and back; whatever casts it leaves out, values above 65504 are an infinite error."""
     measure = SlotMeasure(GraphSlot(("b:input",), Needs()), pare.Format.parse("fp16"), Rounding.NEAREST_EVEN, 0)
     values, step = torch.full((4096,), 1e5, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     measured = torch.compile(lambda flat, step: measure(flat, step, flat.half()))(values, step)

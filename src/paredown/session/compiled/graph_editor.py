@@ -279,8 +279,7 @@ class GraphEditor:
         value: Tensor = node.meta["val"]
         encode, decode = mask_codec(value)
         source = self._computed_in_forward(node)
-        parts = _insert(self.forward.graph, _trace(encode, value), [source], _after([source]))
-        decoded = _trace(decode, parts[0].meta["val"])
+        parts = self._insert_traced(self.forward.graph, "mask", encode, [source])
         if node.op == "placeholder":
             place = next(i for i in range(self._num_outputs, len(self._returned)) if self._returned[i] is source)
             self._returned[place : place + 1] = parts
@@ -293,7 +292,7 @@ class GraphEditor:
             last = [p for p in self.backward.graph.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
             new = self._add_placeholders(parts, after=last)
             first = node
-        (result,) = _insert(self.backward.graph, decoded, new, first)
+        (result,) = self._insert_traced(self.backward.graph, ("bits", value.shape, value.stride()), decode, new, before=first)
         node.replace_all_uses_with(result)
         self.backward.graph.erase_node(node)
         return nbytes_of(parts[0])
