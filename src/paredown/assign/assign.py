@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paredown.assign.checkpointed_layers import Solution, quickest_plan, repeated_layers, tolerated_error, with_layers
-from paredown.assign.options import LADDER, Item, Ladder
+from paredown.assign.options import LADDER, Item, KnownItems, Ladder
 from paredown.assign.problem import AssignmentProblem, Formats, Rules, check_sensitivities, ladder_of, method_named, rules_of
 from paredown.assign.sensitivity import Sensitivities
 from paredown.assign.strategies import METHODS, AssignmentPoint
@@ -91,8 +91,12 @@ def assign(
         reason = f"The baseline's peak is {say_bytes(baseline_bytes)}, within {say_bytes(budget_bytes)}."
         return Plan((), reason, made_for)
 
+    known: dict[Ladder | None, KnownItems] = {}
+
     def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
-        return AssignmentProblem.of(step, strategy, sensitivities=sensitivities, ladder=allowed, seed=seed)
+        is_local = sensitivities is None and strategy.eligible is None  # formats and errors of a slot follow from the slot alone
+        items = known.setdefault(allowed, {}) if is_local else None
+        return AssignmentProblem.of(step, strategy, sensitivities=sensitivities, ladder=allowed, seed=seed, known=items)
 
     def plan_of(solution: Solution) -> Plan:
         return _checked_plan(trace, solution, budget_bytes, _reason(*solution, budget_bytes, baseline_bytes), made_for)

@@ -216,7 +216,8 @@ class Subject:
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
         """The trace that predictions under `plan` use (the same as in trials of a task), optionally with another batch size."""
-        key = self.batch_size if batch_size is None else batch_size, formats_state(plan or Plan())
+        has_state_formats = self.task is not None and formats_state(plan or Plan())  # only traces of tasks depend on the plan
+        key = self.batch_size if batch_size is None else batch_size, has_state_formats
         if key not in self._traces:
             with _trace_errors(f"{self.name}: one step cannot be traced", self._missing_loss()):
                 self._traces[key] = self._new_trace(plan, key[0])

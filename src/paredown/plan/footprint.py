@@ -212,9 +212,8 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)
     exact = peak_tick(held, trace.length)[1]
-    ops = {output.op for output in trace.outputs}
-    has_conv = bool(ops & CONVOLUTIONS)
-    workspace = allocator.matmul_workspace * bool(ops & MATMULS) + allocator.conv_kept * has_conv
+    has_conv = any(output.op in CONVOLUTIONS for output in trace.outputs)
+    workspace = _workspace(trace)
     at_peak = [i for i in rounded if i.birth <= tick <= i.death]
     large = sum(i.nbytes >= MIB for i in at_peak)
     slack = large * allocator.unsplit + allocator.conv_workspace * has_conv + workspace + trace.returned_bytes
@@ -234,6 +233,16 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
         _kept=kept,
         _at_peak=tuple(at_peak),
     )
+
+
+def library_workspace(trace: Trace) -> int:
+    """Bytes that libraries hold in the baseline beside its tensors: `workspace_bytes` of its footprint."""
+    return _workspace(_of_compiled_step(trace, BASELINE))
+
+
+def _workspace(trace: Trace) -> int:
+    allocator, ops = DEVICES[trace.device], {output.op for output in trace.outputs}
+    return allocator.matmul_workspace * bool(ops & MATMULS) + allocator.conv_kept * bool(ops & CONVOLUTIONS)
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:

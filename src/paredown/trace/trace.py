@@ -24,12 +24,12 @@ paredown.errors.TraceError: the part contradicts itself: packed 5, released 3; n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, wraps
 from math import prod
 from os import PathLike
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from paredown.errors import TraceError
 from paredown.roles import Role
@@ -47,6 +47,7 @@ PHASES = ("forward", "loss", "backward", "step")
 Tick = Annotated[int, Check(lambda value: type(value) is int and -1 <= value <= MAX_TICKS + 1, "a tick of the step, or -1,")]
 StorageNumber = Annotated[int, WHOLE]  # -1: unknown; below: a tensor that autograd's graph does not hold
 Span = tuple[Tick, Tick]
+Result = TypeVar("Result")
 SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
 
@@ -236,6 +237,19 @@ def index_bytes(bound: int | None, itemsize: int) -> int:
     (1, 4, 8)
     """
     return next((width for limit, _, width in INDEX_DTYPES if bound is not None and bound <= limit), itemsize)
+
+
+def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
+    """`compute`, whose result for a trace is computed once and stored on the trace; callers do not modify it."""
+    name = f"_{compute.__name__}"
+
+    @wraps(compute)
+    def cached(trace: Trace) -> Result:
+        if name not in vars(trace):
+            vars(trace)[name] = compute(trace)
+        return vars(trace)[name]
+
+    return cached
 
 
 def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:
