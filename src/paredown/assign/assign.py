@@ -51,7 +51,7 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.plan.replay import Interval, fixed_intervals
 from paredown.roles import Role
-from paredown.sizes import parse_bytes, say_bytes
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.trace.trace import Slot, Trace
 
 __all__ = ["assign"]
@@ -269,7 +269,8 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
     rest = _rest(problem.trace, int(ledger.ticks[tick_index]))
     rest["workspace of libraries"] = ledger.workspace_bytes
     more = [f"{role} {say_bytes(size)}" for role, size in rest.items() if size]
-    head = f"no plan of method {problem.method.name!r} fits {say_bytes(budget_bytes)}; the smallest needs {say_bytes(smallest.peak_bytes)}"
+    budget = say_bytes_twice(budget_bytes)
+    head = f"no plan of method {problem.method.name!r} fits {budget}; the smallest needs {say_bytes(smallest.peak_bytes)}"
     parts = [f"{head}.", f"Largest at the peak: {named}." if named else ""]
     parts += [f"In addition, which no plan changes: {', '.join(more)}."] if more else []
     parts.append(_other_method(problem, budget_bytes) or _without_pins(problem, budget_bytes))

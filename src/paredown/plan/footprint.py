@@ -26,7 +26,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.replay import BASELINE, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
 from paredown.roles import Role
-from paredown.sizes import parse_bytes, say_bytes
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.tables import Table
 from paredown.trace.trace import Slot, Trace
 
@@ -79,7 +79,8 @@ class Fit:
         verdict = "fits" if self.fits else "does not fit"
         tight = ", tightly" if self.fits and high > self.budget_bytes else ""
         span = f"{say_bytes(low)} to {say_bytes(high)}" if low < high else "exactly"
-        return f"{verdict}{tight}: {say_bytes(expected)} expected ({span}) of {say_bytes(self.budget_bytes)}. Not counted: {self.left_out}."
+        budget = say_bytes_twice(self.budget_bytes)
+        return f"{verdict}{tight}: {say_bytes(expected)} expected ({span}) of {budget}. Not counted: {self.left_out}."
 
 
 @dataclass(frozen=True, repr=False)
