@@ -188,8 +188,8 @@ class Footprint:
         return [f"{name} {say_bytes(size)}" for name, size in sizes.items()]
 
 
-def _of_compiled_step(trace: Trace, plan: Plan) -> Trace:
-    """The trace of a compiled step under a plan: its graphs save other tensors without packing, and in few bits."""
+def _step_under(trace: Trace, plan: Plan) -> Trace:
+    """The trace of the step under a plan: without packing, and compiled in few bits, autograd may save other tensors."""
     if trace.without_packing is not None and not plan.packs_activations:
         return trace.without_packing
     has_few_bits = all(format is not None and format.element.width <= 4 for format in plan.activation_formats)
@@ -207,7 +207,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
     missing = plan.check([*((slot.names, slot.role) for slot in trace.slots), *residues])
     allocator = DEVICES[trace.device]
-    given, trace = trace, _of_compiled_step(trace, plan)
+    given, trace = trace, _step_under(trace, plan)
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     held = intervals(checkpointed, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
@@ -238,7 +238,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
 
 def library_workspace(trace: Trace) -> int:
     """Bytes that libraries hold in the baseline beside its tensors: `workspace_bytes` of its footprint."""
-    return _workspace(_of_compiled_step(trace, BASELINE))
+    return _workspace(_step_under(trace, BASELINE))
 
 
 def _workspace(trace: Trace) -> int:

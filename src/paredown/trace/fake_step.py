@@ -128,6 +128,8 @@ class FakeStep:
         # from here on new fakes are made for tensors that the model uses and no module registers
         fakes.around = lambda: self.timeline.owned_by(Role.BUFFER)
         self.watches: list[Watch] = []
+        self.view_outputs: Any = None  # hooks of sessions on modules (session/view_outputs.py), None without
+        self.in_place_on_views: set[str] = set()  # modules that modified a view in place: autograd hides what that saves
         self.backward_at = self.returned_bytes = 0
         self.has_assumed_mask = False
         self.held: list[Allocation] = []
@@ -235,12 +237,17 @@ class FakeStep:
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside))
         self.watches.append(watch)
         watch.attach()
+        if self.view_outputs is not None:
+            self.view_outputs.attach()  # in front of the hooks of the watch
         try:
             with self._explained(outside or "forward"):
                 yield
         finally:
             self.watches.remove(watch)
             watch.detach()
+            self.in_place_on_views |= set() if outside else watch.in_place_on_views
+            if self.view_outputs is not None:
+                self.view_outputs.detach()
 
     def _loss(self, output: Any, arguments: Arguments, loss: Callable[..., Tensor] | None) -> Tensor:
         if loss is None:

@@ -153,7 +153,8 @@ class Trace:
     `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
 
     The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
-    activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`.
+    activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`. The trace of an
+    eager step has `without_packing` where in-place operations on views hide what they save, unless a session packs activations.
     """
 
     model: str
@@ -168,7 +169,7 @@ class Trace:
     returned_bytes: int = 0  # of the model's output beside its loss, which is freed before backward
     notes: tuple[str, ...] = ()
     is_compiled: bool = False  # by torch.compile
-    without_packing: Trace | None = None  # of a compiled step: the step under a plan that packs no activations
+    without_packing: Trace | None = None  # the step under a plan that packs no activations, where that is another one
     in_4_bits: Trace | None = None  # of a compiled step: the step under a plan that packs all activations in 4 bits or fewer
 
     @cached_property
