@@ -17,6 +17,7 @@ same values and gradients. Views of other operations are left unmodified, since 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class ViewOutputs:
 
     def attach(self) -> None:
         """Register the hooks, before all other hooks of these modules, so that none of those holds a view."""
-        self._handles = [module.register_forward_hook(Hook(self._replaced), prepend=True) for module in self._modules]
+        hook = partial(without_view, self._replaces)
+        self._handles = [module.register_forward_hook(Hook(hook), prepend=True) for module in self._modules]
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -50,13 +52,9 @@ class ViewOutputs:
             handle.remove()
         self._handles = []
 
-    def _replaced(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
-        """`output` as a tensor that is no view of another; None if it is none already."""
-        if (
-            type(output) is not self._replaces
-            or output.grad_fn is None
-            or not output._is_view()
-            or global_hooks._global_forward_hooks
-        ):
-            return None
-        return torch.ops.aten._unsafe_view(output, output.size())
+
+def without_view(replaces: type[Tensor], module: nn.Module, args: Any, output: Any) -> Tensor | None:
+    """`output`, if it is of the type `replaces`, as a tensor that is no view of another; None if it is none already."""
+    if type(output) is not replaces or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
+        return None
+    return torch.ops.aten._unsafe_view(output, output.size())
