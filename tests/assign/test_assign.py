@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 
 import numpy as np
@@ -108,3 +108,27 @@ def test_the_error_is_within_2_percent_of_the_least_there_is(seed: int, num: int
         found = best_within(search.points, int(budget))
         assert found is not None
         assert found.error <= 1.02 * errors[peaks <= budget].min()
+
+
+@examples(scaled(30))
+@given(seed=SEEDS)
+def test_bounds_and_peaks_of_changes_are_those_of_the_choices(seed: int) -> None:
+    """The floor is that of the fewest bytes at every tick, and a change of one or two items has the peak of the new choice."""
+    ledger, source = AssignmentProblem.of(random_trace(seed), METHODS["role"]).ledger, Random(seed)
+    ends = [*ledger.starts[1:], len(ledger.errors)]
+    rows_of = [range(int(start), int(end)) for start, end in zip(ledger.starts, ends, strict=True)]
+    least = [min(int(ledger.held[row, tick]) for row in rows) for rows in rows_of for tick in range(len(ledger.ticks))]
+    floor = ledger.base + np.array(least, dtype=np.int64).reshape(len(rows_of), -1).sum(axis=0)
+    assert ledger.floor_bytes == int(floor.max()) + ledger.workspace_bytes
+    chosen = np.array([source.choice(rows) for rows in rows_of])
+    pairs = [(source.choice(a), source.choice(b)) for a, b in pairwise(rows_of)]
+    changes = [(row, row) for rows in rows_of for row in rows] + pairs
+    expected: list[int] = []
+    for change in changes:
+        after = chosen.copy()
+        after[ledger.item_of[[*change]]] = change
+        assert (ledger.changed_load(ledger.load(chosen), chosen, after) == ledger.load(after)).all()
+        expected.append(ledger.peak(after))
+    assert ledger.changed_peaks(chosen, ledger.load(chosen), np.array(changes)).tolist() == expected
+    tick = np.array([source.randrange(len(ledger.ticks))])
+    assert (ledger.changed_peaks(chosen, ledger.load(chosen), np.array(changes), tick) <= expected).all(), "a lower bound"

@@ -20,6 +20,7 @@ from paredown.errors import BudgetError, PlanError
 from paredown.models import MODELS, random_batch
 from paredown.models.resnet import resnet50
 from paredown.models.transformer import ViT
+from paredown.plan import checkpointed_trace as checkpoints
 from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.explanation import explain_slots
 from paredown.trace.operations import Use
@@ -261,7 +262,7 @@ def test_sensitivities_turn_the_order_around() -> None:
 
 def test_a_budget_that_nothing_fits() -> None:
     trace = trace_of("gpt")
-    said = r"no plan of method 'role' fits 1\.00 KiB; the smallest needs .* MiB\. Largest at the peak: '.* \("
+    said = r"no plan of method 'role' fits 1\.00 KiB \(1\.02 KB\); the smallest needs .* MiB\. Largest at the peak: '.* \("
     with pytest.raises(BudgetError, match=said) as error:
         assign(trace, "1KiB")
     smallest = AssignmentProblem.of(trace, METHODS["role"]).smallest.peak_bytes
@@ -313,3 +314,20 @@ def test_a_baseline_that_fits_has_an_empty_plan() -> None:
     plan = assign(trace, "100%")
     assert plan.changes_nothing and "within" in plan.reason
     assert torch.is_grad_enabled()
+
+
+def test_a_search_over_layers_checkpoints_each_of_them_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer more is added to the step with the layers before it; the search does not begin with the first layer each time."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(8)]
+    batch = torch.empty(512, 64), torch.empty(512, 64)
+    trace = trace_step(nn.Sequential(*layers), batch, loss=mse_loss, device="cpu")
+    made: list[str] = []
+    add = checkpoints._with_checkpoint
+
+    def counted(step: Trace, span: checkpoints.CheckpointSpan) -> Trace:
+        made.append(span.module)
+        return add(step, span)
+
+    monkeypatch.setattr(checkpoints, "_with_checkpoint", counted)
+    assign(trace, "40%")
+    assert len(layers) <= len(made) <= 2 * len(layers), "once alone, to see what it saves, and once after the layers before it"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import paredown as pare
+from paredown.cli import subject
 from tests.cli.commands import ask, asked_json
 
 
@@ -55,6 +56,18 @@ def test_a_model_alone_gets_a_batch_of_the_shape_that_is_said(folder: Path) -> N
     assert one["plans"] == other["plans"]
     module = asked_json("estimate", "net:model", "--input", "3x8x8", "--batch", "8", "--device", "cpu", "--plan", "baseline")
     assert module["plans"] == one["plans"], "a module by name is the same as its file"
+
+
+def test_a_plan_takes_one_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[object] = []
+
+    def counted(model: nn.Module, batch: object, **options: object) -> pare.Trace:
+        batches.append(batch)
+        return pare.trace_step(model, batch, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(subject, "trace_step", counted)
+    asked_json("plan", "net.py:both", "--budget", "70%", "--device", "cpu", "-o", "once.json")
+    assert len(batches) == 1
 
 
 @pytest.mark.parametrize("plan", ["baseline", "activations8", "lpmm"])

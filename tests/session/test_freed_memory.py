@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paredown import apply
+from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.session.activations import IN_PLACE, NOT_FREED
 from paredown.session.changes import HIDDEN
 from tests.session.nets import INT4, INT8, Net, activations, assert_exact, assert_same, error_of, rows, step
@@ -77,6 +77,27 @@ def alive_after_forward(net: nn.Module, x: Tensor) -> tuple[int, Tensor]:
     with Allocations([x, *net.parameters(), *net.buffers()]) as allocations:
         output = net(x)
     return allocations.alive_bytes(), output
+
+
+def linear_layers(activation: Callable[[], nn.Module]) -> nn.Sequential:
+    """Linear layers, whose outputs of three dimensions are views, and in-place activations."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), activation(), nn.Linear(64, 64), activation(), nn.Linear(64, 1))
+
+
+@pytest.mark.parametrize("activation", IN_PLACES)
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_predictions_know_that_sessions_pack_what_in_place_activations_save(activation: str, has_norms: bool) -> None:
+    make = IN_PLACES[activation]
+    net = convolutions(NORMS["instance"], make) if has_norms else linear_layers(make)
+    x = volumes() if has_norms else rows(1024).view(8, 512, 16)
+    trace = trace_step(net, (x, x[:1]), loss=lambda output, target: output.sum(), device="cpu")
+    for plan in (activations(INT4), Plan()):
+        session = apply(plan, net)
+        num_bytes, output = alive_after_forward(net, x)
+        session.close()
+        predicted = footprint(trace, plan).by_role[Role.ACTIVATION]
+        assert predicted == pytest.approx(num_bytes - output.nbytes, rel=0.05), plan
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import torch
@@ -49,6 +50,25 @@ def test_activations_against_the_baseline() -> None:
     text = f"activations {say_bytes(stored)} instead of {say_bytes(baseline)}, {100 * stored / baseline:.0f} %"
     assert repr(session) == f"Session(Sequential, 2 forward passes, {text})"
     assert session.summary().lines()[0] == "Session of Sequential: 2 forward passes"
+
+
+def test_the_share_of_packing_in_the_time_of_steps() -> None:
+    """A clock that advances by 1 whenever it is read: the share follows from the number of readings."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))  # saves its input, and the input and output of GELU
+    session = apply(activations(INT4), net)
+    readings = count()
+    session._activations.packing_time.clock = lambda: float(next(readings))
+    net(rows(512)).sum().backward()
+    assert session.summary().packing_share is None, "the first step is not complete"
+    assert session.summary().lines()[0] == "Session of Sequential: 1 forward pass"
+    net(rows(512))
+    # one reading for the step; 2 tensors are packed, and unpacked, with 2 readings each, one of which is 1 after the other
+    assert session.summary().packing_share == (2 + 2) / (1 + 2 * 2 + 2 * 2)
+    assert session.summary().lines()[0] == "Session of Sequential: 2 forward passes, packing activations took 44 % of their time"
+    with torch.no_grad():
+        net(rows(512))
+    net(rows(512))
+    assert session.summary().packing_share == 4 / 9, "passes without backward do not count"
 
 
 def test_originals_that_stay_alive_are_counted() -> None:

@@ -359,6 +359,21 @@ def test_errors_of_the_model_get_a_note() -> None:
     assert "paredown: in the traced forward of module '0'" in error.value.__notes__[0]
 
 
+def test_a_batch_that_forward_does_not_take_raises_a_sentence() -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(TraceError) as error:
+        trace_step(model, (X, X), device="cpu")
+    assert str(error.value) == (
+        "Linear.forward(input) cannot be called with 2 positional arguments: too many positional arguments. There is no loss, so the model "
+        "is called with all 2 parts of the batch; if the last one is the target, pass the loss that takes it: "
+        "trace_step(..., loss=torch.nn.functional.cross_entropy)."
+    )
+    with pytest.raises(TraceError, match=r"Linear\.forward\(input\) cannot be called with the keywords x, labels: .*'input'\.$"):
+        trace_step(model, {"x": X, "labels": X}, device="cpu")
+    with pytest.raises(TypeError, match="unsupported operand"):  # an error inside of the model stays what it was
+        trace_step(Parts(lambda self, x: x + "1", fc=model), (X,), device="cpu")
+
+
 def test_wrong_arguments_raise_trace_error() -> None:
     model = nn.Linear(WIDE, WIDE)
     with pytest.raises(TraceError, match="Add the target"):

@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paredown.assign.checkpointed_layers import Solution, quickest_plan, repeated_layers, tolerated_error, with_layers
-from paredown.assign.options import LADDER, Item, Ladder
+from paredown.assign.options import LADDER, Item, KnownItems, Ladder
 from paredown.assign.problem import AssignmentProblem, Formats, Rules, check_sensitivities, ladder_of, method_named, rules_of
 from paredown.assign.sensitivity import Sensitivities
 from paredown.assign.strategies import METHODS, AssignmentPoint
@@ -51,7 +51,7 @@ from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.plan.replay import Interval, fixed_intervals
 from paredown.roles import Role
-from paredown.sizes import parse_bytes, say_bytes
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.trace.trace import Slot, Trace
 
 __all__ = ["assign"]
@@ -91,8 +91,12 @@ def assign(
         reason = f"The baseline's peak is {say_bytes(baseline_bytes)}, within {say_bytes(budget_bytes)}."
         return Plan((), reason, made_for)
 
+    known: dict[Ladder | None, KnownItems] = {}
+
     def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
-        return AssignmentProblem.of(step, strategy, sensitivities=sensitivities, ladder=allowed, seed=seed)
+        is_local = sensitivities is None and strategy.eligible is None  # formats and errors of a slot follow from the slot alone
+        items = known.setdefault(allowed, {}) if is_local else None
+        return AssignmentProblem.of(step, strategy, sensitivities=sensitivities, ladder=allowed, seed=seed, known=items)
 
     def plan_of(solution: Solution) -> Plan:
         return _checked_plan(trace, solution, budget_bytes, _reason(*solution, budget_bytes, baseline_bytes), made_for)
@@ -265,7 +269,8 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
     rest = _rest(problem.trace, int(ledger.ticks[tick_index]))
     rest["workspace of libraries"] = ledger.workspace_bytes
     more = [f"{role} {say_bytes(size)}" for role, size in rest.items() if size]
-    head = f"no plan of method {problem.method.name!r} fits {say_bytes(budget_bytes)}; the smallest needs {say_bytes(smallest.peak_bytes)}"
+    budget = say_bytes_twice(budget_bytes)
+    head = f"no plan of method {problem.method.name!r} fits {budget}; the smallest needs {say_bytes(smallest.peak_bytes)}"
     parts = [f"{head}.", f"Largest at the peak: {named}." if named else ""]
     parts += [f"In addition, which no plan changes: {', '.join(more)}."] if more else []
     parts.append(_other_method(problem, budget_bytes) or _without_pins(problem, budget_bytes))

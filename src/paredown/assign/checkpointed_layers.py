@@ -51,7 +51,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.replay import slot_storages
 from paredown.roles import Role
 from paredown.trace.operations import Use
-from paredown.trace.trace import Slot, Trace
+from paredown.trace.trace import Slot, Trace, cached_on_trace
 
 Solution = tuple[AssignmentProblem, AssignmentPoint, tuple[str, ...]]  # problem, point, checkpointed layers
 NUMBERED = re.compile(
@@ -116,6 +116,7 @@ def _packs_parameters(solution: Solution) -> bool:
 # --- how many layers ---------------------------------------------------------------------------------------------------
 
 
+@cached_on_trace
 def repeated_layers(trace: Trace) -> list[str]:
     """Outermost modules whose name is a number and whose checkpointing frees memory, the largest saving first."""
     numbered = [path for path in modules_of(trace) if NUMBERED.fullmatch(path.rpartition(".")[2])]

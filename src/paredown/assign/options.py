@@ -23,8 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from paredown.assign.sensitivity import parameter_error
 from paredown.formats.catalog import TIERS, is_small
 from paredown.formats.format import Format
-from paredown.plan.footprint import DEVICES, footprint
+from paredown.plan.footprint import DEVICES, library_workspace
 from paredown.plan.plan import Plan
 from paredown.plan.replay import (
     Interval,
@@ -96,22 +97,33 @@ class Item:
         return sum({slot.storage if slot.storage != -1 else i: slot.nbytes for i, slot in enumerate(self.slots)}.values())
 
 
+KnownItems = dict[tuple[int, ...], Item]  # by the identities of their slots, which the items keep alive
+
+
 # --- activations -----------------------------------------------------------------------------------------------------------------
 
 
 def activation_items(
-    trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True
+    trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """An item for each storage and the slots that depend on it; `is_free`: slots of an item may have different formats."""
-    plans: dict[Format | None, Plan] = {}
+    """An item for each storage and the slots that depend on it; `is_free`: slots of an item may have different formats.
+
+    `known`: the items of traces that share slots with this one, for the same formats and errors; new ones are added.
+    """
+    known = {} if known is None else known
     for slots in _components(trace.activations):
-        storages: list[list[SlotStorage]] = []
-        for slot in slots:
-            formats = ladder_of(slot)
-            for format in formats:
-                plans.setdefault(format, Plan((("activation", Assignment(format)),)))
-            storages.append(list(dict.fromkeys(slot_storage(slot, plans[format]) for format in formats)))
-        yield Item(slots[0].name, slots, tuple(_ordered(_options(slots, storages, error_of, is_free))))
+        key = tuple(map(id, slots))
+        if key not in known:
+            storages = [
+                list(dict.fromkeys(slot_storage(slot, _activation_plan(format)) for format in ladder_of(slot))) for slot in slots
+            ]
+            known[key] = Item(slots[0].name, slots, tuple(_ordered(_options(slots, storages, error_of, is_free))))
+        yield known[key]
+
+
+@lru_cache(maxsize=64)
+def _activation_plan(format: Format | None) -> Plan:
+    return Plan((("activation", Assignment(format)),))
 
 
 def _components(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
@@ -178,26 +190,48 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 # --- parameters ------------------------------------------------------------------------------------------------------------------
 
 
-def parameter_items(trace: Trace, *, is_free: bool = True) -> Iterator[Item]:
-    """An item for each parameter with its gradient, moments and casts; `is_free`: it may be packed."""
+def parameter_items(trace: Trace, *, is_free: bool = True, known: KnownItems | None = None) -> Iterator[Item]:
+    """An item for each parameter with its gradient, moments and casts; `is_free`: it may be packed; `known`: as for activations."""
+    known = {} if known is None else known
     rows = TIER_ROWS if is_free else {"full": TIER_ROWS["full"]}
     if trace.is_compiled:  # weights of a compiled model are not packed
         rows = {name: {role: text for role, text in row.items() if role not in OF_WEIGHT} for name, row in rows.items()}
-    plans = {name: Plan.uniform(**row) if row else Plan((("activation", UNMODIFIED),)) for name, row in rows.items()}
+    tiers = [Tier.of(name, row) for name, row in rows.items()]
     for weight, slots in _by_parameter(trace).items():
-        part = replace(trace, slots=slots, outputs=())
-        options: dict[tuple[Interval, ...], StorageOption] = {}
-        for name, plan in plans.items():
-            if name != "full" and (is_small(weight.shape) or weight.stays):
-                continue  # no tier packs it
-            held = tuple(model_memory(part, plan))
-            if held not in options:
-                formats = {Role(role): Format.parse(text) for role, text in rows[name].items()}
-                keys = tuple(((weight.name, role), format) for role, format in formats.items())
-                is_full = resolve_parameter_formats(weight, plan, is_compiled=trace.is_compiled).is_full
-                full_bytes = weight.nbytes if is_full else 0
-                options[held] = StorageOption(name, parameter_error(formats), held, keys, full_bytes)
-        yield Item(weight.name, slots, tuple(_ordered(options.values())))
+        key = tuple(map(id, slots))
+        if key not in known:
+            known[key] = Item(weight.name, slots, tuple(_ordered(_parameter_options(trace, weight, slots, tiers))))
+        yield known[key]
+
+
+class Tier(NamedTuple):
+    """A row of TIER_ROWS: its formats, and the plan that gives them to all parameters."""
+
+    name: str
+    formats: dict[Role, Format]
+    plan: Plan
+    error: float
+
+    @staticmethod
+    def of(name: str, row: Mapping[str, str]) -> Tier:
+        """The tier of a row."""
+        formats = {Role(role): Format.parse(text) for role, text in row.items()}
+        plan = Plan.uniform(**row) if row else Plan((("activation", UNMODIFIED),))
+        return Tier(name, formats, plan, parameter_error(formats))
+
+
+def _parameter_options(trace: Trace, weight: Slot, slots: tuple[Slot, ...], tiers: Iterable[Tier]) -> Iterable[StorageOption]:
+    part = replace(trace, slots=slots, outputs=())
+    options: dict[tuple[Interval, ...], StorageOption] = {}
+    for tier in tiers:
+        if tier.name != "full" and (is_small(weight.shape) or weight.stays):
+            continue  # no tier packs it
+        held = tuple(model_memory(part, tier.plan))
+        if held not in options:
+            keys = tuple(((weight.name, role), format) for role, format in tier.formats.items())
+            is_full = resolve_parameter_formats(weight, tier.plan, is_compiled=trace.is_compiled).is_full
+            options[held] = StorageOption(tier.name, tier.error, held, keys, weight.nbytes if is_full else 0)
+    return options.values()
 
 
 def _by_parameter(trace: Trace) -> dict[Slot, tuple[Slot, ...]]:
@@ -240,6 +274,7 @@ class Ledger:
     transients: tuple[tuple[slice, int], ...]  # of the optimizer's step: (slice of ticks, most bytes)
     rounding: int
     workspace_bytes: int
+    floor_bytes: int  # a lower bound of the peak: the largest sum, over ticks, of the fewest bytes of each item at that tick
 
     @staticmethod
     def of(trace: Trace, items: Sequence[Item]) -> Ledger:
@@ -247,36 +282,39 @@ class Ledger:
         rounding = DEVICES[trace.device].rounding
         rows = [option for item in items for option in item.options]
         step = [output for output in trace.outputs if output.phase == "step"]
-        fixed = [*fixed_intervals(trace), *unowned(trace)]
-        ticks = _peak_ticks([*fixed, *(i for row in rows for i in row.held)], [output.birth for output in step])
+        fixed = _spans([[*fixed_intervals(trace), *unowned(trace)]], rounding)
+        spans = _spans([row.held for row in rows], rounding)
+        ticks = _peak_ticks(np.concatenate((fixed, spans)), [output.birth for output in step])
         counts = [len(item.options) for item in items]
-        starts = np.cumsum([0, *counts], dtype=np.int64)[:-1]
-        base, held = _held([fixed], ticks, rounding)[0], _held([row.held for row in rows], ticks, rounding)
-        can_peak = _can_peak(base, held, starts, sum(output.nbytes + rounding for output in step))
+        item_of = np.repeat(np.arange(len(items), dtype=np.int64), counts)
+        base, (least, most) = _held(fixed, ticks, 1)[0], _bounds(spans, item_of, ticks)
+        can_peak = base + most + sum(output.nbytes + rounding for output in step) >= (base + least).max(initial=0)
+        workspace_bytes = library_workspace(trace)
+        floor_bytes = int((base + least).max(initial=0)) + workspace_bytes
         ticks = ticks[can_peak]
         return Ledger(
             tuple(items),
             ticks,
             base[can_peak],
-            held[:, can_peak],
+            _held(spans, ticks, len(rows)),
             np.array([row.error for row in rows]),
             np.array([row.full_bytes for row in rows], dtype=np.int64),
-            starts,
-            np.repeat(np.arange(len(items), dtype=np.int64), counts),
+            np.cumsum([0, *counts], dtype=np.int64)[:-1],
+            item_of,
             tuple((_tick_slice(ticks, output.birth, output.death), output.nbytes) for output in step),
             rounding,
-            footprint(trace).workspace_bytes,
+            workspace_bytes,
+            floor_bytes,
         )
-
-    @cached_property
-    def floor_bytes(self) -> int:
-        """A lower bound of the peak under every choice: the largest sum, over ticks, of the fewest bytes of each item at that tick."""
-        least = self.base + np.minimum.reduceat(self.held, self.starts, axis=0).sum(axis=0) if len(self.items) else self.base
-        return int(least.max(initial=0)) + self.workspace_bytes
 
     def load(self, chosen: Ints) -> Ints:
         """Bytes at each tick if `chosen` has one row for each item, without the optimizer's step."""
         return self.base + self.held[chosen].sum(axis=0)
+
+    def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:
+        """`load`, which is that of the choice `before`, for the choice `after`."""
+        items = np.flatnonzero(before != after)
+        return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
         """`load` plus the memory that the optimizer's step allocates."""
@@ -291,11 +329,29 @@ class Ledger:
         """Peak bytes of a choice, equal to those of its plan's footprint."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
-    def peaks(self, loads: Ints, fulls: Ints) -> Ints:
-        """The peaks of many choices: `loads` (choices, ticks), modified in place, and the `full_bytes` of each choice."""
+    def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
+        """The peaks after each change of `chosen`, whose bytes at each tick are `load`: all of them, or over the ticks of some columns.
+
+        `changes` is (changes, 2): the new rows of two items, equal where one item changes.
+        """
+        first, second = changes[:, 0], changes[:, 1]
+        before, is_pair = chosen[self.item_of], first != second
+        loads = self._rows(first, columns)
+        loads -= self._rows(before[first], columns)
+        loads += load if columns is None else load[columns]
+        change = self.full_bytes - self.full_bytes[before]
+        fulls = self.full_bytes[chosen].sum() + change[first]
+        if is_pair.any():
+            second = second[is_pair]
+            loads[is_pair] += self._rows(second, columns) - self._rows(before[second], columns)
+            fulls[is_pair] += change[second]
         for places, most in self.transients:
-            loads[:, places] += (-(-np.minimum(most, fulls) // self.rounding) * self.rounding)[:, None]
+            is_inside = places if columns is None else (places.start <= columns) & (columns < places.stop)
+            loads[:, is_inside] += (-(-np.minimum(most, fulls) // self.rounding) * self.rounding)[:, None]
         return loads.max(axis=1, initial=0) + self.workspace_bytes
+
+    def _rows(self, rows: Ints, columns: Ints | None) -> Ints:
+        return self.held[rows] if columns is None else self.held[np.ix_(rows, columns)]
 
     def error(self, chosen: Ints) -> float:
         """The predicted error of a choice: the sum over its rows."""
@@ -306,28 +362,60 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
     return slice(int(np.searchsorted(ticks, birth)), int(np.searchsorted(ticks, death, side="right")))
 
 
-def _peak_ticks(held: Iterable[Interval], others: Iterable[int]) -> Ints:
-    spans = np.array([(i.birth, i.death) for i in held] or [(0, 0)], dtype=np.int64)
-    births = np.unique(spans[:, 0])
-    last = births[np.searchsorted(births, np.unique(spans[:, 1]), side="right") - 1]
+def _spans(rows: Sequence[Sequence[Interval]], rounding: int) -> Ints:
+    """(row, birth, death, bytes) of every interval, (intervals, 4), its bytes rounded up as the allocator does."""
+    flat = [(r, i.birth, i.death, i.nbytes) for r, row in enumerate(rows) for i in row]
+    spans = np.array(flat, dtype=np.int64).reshape(-1, 4)
+    spans[:, 3] = -(-spans[:, 3] // rounding) * rounding
+    return spans
+
+
+def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
+    births = np.unique(spans[:, 1]) if len(spans) else np.zeros(1, dtype=np.int64)
+    deaths = np.unique(spans[:, 2]) if len(spans) else births
+    last = births[np.searchsorted(births, deaths, side="right") - 1]
     return np.unique(np.concatenate((last, np.array([*others], dtype=np.int64))))
 
 
-def _can_peak(base: Ints, held: Ints, starts: Ints, step_bytes: int) -> NDArray[np.bool_]:
-    """Ticks that can be the peak: their largest possible bytes are at least the fewest possible bytes of every other tick."""
-    if not len(starts):
-        return np.ones(len(base), dtype=bool)
-    least = base + np.minimum.reduceat(held, starts, axis=0).sum(axis=0)
-    most = base + np.maximum.reduceat(held, starts, axis=0).sum(axis=0)
-    return most + step_bytes >= least.max()
+def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
+    """The fewest and the most bytes at each tick that a choice of one row for each item can have.
+
+    An item has constant bytes from one of its births or deaths to the next, a stretch: few values for each row, not one for each tick.
+    """
+    row, birth, death, nbytes = spans.T
+    period = int(ticks.max(initial=0)) + int(death.max(initial=0)) + 2
+    first, after = item_of[row] * period + birth, item_of[row] * period + death + 1
+    stretches = np.unique(np.concatenate((first, after)))  # item * period + tick of its start
+    starts = np.searchsorted(stretches, np.arange(item_of.max(initial=-1) + 2) * period)
+    counts = np.diff(starts)[item_of]  # stretches of each row
+    offset = np.cumsum(counts) - counts - starts[item_of]  # of the cells of a row: one for each stretch of its item
+    cells = np.zeros(int(counts.sum()), dtype=np.int64)
+    np.add.at(cells, offset[row] + np.searchsorted(stretches, first), nbytes)
+    np.subtract.at(cells, offset[row] + np.searchsorted(stretches, after), nbytes)
+    stretch_of = np.arange(len(cells)) - np.repeat(offset, counts)
+    cells = cells.cumsum()
+    least, most = (_at_ticks(reduce, cells, stretch_of, stretches, period)[ticks] for reduce in (np.minimum, np.maximum))
+    return least, most
 
 
-def _held(rows: Sequence[Sequence[Interval]], ticks: Ints, rounding: int) -> Ints:
-    """Bytes of each row at each tick, (rows, ticks), every interval rounded up as the allocator does."""
-    changes = np.zeros((len(rows), len(ticks) + 1), dtype=np.int64)
-    if any(rows):
-        flat = np.array([(r, i.birth, i.death, i.nbytes) for r, row in enumerate(rows) for i in row], dtype=np.int64)
-        nbytes = -(-flat[:, 3] // rounding) * rounding
-        np.add.at(changes, (flat[:, 0], np.searchsorted(ticks, flat[:, 1])), nbytes)
-        np.subtract.at(changes, (flat[:, 0], np.searchsorted(ticks, flat[:, 2], side="right")), nbytes)
-    return changes.cumsum(axis=1)[:, :-1]
+def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
+    """The sum over items of the least (np.minimum) or the most (np.maximum) bytes that a row of the item has, at each tick."""
+    bytes_of = np.zeros(len(stretches), dtype=np.int64)
+    bytes_of[stretch_of] = cells  # of any row
+    reduce.at(bytes_of, stretch_of, cells)
+    is_first = np.diff(stretches // period, prepend=-1) > 0
+    before = np.where(is_first, 0, np.roll(bytes_of, 1))
+    changes = np.zeros(period, dtype=np.int64)
+    np.add.at(changes, stretches % period, bytes_of - before)
+    return changes.cumsum()
+
+
+def _held(spans: Ints, ticks: Ints, num_rows: int) -> Ints:
+    """Bytes of each row at each tick, (rows, ticks)."""
+    row, birth, death, nbytes = spans.T
+    width = len(ticks) + 1
+    changes = np.zeros(num_rows * width, dtype=np.int64)
+    np.add.at(changes, row * width + np.searchsorted(ticks, birth), nbytes)
+    np.subtract.at(changes, row * width + np.searchsorted(ticks, death, side="right"), nbytes)
+    held = changes.reshape(num_rows, width)
+    return held.cumsum(axis=1, out=held)[:, :-1]

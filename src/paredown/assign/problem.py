@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf
 
-from paredown.assign.options import LADDER, Ladder, Ledger, activation_items, parameter_items
+from paredown.assign.options import LADDER, KnownItems, Ladder, Ledger, activation_items, parameter_items
 from paredown.assign.sensitivity import Sensitivities
 from paredown.assign.strategies import (
     METHODS,
@@ -63,15 +63,19 @@ class AssignmentProblem:
         sensitivities: Sensitivities | None = None,
         ladder: Ladder | None = None,
         seed: int = 0,
+        known: KnownItems | None = None,
     ) -> AssignmentProblem:
-        """The problem of a trace for `method`; with a `ladder`, activations have its formats and parameters are unmodified."""
+        """The problem of a trace for `method`; with a `ladder`, activations have its formats and parameters are unmodified.
+
+        `known`: items of problems with the same arguments, of traces that share slots with this one.
+        """
         formats = LADDER if ladder is None else ladder
         error_of = role_table_error if sensitivities is None else measured_error(trace, sensitivities, formats)
         eligible = method.eligible(trace) if method.eligible is not None else None
         is_free = method.order is None
-        items = list(activation_items(trace, ladder_for(eligible, formats), error_of, is_free=is_free))
+        items = list(activation_items(trace, ladder_for(eligible, formats), error_of, is_free=is_free, known=known))
         packs_parameters = method.lowers_parameters and ladder is None and trace.optimizer in SUPPORTED_OPTIMIZERS
-        items += parameter_items(trace, is_free=packs_parameters)
+        items += parameter_items(trace, is_free=packs_parameters, known=known)
         return AssignmentProblem(trace, method, Ledger.of(trace, items), ladder, seed)
 
     @cached_property

@@ -27,7 +27,7 @@ from paredown.plan.replay import SlotStorage, activation_intervals, model_memory
 from paredown.plan.selectors import slot_key
 from paredown.plan.storage import Assignment
 from paredown.roles import Role
-from paredown.sizes import say_bytes
+from paredown.sizes import say_bytes, say_bytes_twice
 from paredown.trace.operations import Use
 from paredown.trace.trace import Trace
 
@@ -98,7 +98,7 @@ def check(plan: Plan, terms: RepairTerms) -> None:
     peak, budget = footprint(terms.trace, plan).peak_bytes, terms.budget_bytes
     if peak > budget:
         raise BudgetError(
-            f"the plan to repair needs {say_bytes(peak)}, more than the budget of {say_bytes(budget)}. Raise the budget."
+            f"the plan to repair needs {say_bytes(peak)}, more than the budget of {say_bytes_twice(budget)}. Raise the budget."
         )
 
 

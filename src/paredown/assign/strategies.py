@@ -44,6 +44,7 @@ from paredown.trace.trace import Slot, Trace
 RAISED_POINTS = 100  # points of a path, at most, from which items get options of less error again
 MOST_MOVES = 200  # to a lower peak
 TIGHT_TICKS = 8  # ticks of the largest load, checked before all others
+BOUND_TICKS = 32  # ticks at which a lower bound of the peak is computed
 WORK = 40_000_000  # additions: about 0.25 s
 VISIT_COST, ROW_COST = 50_000, 20  # fixed cost of visiting a point, and of each row of it, in additions
 MOST_PAIR_WORK = 300_000  # additions of one visit, up to which two items are exchanged at once
@@ -70,11 +71,14 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
     """The points of the greedy path, and points with less error and the same peak that are found from some of them."""
     path = list(_down(ledger))
     points = [*path, *_least(ledger)]
+    chosen = path[0].chosen
+    load = ledger.load(chosen)
     for index in range(0, len(path), max(1, len(path) // RAISED_POINTS)):
         point = path[index]
-        points += _raised(ledger, point, point.peak_bytes)
+        load, chosen = ledger.changed_load(load, chosen, point.chosen), point.chosen
+        points += _raised(ledger, point, load, point.peak_bytes)
         if index and path[index - 1].peak_bytes - 1 > point.peak_bytes:
-            points += _raised(ledger, point, path[index - 1].peak_bytes - 1)
+            points += _raised(ledger, point, load, path[index - 1].peak_bytes - 1)
     return points
 
 
@@ -82,18 +86,22 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
     """The points of quantizing item by item in this order: all items to their second option, then all to their third, and so on."""
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
-    points = [_point(ledger, chosen)]
+    load = ledger.load(chosen)
+    points = [_point(ledger, chosen, load)]
     for step in range(1, int((ends - ledger.starts).max(initial=0))):
         for item in order:
             row = ledger.starts[item] + step
             if row < ends[item]:
+                load = load + ledger.held[row] - ledger.held[chosen[item]]
                 chosen[item] = row
-                points.append(_point(ledger, chosen))
+                points.append(_point(ledger, chosen, load))
     return points
 
 
-def _point(ledger: Ledger, chosen: Ints) -> AssignmentPoint:
-    return AssignmentPoint(chosen.copy(), ledger.peak(chosen), ledger.error(chosen))
+def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
+    """The point of a choice whose bytes at each tick are `load`."""
+    peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
+    return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
 
 def _down(ledger: Ledger) -> Iterator[AssignmentPoint]:
@@ -101,9 +109,8 @@ def _down(ledger: Ledger) -> Iterator[AssignmentPoint]:
     load = ledger.load(chosen)
     rows = np.arange(len(ledger.errors))
     while True:
-        total = ledger.total(load, chosen)
-        yield AssignmentPoint(chosen.copy(), int(total.max(initial=0)) + ledger.workspace_bytes, ledger.error(chosen))
-        row = _cheapest(ledger, chosen, rows, int(total.argmax())) if len(rows) else None
+        yield _point(ledger, chosen, load)
+        row = _cheapest(ledger, chosen, rows, int(ledger.total(load, chosen).argmax())) if len(rows) else None
         if row is None:
             return
         item = ledger.item_of[row]
@@ -118,16 +125,26 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
     chosen = np.array(
         [start + int(totals[start:end].argmin()) for start, end in zip(ledger.starts, ends, strict=True)], dtype=np.int64
     )
+    load = ledger.load(chosen)
     for _ in range(MOST_MOVES):
-        point = _point(ledger, chosen)
-        yield point
-        current = chosen[ledger.item_of]
-        fulls = ledger.full_bytes[chosen].sum() + ledger.full_bytes - ledger.full_bytes[current]
-        peaks = ledger.peaks(ledger.held - ledger.held[current] + ledger.load(chosen), fulls)
-        if peaks.min(initial=point.peak_bytes) >= point.peak_bytes:
+        yield _point(ledger, chosen, load)
+        row = _lowest_peak(ledger, chosen, load)
+        if row is None:
             return
-        row = int(peaks.argmin())
-        chosen[ledger.item_of[row]] = row
+        item = ledger.item_of[row]
+        load = load + ledger.held[row] - ledger.held[chosen[item]]
+        chosen[item] = row
+
+
+def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
+    """The option, of any item, with which the peak is lowest; None if it is lower with none."""
+    total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
+    peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
+    peaks = np.zeros(0, dtype=np.int64)
+    for columns in (np.array([total.argmax()]), None):  # only options with fewer bytes at the tick of the peak can lower it
+        peaks = ledger.changed_peaks(chosen, load, np.stack((rows, rows), axis=1), columns)
+        rows, peaks = rows[peaks < peak_bytes], peaks[peaks < peak_bytes]
+    return int(rows[peaks.argmin()]) if len(rows) else None
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
@@ -152,15 +169,16 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
     return freed
 
 
-def _raised(ledger: Ledger, point: AssignmentPoint, cap_bytes: int) -> list[AssignmentPoint]:
-    """The point with less error at a peak of at most `cap_bytes`: items get wider formats, the largest error first; none if none fits."""
+def _raised(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
+    """The point, whose bytes at each tick are `load`, with less error at a peak of at most `cap_bytes`: items get wider formats, the
+    largest error first; none if none fits.
+    """
     chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
-    load = ledger.load(chosen)
     while (row := _raisable(ledger, chosen, load, cap)) is not None:
         item = ledger.item_of[row]
         load = load + ledger.held[row] - ledger.held[chosen[item]]
         chosen[item] = row
-    return [] if np.array_equal(chosen, point.chosen) else [_point(ledger, chosen)]
+    return [] if np.array_equal(chosen, point.chosen) else [_point(ledger, chosen, load)]
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
@@ -209,11 +227,15 @@ class PointFront:
         index = bisect_right(self._peaks, point.peak_bytes)
         return bool(index) and self.points[index - 1] is point
 
+    def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
+        """Indices of candidates that no point of the front beats, if their peaks are `least_peaks`: no others can join the front."""
+        front_errors = np.array([np.inf, *self._errors])
+        error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
+        return np.flatnonzero(errors < error_to_beat)
+
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
         """Indices of candidates that no point of the front beats; of candidates with equal peaks, only the one of least error."""
-        front_errors = np.array([np.inf, *self._errors])
-        error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), peaks, side="right")]
-        better = np.flatnonzero(errors < error_to_beat)
+        better = self.could_add(peaks, errors)
         better = better[np.lexsort((errors[better], peaks[better]))]
         lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
         return better[errors[better] < lowest]
@@ -229,7 +251,7 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
         point = queue.popleft()
         if not front.has(point):
             continue
-        changes, peaks, errors, work = _neighbours(ledger, point)
+        changes, peaks, errors, work = _neighbours(ledger, point, front)
         work_left -= work
         for index in front.promising(peaks, errors):
             chosen = point.chosen.copy()
@@ -240,26 +262,35 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
     return front.points
 
 
-def _neighbours(ledger: Ledger, point: AssignmentPoint) -> tuple[Ints, Ints, np.ndarray, int]:
-    """All changes of one or two items of a point: pairs of rows (equal for one item), new peaks and errors, and additions done."""
+def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
+    """Changes of one or two items of a point, without those that cannot join the front: pairs of rows (equal for one item), new peaks
+    and errors, and additions that all changes would take.
+    """
     current = point.chosen[ledger.item_of]
     rows = np.flatnonzero(current != np.arange(len(current)))
-    first, second = rows, rows
+    changes = np.stack((rows, rows), axis=1)
     if len(rows) ** 2 * len(ledger.ticks) // 2 <= MOST_PAIR_WORK:
         a, b = np.triu_indices(len(rows), 1)
         is_pair = ledger.item_of[rows[a]] != ledger.item_of[rows[b]]
-        first, second = np.append(rows, rows[a[is_pair]]), np.append(rows, rows[b[is_pair]])
-    num_single = len(rows)  # entries from here on change two items
-    loads = ledger.held[first] - ledger.held[current[first]]
-    loads += ledger.load(point.chosen)
-    loads[num_single:] += ledger.held[second[num_single:]] - ledger.held[current[second[num_single:]]]
-    change = ledger.full_bytes - ledger.full_bytes[current]
-    fulls = ledger.full_bytes[point.chosen].sum() + change[first]
-    fulls[num_single:] += change[second[num_single:]]
+        changes = np.append(changes, np.stack((rows[a[is_pair]], rows[b[is_pair]]), axis=1), axis=0)
+    work = len(changes) * len(ledger.ticks) + ROW_COST * len(changes) + VISIT_COST
     cost = ledger.errors - ledger.errors[current]
-    errors = point.error + cost[first]
-    errors[num_single:] += cost[second[num_single:]]
-    return np.stack((first, second), axis=1), ledger.peaks(loads, fulls), errors, loads.size + ROW_COST * len(first) + VISIT_COST
+    second_cost = np.where(changes[:, 0] == changes[:, 1], 0.0, cost[changes[:, 1]])
+    errors = point.error + cost[changes[:, 0]] + second_cost
+    load = ledger.load(point.chosen)
+    total = ledger.total(load, point.chosen)
+    peaks = np.zeros(0, dtype=np.int64)
+    for columns in (_highest_ticks(total), None):  # few ticks first, which rule most changes out
+        peaks = ledger.changed_peaks(point.chosen, load, changes, columns)
+        kept = front.could_add(peaks, errors)
+        changes, peaks, errors = changes[kept], peaks[kept], errors[kept]
+    return changes, peaks, errors, work
+
+
+def _highest_ticks(total: Ints) -> Ints:
+    """The tick of the most bytes of each of BOUND_TICKS stretches of a step."""
+    stretch = -(-max(len(total), 1) // BOUND_TICKS)
+    return np.array([start + total[start : start + stretch].argmax() for start in range(0, len(total), stretch)], dtype=np.int64)
 
 
 # --- methods -----------------------------------------------------------------------------------------------------------

@@ -75,11 +75,11 @@ class Budget:
 
     @contextmanager
     def in_errors(self) -> Generator[None]:
-        """A context in which a BudgetError also says what the budget is, in both units."""
+        """A context in which a BudgetError also says where the budget comes from, or which cards it may mean."""
         try:
             yield
         except BudgetError as error:
-            if "%" in self.size:
+            if not (self.origin or _cards_of(self.size)):
                 raise
             raise BudgetError(f"{error} The budget is {self.say(parse_bytes(self.size))}.") from None
 

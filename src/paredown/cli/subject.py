@@ -55,6 +55,7 @@ from paredown.tasks.lookup import (
 )
 from paredown.tasks.task import RULES, Task
 from paredown.tasks.task_trace import formats_state, resized, trace_task
+from paredown.trace.fake_step import LOSS_EXAMPLE, NO_LOSS, missing_loss
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step
 
@@ -216,7 +217,8 @@ class Subject:
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
         """The trace that predictions under `plan` use (the same as in trials of a task), optionally with another batch size."""
-        key = self.batch_size if batch_size is None else batch_size, formats_state(plan or Plan())
+        has_state_formats = self.task is not None and formats_state(plan or Plan())  # only traces of tasks depend on the plan
+        key = self.batch_size if batch_size is None else batch_size, has_state_formats
         if key not in self._traces:
             with _trace_errors(f"{self.name}: one step cannot be traced", self._missing_loss()):
                 self._traces[key] = self._new_trace(plan, key[0])
@@ -226,10 +228,7 @@ class Subject:
         """A sentence for a step that fails and has no loss, though its batch looks like inputs and targets; else ""."""
         if self.loss is not None or not isinstance(self.batch, tuple) or len(self.batch) < 2:
             return ""
-        return (
-            f" There is no loss, so the model is called with all {len(self.batch)} parts of the batch; if the last one is the target, "
-            "return (model, batch, loss), such as loss=torch.nn.functional.cross_entropy."
-        )
+        return f" {missing_loss(len(self.batch), f'return (model, batch, loss), such as {LOSS_EXAMPLE}')}"
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
         """The trace of the task, with the optimizer and autocast of the command line; of the model if there is no task."""
@@ -263,7 +262,8 @@ def _trace_errors(what: str, hint: str = "") -> Generator[None]:
     except TaskError:
         raise
     except TraceError as error:
-        raise TraceError(f"{what}: {error}{hint}") from error
+        fault = str(error).partition(f" {NO_LOSS}")[0] if hint else str(error)  # `hint` has the advice for the command line
+        raise TraceError(f"{what}: {fault}{hint}") from error
     except Exception as error:
         raise TraceError(f"{what}: {type(error).__name__}: {error}.{hint}") from error
 

@@ -24,7 +24,7 @@ from typing import Any
 from paredown.errors import BudgetError, PlanError
 from paredown.plan.plan import Plan
 from paredown.serial import COUNT, SUMMED, TEXT, Check, brief, check_fields, is_count, object_parts, or_none
-from paredown.sizes import parse_bytes, say_bytes
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.tasks.trial import Trial
 
 VERSION = 2  # of the JSON: 1 has one excess over prediction for all points, 2 the bytes that each point needs
@@ -109,10 +109,10 @@ class Frontier:
 
     def _infeasible(self, budget_bytes: int) -> str:
         if not self.points:
-            return f"no plan fits {say_bytes(budget_bytes)}: the frontier is empty."
+            return f"no plan fits {say_bytes_twice(budget_bytes)}: the frontier is empty."
         least = min(self.points, key=lambda point: (not point.trains, point.needs))
         smallest = f"the smallest, {least.label}, needs {say_bytes(least.needs)}"
-        return f"no plan fits {say_bytes(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
+        return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""

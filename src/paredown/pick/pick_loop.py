@@ -22,7 +22,7 @@ from paredown.pick.pareto import undominated
 from paredown.pick.posterior import BudgetChoice, Estimate, Prior
 from paredown.pick.seed_effects import SeedRun
 from paredown.pick.task_prior import WORST, TaskPrior
-from paredown.sizes import say_bytes
+from paredown.sizes import say_bytes, say_bytes_twice
 from paredown.sweeps.measurement import Measurer, TrialCallback
 from paredown.tasks.trial import Status, Trial
 
@@ -413,7 +413,7 @@ def _least(points: Sequence[Point]) -> str:
 def explain_nothing_fits(least: Point, budget_bytes: int) -> str:
     """Why no plan is picked: the smallest predicted peak is above the budget."""
     smallest = f"the smallest, {least.label}, needs {say_bytes(least.predicted_bytes)}"
-    return f"no plan fits {say_bytes(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
+    return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
 
 def _ties(ties: Sequence[str], num_fits: int) -> str:

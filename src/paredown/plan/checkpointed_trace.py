@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from paredown.errors import PlanError
-from paredown.plan.selectors import closest
+from paredown.plan.selectors import WILDCARDS, closest
 from paredown.roles import Role
-from paredown.trace.trace import Output, Part, Slot, Trace
+from paredown.trace.trace import Output, Part, Slot, Trace, cached_on_trace
 
 CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module on
 INPUT = "it is the input of a checkpointed module"
@@ -37,7 +37,8 @@ def outermost(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
     known = dict.fromkeys(path for path in paths if path)
     matches: list[str] = []
     for pattern in patterns:
-        matched = [path for path in known if fnmatchcase(path, pattern)]
+        is_path = not any(letter in WILDCARDS for letter in pattern)
+        matched = [path for path in ([pattern] if is_path else known) if path in known and fnmatchcase(path, pattern)]
         if not matched:
             near = f"Closest of {len(known)}: {closest(pattern, known)}." if known else "There is none."
             raise PlanError(f"recompute {pattern!r} is no module. {near}")
@@ -59,6 +60,7 @@ def is_of(name: str, module: str) -> bool:
     return is_inside(CALL.sub("", name.partition(":")[0]), module)
 
 
+@cached_on_trace
 def modules_of(trace: Trace) -> list[str]:
     """The paths of the modules in which operations ran, and of their parents."""
     paths: dict[str, None] = {}
@@ -88,9 +90,21 @@ def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
     if not patterns:
         return trace
     for module in outermost(modules_of(trace), patterns):
-        span = _span(trace, module)
-        trace = _with_checkpoint(trace, span) if isinstance(span, CheckpointSpan) else replace(trace, notes=(*trace.notes, span))
+        trace = _with_module(trace, module)
     return trace
+
+
+def _with_module(trace: Trace, module: str) -> Trace:
+    """The trace with activation checkpointing of one module more. The last one is cached on the trace, since searches add the same modules
+    one after the other.
+    """
+    cached: tuple[str, Trace] | None = vars(trace).get("_with_module")
+    if cached is None or cached[0] != module:
+        span = _span(trace, module)
+        is_span = isinstance(span, CheckpointSpan)
+        cached = module, _with_checkpoint(trace, span) if is_span else replace(trace, notes=(*trace.notes, span))
+        vars(trace)["_with_module"] = cached
+    return cached[1]
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
@@ -131,12 +145,13 @@ def _is_inner(slot: Slot, span: CheckpointSpan) -> bool:
 def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
     """The trace with activation checkpointing of the module of `span`."""
     slots: list[Slot] = []
+    complete = {slot.name: slot.dropped for slot in trace.of(Role.GRADIENT)}
     outputs = [_extended(output, span) for output in trace.outputs]
     for slot in trace.slots:
         if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
-            slots.append(_weight_used_twice(trace, slot, span))
+            slots.append(_weight_used_twice(slot, span, complete.get(slot.name, span.backward_end)))
         elif slot.role is Role.TEMPORARY and slot.recomputed_from and is_inside(slot.module, span.module):
-            slots.append(_cast_used_twice(trace, slot, span))
+            slots.append(_cast_used_twice(trace, slot, span, is_trained=slot.recomputed_from in complete))
         elif slot.role is not Role.ACTIVATION or not any(span.has(saver.name) for saver in slot.savers):
             slots.append(slot)
         elif _is_inner(slot, span):
@@ -185,15 +200,13 @@ def _extended(output: Output, span: CheckpointSpan) -> Output:
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
-def _weight_used_twice(trace: Trace, weight: Slot, span: CheckpointSpan) -> Slot:
-    """A weight of the module, decoded again from the second forward pass until its gradient is complete."""
-    complete = max((s.dropped for s in trace.of(Role.GRADIENT) if s.name == weight.name), default=span.backward_end)
+def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
+    """A weight of the module, decoded again from the second forward pass until its gradient is complete, at that tick."""
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
-def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan) -> Slot:
+def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
     """The cast of a weight, which exists twice. Autocast caches casts of trained weights until its context ends, and no others."""
-    is_trained = any(slot.name == cast.recomputed_from for slot in trace.of(Role.GRADIENT))
     end = trace.backward_at - 1 if is_trained else cast.parts[0].packed
     return replace(cast, running=((cast.birth, max(end, cast.birth)), (span.backward_start, max(cast.death, span.backward_start))))
 

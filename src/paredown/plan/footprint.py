@@ -26,7 +26,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.replay import BASELINE, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
 from paredown.roles import Role
-from paredown.sizes import parse_bytes, say_bytes
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.tables import Table
 from paredown.trace.trace import Slot, Trace
 
@@ -79,7 +79,8 @@ class Fit:
         verdict = "fits" if self.fits else "does not fit"
         tight = ", tightly" if self.fits and high > self.budget_bytes else ""
         span = f"{say_bytes(low)} to {say_bytes(high)}" if low < high else "exactly"
-        return f"{verdict}{tight}: {say_bytes(expected)} expected ({span}) of {say_bytes(self.budget_bytes)}. Not counted: {self.left_out}."
+        budget = say_bytes_twice(self.budget_bytes)
+        return f"{verdict}{tight}: {say_bytes(expected)} expected ({span}) of {budget}. Not counted: {self.left_out}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -187,8 +188,8 @@ class Footprint:
         return [f"{name} {say_bytes(size)}" for name, size in sizes.items()]
 
 
-def _of_compiled_step(trace: Trace, plan: Plan) -> Trace:
-    """The trace of a compiled step under a plan: its graphs save other tensors without packing, and in few bits."""
+def _step_under(trace: Trace, plan: Plan) -> Trace:
+    """The trace of the step under a plan: without packing, and compiled in few bits, autograd may save other tensors."""
     if trace.without_packing is not None and not plan.packs_activations:
         return trace.without_packing
     has_few_bits = all(format is not None and format.element.width <= 4 for format in plan.activation_formats)
@@ -206,15 +207,14 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
     missing = plan.check([*((slot.names, slot.role) for slot in trace.slots), *residues])
     allocator = DEVICES[trace.device]
-    given, trace = trace, _of_compiled_step(trace, plan)
+    given, trace = trace, _step_under(trace, plan)
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     held = intervals(checkpointed, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)
     exact = peak_tick(held, trace.length)[1]
-    ops = {output.op for output in trace.outputs}
-    has_conv = bool(ops & CONVOLUTIONS)
-    workspace = allocator.matmul_workspace * bool(ops & MATMULS) + allocator.conv_kept * has_conv
+    has_conv = any(output.op in CONVOLUTIONS for output in trace.outputs)
+    workspace = _workspace(trace)
     at_peak = [i for i in rounded if i.birth <= tick <= i.death]
     large = sum(i.nbytes >= MIB for i in at_peak)
     slack = large * allocator.unsplit + allocator.conv_workspace * has_conv + workspace + trace.returned_bytes
@@ -234,6 +234,16 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
         _kept=kept,
         _at_peak=tuple(at_peak),
     )
+
+
+def library_workspace(trace: Trace) -> int:
+    """Bytes that libraries hold in the baseline beside its tensors: `workspace_bytes` of its footprint."""
+    return _workspace(_step_under(trace, BASELINE))
+
+
+def _workspace(trace: Trace) -> int:
+    allocator, ops = DEVICES[trace.device], {output.op for output in trace.outputs}
+    return allocator.matmul_workspace * bool(ops & MATMULS) + allocator.conv_kept * bool(ops & CONVOLUTIONS)
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:

@@ -46,7 +46,7 @@ from paredown.plan.storage import keeps_enough, resolve_format
 from paredown.roles import FORMATTED, OF_PARAMETER, Role
 from paredown.sizes import FLOAT_BYTES
 from paredown.trace.operations import Use
-from paredown.trace.trace import Part, Slot, Trace, index_bytes
+from paredown.trace.trace import Part, Slot, Trace, cached_on_trace, index_bytes
 
 FLOAT32_BYTES = 4
 WITH_RESIDUE = "bf16"  # format of weights whose next 8 bits a residue stores
@@ -182,16 +182,15 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     ]
 
 
+@cached_on_trace
 def fixed_intervals(trace: Trace) -> list[Interval]:
-    """The intervals that no plan changes: buffers, inputs and temporaries of operations; cached on the trace."""
-    fixed: list[Interval] | None = vars(trace).get("_fixed")
-    if fixed is None:
-        kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
-        fixed = [Interval(s.role, s.module, s.birth, s.death, s.nbytes) for s in kept]
-        temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
-        fixed += [Interval(Role.TEMPORARY, output.module, output.birth, output.death, output.nbytes) for output in temporaries]
-        vars(trace)["_fixed"] = fixed
-    return fixed
+    """The intervals that no plan changes: buffers, inputs and temporaries of operations."""
+    kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
+    temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
+    return [
+        *(Interval(s.role, s.module, s.birth, s.death, s.nbytes) for s in kept),
+        *(Interval(Role.TEMPORARY, output.module, output.birth, output.death, output.nbytes) for output in temporaries),
+    ]
 
 
 def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:

@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from time import perf_counter
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -128,6 +129,47 @@ class ActivationBytes(NamedTuple):
     baseline: int = 0
 
 
+class PackingTime:
+    """The seconds that encoding and decoding took on a CPU, and those of the steps around them, by `clock`.
+
+    A step lasts from the start of one forward pass to the start of the next one; it counts if backward decoded something in between. On a
+    GPU nothing is measured: operations run after the call that starts them has returned, and waiting for them would slow every step
+    down. The time in which saved tensors are found is not counted as packing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.clock = clock
+        self._steps = [0.0, 0.0]  # seconds of packing, and all seconds, of the steps that count
+        self._started, self._packing, self._has_decoded = 0.0, 0.0, False  # of the current step
+        self._lock = threading.Lock()  # backward may decode in several threads
+
+    @property
+    def share(self) -> float | None:
+        """Packing's share of the time of the steps that count; None if there is none."""
+        packing, whole = self._steps
+        return packing / whole if whole > 0 else None
+
+    def begin_step(self) -> None:
+        """Start of a forward pass, which ends the step before."""
+        now = self.clock()
+        if self._has_decoded:
+            self._steps = [self._steps[0] + self._packing, self._steps[1] + now - self._started]
+        self._started, self._packing, self._has_decoded = now, 0.0, False
+
+    def add_since(self, start: float) -> None:
+        """Count the time since `start` as packing."""
+        with self._lock:
+            self._packing += self.clock() - start
+
+    def unpacked(self, view: StoredView) -> Tensor:
+        """The unpacked saved tensor of a view on the CPU, its time counted."""
+        start = self.clock()
+        tensor = view.tensor()
+        self.add_since(start)
+        self._has_decoded = True
+        return tensor
+
+
 class Activations:
     """Packs the tensors that one model saves for backward."""
 
@@ -140,6 +182,7 @@ class Activations:
         self.restored: frozenset[str] = frozenset()  # slots whose original tensor outlived the last forward pass
         self.not_freed: dict[str, str] = {}  # packed slots whose original memory outlived the last forward pass -> why
         self.largest = ActivationBytes()  # of the forward pass that saved most
+        self.packing_time = PackingTime()
         self.min_numel = MIN_PACKED_NUMEL
         self.on_packed: Observer = lambda saved, piece, form: None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
@@ -168,6 +211,7 @@ class Activations:
     def begin(self, *, is_sharded: bool) -> None:
         """Start of a forward pass."""
         self.forwards += 1
+        self.packing_time.begin_step()
         self.is_sharded = is_sharded
         self.stored_forms()  # drops dead references
         self._local.storage = ForwardStorage()
@@ -213,8 +257,11 @@ class Activations:
         storage = self._current_storage()
         if piece.numel < self.min_numel or piece.address in storage.unpacked:
             return
+        start = self.packing_time.clock()
         with self._lock:
             self._store(saved, tensor, piece, storage)
+        if tensor.device.type == "cpu":
+            self.packing_time.add_since(start)
 
     def _store(self, saved: Saved, tensor: Tensor, piece: StoragePiece, storage: ForwardStorage) -> None:
         use, detail = _use_and_detail(saved, tensor)
@@ -239,7 +286,7 @@ class Activations:
         view = StoredView(form, *piece.layout())
         if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
             storage.sources[saved.node._sequence_nr()] = saved.node, view
-        saved.raw.register_hooks(lambda _: view, StoredView.tensor)
+        saved.raw.register_hooks(lambda _: view, self.packing_time.unpacked if tensor.device.type == "cpu" else StoredView.tensor)
         self.on_packed(saved, piece, form)
         if self.not_packed:
             self.not_packed.pop(saved.name, None)

@@ -43,7 +43,7 @@ from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.activations import Activations
 from paredown.session.stored_tensors import StoragePiece, StoredForm, StoredValues
-from paredown.sizes import parse_bytes, say_bytes
+from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.trace.autograd_graph import Saved
 from paredown.trace.trace import Trace
 
@@ -132,7 +132,7 @@ class Guard:
         allowed = parse_bytes(self.budget, whole=footprint(self.trace).peak_bytes if is_share else None)
         if peak > allowed:
             raise BudgetError(
-                f"the plan needs {say_bytes(peak)} of a budget of {say_bytes(allowed)}, before a guard changes anything. "
+                f"the plan needs {say_bytes(peak)} of a budget of {say_bytes_twice(allowed)}, before a guard changes anything. "
                 "Make a plan for that budget first, such as with assign(trace, budget), or leave the guard's budget out."
             )
         return allowed

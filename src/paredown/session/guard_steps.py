@@ -49,7 +49,7 @@ from paredown.session.activations import Activations
 from paredown.session.changes import THE_PROBE, THE_STEP, UNMODIFIED, Action
 from paredown.session.guard import UNSEEN, Guard, GuardState, OptimizerSteps, Signals, SlotSignal, check_model, total_norm
 from paredown.session.probe import probe
-from paredown.sizes import say_bytes
+from paredown.sizes import say_bytes, say_bytes_twice
 from paredown.trace.step_hooks import register_weakly
 from paredown.trace.trace import Trace
 
@@ -224,7 +224,7 @@ class GuardRunner:
             self.reprobe(part, self.guard.loss)
             return
         least = say_bytes(probe_bytes(trace, self.plan, batch, num_examples=1))
-        why = f"one example would take {least} of a budget of {say_bytes(self.budget_bytes)}"
+        why = f"one example would take {least} of a budget of {say_bytes_twice(self.budget_bytes)}"
         self.actions.append(Action(self.memory.steps, THE_PROBE, "due", "skipped", why))
 
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Sensitivities:

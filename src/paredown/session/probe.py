@@ -32,7 +32,7 @@ from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
 from paredown.plan.storage import significant_bits
 from paredown.session.probe_passes import HeldForward, HeldSlot, NoiseMeasurement, SlotRounding, energy_of
-from paredown.trace.fake_step import Arguments, _loss_of, note_missing_loss
+from paredown.trace.fake_step import Arguments, _loss_of, signature_errors
 from paredown.trace.trace import Slot, Trace
 
 FORMATS = ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")
@@ -194,11 +194,8 @@ def _loss(model: nn.Module, batch: Any, trace: Trace, loss: Callable[..., Tensor
     with ExitStack() as stack:
         if dtype not in dtypes and not torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, dtype))
-        try:
+        with signature_errors(model, arguments, "probe"):
             output = model(*arguments.args, **arguments.keywords)
-        except TypeError as error:
-            note_missing_loss(error, "probe")
-            raise
         return loss(output, *arguments.targets) if loss is not None else _loss_of(output)
 
 

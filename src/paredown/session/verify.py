@@ -45,7 +45,7 @@ from paredown.session.session import Session, apply, is_wrapped_by_compile, sess
 from paredown.session.stored_tensors import RecomputedValues, StoredForm, StoredIntegers, StoredMask, StoredShape, StoredValues
 from paredown.session.verification import EXACT, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
 from paredown.simulate.simulated_session import SimulatedSession
-from paredown.trace.fake_step import Arguments, _loss_of, note_missing_loss
+from paredown.trace.fake_step import Arguments, _loss_of, signature_errors
 
 FP32 = Format.parse("fp32")
 SAFETY = 3.0
@@ -86,11 +86,8 @@ def verify(
         arguments = Arguments.of(dict(part) if isinstance(part, Mapping) else part, has_loss=loss is not None)
         device = next((p.device.type for p in model.parameters()), "cpu")
         with torch.autocast(device, autocast) if autocast is not None else nullcontext():
-            try:
+            with signature_errors(unwrapped(model), arguments, "verify"):
                 output = unwrapped(model)(*arguments.args, **arguments.keywords)
-            except TypeError as error:
-                note_missing_loss(error, "verify")
-                raise
             return loss(output, *arguments.targets) if loss is not None else _loss_of(output)
 
     return verify_step(model, batch, step, plan, tolerance=tolerance, seed=seed)

@@ -9,12 +9,15 @@ operation saves: no hook reaches them, and they stay in memory unmodified until 
 
 Nothing but the output of these modules refers to the tensor behind the view, so a tensor with the same memory can take its place, with the
 same values and gradients. Views of other operations are left unmodified, since the model may still use the tensor behind them.
+
+`trace_step` uses the same hooks on fake tensors, so that predictions under a plan count what a session stores.
 """
 
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +30,21 @@ NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class ViewOutputs:
-    """Hooks on the modules of `model` whose outputs are views of new tensors; `Linear` only if a module of the model works in place."""
+    """Hooks on the modules of `model` whose outputs are views of new tensors; `Linear` only if a module of the model works in place.
 
-    def __init__(self, model: nn.Module) -> None:
+    `replaces`: the type of the outputs that are replaced. A trace of fake tensors has its own hooks, beside those of a session.
+    """
+
+    def __init__(self, model: nn.Module, replaces: type[Tensor] = Tensor) -> None:
+        self._replaces = replaces
         types = (*NORMS, nn.Linear) if any(getattr(module, "inplace", False) is True for module in model.modules()) else NORMS
         self._modules = [module for module in model.modules() if type(module) in types]  # subclasses may hold their output
         self._handles: list[Any] = []
 
     def attach(self) -> None:
         """Register the hooks, before all other hooks of these modules, so that none of those holds a view."""
-        self._handles = [module.register_forward_hook(Hook(without_view), prepend=True) for module in self._modules]
+        hook = partial(without_view, self._replaces)
+        self._handles = [module.register_forward_hook(Hook(hook), prepend=True) for module in self._modules]
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -45,8 +53,8 @@ class ViewOutputs:
         self._handles = []
 
 
-def without_view(module: nn.Module, args: Any, output: Any) -> Tensor | None:
-    """`output` as a tensor that is no view of another; None if it is none already."""
-    if type(output) is not Tensor or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
+def without_view(replaces: type[Tensor], module: nn.Module, args: Any, output: Any) -> Tensor | None:
+    """`output`, if it is of the type `replaces`, as a tensor that is no view of another; None if it is none already."""
+    if type(output) is not replaces or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
         return None
     return torch.ops.aten._unsafe_view(output, output.size())

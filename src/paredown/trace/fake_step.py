@@ -11,6 +11,7 @@ modules again in backward and holds what they saved: then the weight is decoded 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,7 @@ from paredown.trace.timeline import Allocation, Timeline
 Span = tuple[int, int]
 LOSS = "loss"  # phase and name prefix of what the loss saves
 NO_GRADIENT = "no gradient reaches the loss: every parameter is frozen, or the model runs under no_grad."
+NO_LOSS, LOSS_EXAMPLE = "There is no loss", "loss=torch.nn.functional.cross_entropy"
 ADVICE = "Fake tensors have shapes and no values: move that decision out of the model, or make it depend on shapes alone."
 
 
@@ -126,6 +128,8 @@ class FakeStep:
         # from here on new fakes are made for tensors that the model uses and no module registers
         fakes.around = lambda: self.timeline.owned_by(Role.BUFFER)
         self.watches: list[Watch] = []
+        self.view_outputs: Any = None  # hooks of sessions on modules (session/view_outputs.py), None without
+        self.in_place_on_views: set[str] = set()  # modules that modified a view in place: autograd hides what that saves
         self.backward_at = self.returned_bytes = 0
         self.has_assumed_mask = False
         self.held: list[Allocation] = []
@@ -152,14 +156,15 @@ class FakeStep:
             output: Any = None
             with self.device_forms.autocast(autocast):
                 if compiled is not None:
-                    with self._explained("forward"):
+                    with self._explained("forward"), signature_errors(self.model, arguments, "trace_step"):
                         output = compiled(arguments)
                 for context in (torch.device("cpu"), self.device_forms, self.timeline):
                     stack.enter_context(context)
                 if compiled is None:
                     with self._watched(self.model, ""):
                         stack.enter_context(self.module_runs.recording())  # after the watch: what a module saved is packed first
-                        output = self.model(*arguments.args, **arguments.keywords)
+                        with signature_errors(self.model, arguments, "trace_step"):
+                            output = self.model(*arguments.args, **arguments.keywords)
                 self.recorder.end_forward()
                 value = self._loss(output, arguments, loss)
             if loss is None:
@@ -232,12 +237,17 @@ class FakeStep:
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside))
         self.watches.append(watch)
         watch.attach()
+        if self.view_outputs is not None:
+            self.view_outputs.attach()  # in front of the hooks of the watch
         try:
             with self._explained(outside or "forward"):
                 yield
         finally:
             self.watches.remove(watch)
             watch.detach()
+            self.in_place_on_views |= set() if outside else watch.in_place_on_views
+            if self.view_outputs is not None:
+                self.view_outputs.detach()
 
     def _loss(self, output: Any, arguments: Arguments, loss: Callable[..., Tensor] | None) -> Tensor:
         if loss is None:
@@ -273,7 +283,6 @@ class FakeStep:
         except Exception as error:
             if "tensor subclasses" in str(error):  # the message of .numpy() on a fake tensor
                 raise TraceError(f"{phase} of {self._place()} converts a tensor to NumPy (.numpy()). {ADVICE}") from error
-            note_missing_loss(error, "trace_step")
             error.add_note(f"paredown: in the traced {phase} of {self._place()}, last operation {self.timeline.last_op!r}.")
             raise
 
@@ -292,12 +301,38 @@ class FakeStep:
         return [(name, p) for name, role, p in self.initial_tensors if role is Role.WEIGHT and p.grad is not None]
 
 
-def note_missing_loss(error: Exception, function: str) -> None:
-    """Add a note to an error that a target in the batch explains: without a loss the model gets it as an argument."""
-    if isinstance(error, TypeError) and "positional argument" in str(error):
-        error.add_note(
-            f"paredown: if the last item of the batch is the target, pass the loss that takes it: {function}(..., loss=...)."
-        )
+@contextmanager
+def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> Generator[None]:
+    """A context in which a call of the model raises TraceError, not TypeError, if its forward does not take the arguments."""
+    try:
+        yield
+    except TypeError as error:
+        fault = _signature_fault(model, arguments)
+        if not fault:
+            raise
+        has_targets = bool(arguments.targets) or len(arguments.args) < 2
+        advice = f"pass the loss that takes it: {function}(..., {LOSS_EXAMPLE})"
+        raise TraceError(fault if has_targets else f"{fault} {missing_loss(len(arguments.args), advice)}") from error
+
+
+def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
+    """A sentence if the forward of the model does not take the arguments; else ""."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # of a function without a signature
+        return ""
+    try:
+        signature.bind(*arguments.args, **arguments.keywords)
+    except TypeError as error:
+        count = len(arguments.args)
+        given = f"{count} positional argument{'s' * (count != 1)}" if count else f"the keywords {', '.join(arguments.keywords)}"
+        return f"{type(model).__name__}.forward({', '.join(signature.parameters)}) cannot be called with {given}: {error}."
+    return ""
+
+
+def missing_loss(count: int, advice: str) -> str:
+    """A sentence on a step without a loss whose batch of `count` parts may end with the target; `advice` says how to give the loss."""
+    return f"{NO_LOSS}, so the model is called with all {count} parts of the batch; if the last one is the target, {advice}."
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:

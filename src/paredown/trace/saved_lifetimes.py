@@ -157,6 +157,11 @@ class Recorder:
             self.units.append(unit)
         return unit
 
+    def _is_signed_by(self, node: Any, unit: SavedStorage) -> bool:
+        """Whether the node, that of a ReLU, saved this unit."""
+        entry = self._sources.get(node._sequence_nr()) if node is not None else None
+        return entry is not None and entry[0] is node and entry[1] is unit
+
     def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
         """The unit from whose values `saved` can be recomputed, under the same conditions as in a session; else None."""
         tensor = saved.tensor
@@ -164,6 +169,8 @@ class Recorder:
         source = self._sources.get(rematerialization.source._sequence_nr()) if rematerialization is not None else None
         if tensor is None or rematerialization is None or source is None or source[0] is not rematerialization.source:
             return None
+        if tensor._version and not self._is_signed_by(rematerialization.sign, unit):
+            return None  # modified in place, and not by the ReLU whose output was saved last
         _, origin, size, stride = source
         if not origin.is_whole or not origin.numel == unit.numel == size.numel():
             return None
@@ -180,7 +187,7 @@ class Recorder:
         if part is None:
             unit.recomputed_from = unit.recomputed_from or (self._source(saved, unit) if use is Use.VALUE else None)
             unit.parts[use] = part = StoredPart(use, self.timeline.tick(), saved.bound)
-        if saved.op in SOURCE_OPS and saved.operand == "input":
+        if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
             self._sources[saved.node._sequence_nr()] = (saved.node, unit, tensor.size(), tensor.stride())
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 

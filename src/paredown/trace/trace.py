@@ -24,12 +24,12 @@ paredown.errors.TraceError: the part contradicts itself: packed 5, released 3; n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, wraps
 from math import prod
 from os import PathLike
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from paredown.errors import TraceError
 from paredown.roles import Role
@@ -47,6 +47,7 @@ PHASES = ("forward", "loss", "backward", "step")
 Tick = Annotated[int, Check(lambda value: type(value) is int and -1 <= value <= MAX_TICKS + 1, "a tick of the step, or -1,")]
 StorageNumber = Annotated[int, WHOLE]  # -1: unknown; below: a tensor that autograd's graph does not hold
 Span = tuple[Tick, Tick]
+Result = TypeVar("Result")
 SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
 
@@ -152,7 +153,8 @@ class Trace:
     `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
 
     The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
-    activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`.
+    activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`. The trace of an
+    eager step has `without_packing` where in-place operations on views hide what they save, unless a session packs activations.
     """
 
     model: str
@@ -167,7 +169,7 @@ class Trace:
     returned_bytes: int = 0  # of the model's output beside its loss, which is freed before backward
     notes: tuple[str, ...] = ()
     is_compiled: bool = False  # by torch.compile
-    without_packing: Trace | None = None  # of a compiled step: the step under a plan that packs no activations
+    without_packing: Trace | None = None  # the step under a plan that packs no activations, where that is another one
     in_4_bits: Trace | None = None  # of a compiled step: the step under a plan that packs all activations in 4 bits or fewer
 
     @cached_property
@@ -236,6 +238,19 @@ def index_bytes(bound: int | None, itemsize: int) -> int:
     (1, 4, 8)
     """
     return next((width for limit, _, width in INDEX_DTYPES if bound is not None and bound <= limit), itemsize)
+
+
+def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
+    """`compute`, whose result for a trace is computed once and stored on the trace; callers do not modify it."""
+    name = f"_{compute.__name__}"
+
+    @wraps(compute)
+    def cached(trace: Trace) -> Result:
+        if name not in vars(trace):
+            vars(trace)[name] = compute(trace)
+        return vars(trace)[name]
+
+    return cached
 
 
 def slot_named(slots: Iterable[Slot], name: str, role: Role | None = None) -> Slot:

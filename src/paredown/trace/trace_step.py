@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paredown.errors import TraceError
 from paredown.roles import Role
@@ -33,6 +34,7 @@ from paredown.trace.trace import DEVICES, Output, Slot, Trace
 
 __all__ = ["Slot", "Trace", "trace_step"]
 
+VIEW_OUTPUTS = "paredown.session.view_outputs"  # loaded for steps with in-place operations on views
 COMPILED = "paredown.session.compiled.compiled_trace"  # graphs are partitioned as sessions do: loaded for compiled steps alone
 
 
@@ -63,17 +65,31 @@ def trace_step(
         raise TraceError(f"autocast is a dtype such as torch.bfloat16, or None, not {autocast!r}.")
     loss_module = nn.ModuleDict({LOSS: loss}) if isinstance(loss, nn.Module) else nn.ModuleDict()  # its parameters train too
     state = state_of_optimizer(optimizer, {**dict(model.named_parameters()), **dict(loss_module.named_parameters())}, target)
-    fakes = FakeTensors()
-    with with_fake_tensors(model, fakes), with_fake_tensors(loss_module, fakes):
-        step = FakeStep(model, loss_module, fakes, target)
-        arguments = Arguments.of(fakes.batch(_as_dict(batch)), has_loss=loss is not None)
-        if not compiled:
-            step.run(arguments, loss, autocast)
-            return TraceBuilder(step).trace(state, batch, autocast)
-        graphs = import_module(COMPILED)
-        capture = graphs.GraphCapture(step)
-        step.run(arguments, loss, autocast, capture.forward)
-        return graphs.compiled_trace(TraceBuilder(step).trace(state, batch, autocast), capture)
+
+    def traced(*, in_session: bool) -> tuple[Trace, bool]:
+        """The trace, and whether in-place operations hide what they save; `in_session`: as sessions run the step, where that differs."""
+        fakes = FakeTensors()
+        with with_fake_tensors(model, fakes), with_fake_tensors(loss_module, fakes):
+            step = FakeStep(model, loss_module, fakes, target)
+            step.view_outputs = import_module(VIEW_OUTPUTS).ViewOutputs(model, FakeTensor) if in_session else None
+            finish = _run(step, Arguments.of(fakes.batch(_as_dict(batch)), has_loss=loss is not None), loss, autocast, compiled)
+            return finish(TraceBuilder(step).trace(state, batch, autocast)), bool(step.in_place_on_views)
+
+    trace, has_hidden = traced(in_session=False)
+    return replace(traced(in_session=True)[0], without_packing=trace) if has_hidden else trace
+
+
+def _run(
+    step: FakeStep, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None, compiled: bool
+) -> Callable[[Trace], Trace]:
+    """Run the step; the result turns its trace into that of the compiled step, if it is compiled."""
+    if not compiled:
+        step.run(arguments, loss, autocast)
+        return lambda trace: trace
+    graphs = import_module(COMPILED)
+    capture = graphs.GraphCapture(step)
+    step.run(arguments, loss, autocast, capture.forward)
+    return lambda trace: graphs.compiled_trace(trace, capture)
 
 
 def _device(device: Any) -> str:
