@@ -46,6 +46,15 @@ def test_frontiers_are_in_order_and_know_the_best() -> None:
         frontier.find("mine")
 
 
+@pytest.mark.parametrize(("mean", "best"), [(0.272, "tried"), (0.18, "tried"), (0.17, "untried")])
+def test_an_untried_plan_is_taken_if_it_is_better_by_its_standard_deviation(mean: float, best: str) -> None:
+    """A pick took an untried plan at 0.272 +- 0.119, whose error was 0.429, although a tried one had 0.29."""
+    tried = Point("tried", Plan.preset("lpmm"), 400, 0.29, 0.01, 0.29, 420, on_front=True, fits=True, num_trials=1)
+    untried = Point("untried", Plan.preset("half"), 300, mean, 0.119, on_front=True, fits=True)
+    assert Frontier((tried, untried)).best(500).label == best
+    assert Frontier((replace(tried, num_trials=0, measured=None), untried)).best(500).label == "untried", "without trials, the mean"
+
+
 def test_a_pick_knows_its_point_and_its_cost() -> None:
     found = picked()
     assert found.point is not None and found.point.measured == 0.125

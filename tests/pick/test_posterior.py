@@ -136,3 +136,13 @@ def test_luck_is_the_mean_of_least_runs() -> None:
     runs = np.random.default_rng(0).standard_normal((200_000, 4))
     least = [np.minimum.reduce(runs[:, :count], axis=1).mean() for count in (1, 2, 3, 4)]
     assert luck(4) == pytest.approx(-np.mean(least), abs=0.01)
+
+
+def test_an_unmeasured_plan_is_taken_if_it_is_better_by_its_standard_deviation() -> None:
+    """The oracle is the definition, from means and standard deviations of the estimate itself."""
+    rng = np.random.default_rng(5)
+    errors = 0.3 + 0.1 * rng.standard_normal((12, 1)) + np.array([0.0, -0.02, -0.3, 0.05]) + 0.05 * rng.standard_normal((12, 4))
+    for measured in ({}, {0: 0.2}, {0: 0.35}, {3: 0.1}, {0: 0.25, 3: 0.4}):
+        estimate = Estimate.of(Prior.of(errors, np.arange(4)), np.ones(4), measured)
+        added = [0.0 if plan in measured or not measured else estimate.deviations[plan] for plan in range(4)]
+        assert estimate.best(1.0).plan == int(np.argmin(estimate.means + added))

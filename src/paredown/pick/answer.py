@@ -93,12 +93,16 @@ class Frontier:
         return tuple(point for point in self.points if point.on_front)
 
     def best(self, budget: int | str) -> Point:
-        """The point of least mean error within the budget; among equals the one of fewest bytes."""
+        """The point of least mean error within the budget; among equals the one of fewest bytes.
+
+        Once points within the budget have trials, one that has none is taken only if its mean plus its standard deviation is less.
+        """
         budget_bytes = parse_bytes(budget, whole=self.full_bytes)
         fitting = [point for point in self.points if point.trains and point.needs <= budget_bytes]
         if not fitting:
             raise BudgetError(self._infeasible(budget_bytes))
-        return min(fitting, key=lambda point: (point.mean, point.predicted_bytes))
+        has_trials = any(point.num_trials for point in fitting)
+        return min(fitting, key=lambda p: (p.mean + p.deviation * (has_trials and not p.num_trials), p.predicted_bytes))
 
     def find(self, label: str) -> Point:
         """The point with this label."""
