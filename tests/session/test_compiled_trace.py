@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, interpolate, mse_loss, scaled_dot_product_attention, silu
 
 from paredown import Plan, Trace, apply, assign, footprint, trace_step
 from paredown.errors import BudgetError, PlanError, TraceError
@@ -305,3 +305,23 @@ def test_a_loss_inside_of_the_model() -> None:
     trace = trace_step(WithLoss(64, 512), (torch.empty(256, 64), torch.empty(256, 512)), device="cpu", compiled=True)
     zeros = [output for output in trace.outputs if output.shape == (256, 512) and output.phase == "backward" and not output.slot]
     assert any("zeros" in output.op for output in zeros)
+
+
+class Enlarged(nn.Module):
+    """A convolution, a larger picture of its output, and a SiLU, which saves its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return silu(interpolate(self.conv(x), scale_factor=2)).float().mean()
+
+
+@pytest.mark.parametrize(("compiled", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_interpolation_under_autocast_is_in_float32_unless_it_is_compiled(compiled: bool, dtype: str) -> None:
+    """Autocast on CUDA runs it in float32; torch.compile decomposes it first: on one H200 its compiled code was in bf16."""
+    batch = (torch.empty(8, 8, 32, 32, device="meta"),)
+    trace = trace_step(Enlarged(), batch, device="cuda", autocast=torch.bfloat16, compiled=compiled)
+    plain = trace.without_packing or trace
+    assert {slot.dtype for slot in plain.activations if slot.shape == (8, 16, 64, 64)} == {dtype}

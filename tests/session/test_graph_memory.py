@@ -131,3 +131,26 @@ def test_comparisons_are_no_reads_of_values() -> None:
     memory = memory_of(function)
     x = next(iter(memory.order))
     assert (memory.reads(x), memory.value_reads(x)) == ([0, 2], [0])
+
+
+SIZE = (8, 128, 16, 16)
+NUM_BYTES = 2 * 8 * 128 * 16 * 16  # of a picture's activations in bf16
+
+
+def convolved(num_out: int, *, is_last: bool = False, on_cuda: bool = True, groups: int = 1) -> list[int]:
+    """The buffers of a 3 x 3 convolution in bf16."""
+    layout = torch.channels_last if is_last else torch.contiguous_format
+    with FakeTensorMode():
+        x, weight = torch.empty(SIZE, dtype=torch.bfloat16), torch.empty(num_out, 128 // groups, 3, 3, dtype=torch.bfloat16)
+        inputs = [tensor.to(memory_format=layout) for tensor in (x, weight)]
+        traced = make_fx(lambda x, w: torch.conv2d(x, w, padding=1, groups=groups))(*inputs)
+        return sorted(buffer.nbytes for buffer in GraphMemory(traced.graph, on_cuda=on_cuda).buffers)
+
+
+def test_cudnn_transposes_what_is_not_channels_last() -> None:
+    """Copies of input and output beside the output; not where Inductor makes the convolution channels_last itself (128 to 128)."""
+    half = NUM_BYTES // 2
+    assert convolved(64) == [half, NUM_BYTES + half]
+    assert convolved(64, is_last=True) == convolved(64, on_cuda=False) == [half]
+    assert convolved(128) == [NUM_BYTES]
+    assert convolved(128, groups=2) == [NUM_BYTES, 2 * NUM_BYTES], "Inductor leaves grouped convolutions unmodified"

@@ -256,7 +256,7 @@ class DeviceForms(TorchFunctionMode):
         if name in LOWER:
             lower = torch.get_autocast_dtype("cuda")
             return self._cast(args, kwargs, (torch.float32, *HALVES), lower)
-        if name in CAST:
+        if name in CAST and not (self._in_graph and "upsample" in name):  # torch.compile decomposes these before autocast sees them
             return self._cast(args, kwargs, HALVES, torch.float32)
         if name in PROMOTE and any(isinstance(a, Tensor) and a.dtype is torch.float32 for a in args):
             return self._cast(args, kwargs, HALVES, torch.float32)

@@ -104,7 +104,9 @@ class GraphTimes:
 class StepSlots:
     """Slots and outputs of the calls of all graphs, for one kind of partition."""
 
-    def __init__(self, calls: list[GraphCall], end: int, partition_of: Callable[[CapturedGraph], Partition]) -> None:
+    def __init__(
+        self, calls: list[GraphCall], end: int, partition_of: Callable[[CapturedGraph], Partition], *, on_cuda: bool
+    ) -> None:
         self.slots: list[Slot] = []
         self.outputs: list[Output] = []
         self._end = end
@@ -114,7 +116,7 @@ class StepSlots:
             partition = partition_of(call.graph)
             graphs = [gm for gm in (partition.forward, partition.backward) if gm is not None]
             for gm in graphs:
-                memories[gm] = memories.get(gm) or GraphMemory(gm.graph)
+                memories[gm] = memories.get(gm) or GraphMemory(gm.graph, on_cuda=on_cuda)
             backward = memories[partition.backward] if partition.backward is not None else None
             self._add(GraphTimes(partition, memories[partition.forward], backward, call, end))
         self.slots = with_unique_names(self.slots)
@@ -319,7 +321,7 @@ def compiled_trace(base: Trace, capture: GraphCapture) -> Trace:
     base = replace(base, slots=tuple(_numbered(outside)), notes=(*base.notes, *_notes(capture)), is_compiled=True)
 
     def trace(partition_of: Callable[[CapturedGraph], Partition]) -> Trace:
-        step = StepSlots(capture.calls, base.length, partition_of)
+        step = StepSlots(capture.calls, base.length, partition_of, on_cuda=base.device == "cuda")
         return replace(base, slots=(*base.slots, *step.slots), outputs=(*base.outputs, *step.outputs))
 
     has_chains = any(call.graph.in_4_bits is not call.graph.packed for call in capture.calls)
