@@ -211,12 +211,11 @@ class _TorchOptimizers:
 def embeddings_and_head(model: nn.Module) -> list[Tensor]:
     """The matrices of a model that are not of hidden layers, for `adamw_params`: weights of embeddings, and of the output layer.
 
-    The output layer is what `model.get_output_embeddings()` returns, as in Hugging Face's models; without that method, the last nn.Linear.
+    The output layer is what `model.get_output_embeddings()` returns, as in Hugging Face's models; without one, the last nn.Linear.
     """
     modules = list(model.modules())
     found = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    get_head = getattr(model, "get_output_embeddings", None)
-    linears = [m for m in modules if isinstance(m, nn.Linear)]
-    head = get_head() if get_head is not None else linears[-1] if linears else None
-    found += [head.weight] if head is not None else []
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    heads = [m for m in modules if isinstance(m, nn.Linear)][-1:] if head is None else [head]
+    found += [m.weight for m in heads]
     return list({id(p): p for p in found}.values())
