@@ -260,6 +260,13 @@ def test_as_a_callback_with_an_optimizer_class(tmp_path: Path) -> None:
     assert "updates/flips" in trainer.state.log_history[0]
 
 
+def test_weights_without_a_residue_and_a_small_learning_rate_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, rate, says in (("lpmm", 1e-5, True), ("half", 5e-5, True), ("lpmm", 6e-5, False), ("fine_tune", 1e-5, False)):
+        caplog.clear()
+        attach(trainer_in(tmp_path, learning_rate=rate), pare.Plan.preset(name)).close()
+        assert ("preset('fine_tune')" in caplog.text and f"learning_rate={rate:g} is small" in caplog.text) == says, (name, rate)
+
+
 def test_muon_updates_hidden_matrices_and_resumes(tmp_path: Path) -> None:
     """Embeddings, the head that is tied to them, biases and norms by AdamW; a resumed run ends with the bits of an unbroken one."""
     ends: list[dict[str, Tensor]] = []

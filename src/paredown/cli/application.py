@@ -221,6 +221,7 @@ PLAN_NAMES = (
     "activations4a",
     "activations2",
     "safe",
+    "fine_tune",
     "half",
     "lpmm",
     "lpmm4",

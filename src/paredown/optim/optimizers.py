@@ -5,7 +5,7 @@
     loss.backward(); opt.step(); opt.zero_grad()
 
 Arguments that torch.optim does not have:
-* `tier`: "full", "safe", "half", "lpmm", "lpmm4" (`formats/catalog.py`), or None: the plan of the model's
+* `tier`: "full", "safe", "fine_tune", "half", "lpmm", "lpmm4" (`formats/catalog.py`), or None: the plan of the model's
   session (applied before or after), or "full" without one.
 * `weight`, `residue`, `moment1`, `moment2`, `gradient`: formats that override those of the tier; None leaves that tensor unmodified.
 * `rounding`: {"weight": "nearest_even", ...}, which overrides the defaults.
@@ -118,7 +118,7 @@ class Lion(Optimizer):
     """Lion: p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g), m <- beta2 m + (1 - beta2) g.
 
     Every weight changes by lr in each step: in an 8-bit format by a whole step of the format with probability lr / step. Choose lr at least
-    1 % of that step (`opt.diagnostics()` reports how often values change), or tier "half" or "safe".
+    1 % of that step (`opt.diagnostics()` reports how often values change), or tier "half" or "fine_tune".
     """
 
     rule_name = "lion"
