@@ -185,6 +185,32 @@ def test_gradients_that_are_not_finite_leave_the_matrix() -> None:
     assert optimizer.diagnostics()[0].num_not_finite == 128
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_updates_are_near_those_of_torch_and_tiers_train() -> None:
+    model, plain = tiny().cuda(), tiny().cuda()
+    made = torch.Generator().manual_seed(0)
+    for p, q in zip((model.wide.weight, model.tall.weight), (plain.wide.weight, plain.tall.weight), strict=True):
+        p.grad = torch.randn(p.shape, generator=made).cuda()
+        q.grad = p.grad.clone()
+    Muon([model.wide.weight, model.tall.weight], lr=0.02, moment1="bf16").step()
+    torch.optim.Muon([plain.wide.weight, plain.tall.weight], lr=0.02).step()
+    for p, q in ((model.wide.weight, plain.wide.weight), (model.tall.weight, plain.tall.weight)):
+        torch.testing.assert_close(p, q, rtol=0.0, atol=0.02 * 0.05)  # values of an orthogonal matrix of this size are about 0.1
+    for tier in ("fine_tune", "lpmm"):
+        packed = tiny().cuda()
+        paredown.apply(Plan.preset(tier), packed)
+        optimizer = muon(packed)
+        x = torch.arange(64, device="cuda")
+        losses: list[float] = []
+        for _ in range(20):
+            loss = nn.functional.cross_entropy(packed(x), (x + 1) % 70)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < 0.5 * losses[0], losses
+
+
 def test_microbatches_clipping_and_schedulers() -> None:
     model = tiny()
     paredown.apply(Plan.preset("half"), model)
@@ -228,6 +254,9 @@ def test_names_stay_beside_their_parameters() -> None:
         ["embedding.weight", "wide.bias", "norm.weight", "norm.bias", "head.weight", "head.bias"],
     ]
     assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
+    groups = [{"params": model.wide.parameters(), "lr": 1e-4}, {"params": model.norm.parameters()}]
+    optimizer = Muon(groups, lr=1e-3, adjust_lr_fn="match_rms_adamw")
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-4, 1e-4, 1e-3]
 
 
 def test_embeddings_and_head() -> None:
@@ -250,6 +279,7 @@ def test_refusals() -> None:
         (lambda: Muon([{"params": model.parameters(), "rule": "sgd"}]), OptimError, "'sgd' of a group is unknown.*muon, adamw"),
         (lambda: Muon([model.wide.weight], adjust_lr_fn="rms"), ValueError, "Invalid adjust_lr_fn: 'rms'.*'match_rms_adamw'"),
         (lambda: Muon([model.wide.weight], ns_steps=100), ValueError, "fewer than 100"),
+        (lambda: Muon([{"params": {model.wide.weight}}]), TypeError, "ordered"),
         (lambda: Muon([model.wide.weight], momentum=-0.1), ValueError, "Invalid momentum"),
         (lambda: Muon([model.norm.weight], adamw_lr=1e-3, adamw_betas=(1.0, 0.9)), ValueError, "Invalid betas"),
     ):

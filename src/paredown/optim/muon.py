@@ -86,36 +86,38 @@ class Muon(Optimizer):
         if rule is not None and rule not in MUON_RULES:
             raise OptimError(f"rule {rule!r} of a group is unknown. Allowed: {', '.join(MUON_RULES)}, or none, to choose by shape.")
         given: Any = group["params"]
-        params: list[Any] = [given] if isinstance(given, Tensor) else list(given)
-        if rule is not None or not params:
-            return [{"rule": "muon", **group, "params": params}]
+        params: Any = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
+        if rule is not None or not params or isinstance(given, set):  # torch refuses sets, which have no order
+            return [{**group, "rule": rule or "muon", "params": params}]
         rules = [self._rule_by_shape(item[1] if isinstance(item, tuple) else item) for item in params]
-        return [
-            {**group, "rule": name, "params": [item for item, rule in zip(params, rules, strict=True) if rule == name]}
-            | ({"lr": self._adamw["lr"]} if name == "adamw" else {})
-            for name in MUON_RULES
-            if name in rules
-        ]
+        parts = {name: [item for item, rule in zip(params, rules, strict=True) if rule == name] for name in MUON_RULES}
+        made = [{**group, "rule": name, "params": part} for name, part in parts.items() if part]
+        return [part | ({"lr": self._adamw_lr(part)} if part["rule"] == "adamw" else {}) for part in made]
 
     def _rule_by_shape(self, parameter: Any) -> str:
         is_matrix = isinstance(parameter, Tensor) and parameter.dim() == 2 and not parameter.is_complex()
         return "muon" if is_matrix and not any(parameter is other for other in self._adamw_params) else "adamw"
 
     def _complete(self, group: dict[str, Any]) -> None:
-        """Add the hyperparameters of AdamW that a group lacks; OptimError if there is no learning rate for it."""
+        """Add the hyperparameters of AdamW that a group lacks."""
         decay = self._adamw["weight_decay"]
         group.setdefault("weight_decay", self.defaults["weight_decay"] if decay is None else decay)
-        group["eps"] = group.get("eps", self._adamw["eps"])
-        group["betas"] = group.get("betas", self._adamw["betas"])
-        group["lr"] = self._adamw["lr"] if group.get("lr") is None else group["lr"]
-        if group["lr"] is None:
-            if group.get("adjust_lr_fn", self.defaults["adjust_lr_fn"]) != "match_rms_adamw":
-                raise OptimError(
-                    f"{len(group['params'])} parameters that are not matrices of hidden layers are updated by AdamW, and lr="
-                    f"{self.defaults['lr']} is that of Muon, which is larger: give adamw_lr, such as 3e-4, or "
-                    "adjust_lr_fn='match_rms_adamw', with which both take lr."
-                )
-            group["lr"] = self.defaults["lr"]
+        for name in ("betas", "eps"):
+            group.setdefault(name, self._adamw[name])
+        if "lr" not in group:
+            group["lr"] = self._adamw_lr(group)
+
+    def _adamw_lr(self, group: Mapping[str, Any]) -> Any:
+        """The learning rate for AdamW in a group whose own is that of Muon; OptimError if there is none."""
+        if self._adamw["lr"] is not None:
+            return self._adamw["lr"]
+        if group.get("adjust_lr_fn", self.defaults["adjust_lr_fn"]) == "match_rms_adamw":
+            return group.get("lr", self.defaults["lr"])
+        raise OptimError(
+            f"{len(group['params'])} parameters that are not matrices of hidden layers are updated by AdamW, and lr="
+            f"{group.get('lr', self.defaults['lr'])} is that of Muon, which is usually larger: give adamw_lr, such as 3e-4, or "
+            "adjust_lr_fn='match_rms_adamw', with which both take lr."
+        )
 
     def _check_matrices(self, group: Mapping[str, Any]) -> None:
         """Raise OptimError for parameters of a Muon group that are not whole matrices."""
