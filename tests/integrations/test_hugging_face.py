@@ -260,6 +260,34 @@ def test_as_a_callback_with_an_optimizer_class(tmp_path: Path) -> None:
     assert "updates/flips" in trainer.state.log_history[0]
 
 
+def test_weights_without_a_residue_and_a_small_learning_rate_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, rate, says in (("lpmm", 1e-5, True), ("half", 5e-5, True), ("lpmm", 6e-5, False), ("fine_tune", 1e-5, False)):
+        caplog.clear()
+        attach(trainer_in(tmp_path, learning_rate=rate), pare.Plan.preset(name)).close()
+        assert ("preset('fine_tune')" in caplog.text and f"learning_rate={rate:g} is small" in caplog.text) == says, (name, rate)
+
+
+def test_muon_updates_hidden_matrices_and_resumes(tmp_path: Path) -> None:
+    """Embeddings, the head that is tied to them, biases and norms by AdamW; a resumed run ends with the bits of an unbroken one."""
+    ends: list[dict[str, Tensor]] = []
+    for resumes in (False, True):
+        trainer = trainer_in(tmp_path, save_strategy="steps", save_steps=2)
+        callback = attach(trainer, pare.Plan.preset("half"), optimizer="muon")
+        assert "paredown.optim.Muon replaces" in callback.optimizer
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumes else None)
+        ends.append(state(trainer.model))
+        groups = trainer.optimizer.optimizer.param_groups
+        named = {id(p): name for name, p in trainer.model.named_parameters()}
+        hidden = [named[id(p)] for group in groups if group["rule"] == "muon" for p in group["params"]]
+        assert hidden == [
+            f"transformer.h.{i}.{part}.weight"
+            for i in range(2)
+            for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        ]
+        assert sum(len(group["params"]) for group in groups) == len(named)
+    assert_equal(ends[1], ends[0])
+
+
 def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     late = trainer_in(tmp_path)
     late.add_callback(TrainerPlanCallback(PLAN))

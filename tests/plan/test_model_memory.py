@@ -144,9 +144,11 @@ def test_a_large_model_takes_a_quarter() -> None:
     assert sizes == sorted(sizes, reverse=True)
     parameters = sum(p.numel() for p in model.parameters())
     assert sizes[0] == 16 * parameters
-    for size, bytes_each in zip(sizes[1:], (6.09375, 5.09375, 4.109375, 3.109375), strict=True):  # of what is packed, by hand
+    for size, bytes_each in zip(
+        sizes[1:], (6.09375, 6.0234375, 5.09375, 4.109375, 3.109375), strict=True
+    ):  # of what is packed, by hand
         assert size == pytest.approx(bytes_each * parameters, rel=0.005)  # norms and biases are a thousandth of the parameters
-    assert footprint(found, LPMM).model_bytes == sizes[3] <= 0.27 * sizes[0]
+    assert footprint(found, LPMM).model_bytes == sizes[4] <= 0.27 * sizes[0]
 
 
 # --- when plain copies are there -----------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_edits_make_the_next_plan() -> None:
 
 
 BITS = {"activations8": 8.25, "activations8f": 8.25, "activations4": 4.25, "activations4a": 4.5, "activations2": 2.5}
-BYTES = {"safe": 6.09, "half": 5.09, "lpmm": 4.11, "lpmm4": 3.11}  # a parameter, with AdamW
+BYTES = {"safe": 6.09, "fine_tune": 6.02, "half": 5.09, "lpmm": 4.11, "lpmm4": 3.11}  # a parameter, with AdamW
 
 
 def test_presets() -> None:

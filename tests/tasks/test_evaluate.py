@@ -151,6 +151,7 @@ def test_progress_is_told_and_the_curve_is_the_same() -> None:
         OptimizerSettings("sgdm", 0.1, {"nesterov": True}, "constant"),
         OptimizerSettings("adamw", 0.01, max_norm=1.0),
         OptimizerSettings("lion", 3e-3),
+        OptimizerSettings("muon", 0.01),
         OptimizerSettings("adamw", 0.01, loss_scale=1024.0, max_norm=1.0),
     ],
 )

@@ -109,3 +109,38 @@ def test_optimizers_of_paredown(make, moments: int) -> None:
         (INT8.nbytes((SIDE, SIDE)) + 4 * VECTOR) * (moments > n) for n in range(2)
     ]
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_muon_has_one_moment_of_hidden_matrices() -> None:
+    """By name, by an instance, and as the optimizer allocates it; the workspace is that of the largest matrix."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.hidden, self.head = nn.Embedding(80, SIDE), nn.Linear(SIDE, 2 * SIDE), nn.Linear(2 * SIDE, 80)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.hidden(self.embedding(x)))
+
+    model = Net()
+    optimizer = pare.optim.Muon(model.parameters(), adamw_lr=1e-3, adamw_params=pare.optim.embeddings_and_head(model))
+    traces = [
+        pare.trace_step(model, (torch.arange(8), torch.arange(8)), loss=nn.functional.cross_entropy, optimizer=given, device="cpu")
+        for given in ("muon", optimizer)
+    ]
+    hidden, total = 2 * SIDE * SIDE, sum(p.numel() for p in model.parameters())
+    for trace in traces:
+        sizes = kept(footprint(trace))
+        assert (sizes["moment1"], sizes["moment2"]) == (4 * total, 4 * (total - hidden))
+        (workspace,) = (output for output in trace.outputs if output.op == "newton_schulz")
+        assert workspace.nbytes == 4 * hidden + 4 * SIDE * SIDE
+    pare.apply(LPMM, model)  # the optimizer follows
+    nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8)).backward()
+    optimizer.step()
+    stored = {"moment1": 0, "moment2": 0}
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            role = {"momentum_buffer": "moment1", "exp_avg": "moment1", "exp_avg_sq": "moment2"}.get(name.partition(".")[0])
+            stored |= {role: stored[role] + value.nbytes} if role else {}
+    packed = kept(footprint(traces[0], LPMM))
+    assert {role: packed[role] for role in stored} == stored

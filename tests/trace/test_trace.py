@@ -380,7 +380,7 @@ def test_wrong_arguments_raise_trace_error() -> None:
         trace(model, (X,))
     with pytest.raises(TraceError, match=r"a tensor of shape \(2, 4096\). Pass a loss"):
         trace(model, (X,), loss=None)
-    with pytest.raises(TraceError, match="Allowed: sgd, sgdm, adam, adamw, lion"):
+    with pytest.raises(TraceError, match="Allowed: sgd, sgdm, adam, adamw, lion, muon"):
         trace(model, optimizer="adagrad")
     with pytest.raises(TraceError, match="Allowed: cuda, cpu"):
         trace(model, device="tpu")

@@ -56,12 +56,15 @@ ErrorOf = Callable[[Slot, Format], float]
 LADDER: Ladder = (None, *(Format.parse(text) for text in ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")))
 MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more have the same one
 OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value)
-_PLAIN_GRADIENT = {name: {role: text for role, text in row.items() if role != "gradient"} for name, row in TIERS.items()}
+_TIERS = {
+    name: row for name, row in TIERS.items() if row and name != "fine_tune"
+}  # which differs from safe by the length of blocks
+_PLAIN_GRADIENT = {name: {role: text for role, text in row.items() if role != "gradient"} for name, row in _TIERS.items()}
 TIER_ROWS: Mapping[str, Mapping[str, str]] = {
     "full": {},
     "moments8": {role: text for role, text in TIERS["safe"].items() if role in ("moment1", "moment2")},
-    **{f"{name}, plain gradients": row for name, row in _PLAIN_GRADIENT.items() if row},
-    **{name: row for name, row in TIERS.items() if row},
+    **{f"{name}, plain gradients": row for name, row in _PLAIN_GRADIENT.items()},
+    **_TIERS,
 }
 
 

@@ -42,7 +42,7 @@ from paredown.trace.trace import Trace
 NUMBER = re.compile(r"(?<![^.])\d+(?=[.:])")  # the index of a layer in a path
 Formats = Mapping[tuple[str, Role], Format | None]
 Rules = tuple[tuple[str, Assignment], ...]
-SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "SGD", "AdamW", "Lion"})  # of paredown.optim
+SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "muon", "SGD", "AdamW", "Lion", "Muon"})  # of paredown.optim
 
 
 @dataclass(frozen=True, eq=False)

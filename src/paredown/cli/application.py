@@ -221,6 +221,7 @@ PLAN_NAMES = (
     "activations4a",
     "activations2",
     "safe",
+    "fine_tune",
     "half",
     "lpmm",
     "lpmm4",
@@ -283,7 +284,7 @@ HereOption = Annotated[
 AutocastOption = Annotated[str | None, typer.Option("--autocast", metavar="DTYPE", help="bf16, fp16 or none.", show_default=False)]
 CompiledOption = Annotated[bool, typer.Option("--compiled", help="torch.compile compiles the model: session.compile().")]
 OptimizerOption = Annotated[
-    str | None, typer.Option("--optimizer", help="sgd, sgdm, adamw or lion. (default: the task's; adamw)", show_default=False)
+    str | None, typer.Option("--optimizer", help="sgd, sgdm, adamw, lion or muon. (default: the task's; adamw)", show_default=False)
 ]
 InputOption = Annotated[
     str | None,

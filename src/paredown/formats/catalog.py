@@ -17,12 +17,16 @@ A tier names the formats of weights, gradients and optimizer state, by role. Pla
     bytes per parameter: weights, moments, gradient accumulator, scales        SGD with momentum, Lion     AdamW
     (torch, all fp32)                                                          12                          16
     safe    bf16 weight + 8-bit residue, 8-bit moments and accumulator          5.06                        6.09
+    fine_tune   as `safe`, in blocks of 256                                    5.02                        6.02
     half    bf16 weight, stochastic rounding; the rest as in `safe`            4.06                        5.09
     lpmm    8 bits for everything, no copy in higher precision                 3.08                        4.11
     lpmm4   8-bit weights and accumulator, 4-bit moments                       2.58                        3.11
 
 Weights, accumulators and the second moment are sums of many small changes. They are rounded stochastically unless a plan or a keyword
 sets another rounding (`roles.ACCUMULATED`): rounding to nearest would lose every change below half a step of the format.
+
+`fine_tune` is for learning rates of SMALL_LEARNING_RATE and less, at which weights without a residue follow float32 with much noise
+(`docs/optimizers.md`). It takes no more than bf16 weights and gradients with the 8-bit moments of bitsandbytes, 6.03 bytes.
 
 A parameter of fewer than MIN_DIMS dimensions or MIN_NUMEL values is small: in every tier its weight and gradient are
 unmodified and its moments are float32; a bfloat16 weight gets an 8-bit residue (Role.RESIDUE).
@@ -108,16 +112,19 @@ def find_format(format: Format | str) -> Format:
 
 # --- Tiers ---
 
+SMALL_LEARNING_RATE = 5e-5
 MIN_DIMS = 2
 MIN_NUMEL = 4096
 
 _MOMENTS8 = {"moment1": "int8/64@bf16", "moment2": "uint8/64@bf16", "gradient": "int8/64@bf16"}
+_MOMENTS8_LONG = {"moment1": "int8/256@bf16", "moment2": "uint8/256@bf16", "gradient": "int8/256@bf16"}
 _MOMENTS4 = {"moment1": "int4/64@bf16", "moment2": "uint4/64@bf16", "gradient": "int8/64@bf16"}
 
 TIERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "full": {},
         "safe": {"weight": "bf16", "residue": "int8", **_MOMENTS8},
+        "fine_tune": {"weight": "bf16", "residue": "int8", **_MOMENTS8_LONG},
         "half": {"weight": "bf16", **_MOMENTS8},
         "lpmm": {"weight": "int8/64@e8m0", **_MOMENTS8},
         "lpmm4": {"weight": "int8/64@e8m0", **_MOMENTS4},

@@ -24,6 +24,7 @@ from transformers.trainer_callback import ExportableState
 
 from paredown import optim
 from paredown.errors import ApplyError, OptimError
+from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.integrations.monitor import AppliedPlan
 from paredown.plan.plan import Plan
 from paredown.roles import Role
@@ -38,6 +39,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (lambda: optim.AdamW, {BETAS: ("adam_beta1", "adam_beta2"), "eps": "adam_epsilon"}),
     "lion": (lambda: optim.Lion, {BETAS: ("adam_beta1", "adam_beta2")}),
     "sgd": (lambda: optim.SGD, {}),
+    "muon": (lambda: optim.Muon, {"adamw_betas": ("adam_beta1", "adam_beta2"), "adamw_eps": "adam_epsilon"}),
 }
 # TrainingArguments.optim -> the optimizer above with the same update rule, whatever stores its state
 EQUALS = {
@@ -121,7 +123,8 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
 def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, dict[str, Any]]:
     """`optimizer_cls_and_kwargs` of a Trainer: paredown's optimizer with learning rate, betas and eps of TrainingArguments.
 
-    The trainer sets weight decay for each group. SGD takes momentum, dampening and nesterov from `args.optim_args`.
+    The trainer sets weight decay for each group. SGD takes momentum, dampening and nesterov from `args.optim_args`. Muon's adjust_lr_fn is
+    "match_rms_adamw", for which learning rates of AdamW are right; give it adamw_params=paredown.optim.embeddings_and_head(model).
     `options` are more arguments of the optimizer, such as tier="half".
     """
     if name not in OPTIMIZERS:
@@ -136,7 +139,7 @@ def optimizer_of(args: Any, name: str = "adamw", **options: Any) -> tuple[Any, d
     read = {
         key: getattr(args, of) if isinstance(of, str) else tuple(getattr(args, part) for part in of) for key, of in sources.items()
     }
-    read |= _sgd_arguments(args) if name == "sgd" else {}
+    read |= _sgd_arguments(args) if name == "sgd" else {"adjust_lr_fn": "match_rms_adamw"} if name == "muon" else {}
     return optimizer_class(), {"lr": args.learning_rate, **read, **options}
 
 
@@ -159,8 +162,8 @@ def _optim(args: Any) -> str:
 def attach(trainer: Any, plan: Plan, *, optimizer: str | None = None, verify: bool = False, **options: Any) -> TrainerPlanCallback:
     """Apply `plan` to a trainer's model, and log which optimizer will run. `options`: of TrainerPlanCallback.
 
-    `optimizer`: "adamw", "lion" or "sgd" of paredown.optim; by default the one with the update rule of `TrainingArguments.optim`, if the
-    plan requests formats of an optimizer, else the trainer's. An optimizer that the trainer has already is kept.
+    `optimizer`: "adamw", "lion", "sgd" or "muon" of paredown.optim; by default the one with the update rule of `TrainingArguments.optim`,
+    if the plan requests formats of an optimizer, else the trainer's. An optimizer that the trainer has already is kept.
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
     they differ by more than the tolerance.
     """
@@ -172,11 +175,13 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str | None = None, verify: bo
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     trainer.callback_handler.callbacks.insert(0, callback)  # before the loggers, so that they log its numbers
     if chosen is not None:
-        trainer.optimizer_cls_and_kwargs = optimizer_of(trainer.args, chosen)
+        of_model = {"adamw_params": optim.embeddings_and_head(unwrapped(trainer.model))} if chosen == "muon" else {}
+        trainer.optimizer_cls_and_kwargs = optimizer_of(trainer.args, chosen, **of_model)
         if isinstance(callback.session, Session):
             callback.session.awaits_optimizer = True
-    if trainer.is_world_process_zero():
-        log.warning("paredown: %s", callback.optimizer)
+    for text in (callback.optimizer, _small_rate_hint(trainer.args.learning_rate, plan)):
+        if text and trainer.is_world_process_zero():
+            log.warning("paredown: %s", text)
     if verify:
         _verify_first(trainer, callback)
     return callback
@@ -207,6 +212,17 @@ def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | N
     moments = callback.plan.find(("",), Role.MOMENT1).format
     stored = f"moments in {moments}" if moments is not None else "moments in float32, since the plan requests no format for them"
     return equal, f"optim={optim_name!r} runs as paredown.optim.{OPTIMIZERS[equal][0]().__name__}: the same update rule, {stored}."
+
+
+def _small_rate_hint(learning_rate: float, plan: Plan) -> str:
+    """A sentence if the learning rate is too small for the plan's weights; "" otherwise."""
+    weight, residue = (plan.find(("",), role).format for role in (Role.WEIGHT, Role.RESIDUE))
+    if weight is None or residue is not None or not 0 < learning_rate <= SMALL_LEARNING_RATE:
+        return ""
+    return (
+        f"learning_rate={learning_rate:g} is small for weights in {weight} without a residue: most updates are less than their step, and "
+        "they follow float32 with much noise. Plan.preset('fine_tune') follows it closely, in 6.02 bytes a parameter with AdamW."
+    )
 
 
 def _check_attached(trainer: Any, plan: Any) -> None:

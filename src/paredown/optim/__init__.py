@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from paredown.lazy import loader
 
 if TYPE_CHECKING:
+    from paredown.optim.muon import Muon, embeddings_and_head
     from paredown.optim.optimizers import SGD, AdamW, Lion
 
-__all__ = ["SGD", "AdamW", "Lion"]
+__all__ = ["SGD", "AdamW", "Lion", "Muon", "embeddings_and_head"]
 
-__getattr__ = loader(__name__, optimizers="SGD AdamW Lion")
+__getattr__ = loader(__name__, optimizers="SGD AdamW Lion", muon="Muon embeddings_and_head")

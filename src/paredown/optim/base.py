@@ -23,7 +23,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -159,8 +159,18 @@ class MemoryOptions:
         return {"tier": self.tier, **formats, "rounding": self.rounding}
 
 
+class TorchOptimizer(Protocol):
+    """What the driver uses of an optimizer of torch.optim."""
+
+    state: Any
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> Any:
+        """Update all parameters that have gradients."""
+
+
 class Optimizer(torch.optim.Optimizer, ABC):
-    """Base class of SGD, AdamW and Lion, which define rule, hyperparameters, and the torch.optim class of tier "full"."""
+    """Base class of SGD, AdamW, Lion and Muon, which define rule, hyperparameters, and the torch.optim class of tier "full"."""
 
     rule_name: str
 
@@ -180,7 +190,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._entries: list[ParameterState] = []
         self._by_id: dict[int, ParameterState] = {}
         self._counts = UpdateCounters()
-        self._torch: torch.optim.Optimizer | None = None
+        self._torch: TorchOptimizer | None = None
         self._full: list[ParameterState] | None = None  # the entries that it updates
         self._batches = StepBatches(self)
         self._hooks: list[Any] = []
@@ -198,7 +208,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Raise ValueError for hyperparameters out of range."""
 
     @abstractmethod
-    def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+    def make_torch(self, groups: list[dict[str, Any]]) -> TorchOptimizer | None:
         """The torch.optim optimizer for parameters with nothing packed; None if torch has none."""
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:

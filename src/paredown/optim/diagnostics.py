@@ -149,12 +149,12 @@ class UpdateCounters:
             self._warn_once(
                 "lost", lost, f"{lost[0].dead_zone:.1%} of the updates of {{}} are smaller than half a step of {lost[0].format}, and "
                 f"{lost[0].rounding} rounding loses them. Round stochastically (rounding={{'weight': 'stochastic'}}), or make updates "
-                "larger: microbatches=8 with the learning rate scaled up (linearly for SGD), or use tier 'half' or 'safe'.",
+                "larger: microbatches=8 with the learning rate scaled up (linearly for SGD), or use tier 'fine_tune'.",
             )  # fmt: skip
         if rare:
             self._warn_once(
                 "rare", rare, f"updates of {{}} are so small beside a step of {rare[0].format} that a value moves once in "
-                f"{1 / max(rare[0].flips, 1e-12):,.0f} steps. Use tier 'half' or 'safe' for such learning rates, or microbatches=8 with "
+                f"{1 / max(rare[0].flips, 1e-12):,.0f} steps. Use tier 'fine_tune' for such learning rates, or microbatches=8 with "
                 "the learning rate scaled up.",
             )  # fmt: skip
         if broken:

@@ -5,7 +5,7 @@
     loss.backward(); opt.step(); opt.zero_grad()
 
 Arguments that torch.optim does not have:
-* `tier`: "full", "safe", "half", "lpmm", "lpmm4" (`formats/catalog.py`), or None: the plan of the model's
+* `tier`: "full", "safe", "fine_tune", "half", "lpmm", "lpmm4" (`formats/catalog.py`), or None: the plan of the model's
   session (applied before or after), or "full" without one.
 * `weight`, `residue`, `moment1`, `moment2`, `gradient`: formats that override those of the tier; None leaves that tensor unmodified.
 * `rounding`: {"weight": "nearest_even", ...}, which overrides the defaults.
@@ -56,7 +56,7 @@ class SGD(Optimizer):
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for hyperparameters out of range."""
-        _check(group, "lr", "momentum", "weight_decay")
+        check_numbers(group, "lr", "momentum", "weight_decay")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
@@ -101,18 +101,12 @@ class AdamW(Optimizer):
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for hyperparameters out of range."""
-        _check(group, "lr", "eps", "weight_decay")
-        _check_betas(group["betas"])
+        check_numbers(group, "lr", "eps", "weight_decay")
+        check_betas(group["betas"])
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
         """The hyperparameters of the rule, defined in `rules.py`."""
-        lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
-        values = {
-            "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "beta1": beta1, "rest1": 1.0 - beta1, "beta2": beta2,
-            "rest2": 1.0 - beta2, "step_size": lr / (1.0 - beta1**step), "inverse_root": 1.0 / sqrt(1.0 - beta2**step),
-            "eps": float(group["eps"]),
-        }  # fmt: skip
-        return tuple(values[name] for name in self.rule.hyper_names)
+        return adamw_hyper(group, step, factor)
 
     def make_torch(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer of parameters for which nothing is packed."""
@@ -124,7 +118,7 @@ class Lion(Optimizer):
     """Lion: p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g), m <- beta2 m + (1 - beta2) g.
 
     Every weight changes by lr in each step: in an 8-bit format by a whole step of the format with probability lr / step. Choose lr at least
-    1 % of that step (`opt.diagnostics()` reports how often values change), or tier "half" or "safe".
+    1 % of that step (`opt.diagnostics()` reports how often values change), or tier "half" or "fine_tune".
     """
 
     rule_name = "lion"
@@ -146,8 +140,8 @@ class Lion(Optimizer):
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for hyperparameters out of range."""
-        _check(group, "lr", "weight_decay")
-        _check_betas(group["betas"])
+        check_numbers(group, "lr", "weight_decay")
+        check_betas(group["betas"])
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
         """The hyperparameters of the rule, defined in `rules.py`."""
@@ -162,6 +156,17 @@ class Lion(Optimizer):
         """None: torch.optim has no Lion."""
 
 
+def adamw_hyper(group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
+    """The hyperparameters of the rule "adamw" at a step (counted from 1)."""
+    lr, (beta1, beta2) = lr_of(group), (float(beta) for beta in group["betas"])
+    values = {
+        "factor": factor, "keep": 1.0 - lr * float(group["weight_decay"]), "beta1": beta1, "rest1": 1.0 - beta1, "beta2": beta2,
+        "rest2": 1.0 - beta2, "step_size": lr / (1.0 - beta1**step), "inverse_root": 1.0 / sqrt(1.0 - beta2**step),
+        "eps": float(group["eps"]),
+    }  # fmt: skip
+    return tuple(values[name] for name in RULES["adamw"].hyper_names)
+
+
 def lr_of(group: Mapping[str, Any]) -> float:
     """The learning rate as a float; OptimError if it is a tensor on a GPU."""
     lr = group["lr"]
@@ -173,7 +178,7 @@ def lr_of(group: Mapping[str, Any]) -> float:
     return float(lr)
 
 
-def _check(group: Mapping[str, Any], *names: str) -> None:
+def check_numbers(group: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError, as torch.optim does, for negative hyperparameters and for tensors of several values."""
     for name in names:
         value = group[name]
@@ -183,6 +188,7 @@ def _check(group: Mapping[str, Any], *names: str) -> None:
             raise ValueError(f"Invalid {name}: {value}; it has to be at least 0.")
 
 
-def _check_betas(betas: Any) -> None:
+def check_betas(betas: Any) -> None:
+    """Raise ValueError for betas out of range."""
     if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise ValueError(f"Invalid betas: {betas}; each has to be at least 0 and below 1.")

@@ -177,7 +177,7 @@ def _check(wanted: Mapping[Role, Choice], name: str) -> None:
     if residue is not None and (str(residue) != "int8" or weight is None or str(weight) != "bf16"):
         raise OptimError(
             f"{name}: residue={residue} beside weight={weight}: the residue is 'int8', the 8 bits that follow a 'bf16' weight. "
-            "Give weight='bf16', residue='int8' (tier 'safe'), or residue=None."
+            "Give weight='bf16', residue='int8' (tiers 'safe' and 'fine_tune'), or residue=None."
         )
     for role in (Role.MOMENT1, Role.MOMENT2, Role.GRADIENT):
         format = wanted[role][0]

@@ -13,6 +13,10 @@ and a >= 0.2 L s; otherwise it becomes the smallest that covers a, at least 2^-1
 
 A block in which a new value is not finite (p' and m' at 2^126 and above count as such) is not updated, in any slot.
 
+A rule of matrices (muon) takes two passes over the rows: the first decodes m and g and writes what is orthogonalized, in bfloat16; the
+second decodes p, m and g, and stores p' and m'. Decoded values exist for some rows at a time. A value of the gradient that is not
+finite makes all of O not finite, and no block of the matrix is updated.
+
 Integer codes in blocks are rounded by `whole_parts`: floor(x / scale + u), or to nearest. All other values are rounded by the codec.
 Random bits of the weight with index i in the whole tensor are those of Seed(seed, tensor=8 * tensor_id, step) at i // 4, times one of
 `PLACE_BITS` for i % 4, modulo 2^32; those of a moment are the same times one of `MOMENT_BITS`. Any two of these 12 form a lattice that
@@ -62,7 +66,7 @@ from paredown.codec.reference import (
 from paredown.formats.element import Element, ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
-from paredown.optim.rules import Rule, as_float32, from_stored_root, stored_root
+from paredown.optim.rules import Numbers, Rule, as_float32, from_stored_root, look_ahead, newton_schulz, step_along, stored_root
 
 PLAIN_BLOCK = 64  # values that are skipped together if one is not finite, where no slot has blocks
 PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -153,7 +157,7 @@ STAYS_ABOVE = 0.2  # of the largest value: a sticky scale is lowered below this
 SAMPLED_BLOCKS, SAMPLED_EVERY = 64, 16
 MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # factors from the random bits of a weight to those of its moments
 PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)  # factors from the random bits of four weights to those of each
-PIECE = 1 << 18  # values at a time
+PIECE, GPU_PIECE = 1 << 18, 1 << 20  # values at a time, on a CPU and on a GPU, where a piece is some 100 launches
 GIVEN = "given"
 
 
@@ -161,18 +165,32 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
     """One update of a unit, in place."""
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
-    for rows in _pieces(unit.rows, unit.cols):
+    direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
+    for rows in _pieces(unit):
         piece = _Piece(unit, rows, block, Seed(seed, 8 * unit.tensor_id, step, unit.first_index + rows.start * unit.cols))
         g = values(piece.slot(unit.gradient), unit.cols, factor)
         old = [values(piece.slot(slot), unit.cols) for slot in (unit.weight, *unit.moments)]
         if unit.residue is not None:
             old[0] = _with_residue(piece.slot(unit.weight).codes, piece.slot(unit.residue).codes)
-        p, moments = rule.update(old[0], g, tuple(old[1:]), numbers)
+        if direction is None:
+            p, moments = rule.update(old[0], g, tuple(old[1:]), numbers)
+        else:
+            p, moments = step_along(direction[rows], old[0], numbers, (unit.rows, unit.cols)), look_ahead(g, old[1], numbers)[:1]
         if (
             old[0].data_ptr() == piece.slot(unit.weight).codes.data_ptr()
         ):  # a float32 weight is overwritten before the changes are counted
             old[0] = old[0].clone()
         piece.store(old[0], p, moments)
+
+
+def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
+    """The mean that a rule of matrices orthogonalizes, bfloat16 (rows, cols), from pieces of momentum and gradient; stores nothing."""
+    mean = torch.empty(unit.rows, unit.cols, dtype=torch.bfloat16, device=unit.weight.codes.device)
+    for rows in _pieces(unit):
+        piece = _Piece(unit, rows, 0, Seed(0, 0))
+        g, m = values(piece.slot(unit.gradient), unit.cols, factor), values(piece.slot(unit.moments[0]), unit.cols)
+        mean[rows] = look_ahead(g, m, numbers)[1]
+    return mean
 
 
 class Fold(NamedTuple):
@@ -219,11 +237,11 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
     return values_of(unpack_bits(codes, element.width, cols), element)
 
 
-def _pieces(rows: int, cols: int) -> Iterator[slice]:
-    height = max(1, PIECE // max(cols, 1))
-    for first in range(0, rows, height):
-        if cols:
-            yield slice(first, min(first + height, rows))
+def _pieces(unit: UpdateUnit) -> Iterator[slice]:
+    height = max(1, (GPU_PIECE if unit.weight.codes.is_cuda else PIECE) // max(unit.cols, 1))
+    for first in range(0, unit.rows, height):
+        if unit.cols:
+            yield slice(first, min(first + height, unit.rows))
 
 
 def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:

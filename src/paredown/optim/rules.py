@@ -11,9 +11,16 @@ return the same bits. `h` holds the numbers of a step as float32, in the order o
                e = 1 / (root(v') inverse_root + eps)                           p' = (p keep) - (step_size m') e
     lion       c = beta1 m + (rest1 g);  m' = beta2 m + (rest2 g)              p' = (p keep) - lr sign(c)
 
+    muon       m' = momentum m + rest g;  u = momentum m' + rest g (nesterov), or m';
+               O = newton_schulz(u)                                            p' = p keep - (lr ratio) O
+
 carry is momentum, and 0 on the first step of a tensor, where fresh is 1: torch's first m' is d. keep = 1 - lr weight_decay,
 rest = 1 - beta, step_size = lr / (1 - beta1^t), inverse_root = 1 / root(1 - beta2^t). 2^-100 is far below
 eps^2, and avoids a special case for the root of 0.
+
+muon needs the whole matrix: `look_ahead`, `newton_schulz` and `step_along` are its three parts, with the operations of torch.optim.Muon on
+numbers that are not rounded to float32, so that unpacked float32 state gives torch's bits. newton_schulz brings the singular values of u
+near 1, in bfloat16: X = u / |u|, then `steps` times X <- a X + (b A + c A A) X with A = X X^T, for the shorter side of u as rows.
 
 >>> rule = RULES["sgdm"]
 >>> h = rule.numbers((1.0, 0.5, 0.9, 0.9, 1.0, 0.0))
@@ -25,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from struct import pack, unpack
 
 import torch
@@ -49,12 +57,13 @@ class Rule:
     roles: tuple[Role, ...]
     names: tuple[str, ...]
     hyper_names: tuple[str, ...]
+    is_of_matrix: bool = False  # an update of one value depends on the whole matrix
 
     def numbers(self, hyper: Sequence[float]) -> Numbers:
-        """The hyperparameters of a step by name, rounded to float32."""
+        """The hyperparameters of a step by name, rounded to float32 unless the rule is of matrices."""
         if len(hyper) != len(self.hyper_names):
             raise OptimError(f"{self.name} reads {', '.join(self.hyper_names)}: {len(self.hyper_names)} numbers, not {len(hyper)}.")
-        return dict(zip(self.hyper_names, (as_float32(n) for n in hyper), strict=True))
+        return dict(zip(self.hyper_names, hyper if self.is_of_matrix else map(as_float32, hyper), strict=True))
 
 
 def as_float32(number: float) -> float:
@@ -123,6 +132,42 @@ def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Mo
     return fused(-h["lr"], torch.sign(c), p * h["keep"]), (fused(h["beta2"], moments[0], h["rest2"] * g),)
 
 
+def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
+    """Momentum whose update is orthogonalized, of a whole matrix; `reference.update` calls the three parts on rows of it."""
+    m, u = look_ahead(g, moments[0], h)
+    return step_along(newton_schulz(u.bfloat16(), h), p, h, p.shape), (m,)
+
+
+def look_ahead(g: Tensor, m: Tensor, h: Numbers) -> tuple[Tensor, Tensor]:
+    """The next momentum, and the mean that is orthogonalized."""
+    m = torch.lerp(m, g, 1 - h["momentum"])
+    return m, torch.lerp(g, m, h["momentum"]) if h["nesterov"] else m
+
+
+def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
+    """A matrix with the singular vectors of `x`, and singular values near 1 instead of its own; `x`, bfloat16, is overwritten.
+
+    Beside `x` it allocates one matrix of the size of `x` and two squares of the shorter side, if the caller keeps no reference to `x`.
+    """
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    x.div_(x.norm().clamp(min=h["eps"]))
+    for _ in range(int(h["steps"])):
+        gram = x @ x.T  # (short, short)
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=h["b"], alpha=h["c"]), x, beta=h["a"])
+    return x.T if is_tall else x
+
+
+def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -> Tensor:
+    """The parameter after decay and a step along rows of the orthogonalized update; `shape` is that of the whole matrix.
+
+    The ratio of the step to lr: root(max(1, rows / cols)), or 0.2 root(max(rows, cols)) if `match_rms`, as in updates of AdamW.
+    """
+    rows, cols = shape
+    ratio = 0.2 * sqrt(max(rows, cols)) if h["match_rms"] else sqrt(max(1, rows / cols))
+    return torch.add(p * h["keep"], direction, alpha=-h["lr"] * ratio)
+
+
 def root(x: Tensor) -> Tensor:
     """The correctly rounded square root of float32 x >= 0. torch.sqrt is not correctly rounded on every CPU."""
     return x.double().sqrt().float()
@@ -150,6 +195,7 @@ def from_stored_root(y: Tensor, roots: int) -> Tensor:
 
 SGD_NUMBERS = ("factor", "lr", "momentum", "carry", "fresh", "weight_decay")
 MEANS = ("factor", "keep", "beta1", "rest1", "beta2", "rest2")
+MUON_NUMBERS = ("factor", "keep", "lr", "momentum", "nesterov", "match_rms", "a", "b", "c", "eps", "steps")
 RULES = {
     rule.name: rule
     for rule in (
@@ -158,5 +204,6 @@ RULES = {
         Rule("nesterov", nesterov, (Role.MOMENT1,), ("momentum_buffer",), SGD_NUMBERS),
         Rule("adamw", adamw, (Role.MOMENT1, Role.MOMENT2), ("exp_avg", "exp_avg_sq"), (*MEANS, "step_size", "inverse_root", "eps")),
         Rule("lion", lion, (Role.MOMENT1,), ("exp_avg",), (*MEANS, "lr")),
+        Rule("muon", muon, (Role.MOMENT1,), ("momentum_buffer",), MUON_NUMBERS, is_of_matrix=True),
     )
 }

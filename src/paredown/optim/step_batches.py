@@ -36,6 +36,8 @@ class StepBatch:
         is_spread = is_plain and any(isinstance(entry.parameter, DTensor) for entry in self.entries)
         self.factor = 1.0 / optimizer.microbatches if is_spread else 1.0  # other gradients are means already
         self.groups = [entry.group for entry in self.entries]
+        self.used_groups = list(dict.fromkeys(self.groups))  # other groups may have another rule, with other hyperparameters
+        self.rows = [self.used_groups.index(group) for group in self.groups]
         self.steps = [entry.step for entry in self.entries]
         self.is_uniform = len(set(self.steps)) == 1
         units = [unit_of(e, rule, optimizer.state[e.parameter], g) for e, g in pairs]
@@ -50,8 +52,8 @@ class StepBatch:
         groups = optimizer.param_groups
         if self.is_uniform:
             step = self.steps[0] + 1
-            hypers = [optimizer.hyper(group, step, self._factor(group)) for group in groups]
-            self.batch.update(hypers, self.groups if len(groups) > 1 else 0, step, gradients)
+            hypers = [optimizer.hyper(groups[i], step, self._factor(groups[i])) for i in self.used_groups]
+            self.batch.update(hypers, self.rows if len(self.used_groups) > 1 else 0, step, gradients)
         else:
             places = [(group, step + 1) for group, step in zip(self.groups, self.steps, strict=True)]
             rows = {place: i for i, place in enumerate(dict.fromkeys(places))}

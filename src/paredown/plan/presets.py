@@ -45,6 +45,7 @@ ROWS = (
         Preset(name, cast("ByRole", TIERS[name]), note)
         for name, note in (
             ("safe", "24-bit weights, the rest of the model's memory in 8 bits: trains like fp32"),
+            ("fine_tune", "24-bit weights, the rest in 8 bits in longer blocks: for learning rates of 5e-5 and less"),
             ("half", "bf16 weights without a wider copy, the rest in 8 bits"),
             ("lpmm", "weights, gradients and optimizer state in 8 bits: a quarter of the model's memory"),
             ("lpmm4", "like lpmm, with optimizer state in 4 bits"),

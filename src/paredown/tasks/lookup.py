@@ -84,7 +84,7 @@ OPTIONS: Mapping[str, TaskOption] = MappingProxyType(
         "model": TaskOption(str, "a name of paredown.models.MODELS"),
         "steps": TaskOption(int, "training steps"),
         "batch": TaskOption(int, "examples in a batch"),
-        "optimizer": TaskOption(str, "sgd, sgdm, adamw or lion"),
+        "optimizer": TaskOption(str, "sgd, sgdm, adamw, lion or muon"),
         "lr": TaskOption(float, "peak learning rate"),
         "schedule": TaskOption(str, "cosine or constant"),
         "max_norm": TaskOption(float, "norm that gradients are clipped to"),

@@ -45,6 +45,7 @@ RULES: Mapping[str, NamedOptimizer] = MappingProxyType(
         "sgdm": NamedOptimizer("SGD", {"momentum": 0.9}),
         "adamw": NamedOptimizer("AdamW", {}),
         "lion": NamedOptimizer("Lion", {}),
+        "muon": NamedOptimizer("Muon", {"adjust_lr_fn": "match_rms_adamw"}),  # one learning rate for its AdamW parameters too
     }
 )
 SCHEDULES = ("cosine", "constant")

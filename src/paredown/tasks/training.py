@@ -156,7 +156,9 @@ def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int =
     """The optimizer that `settings` names; in store mode of `paredown.optim`, with the formats of the model's session."""
     kind, implied = RULES[settings.optimizer]
     options = {"lr": settings.lr, **implied, **settings.options}
-    is_torchs = mode != "store" and hasattr(torch.optim, kind)
+    if kind == "Muon":
+        options["adamw_params"] = optim.embeddings_and_head(model)
+    is_torchs = mode != "store" and kind != "Muon" and hasattr(torch.optim, kind)
     made: Any = getattr(torch.optim if is_torchs else optim, kind)
     device = next((p.device for p in model.parameters()), CPU)
     if is_torchs and device.type == "cuda":  # fused, learning rate in a tensor: the same numbers as in a captured graph

@@ -2,13 +2,18 @@
 
 Optimizers of `paredown.optim` have a `rule`, which lists the roles of their moments; no step is run. Their moments are traced unpacked,
 and plans assign formats to them. For any other instance, one step on a tiny parameter shows which tensors it stores, and of what shape.
+
+"muon" stores one moment of each matrix of a hidden layer, and as "adamw" two of the others: parameters that are not matrices, and those of
+`paredown.optim.embeddings_and_head(model)`. Its step orthogonalizes one matrix at a time, in two bfloat16 copies and two squares of the
+shorter side: `matrix_bytes`, under every plan.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ NAMES = {
     "adam": (Role.MOMENT1, Role.MOMENT2),
     "adamw": (Role.MOMENT1, Role.MOMENT2),
     "lion": (Role.MOMENT1,),
+    "muon": (Role.MOMENT1,),  # of matrices of hidden layers
 }
 SECOND_MOMENT_WORDS = ("sq", "square", "sum", "second", "v")  # in the names of state tensors
 NOT_COPIED = ("params", "capturable")  # options not passed to the tiny optimizer; capturable needs a GPU
@@ -50,16 +56,19 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """All state of an optimizer, and the memory that its step allocates and frees (`transient_bytes`)."""
+    """All state of an optimizer, and the memory that its step allocates and frees: `transient_bytes` for parameters with nothing packed,
+    `matrix_bytes` under every plan.
+    """
 
     name: str
     states: tuple[StateTensor, ...]
     transient_bytes: int
     notes: tuple[str, ...] = ()
     released: frozenset[str] = frozenset()  # parameters that are updated inside backward; their gradients are freed there
+    matrix_bytes: int = 0
 
 
-def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], device: str) -> OptimizerState:
+def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], device: str, model: nn.Module) -> OptimizerState:
     """The state that `optimizer`, a name or an instance, stores for the trainable ones of `parameters` (name -> parameter)."""
     if optimizer is None:
         return OptimizerState("", (), 0)
@@ -69,13 +78,28 @@ def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], devi
             raise TraceError(
                 f"optimizer {optimizer!r} is unknown. Allowed: {', '.join(NAMES)}, or an instance of torch.optim.Optimizer."
             )
-        states = (StateTensor(name, role, tuple(p.shape), p.dtype) for name, p in trained.items() for role in NAMES[optimizer])
-        return OptimizerState(optimizer, tuple(states), 0)
+        rules = _rules_by_name(optimizer, trained, model)
+        states = (StateTensor(name, role, tuple(p.shape), p.dtype) for name, p in trained.items() for role in NAMES[rules[name]])
+        matrices = [p for name, p in trained.items() if rules[name] == "muon"]
+        return OptimizerState(optimizer, tuple(states), 0, matrix_bytes=_matrix_bytes(matrices))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TraceError(
             f"optimizer is a name ({', '.join(NAMES)}) or an instance of torch.optim.Optimizer, not {type(optimizer).__name__}."
         )
     return _state_of_instance(optimizer, trained, device)
+
+
+def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.Module) -> dict[str, str]:
+    """The name in `NAMES` for each parameter: under "muon", "adamw" for parameters that are not matrices of hidden layers."""
+    if optimizer != "muon":
+        return dict.fromkeys(trained, optimizer)
+    others = {id(p) for p in import_module("paredown.optim").embeddings_and_head(model)}
+    return {name: "muon" if p.dim() == 2 and id(p) not in others else "adamw" for name, p in trained.items()}
+
+
+def _matrix_bytes(matrices: Iterable[Tensor]) -> int:
+    """What orthogonalizing the largest of these takes: two bfloat16 copies, and two squares of its shorter side."""
+    return max((4 * p.numel() + 4 * min(p.shape) ** 2 for p in matrices), default=0)
 
 
 def _state_of_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], device: str) -> OptimizerState:
@@ -92,7 +116,8 @@ def _state_of_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.P
             states += _scaled(parameter, p, by_rank[p.dim()])
     except Exception as error:
         notes.append(f"the state of {name} is left out: a step on a tiny parameter failed ({type(error).__name__}: {error})")
-    return OptimizerState(name, tuple(states), _transient(optimizer, held, device), tuple(notes))
+    matrix_bytes = _matrix_bytes(held.values()) if isinstance(optimizer, torch.optim.Muon) else 0
+    return OptimizerState(name, tuple(states), _transient(optimizer, held, device), tuple(notes), matrix_bytes=matrix_bytes)
 
 
 def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, notes: list[str]) -> OptimizerState:
@@ -109,7 +134,9 @@ def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, n
     if any(group.get(keyword) not in (None, "full", "tier") for group in optimizer.param_groups for keyword in FORMAT_KEYWORDS):
         notes.append(FORMATS_NOTE.format(type(optimizer).__name__))
     transient = _transient(optimizer, held, device) if uses_torch else 0
-    return OptimizerState(type(optimizer).__name__, tuple(states), transient, tuple(notes), frozenset(held if releases else ()))
+    matrices = [p for p in held.values() if getattr(rule_for(groups[id(p)]), "is_of_matrix", False)]
+    released = frozenset(held if releases else ())
+    return OptimizerState(type(optimizer).__name__, tuple(states), transient, tuple(notes), released, _matrix_bytes(matrices))
 
 
 def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:

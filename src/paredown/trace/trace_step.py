@@ -52,8 +52,8 @@ def trace_step(
 
     `batch`: a tuple holds the model's positional arguments, and with `loss` the target as its last item; a mapping holds keyword
     arguments; a tensor is the only argument. Without `loss` the step's loss is `.loss` of the output, or the output itself if it is one
-    number. `optimizer`: "sgd", "sgdm", "adam", "adamw", "lion", or an instance. `autocast`: the dtype of the autocast context around
-    forward and loss. The model, the batch and all random states are left unchanged.
+    number. `optimizer`: "sgd", "sgdm", "adam", "adamw", "lion", "muon", or an instance. `autocast`: the dtype of the autocast context
+    around forward and loss. The model, the batch and all random states are left unchanged.
 
     `compiled`: torch.compile compiles the model. Its graphs are traced and not compiled; slots are the tensors that they save. This clears
     Dynamo's cache: what was compiled before in this process is compiled again at its next call.
@@ -64,7 +64,7 @@ def trace_step(
     if not (autocast is None or isinstance(autocast, torch.dtype)):
         raise TraceError(f"autocast is a dtype such as torch.bfloat16, or None, not {autocast!r}.")
     loss_module = nn.ModuleDict({LOSS: loss}) if isinstance(loss, nn.Module) else nn.ModuleDict()  # its parameters train too
-    state = state_of_optimizer(optimizer, {**dict(model.named_parameters()), **dict(loss_module.named_parameters())}, target)
+    state = state_of_optimizer(optimizer, {**dict(model.named_parameters()), **dict(loss_module.named_parameters())}, target, model)
 
     def traced(*, in_session: bool) -> tuple[Trace, bool]:
         """The trace, and whether in-place operations hide what they save; `in_session`: as sessions run the step, where that differs."""
@@ -127,6 +127,9 @@ class TraceBuilder:
         if state.transient_bytes:
             size = state.transient_bytes
             outputs.append(Output("optimizer.step", "", "step", (size,), "uint8", size, end, end))
+        if state.matrix_bytes:  # of phase "step" is what parameters with packed state do not need
+            size = state.matrix_bytes
+            outputs.append(Output("newton_schulz", "", "backward", (size,), "uint8", size, end, end))
         return Trace(
             model=type(self.step.model).__name__,
             batch=_describe(batch),
