@@ -220,6 +220,8 @@ PLAN_NAMES = (
     "activations4",
     "activations4a",
     "activations2",
+    "frozen8",
+    "frozen4",
     "safe",
     "half",
     "lpmm",

@@ -43,7 +43,7 @@ from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
 from paredown.plan.plan import Plan
 from paredown.plan.storage import keeps_enough, resolve_format
-from paredown.roles import FORMATTED, OF_PARAMETER, Role
+from paredown.roles import FORMATTED, OF_PARAMETER, Role, weight_role
 from paredown.sizes import FLOAT_BYTES
 from paredown.trace.operations import Use
 from paredown.trace.trace import Part, Slot, Trace, index_bytes
@@ -94,6 +94,8 @@ FULL = ParameterFormats(True)
 def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = False) -> ParameterFormats:
     """The formats under `plan` of the parameter whose slot is `weight`; weights of a compiled model are not packed."""
     requested = {role: plan.find((weight.name,), role).format for role in OF_PARAMETER} if plan.rules else {}
+    if weight.is_frozen and plan.rules:
+        requested[Role.WEIGHT] = plan.find((weight.name,), weight_role(is_frozen=True)).format
     if weight.stays or weight.dtype not in FLOAT_BYTES or not any(requested.values()):
         return FULL
     if is_small(weight.shape):

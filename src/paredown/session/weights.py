@@ -34,7 +34,7 @@ from paredown.formats.format import Format
 from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_parameter
 from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
 from paredown.plan.plan import Plan
-from paredown.roles import Role
+from paredown.roles import weight_role
 from paredown.session.changes import ADDED, UNMODIFIED, Change
 from paredown.session.saved_weights import (
     PackedModule,
@@ -56,6 +56,8 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 SMALL = "packing them would save little, and norms and biases are sensitive"
 HELD = "it is still referenced after the forward pass: it stays unpacked until backward has used it"
 REPLACED = "the parameter was replaced after apply"
+FROZEN_LATER = "it was added or frozen after the plan was applied: freeze weights before apply"
+QUANTIZED_BEFORE = "it is a {}, which is quantized or wrapped already, and stays unmodified"
 RELEASED = "its dtype or device became one that is not packed: it is unpacked from then on"
 NO_BACKWARD = -1  # id of the current graph task outside backward
 
@@ -128,10 +130,13 @@ class Weights:
         names = {*self._plain, *self.weights, *self.not_packed, *self.small, *(name for name, *_ in self._loading)}
         known = {id(parameters[name]) for name in names if name in parameters}  # by id: a parameter may have several names
         for name, parameter in parameters.items():
-            format = self._plan.find((name,), Role.WEIGHT).format
+            format = self._format(name, parameter)
             if format is not None and id(parameter) not in known and weight_of(parameter) is None and not is_small(parameter.shape):
                 known.add(id(parameter))
-                yield Change(f"weight={name}", str(format), UNMODIFIED, ADDED)
+                yield Change(f"weight={name}", str(format), UNMODIFIED, ADDED if parameter.requires_grad else FROZEN_LATER)
+
+    def _format(self, name: str, parameter: nn.Parameter) -> Format | None:
+        return self._plan.find((name,), weight_role(is_frozen=not parameter.requires_grad)).format
 
     def _remove_released(self) -> None:
         for name, weight in [(name, weight) for name, weight in self.weights.items() if weight.is_released]:
@@ -160,7 +165,7 @@ class Weights:
         assert model is not None
         reasons = parameters_without_hooks(model, self._is_compiled)
         for name, parameter in model.named_parameters():
-            format = self._plan.find((name,), Role.WEIGHT).format
+            format = self._format(name, parameter)
             if format is not None:
                 self._pack_parameter(name, parameter, format, reasons.get(id(parameter)))
 
@@ -408,7 +413,7 @@ def _export(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 def reason_to_keep_plain(parameter: nn.Parameter, format: Format) -> str | None:
     """Why a parameter cannot be stored packed; None if it can."""
     if type(parameter) is not nn.Parameter:
-        return "another session has it" if type(parameter) is PackedParameter else f"it is a {type(parameter).__name__}"
+        return "another session has it" if type(parameter) is PackedParameter else QUANTIZED_BEFORE.format(type(parameter).__name__)
     if parameter.device.type not in DEVICES or parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
         return f"it is {parameter.dtype} in layout {parameter.layout} on {parameter.device}"
     if format.nbytes(parameter.shape) >= parameter.nbytes:
