@@ -20,8 +20,9 @@ from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import Weight
 from paredown.plan.explanation import explain_slots
 from tests.session.nets import assert_same
+from tests.session.test_weights import saved_sizes
 
-SIDE, RANK, TOKENS = 96, 4, 24
+SIDE, RANK, TOKENS = 96, 4, 20
 FORMATS = pytest.mark.parametrize("format", ["nf4/64@bf16", "int4/64@bf16", "int8/64@bf16", "e4m3fn/64@bf16"])
 NF4 = Plan.uniform(frozen="nf4/64@bf16")
 BF16: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
@@ -179,9 +180,40 @@ def test_no_decoded_copy_is_kept_for_backward(monkeypatch: pytest.MonkeyPatch, a
             with around():
                 loss = functional.cross_entropy(model(IDS).float().flatten(0, 1), IDS.flatten())
             assert found and alive() == 0
+            assert not {p.numel() for p in large(model).values()} & set(saved_sizes(loss))  # no cast either
             loss.backward()
             assert alive() == 0
         assert_same(step(model, around), expected)
+
+
+class Masked(nn.Module):
+    """Multiplies by a frozen weight, and by a mask of the same size, which autograd saves in the same place."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(SIDE, SIDE), nn.Parameter(torch.randn(SIDE, SIDE), requires_grad=False)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) @ self.weight @ self.mask
+
+
+def test_another_tensor_of_the_size_of_a_cast_is_not_replaced() -> None:
+    torch.manual_seed(0)
+    model, inputs = Masked(torch.randn(SIDE, SIDE)), (torch.randn(8, SIDE), torch.randn(2, 4, SIDE))  # graphs of different nodes
+    plain = copy.deepcopy(model)
+    plain.weight.data.copy_(pare.round_trip(plain.weight.detach(), "nf4/64@bf16"))
+    with apply(NF4, model):
+        for x in inputs:
+            for net in (model, plain):
+                net.zero_grad()
+                with BF16():
+                    net(x).square().mean().backward()
+            assert_same(gradients(model), gradients(plain))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

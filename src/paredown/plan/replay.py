@@ -199,7 +199,6 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
 def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
     """The intervals of weights, gradients and optimizer state, and of their decoded copies."""
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
-    trained = {slot.name for slot in trace.of(Role.GRADIENT)}
     formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
     for slot in trace.slots:
         if slot.role is Role.WEIGHT:
@@ -212,8 +211,7 @@ def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
             yield Interval(slot.role, slot.module, slot.birth, slot.death, nbytes)
         elif slot.role is Role.TEMPORARY and slot.recomputed_from:
             weight = weights[slot.recomputed_from]
-            is_recomputed = formats[weight.name].weight is not None and weight.name in trained
-            yield from _cast(slot, weight, trace.backward_at, is_recomputed=is_recomputed)
+            yield from _cast(slot, weight, trace.backward_at, is_recomputed=formats[weight.name].weight is not None)
     full_bytes = sum(slot.nbytes for name, slot in weights.items() if formats[name].is_full)
     for output in trace.outputs:
         if output.phase == "step":  # workspace of torch.optim for the parameters that it updates
@@ -230,7 +228,7 @@ def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
 
 
 def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_recomputed: bool) -> Iterator[Interval]:
-    """The cast of a weight, stored until backward; that of a packed, trained weight is recomputed in each call and in backward."""
+    """The cast of a weight, stored until backward; that of a packed weight is recomputed in each call and in backward."""
     spans = list(slot.running) or [(slot.birth, slot.death)]
     if is_recomputed:
         calls = [(max(start, slot.birth), end) for start, end in weight.running if start <= backward_at and end >= slot.birth]

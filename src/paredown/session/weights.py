@@ -5,8 +5,7 @@
     in backward                  each `DeferredWeight` decodes; several of the same weight share the decoded tensor while it is alive
 
 Under autocast a weight is cast once for each call of its module, and gradients of several calls are added in float32; torch's own cache
-would keep all casts until the forward pass ends, and add the gradients in bfloat16. The cast of a weight that needs no gradient has no
-autograd history that identifies it, and is kept for backward, as in the baseline.
+would keep all casts until the forward pass ends, and add the gradients in bfloat16.
 
 A parameter that is still referenced after the forward pass (by a graph with other saved-tensor hooks, by an extension) stays unpacked until
 the reference is gone: packing is tried again when its gradient is accumulated, when the model's forward pass ends, and before the next one.
