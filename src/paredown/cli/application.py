@@ -296,6 +296,27 @@ InputOption = Annotated[
         show_default=False,
     ),
 ]
+LengthOption = Annotated[
+    int | None, typer.Option("--length", min=1, help="Tokens of one example; the same as --input tokens:N.", show_default=False)
+]
+LoraOption = Annotated[
+    int | None,
+    typer.Option("--lora", min=1, metavar="RANK", help="LoRA adapters of this rank; all else is frozen.", show_default=False),
+]
+LoraTargetsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-targets",
+        metavar="NAMES",
+        help="Layers with adapters: q_proj,v_proj or patterns of paths. (default: all linear layers but the output head)",
+        show_default=False,
+    ),
+]
+CheckpointingOption = Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing of every layer.")]
+FrozenOption = Annotated[
+    str | None,
+    typer.Option("--frozen", metavar="FORMAT", help="Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", show_default=False),
+]
 PLAN_FILE = Path("plan.json")
 PlanFileOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")]
 ReportOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a report page.", show_default=False)]

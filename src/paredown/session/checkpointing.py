@@ -138,3 +138,16 @@ def _frozen_statistics(module: nn.Module) -> Generator[None]:
     finally:
         for part, (momentum, count) in zip(norms, before, strict=True):
             part.momentum, part._buffers["num_batches_tracked"] = momentum, count
+
+
+def repeated_layers_of(model: nn.Module) -> tuple[str, ...]:
+    """The modules with parameters in the outermost ModuleLists of a model, its layers; ApplyError if there are none."""
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    paths = [f"{path}.{name}".lstrip(".") for path in outer for name, _ in model.get_submodule(path).named_children()]
+    layers = tuple(path for path in paths if next(model.get_submodule(path).parameters(), None) is not None)
+    if not layers:
+        raise ApplyError(
+            f"{type(model).__name__} has no nn.ModuleList of layers to checkpoint. Name modules in a plan: Plan().recomputing('encoder.*')."
+        )
+    return layers
