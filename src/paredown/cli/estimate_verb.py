@@ -77,7 +77,7 @@ LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of
     "paredown estimate digits#batch=256 --budget 8MiB",
     "paredown estimate resnet50#width=64,picture=224 --batch auto --budget 8GiB",
     "paredown estimate net.py:make --input 3x32x32 --plan activations4",
-    "paredown estimate config.json --lora 16 --checkpointing --length 4096 --budget 24GiB",
+    "paredown estimate config.json --lora 16 --checkpointing --budget 24GiB",
     panel=LOOK,
 )
 def estimate(
@@ -204,7 +204,7 @@ def _head(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Any]:
         "optimizer": rule,
         "compiled": trace.is_compiled,
     }
-    head = {**step, "batch_size": subject.batch_size, "batch": list(trace.batch), "assumed": list(subject.assumed)}
+    head: dict[str, Any] = {**step, "batch_size": subject.batch_size, "batch": list(trace.batch), "assumed": list(subject.assumed)}
     if subject.adapted:
         sizes = [(p.numel(), p.requires_grad) for p in subject.model.parameters()]
         trained, total = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)

@@ -296,7 +296,10 @@ def _with_lora(subject: Subject, changes: SubjectOptions) -> Subject:
             f"{subject.name} is a task, which makes its own model: --lora needs a config.json, a model, or file.py:function."
         )
     assert changes.lora is not None
-    adapted = tuple(add_lora(subject.model, changes.lora, changes.lora_targets))
+    try:
+        adapted = tuple(add_lora(subject.model, changes.lora, changes.lora_targets))
+    except ValueError as error:
+        raise TaskError(f"{subject.name}: {error}") from None
     if changes.batch is not None or _assumed_batch(CONFIG_BATCH) not in subject.assumed:
         return replace(subject, adapted=adapted)
     assumed = (_assumed_batch(1), *(text for text in subject.assumed if text != _assumed_batch(CONFIG_BATCH)))

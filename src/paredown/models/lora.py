@@ -17,8 +17,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paredown.errors import TaskError
-
 ALPHA = 2.0  # scale of an adapter; predictions do not depend on it
 TRANSPOSED = "Conv1D"  # the linear layer of GPT-2 in transformers, whose weight is (inputs, outputs)
 SHOWN = 6  # names of layers in an error
@@ -51,7 +49,7 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[s
     chosen = [path for path in layers if _is_target(path, targets)] if targets else _without_head(model, layers)
     if not chosen:
         names = ", ".join(list(dict.fromkeys(path.rpartition(".")[2] for path in layers))[:SHOWN])
-        raise TaskError(
+        raise ValueError(
             f"no linear layer of {type(model).__name__} can have an adapter"
             + (f": {', '.join(targets)} matches none of {len(layers)}, which are named {names}." if targets else ": it has none.")
         )
@@ -71,7 +69,9 @@ def _is_target(path: str, targets: Sequence[str]) -> bool:
 
 
 def _without_head(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
-    """The paths of all layers but the output head: what a Hugging Face model names as such, else the last layer outside of a list."""
+    """The paths of all layers but the output head: the one that a Hugging Face model returns, else the last one outside of lists."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
-    return [path for path, module in layers.items() if module is not head]
+    outside = [path for path in layers if not any(part.isdigit() for part in path.split("."))]
+    last = outside[-1] if head is None and 0 < len(outside) < len(layers) else None
+    return [path for path, module in layers.items() if module is not head and path != last]
