@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import paredown as pare
 from paredown import Plan, apply
@@ -71,6 +72,8 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """A frozen base with LoRA adapters in its blocks."""
 
+    is_reentrant: bool | None = None  # mode of torch.utils.checkpoint; None: blocks are not checkpointed
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(100, SIDE)
@@ -84,8 +87,10 @@ class Tiny(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
+        if self.is_reentrant:
+            x.requires_grad_()  # as enable_input_require_grads() of Hugging Face
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if self.is_reentrant is None else checkpoint(block, x, use_reentrant=self.is_reentrant)
         return self.head(self.other(x))
 
 
@@ -224,10 +229,12 @@ def test_bases_of_half_precision(dtype: torch.dtype) -> None:
         assert_same(step(model), expected)
 
 
-def test_checkpointed_blocks() -> None:
+@pytest.mark.parametrize("is_reentrant", [None, False, True], ids=["by the plan", "non-reentrant", "reentrant"])
+def test_checkpointed_blocks(is_reentrant: bool | None) -> None:
     model = made(dropout=0.1)
+    model.is_reentrant = is_reentrant
     expected = step(rounded(model, "nf4/64@bf16"))
-    with apply(NF4.recomputing("blocks.*"), model):
+    with apply(NF4.recomputing("blocks.*") if is_reentrant is None else NF4, model):
         for _ in range(2):
             assert_same(step(model), expected)
             assert all(type(p) is PackedParameter for p in large(model).values())
