@@ -191,6 +191,49 @@ def test_no_decoded_copy_is_kept_for_backward(monkeypatch: pytest.MonkeyPatch, a
         assert_same(step(model, around), expected)
 
 
+@pytest.mark.parametrize("is_reentrant", [None, False, True], ids=["by the plan", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("retains", [False, True])
+def test_one_weight_of_a_checkpointed_block_is_decoded_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, is_reentrant: bool | None, retains: bool
+) -> None:
+    found: list[StorageWeakRef] = []
+    alive: list[int] = []
+    decode = Weight.decode
+
+    def watched(self: Weight, dtype: torch.dtype | None = None) -> Tensor:
+        out = decode(self, dtype)
+        found.append(StorageWeakRef(out.untyped_storage()))
+        alive.append(sum(not ref.expired() for ref in found))
+        return out
+
+    model = made()
+    model.is_reentrant = is_reentrant
+    expected = step(rounded(model, "nf4/64@bf16"))
+    with apply(NF4.recomputing("blocks.*") if is_reentrant is None else NF4, model):
+        step(model)  # the first calls also compare weights with their codes
+        monkeypatch.setattr(Weight, "decode", watched)
+        model.zero_grad()
+        loss = functional.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten())
+        if retains:
+            loss.backward(retain_graph=True)
+            assert_same(gradients(model), expected[1:])
+            model.zero_grad()
+        loss.backward()
+        assert_same(gradients(model), expected[1:])
+        assert max(alive) == 1
+
+
+def test_a_session_that_is_closed_before_backward_of_checkpointed_blocks() -> None:
+    model = made()
+    model.is_reentrant = False
+    expected = step(rounded(model, "nf4/64@bf16"))
+    session = apply(NF4, model)
+    loss = functional.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten())
+    session.close()
+    loss.backward()
+    assert_same(gradients(model), expected[1:])
+
+
 class Masked(nn.Module):
     """Multiplies by a frozen weight, and by a mask of the same size, which autograd saves in the same place."""
 

@@ -5,6 +5,9 @@ autocast makes: its autograd history leads through casts and views to the parame
 bit for bit the first time; later its history, size and strides identify it. The cast of a frozen weight has no history: it is a saved
 tensor without a gradient of the weight's size, and is compared in every call; in LAYERS, which save one such tensor, in the first only.
 
+Inside torch.utils.checkpoint (non-reentrant) saved tensors have its hooks already, and the second forward pass would hold the decoded
+frozen weights of a whole layer until backward reads them: `CheckpointedSaves` defers them there.
+
 `WeightUse`, `WeightCall` and `PackedModule` describe a packed parameter while its module runs: its reference counts before the call show
 afterwards whether anything else still holds it.
 """
@@ -14,7 +17,7 @@ afterwards whether anything else still holds it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ from paredown.trace.autograd_graph import (
 from paredown.trace.rematerialization import SAME_MEMORY_ORDER
 
 DECODED = f"{Decoded.__name__}Backward"
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 FROZEN_CAST = "the cast of a frozen weight"
 # layers of torch whose forward pass uses a weight in one matrix product or convolution, and no other tensor of its size
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -162,8 +166,42 @@ def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
     return True
 
 
+class CheckpointedSaves:
+    """Saved-tensor hooks around those of torch.utils.checkpoint, while a module runs that has frozen packed weights.
+
+    The hooks of checkpointing get every tensor, so that both forward passes count the same ones. What they return for a weight is dropped:
+    the second forward pass then stores nothing for it, and backward decodes it.
+    """
+
+    __slots__ = ("_context", "_memory", "_outer")
+
+    def __init__(self, outer: tuple[Any, Any], weights: Iterable[Weight]) -> None:
+        self._outer, self._memory = outer, {weight.address: weight for weight in weights}
+        self._context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self._context.__enter__()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """A `DeferredWeight` for a frozen weight or a view of it; for other tensors what checkpointing returns."""
+        packed = self._outer[0](tensor)
+        is_strided = has_storage(tensor) and tensor.layout is torch.strided
+        weight = self._memory.get(tensor.untyped_storage()._cdata) if is_strided else None
+        return (packed, None) if weight is None or tensor.dtype is not weight.dtype else (None, DeferredWeight(weight, tensor))
+
+    def unpack(self, packed: tuple[Any, DeferredWeight | None]) -> Tensor:
+        """The saved tensor."""
+        return self._outer[1](packed[0]) if packed[1] is None else packed[1].tensor()
+
+    def leave(self) -> None:
+        """Remove the hooks, unless other code has removed them."""
+        hooks = top_hooks(True)
+        if hooks is not None and hooks[0] == self.pack:
+            self._context.__exit__()
+
+
 def keeps_objects(hook: Any) -> bool:
     """Whether a saved-tensor hook may hold the saved tensor object; those of torch.utils.checkpoint do not."""
+    if isinstance(getattr(hook, "__self__", None), CheckpointedSaves):
+        return False
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
 
 
@@ -281,10 +319,24 @@ class WeightUse:
 class WeightCall:
     """A running forward call of a module with packed parameters."""
 
-    __slots__ = ("entries", "first", "place")
+    __slots__ = ("entries", "first", "place", "saves")
 
     def __init__(self, place: PackedModule, entries: list[WeightUse]) -> None:
         self.place, self.entries, self.first = place, entries, 0
+        self.saves: CheckpointedSaves | None = None
+
+    def begin_saves(self) -> None:
+        """Inside torch.utils.checkpoint, defer the frozen weights that the module saves."""
+        hooks = top_hooks(True)
+        if hooks is not None and not keeps_objects(hooks[0]):
+            frozen = [entry.weight for entry in self.entries if not entry.parameter.requires_grad]
+            self.saves = CheckpointedSaves(hooks, frozen) if frozen else None
+
+    def end_saves(self) -> None:
+        """Remove the hooks of `begin_saves`."""
+        if self.saves is not None:
+            self.saves.leave()
+            self.saves = None
 
 
 class PackedModule:

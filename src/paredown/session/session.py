@@ -102,6 +102,7 @@ class Session:
         self._watch.passed_over = frozenset(self._checkpointed.modules)
         self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled)
+        self._weights.checkpointed = frozenset(self._checkpointed.modules)
         self._watch.attach(follows=self._packs_activations)
         try:
             self._weights.attach()

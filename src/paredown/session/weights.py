@@ -42,6 +42,7 @@ from paredown.session.saved_weights import (
     keeps_objects,
     leads_to_weight,
     release_saved_weights,
+    top_hooks,
 )
 from paredown.trace.autograd_graph import next_number
 from paredown.trace.module_watch import Hook
@@ -51,7 +52,6 @@ COMPILED = "torch.compile runs its module, and skips the hooks that would decode
 SHARED = "its memory is shared with other tensors, or a graph whose backward has not run yet holds it"
 SCRIPTED = "TorchScript runs its module"
 LARGER = "it would not be smaller"
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 SMALL = "packing them would save little, and norms and biases are sensitive"
 HELD = "it is still referenced after the forward pass: it stays unpacked until backward has used it"
 REPLACED = "the parameter was replaced after apply"
@@ -72,6 +72,9 @@ class Weights:
         self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
         self.held: tuple[str, ...] = ()  # names of those still unpacked at the end of the last forward pass
         self._plan, self._model, self._is_compiled = plan, weakref.ref(model), is_compiled
+        self.checkpointed: frozenset[nn.Module] = (
+            frozenset()
+        )  # modules in plan.recompute, whose own hooks end before those of this class
         self._held: dict[Weight, WeightUse] = {}
         self._running, self._lock = threading.local(), threading.RLock()
         self._handles: list[Any] = []
@@ -208,6 +211,8 @@ class Weights:
         for entry in call.entries:
             self._unpack(entry)
         self._calls().append(call)
+        if module not in self.checkpointed:
+            call.begin_saves()
 
     def _unpack(self, entry: WeightUse) -> None:
         weight = entry.weight
@@ -228,11 +233,12 @@ class Weights:
 
     def _finish(self, call: WeightCall, output: Any) -> None:
         """End of a module's call: replace the weights that it saved, and pack its parameters."""
+        call.end_saves()
         entries = call.entries
         if not entries:
             return
         is_same = not any([entry.weight.keep_changes() for entry in entries])
-        hooks = _top_hooks(True)
+        hooks = top_hooks(True)
         is_hooked = hooks is not None and keeps_objects(hooks[0])
         if output is not None and is_same and torch.is_grad_enabled():
             memory = {entry.weight.address: entry.weight for entry in entries}
@@ -300,7 +306,9 @@ class Weights:
     def _begin(self, module: nn.Module, args: Any) -> None:
         calls = self._calls()
         while calls:  # of forward passes of this thread that an exception ended
-            for entry in calls.pop().entries:
+            call = calls.pop()
+            call.end_saves()
+            for entry in call.entries:
                 with self._lock:
                     entry.weight.users -= 1
                     self._hold(entry, is_hooked=True)
