@@ -223,6 +223,15 @@ def test_one_weight_of_a_checkpointed_block_is_decoded_at_a_time(
         assert max(alive) == 1
 
 
+def test_a_checkpointed_module_that_has_a_frozen_weight_itself() -> None:
+    model = made()
+    expected = step(rounded(model, "nf4/64@bf16"))
+    with apply(NF4.recomputing("blocks.*.up.base_layer", "other"), model):
+        for _ in range(2):
+            assert_same(step(model), expected)
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
 def test_a_session_that_is_closed_before_backward_of_checkpointed_blocks() -> None:
     model = made()
     model.is_reentrant = False
