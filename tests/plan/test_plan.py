@@ -208,8 +208,8 @@ def test_rules_for_frozen_weights() -> None:
     assert "frozen: nf4/64@bf16, 4.25 bits a value, rounding to nearest" in plan.explain().splitlines()
 
 
-BITS = {"activations8": 8.25, "activations8f": 8.25, "activations4": 4.25, "activations4a": 4.5, "activations2": 2.5}
 FROZEN_BITS = {"frozen8": 8.25, "frozen4": 4.25}
+BITS = {"activations8": 8.25, "activations8f": 8.25, "activations4": 4.25, "activations4a": 4.5, "activations2": 2.5}
 BYTES = {"safe": 6.09, "half": 5.09, "lpmm": 4.11, "lpmm4": 3.11}  # a parameter, with AdamW
 
 
