@@ -7,6 +7,7 @@ class Role(str, Enum):
     """The purpose of a tensor in a training step; the value is the word that plans, traces, JSON and reports use."""
 
     WEIGHT = "weight"
+    FROZEN = "frozen"  # a weight that requires no gradient: a word of plans only, its slots in traces have the role weight
     GRADIENT = "gradient"  # the accumulator of a parameter's gradient
     MOMENT1 = "moment1"
     MOMENT2 = "moment2"
@@ -25,3 +26,8 @@ FORMATTED = tuple(
 ACCUMULATED = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT2)  # sums of many small updates, which rounding to nearest would lose
 # roles of the tensors of a parameter that can have a format
 OF_PARAMETER: tuple[Role, ...] = (Role.WEIGHT, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
+
+
+def weight_role(*, is_frozen: bool) -> Role:
+    """The role under which a plan has the format of a parameter; rules for weights match frozen ones too, and come after theirs."""
+    return Role.FROZEN if is_frozen else Role.WEIGHT

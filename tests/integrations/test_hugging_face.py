@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
 from paredown.integrations.hugging_face import TrainerPlanCallback, attach, optimizer_of  # noqa: E402
 from paredown.integrations.out_of_memory import explain_on_out_of_memory  # noqa: E402
+from paredown.models.lora import add_lora  # noqa: E402
 
 PLAN = pare.Plan.preset("lpmm").set("activation", "int4/64@bf16")
 
@@ -390,3 +392,21 @@ def test_attach_takes_a_trainer_and_a_plan_in_this_order(tmp_path: Path) -> None
         attach(model, plan)
     with pytest.raises(ApplyError, match="attach takes the trainer first, then the plan"):
         attach(plan, trainer_in(tmp_path))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_over_a_frozen_base_in_4_bits(checkpointing: bool, tmp_path: Path) -> None:
+    """The adapters are those of an unmodified Trainer over a base with the rounded values, with the trainer's own optimizer."""
+    options: dict[str, Any] = {"optim": "adamw_torch", "gradient_checkpointing": checkpointing}
+    plain = tiny()
+    add_lora(plain, 4)
+    model = copy.deepcopy(plain)
+    for p in {p for p in plain.parameters() if not p.requires_grad and p.ndim > 1}:
+        p.data.copy_(pare.round_trip(p.detach(), "nf4/64@bf16"))
+    trainer_in(tmp_path / "a", plain, **options).train()
+    pared = trainer_in(tmp_path / "b", model, **options)
+    callback = attach(pared, pare.Plan.preset("frozen4"))
+    pared.train()
+    assert type(pared.optimizer.optimizer) is torch.optim.AdamW
+    assert not [row for row in callback.session.changes if "fewer than" not in row.slot]
+    assert_equal(state(model), state(plain))

@@ -195,16 +195,32 @@ def test_edits_make_the_next_plan() -> None:
     assert plan.set(Role.ACTIVATION, "int4") == Plan.uniform(activation="int4")
 
 
+def test_rules_for_frozen_weights() -> None:
+    """A rule for frozen beats one for weight, whatever their order; names and patterns of either beat both; trained weights ignore it."""
+    plan = Plan.uniform(frozen="nf4/64@bf16", weight="int8/64@e8m0").set("weight=head.*", None).set("frozen=a.*", "int4/64@bf16")
+    plan = plan.set("b.weight", "e4m3fn/64@bf16")
+    found = {name: str(plan.find((f"{name}.weight",), Role.FROZEN)) for name in ("x", "head", "a", "b")}
+    assert found == {"x": "nf4/64@bf16", "head": "unmodified", "a": "int4/64@bf16", "b": "e4m3fn/64@bf16"}
+    trained = {name: str(plan.find((f"{name}.weight",), W)) for name in ("x", "head", "a", "b")}
+    assert trained == {"x": "int8/64@e8m0", "head": "unmodified", "a": "int8/64@e8m0", "b": "e4m3fn/64@bf16"}
+    assert str(Plan.uniform(weight="int8/64@e8m0").find(("x.weight",), Role.FROZEN)) == "int8/64@e8m0"
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "frozen: nf4/64@bf16, 4.25 bits a value, rounding to nearest" in plan.explain().splitlines()
+
+
+FROZEN_BITS = {"frozen8": 8.25, "frozen4": 4.25}
 BITS = {"activations8": 8.25, "activations8f": 8.25, "activations4": 4.25, "activations4a": 4.5, "activations2": 2.5}
 BYTES = {"safe": 6.09, "fine_tune": 6.02, "half": 5.09, "lpmm": 4.11, "lpmm4": 3.11}  # a parameter, with AdamW
 
 
 def test_presets() -> None:
-    assert {*BITS, *BYTES} == PRESETS.keys()
+    assert {*BITS, *FROZEN_BITS, *BYTES} == PRESETS.keys()
     for name in PRESETS:
         plan = Plan.preset(name)
         format = plan.find(("x:input",), A).format
         assert (format and format.bits_per_value) == BITS.get(name)
+        frozen = plan.set("weight", None).find(("x.weight",), Role.FROZEN).format
+        assert (frozen and frozen.bits_per_value) == FROZEN_BITS.get(name)
         assert name in plan.reason and plan.diff(Plan.uniform(**PRESETS[name].formats)) == ()
 
 

@@ -30,7 +30,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
     (lambda: PLAN.set("wieght=a.*", None), ["'wieght' is no role", "Did you mean 'weight'?", "moment1, moment2"]),
     (lambda: PLAN.set("x=y:input", None), ["'x' is no role", "'activation=x=y:input'"]),
     (lambda: PLAN.set("weight=", None), ["no name after '='", "'weight=*'"]),
-    (lambda: PLAN.set("buffer", None), ["have no format", "weight, gradient"]),
+    (lambda: PLAN.set("buffer", None), ["have no format", "weight, frozen, gradient"]),
     (lambda: PLAN.set("temporary=a.*", None), ["have no format"]),
     (lambda: PLAN.set("a.*", "int4/64"), ["rule 'a.*'", "write int4/64@bf16", "None stores the tensor unmodified"]),
     (lambda: PLAN.set("a.*", "mxfp5"), ["rule 'a.*'", "'mxfp5'", "Similar names in the catalog: mxfp4"]),
@@ -123,7 +123,12 @@ def test_a_plan_of_another_model_says_what_it_was_made_for() -> None:
 def test_the_key_of_a_slot_matches_it_alone(name: str, role: Role) -> None:
     plan = plan_of((slot_key(name, role), "int8"))
     assert plan.check([((name,), role)]) == []
-    others = [other for other in FORMATTED if other is not role and {other, role} != {A, W}]
+    named = {
+        A,
+        W,
+        Role.FROZEN,
+    }  # a name without a role matches all of them, and a key of the role weight matches frozen weights too
+    others = [other for other in FORMATTED if other is not role and (role is Role.FROZEN or not {other, role} <= named)]
     assert [other for other in (role, *others) if plan.find((name,), other) != UNMODIFIED] == [role]
 
 

@@ -220,6 +220,8 @@ PLAN_NAMES = (
     "activations4",
     "activations4a",
     "activations2",
+    "frozen8",
+    "frozen4",
     "safe",
     "fine_tune",
     "half",
@@ -294,6 +296,27 @@ InputOption = Annotated[
         help="Shape of one example, for a model without data: 3x224x224, or tokens:1024.",
         show_default=False,
     ),
+]
+LengthOption = Annotated[
+    int | None, typer.Option("--length", min=1, help="Tokens of one example; the same as --input tokens:N.", show_default=False)
+]
+LoraOption = Annotated[
+    int | None,
+    typer.Option("--lora", min=1, metavar="RANK", help="LoRA adapters of this rank; all else is frozen.", show_default=False),
+]
+LoraTargetsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-targets",
+        metavar="NAMES",
+        help="Layers with adapters: q_proj,v_proj or patterns of paths. (default: all linear layers but the output head)",
+        show_default=False,
+    ),
+]
+CheckpointingOption = Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing of every layer.")]
+FrozenOption = Annotated[
+    str | None,
+    typer.Option("--frozen", metavar="FORMAT", help="Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", show_default=False),
 ]
 PLAN_FILE = Path("plan.json")
 PlanFileOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")]

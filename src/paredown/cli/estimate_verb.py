@@ -20,12 +20,17 @@ from paredown.cli.application import (
     LOOK,
     AutocastOption,
     BudgetOption,
+    CheckpointingOption,
     CompiledOption,
     DeviceOption,
     Exit,
+    FrozenOption,
     GpuOption,
     InputOption,
     JsonOption,
+    LengthOption,
+    LoraOption,
+    LoraTargetsOption,
     ModelArgument,
     OptimizerOption,
     PlanOption,
@@ -36,7 +41,7 @@ from paredown.cli.application import (
 )
 from paredown.cli.budget import Budget, read_budget
 from paredown.cli.inputs import check_places
-from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
+from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
 from paredown.cli.verdict import COMPILED, WORKSPACE, bars, has_colour, parts_at_peak, styled_verdict, verdict
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
@@ -57,6 +62,8 @@ DepthOption = Annotated[
     ),
 ]
 SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
+SHOWN_FOR_LORA = ("baseline", "activations8", "frozen8", "frozen4", "frozen4+activations8")
+SHOWN_BESIDE_FROZEN = ("baseline", "activations8", "activations4")
 SHOWN_MODULES = 10
 SHOWN_NOTES = 5
 SHOWN_BARS = 6
@@ -70,6 +77,7 @@ LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of
     "paredown estimate digits#batch=256 --budget 8MiB",
     "paredown estimate resnet50#width=64,picture=224 --batch auto --budget 8GiB",
     "paredown estimate net.py:make --input 3x32x32 --plan activations4",
+    "paredown estimate config.json --lora 16 --checkpointing --budget 24GiB",
     panel=LOOK,
 )
 def estimate(
@@ -79,6 +87,11 @@ def estimate(
     plan: PlanOption = None,
     batch: Annotated[str | None, typer.Option(help="Batch size, or auto: the largest within --budget.", show_default=False)] = None,
     input: InputOption = None,
+    length: LengthOption = None,
+    lora: LoraOption = None,
+    lora_targets: LoraTargetsOption = None,
+    checkpointing: CheckpointingOption = False,
+    frozen: FrozenOption = None,
     optimizer: OptimizerOption = None,
     device: DeviceOption = None,
     autocast: AutocastOption = None,
@@ -91,16 +104,18 @@ def estimate(
     within = read_budget(budget, gpu)
     check_places({"--report": report})
     size, device = _batch(batch, within), device or ("cuda" if gpu else None)
+    input, targets = _input(input, length), _targets(lora, lora_targets)
     with spinner("tracing one step"):
-        from paredown.cli.subject import SubjectOptions, find_subject, name_of, read_plan
+        from paredown.cli.subject import SubjectOptions, find_subject
         from paredown.plan.footprint import footprint
 
-        subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer, compiled))
-        plans = {name_of(text): read_plan(text) for text in plan or SHOWN}
+        subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer, compiled, lora, targets))
+        shown = SHOWN_BESIDE_FROZEN if frozen else SHOWN if lora is None else SHOWN_FOR_LORA
+        plans = _plans(plan or shown, frozen, _layers(subject) if checkpointing else ())
         feet = {name: footprint(subject.trace(of), of) for name, of in plans.items()}
-    allowed = None if within is None else _allowed(within, subject)
+    allowed = None if within is None else _allowed(within, subject, feet)
     largest = _largest_batches(subject, plans, allowed or 0) if batch == AUTO else {}
-    value = {**_head(subject), "budget_bytes": allowed, "plans": _rows(feet, allowed, largest, depth), "notes": _notes(feet)}
+    value = {**_head(subject, plans), "budget_bytes": allowed, "plans": _rows(feet, allowed, largest, depth), "notes": _notes(feet)}
     if report is not None:
         _write_report(report, subject, plans, value, requested=plan is not None)
     if is_json:
@@ -108,10 +123,40 @@ def estimate(
     else:
         budget_line = [] if within is None else [f"The budget is {within.say(allowed or 0)}."]
         tell(*_head_lines(value, requested=plan is not None), *budget_line, "", *_lines(value))
-    arguments = command_text(
-        model, input=input, batch=size, optimizer=optimizer, device=device, autocast=autocast, compiled=compiled
-    )
+    where = {"optimizer": optimizer, "device": device, "autocast": autocast, "compiled": compiled}
+    arguments = command_text(model, input=input, batch=size, **where) if lora is None and not checkpointing and not frozen else None
     _exit_if_too_large(value, requested=plan, model=arguments, budget=within)
+
+
+def _input(input: str | None, length: int | None) -> str | None:
+    """The value of --input that --length stands for."""
+    if input is not None and length is not None:
+        raise typer.BadParameter(f"--input {input} has the length already: leave one of them out.", param_hint="--length")
+    return input if length is None else f"tokens:{length}"
+
+
+def _targets(lora: int | None, text: str | None) -> tuple[str, ...]:
+    if text is not None and lora is None:
+        raise typer.BadParameter("adapters need a rank: add --lora 16.", param_hint="--lora-targets")
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def _plans(texts: Sequence[str], frozen: str | None, layers: tuple[str, ...]) -> dict[str, Plan]:
+    """The plans by name, with a format for frozen weights and with checkpointed layers."""
+    from paredown.cli.subject import name_of, read_plan
+
+    plans = {name_of(text): read_plan(text).recomputing(*layers) for text in texts}
+    if frozen is None:
+        return plans
+    return {
+        f"frozen={frozen}" if name == BASELINE else f"{name}, frozen": plan.set("frozen", frozen) for name, plan in plans.items()
+    }
+
+
+def _layers(subject: Subject) -> tuple[str, ...]:
+    from paredown.session.checkpointing import repeated_layers_of
+
+    return repeated_layers_of(subject.model)
 
 
 def _largest_batches(subject: Subject, plans: Mapping[str, Plan], allowed: int) -> dict[str, int]:
@@ -148,8 +193,8 @@ def _batch(text: str | None, budget: Budget | None) -> int | None:
     return int(text)
 
 
-def _head(subject: Subject) -> dict[str, Any]:
-    """Model, device, dtype, optimizer and batch of the estimate."""
+def _head(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """Model, device, dtype, optimizer and batch of the estimate; adapters and checkpointed layers if there are any."""
     trace = subject.trace()
     rule = subject.optimizer if isinstance(subject.optimizer, str) else trace.optimizer
     step = {
@@ -159,7 +204,13 @@ def _head(subject: Subject) -> dict[str, Any]:
         "optimizer": rule,
         "compiled": trace.is_compiled,
     }
-    return {**step, "batch_size": subject.batch_size, "batch": list(trace.batch), "assumed": list(subject.assumed)}
+    head: dict[str, Any] = {**step, "batch_size": subject.batch_size, "batch": list(trace.batch), "assumed": list(subject.assumed)}
+    if subject.adapted:
+        sizes = [(p.numel(), p.requires_grad) for p in subject.model.parameters()]
+        trained, total = sum(n for n, is_trained in sizes if is_trained), sum(n for n, _ in sizes)
+        head["lora"] = {"layers": len(subject.adapted), "trained_parameters": trained, "parameters": total}
+    checkpointed = next(iter(plans.values())).recompute
+    return {**head, **({"checkpointed": list(checkpointed)} if checkpointed else {})}
 
 
 def _write_report(to: Path, subject: Subject, plans: dict[str, Plan], value: dict[str, Any], *, requested: bool) -> None:
@@ -174,10 +225,12 @@ def _write_report(to: Path, subject: Subject, plans: dict[str, Plan], value: dic
     write(with_memory(record, subject, plans), to)
 
 
-def _allowed(budget: Budget, subject: Subject) -> int:
+def _allowed(budget: Budget, subject: Subject, feet: Mapping[str, Footprint]) -> int:
+    """The bytes of the budget; a percentage is of the peak of the baseline, with activation checkpointing if the plans have it."""
     from paredown.plan.plan import Plan
 
-    return parse_bytes(budget.size, whole=subject.peak_bytes(Plan()))
+    layers = next(iter(feet.values())).plan.recompute
+    return parse_bytes(budget.size, whole=subject.peak_bytes(Plan(recompute=layers)))
 
 
 def _largest(subject: Subject, plan: Any, allowed: int) -> int:
@@ -252,7 +305,18 @@ def _step_lines(value: dict[str, Any]) -> list[str]:
     where = f"{_device(value).replace(' ', ', ')}, {value['dtype']}, {value['optimizer'] or 'no optimizer'}, batch {value['batch_size']}"
     lines = [f"One training step of {value['model']} on {where}, predicted"]
     lines.append(f"Batch: {', '.join(text.partition(': ')[2] for text in value['batch'])}.")
+    lines += _adaptation(value)
     return [*lines, *([f"Assumed: {', '.join(value['assumed'])}."] if value["assumed"] else [])]
+
+
+def _adaptation(value: dict[str, Any]) -> list[str]:
+    """A line about LoRA adapters, and one about checkpointed layers."""
+    lora, layers = value.get("lora"), value.get("checkpointed")
+    lines: list[str] = []
+    if lora is not None:
+        share = f"{lora['trained_parameters']:,} of {lora['parameters']:,} parameters are trained"
+        lines.append(f"LoRA adapters on {lora['layers']} linear layers, in the dtype of the base: {share}.")
+    return [*lines, *([f"Activation checkpointing: {len(layers)} layers, {layers[0]} to {layers[-1]}."] if layers else [])]
 
 
 def _lines(value: dict[str, Any]) -> list[str]:
@@ -311,8 +375,11 @@ def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[s
     return lines
 
 
-def _exit_if_too_large(value: dict[str, Any], *, requested: list[str] | None, model: str, budget: Budget | None) -> None:
-    """Exit with status 3 if none of the requested plans fits the budget; without requested plans, if the baseline does not fit."""
+def _exit_if_too_large(value: dict[str, Any], *, requested: list[str] | None, model: str | None, budget: Budget | None) -> None:
+    """Exit with status 3 if none of the requested plans fits the budget; without requested plans, if the baseline does not fit.
+
+    `model`: the arguments for `paredown plan`; None if it cannot make this step.
+    """
     rows = value["plans"]
     judged = rows if requested else rows[:1]
     is_searched = judged[0]["largest_batch"] is not None
@@ -321,7 +388,12 @@ def _exit_if_too_large(value: dict[str, Any], *, requested: list[str] | None, mo
     fitting = [row["plan"] for row in rows if (row["largest_batch"] if is_searched else row["fits"])]
     others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
     size = say_bytes_twice(value["budget_bytes"])
-    say(f"it does not fit {size}. {others}To make a plan that fits: paredown plan {model} {budget.argument}")
+    if model is None:
+        least = min(rows, key=lambda row: row["peak_bytes"])
+        advice = f"{least['plan']} has the smallest peak, {say_bytes(least['peak_bytes'])}: lower --batch or --length, or raise the budget."
+        say(f"it does not fit {size}. {others or advice}".rstrip())
+    else:
+        say(f"it does not fit {size}. {others}To make a plan that fits: paredown plan {model} {budget.argument}")
     raise typer.Exit(Exit.DOES_NOT_FIT)
 
 

@@ -37,6 +37,7 @@ from paredown.assign.assign import assign
 from paredown.cli.output import BASELINE, say
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.models import LENGTH, MODELS, OF_TEXT, PICTURE, random_batch
+from paredown.models.lora import add_lora
 from paredown.models.transformer import token_loss
 from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan, combine_presets
@@ -192,6 +193,8 @@ class SubjectOptions:
     autocast: str | None = None
     optimizer: str | None = None
     compiled: bool = False
+    lora: int | None = None  # the rank of LoRA adapters
+    lora_targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +212,7 @@ class Subject:
     compiled: bool = False
     _traces: dict[tuple[int, bool], Trace] = field(default_factory=dict[tuple[int, bool], Trace])
     assumed: tuple[str, ...] = ()  # what the caller did not say of the batch, with the option that says it
+    adapted: tuple[str, ...] = ()  # paths of layers with a LoRA adapter
 
     @property
     def batch_size(self) -> int:
@@ -278,11 +282,28 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
     elif ":" in head and head.partition(":")[0] not in WITH_FILE:
         subject = _of_user_code(head, parse_options(tail), changes)
     elif head in MODELS:
-        subject = _of_model(head, parse_options(tail))
-        subject = replace(subject, assumed=_assumed_of_model(head, parse_options(tail)))
+        options = {**_length_of(head, changes.input), **parse_options(tail)}
+        subject = replace(_of_model(head, options), assumed=_assumed_of_model(head, options))
     else:
         subject = of_task(_task(text, head))
-    return _changed(subject, changes)
+    return _changed(subject if changes.lora is None else _with_lora(subject, changes), changes)
+
+
+def _with_lora(subject: Subject, changes: SubjectOptions) -> Subject:
+    """The step with LoRA adapters, in a batch of one example where the model has no batch of its own."""
+    if subject.task is not None:
+        raise TaskError(
+            f"{subject.name} is a task, which makes its own model: --lora needs a config.json, a model, or file.py:function."
+        )
+    assert changes.lora is not None
+    try:
+        adapted = tuple(add_lora(subject.model, changes.lora, changes.lora_targets))
+    except ValueError as error:
+        raise TaskError(f"{subject.name}: {error}") from None
+    if changes.batch is not None or _assumed_batch(CONFIG_BATCH) not in subject.assumed:
+        return replace(subject, adapted=adapted)
+    assumed = (_assumed_batch(1), *(text for text in subject.assumed if text != _assumed_batch(CONFIG_BATCH)))
+    return replace(subject, adapted=adapted, batch=resized(subject.batch, subject.batch_size, 1), assumed=assumed)
 
 
 def _assumed_batch(num: int) -> str:
@@ -361,6 +382,12 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
     assumed = tuple(text for text in subject.assumed if changes.batch is None or not text.startswith("batch "))
     changed: dict[str, Any] = {"autocast": autocast, "optimizer": optimizer, "device": changes.device, "compiled": changes.compiled}
     return replace(subject, assumed=assumed, batch=batch, _traces={}, **changed)
+
+
+def _length_of(name: str, input: str | None) -> dict[str, Any]:
+    """The length that --input tokens:N gives to a text model of MODELS."""
+    kind, _, number = (input or "").partition(":")
+    return {"length": int(number[:9])} if name in OF_TEXT and kind == "tokens" and number.isdigit() else {}
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:

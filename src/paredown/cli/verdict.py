@@ -41,7 +41,7 @@ class Segment(NamedTuple):
 
 
 SEGMENTS = (
-    Segment("W", 34, "weights", (Role.WEIGHT.value, Role.RESIDUE.value, Role.MASTER.value)),
+    Segment("W", 34, "weights", (Role.WEIGHT.value, Role.FROZEN.value, Role.RESIDUE.value, Role.MASTER.value)),
     Segment("G", 36, "gradients", (Role.GRADIENT.value,)),
     Segment("O", 35, "optimizer state", (Role.MOMENT1.value, Role.MOMENT2.value)),
     Segment("A", 33, "activations", (Role.ACTIVATION.value,)),

@@ -141,7 +141,7 @@ def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others:
 def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[[], Plan]]]:
     """Plans for any task: the baseline, presets, and plans that `assign` makes for the budget."""
     yield BASELINE, Plan
-    for name in PRESETS:
+    for name in (name for name, row in PRESETS.items() if Role.FROZEN.value not in row.formats):  # tasks train all parameters
         yield name, lambda name=name: Plan.preset(name)
     if step.trace_of is not None:
         share, nbytes = say_bytes(budget) if isinstance(budget, int) else budget, parse_bytes(budget, whole=step.full_bytes)

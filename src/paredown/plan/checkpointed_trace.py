@@ -15,7 +15,7 @@ A module that a step calls more than once is left unmodified, with a note: a tra
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -163,7 +163,19 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
             slots.append(stored)
             outputs.append(recomputed)
     outputs.append(_second_forward(trace, span))
-    return replace(trace, slots=tuple(slots), outputs=tuple(outputs))
+    return replace(trace, slots=tuple(_with_frozen(slots, trace, span)), outputs=tuple(outputs))
+
+
+def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
+    """The slots, with frozen weights of the module decoded one at a time in the second forward pass: the largest counts, at its tick.
+
+    `before`: the trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
+    """
+    frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
+    largest = max(frozen, key=lambda slot: slot.nbytes, default=None)
+    runs = {slot.name: (*slot.running, *[(span.backward_start, span.backward_start)] * (slot is largest)) for slot in frozen}
+    for slot in slots:
+        yield replace(slot, running=runs[slot.name]) if slot.role is Role.WEIGHT and slot.name in runs else slot
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:

@@ -145,7 +145,8 @@ def _parameters(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
         if slot.role in (Role.MOMENT1, Role.MOMENT2):
             nbytes = moment_bytes(slot, weight, formats, plan)
             format = None if is_small(weight.shape) or formats.is_full else plan.find((slot.name,), slot.role).format
-        what, why = ("quantized", "an optimizer of paredown.optim stores it") if format is not None else _not_quantized(weight)
+        stored_by = "it is frozen: apply encodes it once" if weight.is_frozen else "an optimizer of paredown.optim stores it"
+        what, why = ("quantized", stored_by) if format is not None else _not_quantized(weight)
         yield PlannedSlot(slot.name, slot.role, slot.nbytes, nbytes, str(format or ""), what, why)
 
 

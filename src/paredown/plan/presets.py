@@ -1,6 +1,7 @@
 """PRESETS: plans with a name, one row each; `Plan.preset("activations4")` returns one.
 
-Bits a value, scales and minimums included: activations8 and activations8f 8.25, activations4 4.25, activations4a 4.5, activations2 2.5.
+Bits a value, scales and minimums included: activations8 and activations8f 8.25, activations4 4.25, activations4a 4.5, activations2 2.5;
+frozen8 8.25, frozen4 4.25 for each frozen value.
 The others are the tiers of `formats/catalog.py`: formats of weights, gradients and optimizer state, with unmodified activations.
 """
 
@@ -18,6 +19,7 @@ class ByRole(TypedDict, total=False):
     """Role -> format, for the roles that can have one."""
 
     weight: FormatLike
+    frozen: FormatLike
     gradient: FormatLike
     moment1: FormatLike
     moment2: FormatLike
@@ -41,6 +43,8 @@ ROWS = (
     Preset("activations4", {"activation": "int4/64@bf16"}, "activations in 4 bits, symmetric"),
     Preset("activations4a", {"activation": "uint4/64@bf16+bf16"}, "activations in 4 bits, affine: finer, a quarter bit more"),
     Preset("activations2", {"activation": "uint2/64@bf16+bf16"}, "activations in 2 bits, affine: when nothing else fits"),
+    Preset("frozen8", {"frozen": "int8/64@bf16"}, "weights without a gradient in 8 bits: the base of LoRA adapters"),
+    Preset("frozen4", {"frozen": "nf4/64@bf16"}, "weights without a gradient in 4 bits, as in QLoRA"),
     *(
         Preset(name, cast("ByRole", TIERS[name]), note)
         for name, note in (

@@ -43,7 +43,7 @@ from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
 from paredown.plan.plan import Plan
 from paredown.plan.storage import keeps_enough, resolve_format
-from paredown.roles import FORMATTED, OF_PARAMETER, Role
+from paredown.roles import FORMATTED, OF_PARAMETER, Role, weight_role
 from paredown.sizes import FLOAT_BYTES
 from paredown.trace.operations import Use
 from paredown.trace.trace import Part, Slot, Trace, cached_on_trace, index_bytes
@@ -94,6 +94,8 @@ FULL = ParameterFormats(True)
 def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = False) -> ParameterFormats:
     """The formats under `plan` of the parameter whose slot is `weight`; weights of a compiled model are not packed."""
     requested = {role: plan.find((weight.name,), role).format for role in OF_PARAMETER} if plan.rules else {}
+    if weight.is_frozen and plan.rules:
+        requested[Role.WEIGHT] = plan.find((weight.name,), weight_role(is_frozen=True)).format
     if weight.stays or weight.dtype not in FLOAT_BYTES or not any(requested.values()):
         return FULL
     if is_small(weight.shape):
@@ -196,7 +198,6 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
 def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
     """The intervals of weights, gradients and optimizer state, and of their decoded copies."""
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
-    trained = {slot.name for slot in trace.of(Role.GRADIENT)}
     formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
     for slot in trace.slots:
         if slot.role is Role.WEIGHT:
@@ -209,8 +210,7 @@ def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
             yield Interval(slot.role, slot.module, slot.birth, slot.death, nbytes)
         elif slot.role is Role.TEMPORARY and slot.recomputed_from:
             weight = weights[slot.recomputed_from]
-            is_recomputed = formats[weight.name].weight is not None and weight.name in trained
-            yield from _cast(slot, weight, trace.backward_at, is_recomputed=is_recomputed)
+            yield from _cast(slot, weight, trace.backward_at, is_recomputed=formats[weight.name].weight is not None)
     full_bytes = sum(slot.nbytes for name, slot in weights.items() if formats[name].is_full)
     for output in trace.outputs:
         if output.phase == "step":  # workspace of torch.optim for the parameters that it updates
@@ -227,7 +227,7 @@ def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
 
 
 def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_recomputed: bool) -> Iterator[Interval]:
-    """The cast of a weight, stored until backward; that of a packed, trained weight is recomputed in each call and in backward."""
+    """The cast of a weight, stored until backward; that of a packed weight is recomputed in each call and in backward."""
     spans = list(slot.running) or [(slot.birth, slot.death)]
     if is_recomputed:
         calls = [(max(start, slot.birth), end) for start, end in weight.running if start <= backward_at and end >= slot.birth]

@@ -3,6 +3,7 @@
     activation                        every slot of a role
     layer3.*:input                    a pattern: * is any text (dots and colons too), ? one character, [ab] one of these
     weight=layer3.*                   a pattern, restricted to one role
+    frozen                            the weights that require no gradient, which the role weight matches too; frozen beats weight
     layer3.0.conv1:input              a slot by its name
     gradient=layer3.0.conv1.weight    a slot by its role and name
 
@@ -35,7 +36,7 @@ from paredown.serial import brief
 NamesAndRole = tuple[tuple[str, ...], Role]  # of a slot: the names of all its savers, and its role
 WILDCARDS = "*?["
 ROLE_NAMES = ", ".join(role.value for role in FORMATTED)
-MATCHED_BY_NAME = (Role.WEIGHT, Role.ACTIVATION)  # roles that a name without a role matches
+MATCHED_BY_NAME = (Role.WEIGHT, Role.FROZEN, Role.ACTIVATION)  # roles that a name without a role matches
 KEY_FORMS = (
     "a role (activation), a slot (layer3.0.conv1:input), a pattern (layer3.*:input), or a role before either (weight=layer3.*)"
 )
@@ -90,7 +91,7 @@ class Selector:
 
     def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
         """How specifically it matches the slot with this role whose savers have these names."""
-        if self.role is not None and self.role is not role:
+        if self.role not in (None, role) and (self.role, role) != (Role.WEIGHT, Role.FROZEN):
             return SelectorRank.NONE
         if self.name is None:
             return SelectorRank.ROLE
@@ -157,7 +158,7 @@ def slot_key(name: str, role: Role) -> str:
     >>> slot_key("fc:input", Role.ACTIVATION), slot_key("fc.weight", Role.MOMENT1), slot_key("weight", Role.WEIGHT)
     ('fc:input', 'moment1=fc.weight', 'weight=weight')
     """
-    if role in MATCHED_BY_NAME and "=" not in name and any(letter in ".:" for letter in name):
+    if role in MATCHED_BY_NAME and role is not Role.FROZEN and "=" not in name and any(letter in ".:" for letter in name):
         return name
     return f"{role.value}={name}"
 

@@ -109,7 +109,12 @@ class Assignment:
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """The rounding that encoding a slot of this role uses; sums of small changes are rounded stochastically in any format."""
+        """The rounding that encoding a slot of this role uses; sums of small changes are rounded stochastically in any format.
+
+        A frozen weight is encoded once, when the plan is applied, and always to nearest.
+        """
+        if role is Role.FROZEN:
+            return Rounding.NEAREST_EVEN
         if self.rounding is not None:
             return self.rounding
         return (

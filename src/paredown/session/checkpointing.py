@@ -138,3 +138,23 @@ def _frozen_statistics(module: nn.Module) -> Generator[None]:
     finally:
         for part, (momentum, count) in zip(norms, before, strict=True):
             part.momentum, part._buffers["num_batches_tracked"] = momentum, count
+
+
+def repeated_layers_of(model: nn.Module) -> tuple[str, ...]:
+    """The layers of a model: modules with parameters in its outermost lists; ApplyError if there are none."""
+    lists = [path for path, module in model.named_modules() if _is_list_of_layers(module)]
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    paths = [f"{path}.{name}".lstrip(".") for path in outer for name, _ in model.get_submodule(path).named_children()]
+    layers = tuple(path for path in paths if next(model.get_submodule(path).parameters(), None) is not None)
+    if not layers:
+        raise ApplyError(
+            f"{type(model).__name__} has no list of layers to checkpoint: neither an nn.ModuleList, nor an nn.Sequential of modules of one "
+            "class. Name modules in a plan: Plan().recomputing('encoder.*')."
+        )
+    return layers
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    children = list(module.children())
+    is_uniform = len({type(child) for child in children}) == 1 and next(children[0].children(), None) is not None
+    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and is_uniform)

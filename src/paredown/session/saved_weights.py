@@ -2,7 +2,11 @@
 
 A saved tensor is replaced if it lies in the memory of an unpacked parameter (the parameter or a view of it), or if it is a cast of one, as
 autocast makes: its autograd history leads through casts and views to the parameter. The values of a cast are compared with the weight
-bit for bit the first time; later its history, size and strides identify it.
+bit for bit the first time; later its history, size and strides identify it. The cast of a frozen weight has no history: it is a saved
+tensor without a gradient of the weight's size, and is compared in every call; in LAYERS, which save one such tensor, in the first only.
+
+Inside torch.utils.checkpoint (non-reentrant) saved tensors have its hooks already, and the second forward pass would hold the decoded
+frozen weights of a whole layer until backward reads them: `CheckpointedSaves` defers them there.
 
 `WeightUse`, `WeightCall` and `PackedModule` describe a packed parameter while its module runs: its reference counts before the call show
 afterwards whether anything else still holds it.
@@ -13,13 +17,14 @@ afterwards whether anything else still holds it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from paredown.codec.packed import DTYPES
 from paredown.optim.packed_parameter import Decoded
 from paredown.optim.packed_weight import KEY, Weight, same_bits, weight_of
 from paredown.session.stored_tensors import MODIFIED
@@ -38,6 +43,10 @@ from paredown.trace.autograd_graph import (
 from paredown.trace.rematerialization import SAME_MEMORY_ORDER
 
 DECODED = f"{Decoded.__name__}Backward"
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+FROZEN_CAST = "the cast of a frozen weight"
+# layers of torch whose forward pass uses a weight in one matrix product or convolution, and no other tensor of its size
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class DeferredWeight:
@@ -64,25 +73,26 @@ setattr(DeferredWeight.tensor, IS_WEIGHT, True)  # other hooks skip saved tensor
 class SavedWeightFinder:
     """Finds the weights that calls of one module saved; remembers their paths in the graph, so that later calls need no search."""
 
-    __slots__ = ("_trails",)
+    __slots__ = ("_is_layer", "_trails")
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self._is_layer = type(module) in LAYERS
         # (name of the output's node, number of new nodes) -> (indices of edges from there, name of the saved-tensor attribute)
         self._trails: dict[tuple[str, int], list[tuple[tuple[int, ...], str]]] = {}
 
     def release(self, output: Any, first: int, memory: Mapping[int, Weight]) -> bool:
         """`release_saved_weights` for the nodes of one call of the module."""
         if not isinstance(output, Tensor) or output.grad_fn is None:
-            return release_saved_weights(output, first, memory)
+            return release_saved_weights(output, first, memory, is_layer=self._is_layer)
         node = output.grad_fn
         key = node.name(), next_number() - first
         trails = self._trails.get(key)
         if trails is not None:
-            if all([_replace(_follow(node, hops, name), memory) for hops, name in trails]):
+            if all([_replace(_follow(node, hops, name), memory, is_layer=self._is_layer) for hops, name in trails]):
                 return False
             del self._trails[key]
         trails = list[tuple[tuple[int, ...], str]]()
-        is_hooked = release_saved_weights(output, first, memory, trails)
+        is_hooked = release_saved_weights(output, first, memory, trails, is_layer=self._is_layer)
         if not is_hooked and all(name for _, name in trails):
             self._trails[key] = trails
         return is_hooked
@@ -100,12 +110,17 @@ def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
 
 
 def release_saved_weights(
-    values: Any, first: int, memory: Mapping[int, Weight], trails: list[tuple[tuple[int, ...], str]] | None = None
+    values: Any,
+    first: int,
+    memory: Mapping[int, Weight],
+    trails: list[tuple[tuple[int, ...], str]] | None = None,
+    *,
+    is_layer: bool = False,
 ) -> bool:
     """Replace weights saved by nodes behind `values`, from sequence number `first` on; returns whether other hooks may hold a weight.
 
     `memory`: storage address -> weight, of the unpacked parameters. `trails` receives the path to each replaced tensor: the indices of
-    edges from the node of `values`, and the name of the saved-tensor attribute, "" if it is one of a list.
+    edges from the node of `values`, and the name of the saved-tensor attribute, "" if it is one of a list. `is_layer`: one of LAYERS runs.
     """
     is_hooked = False
     for node, hops in _nodes(values, first):
@@ -113,7 +128,7 @@ def release_saved_weights(
             hook = raw.unpack_hook
             if hook is not None:
                 is_hooked = is_hooked or (not is_of_weight(hook) and keeps_objects(hook))
-            elif _replace(raw, memory) and trails is not None:
+            elif _replace(raw, memory, is_layer=is_layer) and trails is not None:
                 trails.append((hops, name))
     return is_hooked
 
@@ -132,7 +147,7 @@ def _saved(node: Any) -> list[tuple[str, Any]]:
     return handles
 
 
-def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
+def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
     """Replace a saved tensor if it is a packed weight, a view or a cast of one; returns whether it was replaced."""
     if raw is None:
         return False
@@ -142,6 +157,8 @@ def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
     weight = memory.get(tensor.untyped_storage()._cdata)
     if weight is None or tensor.dtype is not weight.dtype:
         weight = _weight_behind(tensor)
+    if weight is None and not tensor.requires_grad:
+        weight = _frozen_weight_of(tensor, memory, is_layer=is_layer)
     if weight is None:
         return False
     deferred = DeferredWeight(weight, tensor)
@@ -149,8 +166,42 @@ def _replace(raw: Any, memory: Mapping[int, Weight]) -> bool:
     return True
 
 
+class CheckpointedSaves:
+    """Saved-tensor hooks around those of torch.utils.checkpoint, while a module runs that has frozen packed weights.
+
+    The hooks of checkpointing get every tensor, so that both forward passes count the same ones. What they return for a weight is dropped:
+    the second forward pass then stores nothing for it, and backward decodes it.
+    """
+
+    __slots__ = ("_context", "_memory", "_outer")
+
+    def __init__(self, outer: tuple[Any, Any], weights: Iterable[Weight]) -> None:
+        self._outer, self._memory = outer, {weight.address: weight for weight in weights}
+        self._context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self._context.__enter__()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """A `DeferredWeight` for a frozen weight or a view of it; for other tensors what checkpointing returns."""
+        packed = self._outer[0](tensor)
+        is_strided = has_storage(tensor) and tensor.layout is torch.strided
+        weight = self._memory.get(tensor.untyped_storage()._cdata) if is_strided else None
+        return (packed, None) if weight is None or tensor.dtype is not weight.dtype else (None, DeferredWeight(weight, tensor))
+
+    def unpack(self, packed: tuple[Any, DeferredWeight | None]) -> Tensor:
+        """The saved tensor."""
+        return self._outer[1](packed[0]) if packed[1] is None else packed[1].tensor()
+
+    def leave(self) -> None:
+        """Remove the hooks, unless other code has removed them."""
+        hooks = top_hooks(True)
+        if hooks is not None and hooks[0] == self.pack:
+            self._context.__exit__()
+
+
 def keeps_objects(hook: Any) -> bool:
     """Whether a saved-tensor hook may hold the saved tensor object; those of torch.utils.checkpoint do not."""
+    if isinstance(getattr(hook, "__self__", None), CheckpointedSaves):
+        return False
     return getattr(hook, "__module__", "") != torch.utils.checkpoint.__name__
 
 
@@ -209,6 +260,20 @@ def _weight_behind(tensor: Tensor) -> Weight | None:
     return weight if place in weight.places or _is_equal(tensor, weight, place) else None
 
 
+def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: bool) -> Weight | None:
+    """The frozen weight of which a saved tensor without a gradient is a cast; None if there is none."""
+    for weight in memory.values():
+        parameter = weight.parameter
+        if parameter is None or parameter.requires_grad or cast.dtype not in DTYPES or cast.dtype is weight.dtype:
+            continue
+        if cast.untyped_storage().nbytes() != weight.size.numel() * cast.itemsize or cast.device != weight.packed.device:
+            continue
+        place = (FROZEN_CAST, cast.dtype, cast.size(), cast.stride(), cast.storage_offset())
+        if (is_layer and place in weight.places) or _is_equal(cast, weight, place):
+            return weight
+    return None
+
+
 def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
     """Whether a tensor has the bits of the weight. If so, `place` is remembered, unless all values are equal, which may be chance."""
     flat = tensor.detach().as_strided(weight.size, weight.stride, 0)
@@ -254,10 +319,24 @@ class WeightUse:
 class WeightCall:
     """A running forward call of a module with packed parameters."""
 
-    __slots__ = ("entries", "first", "place")
+    __slots__ = ("entries", "first", "place", "saves")
 
     def __init__(self, place: PackedModule, entries: list[WeightUse]) -> None:
         self.place, self.entries, self.first = place, entries, 0
+        self.saves: CheckpointedSaves | None = None
+
+    def begin_saves(self) -> None:
+        """Inside torch.utils.checkpoint, defer the frozen weights that the module saves."""
+        hooks = top_hooks(True)
+        if hooks is not None and not keeps_objects(hooks[0]):
+            frozen = [entry.weight for entry in self.entries if not entry.parameter.requires_grad]
+            self.saves = CheckpointedSaves(hooks, frozen) if frozen else None
+
+    def end_saves(self) -> None:
+        """Remove the hooks of `begin_saves`."""
+        if self.saves is not None:
+            self.saves.leave()
+            self.saves = None
 
 
 class PackedModule:
@@ -266,7 +345,7 @@ class PackedModule:
     __slots__ = ("_free", "_known", "finder", "module")
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.finder = module, SavedWeightFinder()
+        self.module, self.finder = module, SavedWeightFinder(module)
         self._known: list[tuple[int, Weight | None]] = []
         self._free: list[WeightCall] = []  # calls that ended, for reuse
 

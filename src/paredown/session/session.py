@@ -33,7 +33,7 @@ from paredown.errors import ApplyError
 from paredown.formats.catalog import is_small
 from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
 from paredown.plan.plan import Plan
-from paredown.roles import FORMATTED, Role
+from paredown.roles import FORMATTED, Role, weight_role
 from paredown.session.activations import Activations
 from paredown.session.changes import (
     CHECKPOINTED,
@@ -102,6 +102,7 @@ class Session:
         self._watch.passed_over = frozenset(self._checkpointed.modules)
         self._guard = GuardRunner(guard, plan, model, self._activations, self._change) if guard is not None else None
         self._weights = Weights(plan, model, is_compiled=is_compiled)
+        self._weights.checkpointed = frozenset(self._checkpointed.modules)
         self._watch.attach(follows=self._packs_activations)
         try:
             self._weights.attach()
@@ -353,8 +354,9 @@ class Session:
 
     def _parameter_slots(self) -> list[tuple[tuple[str, ...], Role]]:
         model = self._model()
-        names = [name for name, _ in model.named_parameters()] if model is not None else []
-        return [((name,), role) for role in FORMATTED if role is not Role.ACTIVATION for name in names]
+        parameters = list(model.named_parameters()) if model is not None else []
+        roles = [role for role in FORMATTED if role is not Role.ACTIVATION]
+        return [((name,), role) for role in roles for name, p in parameters if role is not Role.FROZEN or not p.requires_grad]
 
     def _requests_without_tensor(self) -> list[tuple[str, str]]:
         """Formats that the plan requests for master weights and errors: one row for the role, and one for each slot that differs."""
@@ -459,6 +461,7 @@ def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Paramete
     checked: set[Any] = set()
     for name, parameter in model.named_parameters():
         assigned = {role: plan.find((name,), role) for role in (Role.WEIGHT, *STATE)}
+        assigned[Role.WEIGHT] = plan.find((name,), weight_role(is_frozen=not parameter.requires_grad))
         choices: dict[Role, Choice] = {role: (a.format, a.rounding_in(role)) for role, a in assigned.items()}
         if any(format is not None for format, _ in choices.values()):
             rows.append((parameter, RequestedFormats(name, choices)))

@@ -36,7 +36,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import Selector
-from paredown.roles import Role
+from paredown.roles import Role, weight_role
 from paredown.session.activations import StorageDecision
 from paredown.session.guard_steps import count_examples, first_examples
 from paredown.session.probe import restored_state
@@ -53,7 +53,7 @@ NOISE = 8.0  # the tolerance includes this many times the difference of two unmo
 MIN_SCALE = 1e-3  # errors are relative to at least this part of the model's root mean square gradient
 MAX_RUNS = 96  # runs that store some of the slots, in total
 MAX_FAULTS = 8
-STORED = (Role.ACTIVATION, Role.WEIGHT)  # roles of rules that a forward and backward pass depend on
+STORED = (Role.ACTIVATION, Role.WEIGHT, Role.FROZEN)  # roles of rules that a forward and backward pass depend on
 LOSSLESS: dict[type[StoredForm], str] = {
     StoredMask: "one exact bit a value",
     StoredIntegers: "exact integers",
@@ -160,7 +160,11 @@ def _session(opened: Session | None, plan: Plan | None, model: nn.Module, seed: 
         return
     assert plan is not None
     rules = tuple(rule for rule in plan.rules if Selector.parse(rule[0]).role in (None, *STORED))  # others are for optimizers
-    packed = {name: p for name, p in model.named_parameters() if plan.find((name,), Role.WEIGHT).format is not None}
+    packed = {
+        name: p
+        for name, p in model.named_parameters()
+        if plan.find((name,), weight_role(is_frozen=not p.requires_grad)).format is not None
+    }
     copies = {name: p.detach().clone() for name, p in packed.items()}
     try:
         with apply(replace(plan, rules=rules), model, seed=seed) as session:

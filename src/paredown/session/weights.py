@@ -5,8 +5,7 @@
     in backward                  each `DeferredWeight` decodes; several of the same weight share the decoded tensor while it is alive
 
 Under autocast a weight is cast once for each call of its module, and gradients of several calls are added in float32; torch's own cache
-would keep all casts until the forward pass ends, and add the gradients in bfloat16. The cast of a weight that needs no gradient has no
-autograd history that identifies it, and is kept for backward, as in the baseline.
+would keep all casts until the forward pass ends, and add the gradients in bfloat16.
 
 A parameter that is still referenced after the forward pass (by a graph with other saved-tensor hooks, by an extension) stays unpacked until
 the reference is gone: packing is tried again when its gradient is accumulated, when the model's forward pass ends, and before the next one.
@@ -34,7 +33,7 @@ from paredown.formats.format import Format
 from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_parameter
 from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
 from paredown.plan.plan import Plan
-from paredown.roles import Role
+from paredown.roles import weight_role
 from paredown.session.changes import ADDED, UNMODIFIED, Change
 from paredown.session.saved_weights import (
     PackedModule,
@@ -43,6 +42,7 @@ from paredown.session.saved_weights import (
     keeps_objects,
     leads_to_weight,
     release_saved_weights,
+    top_hooks,
 )
 from paredown.trace.autograd_graph import next_number
 from paredown.trace.module_watch import Hook
@@ -52,10 +52,11 @@ COMPILED = "torch.compile runs its module, and skips the hooks that would decode
 SHARED = "its memory is shared with other tensors, or a graph whose backward has not run yet holds it"
 SCRIPTED = "TorchScript runs its module"
 LARGER = "it would not be smaller"
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 SMALL = "packing them would save little, and norms and biases are sensitive"
 HELD = "it is still referenced after the forward pass: it stays unpacked until backward has used it"
 REPLACED = "the parameter was replaced after apply"
+FROZEN_LATER = "it was added or frozen after the plan was applied: freeze weights before apply"
+QUANTIZED_BEFORE = "it is a {}, which is quantized or wrapped already, and stays unmodified"
 RELEASED = "its dtype or device became one that is not packed: it is unpacked from then on"
 NO_BACKWARD = -1  # id of the current graph task outside backward
 
@@ -71,6 +72,9 @@ class Weights:
         self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
         self.held: tuple[str, ...] = ()  # names of those still unpacked at the end of the last forward pass
         self._plan, self._model, self._is_compiled = plan, weakref.ref(model), is_compiled
+        self.checkpointed: frozenset[nn.Module] = (
+            frozenset()
+        )  # modules in plan.recompute, whose own hooks end before those of this class
         self._held: dict[Weight, WeightUse] = {}
         self._running, self._lock = threading.local(), threading.RLock()
         self._handles: list[Any] = []
@@ -128,10 +132,13 @@ class Weights:
         names = {*self._plain, *self.weights, *self.not_packed, *self.small, *(name for name, *_ in self._loading)}
         known = {id(parameters[name]) for name in names if name in parameters}  # by id: a parameter may have several names
         for name, parameter in parameters.items():
-            format = self._plan.find((name,), Role.WEIGHT).format
+            format = self._format(name, parameter)
             if format is not None and id(parameter) not in known and weight_of(parameter) is None and not is_small(parameter.shape):
                 known.add(id(parameter))
-                yield Change(f"weight={name}", str(format), UNMODIFIED, ADDED)
+                yield Change(f"weight={name}", str(format), UNMODIFIED, ADDED if parameter.requires_grad else FROZEN_LATER)
+
+    def _format(self, name: str, parameter: nn.Parameter) -> Format | None:
+        return self._plan.find((name,), weight_role(is_frozen=not parameter.requires_grad)).format
 
     def _remove_released(self) -> None:
         for name, weight in [(name, weight) for name, weight in self.weights.items() if weight.is_released]:
@@ -160,7 +167,7 @@ class Weights:
         assert model is not None
         reasons = parameters_without_hooks(model, self._is_compiled)
         for name, parameter in model.named_parameters():
-            format = self._plan.find((name,), Role.WEIGHT).format
+            format = self._format(name, parameter)
             if format is not None:
                 self._pack_parameter(name, parameter, format, reasons.get(id(parameter)))
 
@@ -204,6 +211,8 @@ class Weights:
         for entry in call.entries:
             self._unpack(entry)
         self._calls().append(call)
+        if module not in self.checkpointed:
+            call.begin_saves()
 
     def _unpack(self, entry: WeightUse) -> None:
         weight = entry.weight
@@ -224,11 +233,12 @@ class Weights:
 
     def _finish(self, call: WeightCall, output: Any) -> None:
         """End of a module's call: replace the weights that it saved, and pack its parameters."""
+        call.end_saves()
         entries = call.entries
         if not entries:
             return
         is_same = not any([entry.weight.keep_changes() for entry in entries])
-        hooks = _top_hooks(True)
+        hooks = top_hooks(True)
         is_hooked = hooks is not None and keeps_objects(hooks[0])
         if output is not None and is_same and torch.is_grad_enabled():
             memory = {entry.weight.address: entry.weight for entry in entries}
@@ -296,7 +306,9 @@ class Weights:
     def _begin(self, module: nn.Module, args: Any) -> None:
         calls = self._calls()
         while calls:  # of forward passes of this thread that an exception ended
-            for entry in calls.pop().entries:
+            call = calls.pop()
+            call.end_saves()
+            for entry in call.entries:
                 with self._lock:
                     entry.weight.users -= 1
                     self._hold(entry, is_hooked=True)
@@ -408,7 +420,7 @@ def _export(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 def reason_to_keep_plain(parameter: nn.Parameter, format: Format) -> str | None:
     """Why a parameter cannot be stored packed; None if it can."""
     if type(parameter) is not nn.Parameter:
-        return "another session has it" if type(parameter) is PackedParameter else f"it is a {type(parameter).__name__}"
+        return "another session has it" if type(parameter) is PackedParameter else QUANTIZED_BEFORE.format(type(parameter).__name__)
     if parameter.device.type not in DEVICES or parameter.dtype not in DTYPES or parameter.layout is not torch.strided:
         return f"it is {parameter.dtype} in layout {parameter.layout} on {parameter.device}"
     if format.nbytes(parameter.shape) >= parameter.nbytes:

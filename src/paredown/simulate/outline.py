@@ -74,7 +74,7 @@ class Outline:
     def slots(self) -> list[tuple[tuple[str, ...], Role]]:
         """Names and role of every slot, for `Plan.check`."""
         pairs = [(value.names, role) for value in self.values for role in (Role.ACTIVATION, Role.ERROR)]
-        roles = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
+        roles = (Role.WEIGHT, Role.FROZEN, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
         return [*pairs, *(((name,), role) for name in self.weights for role in roles)]
 
     def __repr__(self) -> str:

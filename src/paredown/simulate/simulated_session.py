@@ -51,6 +51,7 @@ FIELDS: set[str] = set(("version", "mode", "plan", "seed", "forwards", "steps", 
 COMPILED = "torch.compile runs the model, and hides its operations"
 NOT_CHECKPOINTED = "simulate mode saves no memory, and checkpointing would change no value"
 NO_RESIDUE = "parameters keep their precision, so that there is no residue"
+NO_FROZEN = "simulate mode rounds all weights by the rules of the role weight"
 
 
 @final
@@ -150,6 +151,9 @@ class SimulatedSession:
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
         residue = self.plan.find(("",), Role.RESIDUE).format
         rows += [Change("residue", str(residue), "nothing", NO_RESIDUE)] if residue is not None else []
+        rows += [
+            Change(key, str(asked), "nothing", NO_FROZEN) for key, asked in self.plan.rules if key.startswith(Role.FROZEN.value)
+        ]
         rows += [Change(path, CHECKPOINTED, UNMODIFIED, NOT_CHECKPOINTED) for path in self.plan.recompute]
         rows += [Change("the model", "names of saved tensors", "names of outputs", note) for note in self._notes]
         rows += [Change("the model", "rounded values", UNMODIFIED, COMPILED)] if self._begin_hook.was_compiled else []

@@ -66,7 +66,7 @@ def trace_task(
 
 def formats_state(plan: Plan) -> bool:
     """Whether a plan has rules for weights, gradients or optimizer state: its optimizer step then allocates no temporaries."""
-    return any(Selector.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR) for key, _ in plan.rules)
+    return any(Selector.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR, Role.FROZEN) for key, _ in plan.rules)
 
 
 @lru_cache(maxsize=4)

@@ -42,6 +42,8 @@ from paredown.trace.module_watch import Hook
 
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 PACKED = "PackedParameter"  # type of a packed weight of a session: it has shape, strides and dtype, which is all that a trace reads
+# types of parameters that bitsandbytes has quantized: a trace counts the bytes of their codes, and reads their attributes from the fakes
+QUANTIZED = frozenset({"Params4bit", "Int8Params"})
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
@@ -106,7 +108,9 @@ class FakeTensors:
         with torch.device("cpu"), self.mode, self.around():
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                vars(parameter).update(vars(tensor) if type(tensor).__name__ in QUANTIZED else {})
+                return parameter
             return fake.requires_grad_(tensor.requires_grad)
 
     def batch(self, batch: Any) -> Any:
@@ -128,7 +132,8 @@ def check_model(model: nn.Module) -> None:
             raise TraceError(
                 f"{name!r} is a DTensor: trace the model before fully_shard or distribute_tensor, with one rank's batch."
             )
-        if not (kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor) or kind.__name__ == PACKED):
+        is_plain = kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor)
+        if not is_plain and kind.__name__ not in (PACKED, *QUANTIZED):
             raise TraceError(
                 f"{name!r} is a {kind.__name__}, not a plain tensor: trace the model before its tensors are converted."
             )

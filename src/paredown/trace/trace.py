@@ -108,6 +108,7 @@ class Slot:
     recomputed_from: str = ""  # the slot that its values can be recomputed from, as relu(batch_norm(x)) from x
     # of a weight: when modules that own it run; of the cast of a weight in a checkpointed module: when the cast exists
     running: tuple[Span, ...] = ()
+    is_frozen: bool = False  # of a weight: it requires no gradient
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ class TraceBuilder:
         allocation = self.step.timeline.find(tensor)
         stays = "" if id(tensor) in self._parameter_ids else OUTSIDE
         parts, running = self.step.recorder.weight_parts(allocation, end), self._decoded_spans(tensor, allocation)
-        return replace(slot, stays=stays, parts=parts, running=running)
+        return replace(slot, stays=stays, parts=parts, running=running, is_frozen=not tensor.requires_grad)
 
     def _gradient_slot(self, name: str, parameter: Tensor, end: int, *, is_released: bool) -> Slot:
         """The slot of the gradient of `parameter`; added to an accumulator, or released, it is freed after `dropped`."""

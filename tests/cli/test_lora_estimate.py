@@ -1,0 +1,124 @@
+"""`estimate` of LoRA, activation checkpointing and frozen formats, against footprints of the same step made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paredown as pare
+from tests.cli.commands import ask, asked_json
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 160, "dtype": "bfloat16"}
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 500,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    **HEADS,
+}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RANK, LENGTH = 4, 64
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, RANK, bias=False, dtype=base.weight.dtype)
+        self.lora_B = nn.Linear(RANK, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x)) * 2.0
+
+
+@pytest.fixture(scope="module")
+def trace() -> pare.Trace:
+    """One step of the model of LLAMA with adapters on all of its layers."""
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**{name: part for name, part in LLAMA.items() if name != "model_type"}, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name in [name for name in TARGETS if hasattr(part, name)]:
+                setattr(part, name, Adapted(getattr(part, name)))
+    ids = torch.zeros((1, LENGTH), dtype=torch.int64)
+    return pare.trace_step(
+        model, {"input_ids": ids, "attention_mask": ids + 1, "labels": ids.clone()}, optimizer="adamw", device="cpu"
+    )
+
+
+@pytest.fixture
+def config(folder: Path) -> str:
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "config.json").write_text(json.dumps(LLAMA))
+    return "tiny"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_peaks_are_those_of_a_model_made_by_hand(config: str, trace: pare.Trace) -> None:
+    lora = ("--lora", str(RANK), "--length", str(LENGTH), "--device", "cpu")
+    value = asked_json("estimate", config, *lora)
+    assert [row["plan"] for row in value["plans"]] == ["baseline", "activations8", "frozen8", "frozen4", "frozen4+activations8"]
+    for row in value["plans"]:
+        names = [] if row["plan"] == "baseline" else row["plan"].split("+")
+        plan = pare.Plan(tuple(rule for name in names for rule in pare.Plan.preset(name).rules))
+        assert row["peak_bytes"] == pare.footprint(trace, plan).peak_bytes
+    assert value["batch_size"] == 1 and value["lora"]["layers"] == len(TARGETS) * 3
+    trained = sum(slot.numel for slot in trace.of(pare.Role.GRADIENT))
+    assert value["lora"]["trained_parameters"] == trained
+    layers = [f"model.layers.{number}" for number in range(3)]
+    value = asked_json("estimate", config, *lora, "--checkpointing", "--frozen", "nf4/64@bf16")
+    plan = pare.Plan.uniform(frozen="nf4/64@bf16").recomputing(*layers)
+    assert value["checkpointed"] == layers and value["plans"][0]["plan"] == "frozen=nf4/64@bf16"
+    assert value["plans"][0]["peak_bytes"] == pare.footprint(trace, plan).peak_bytes < pare.footprint(trace).peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_step_is_described_and_a_length_that_cannot_fit_has_advice(config: str) -> None:
+    code, out, err = ask(
+        "estimate", config, "--lora", "4", "--checkpointing", "--length", "64", "--budget", "10KiB", "--device", "cpu"
+    )
+    assert code == 3
+    assert (
+        "LoRA adapters on 21 linear layers" in out
+        and "Activation checkpointing: 3 layers, model.layers.0 to model.layers.2." in out
+    )
+    assert "has the smallest peak" in err and "lower --batch or --length" in err and "paredown plan" not in err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_targets_are_chosen(config: str) -> None:
+    value = asked_json("estimate", config, "--lora", "4", "--lora-targets", "q_proj, *.v_proj", "--length", "16", "--device", "cpu")
+    assert value["lora"]["layers"] == 6
+    assert value["lora"]["trained_parameters"] == 3 * 4 * (96 + 96 + 96 + 48)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("gpt", "--length", "64", "--input", "tokens:64"), "--input tokens:64 has the length already"),
+        (("gpt", "--lora-targets", "qkv"), "add --lora 16"),
+        (("gpt", "--lora", "4", "--lora-targets", "k_proj"), "k_proj matches none of"),
+        (("digits", "--lora", "4"), "digits is a task, which makes its own model"),
+        (("gpt", "--frozen", "nf5/64"), "nf5"),
+        (("mlp", "--checkpointing"), "MLP has no list of layers to checkpoint"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: tuple[str, ...], said: str) -> None:
+    code, _, err = ask("estimate", *arguments, "--device", "cpu")
+    assert code != 0 and said in " ".join(err.split())
+
+
+def test_a_length_for_a_model_of_text() -> None:
+    one = asked_json("estimate", "gpt", "--length", "32", "--plan", "baseline", "--device", "cpu")
+    other = asked_json("estimate", "gpt#length=32", "--plan", "baseline", "--device", "cpu")
+    assert one["plans"] == other["plans"]
+    checkpointed = asked_json("estimate", "gpt", "--length", "32", "--plan", "baseline", "--device", "cpu", "--checkpointing")
+    assert checkpointed["checkpointed"] == ["layers.0", "layers.1"]
+    assert checkpointed["plans"][0]["by_role"]["activation"] < one["plans"][0]["by_role"]["activation"]

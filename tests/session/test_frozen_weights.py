@@ -1,0 +1,391 @@
+"""Frozen weights that a plan stores packed, under LoRA adapters: a plain model with the rounded values is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import paredown as pare
+from paredown import Plan, apply
+from paredown.optim.packed_parameter import PackedParameter
+from paredown.optim.packed_weight import Weight
+from paredown.plan.explanation import explain_slots
+from tests.session.nets import assert_same
+from tests.session.test_weights import saved_sizes
+
+SIDE, RANK, TOKENS = 96, 4, 20
+FORMATS = pytest.mark.parametrize("format", ["nf4/64@bf16", "int4/64@bf16", "int8/64@bf16", "e4m3fn/64@bf16"])
+NF4 = Plan.uniform(frozen="nf4/64@bf16")
+BF16: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+
+
+class LoraLinear(nn.Module):
+    """base(x) + B(A(dropout(x))) * scale, with the modules that PEFT gives an adapted layer."""
+
+    def __init__(self, base: nn.Linear, dropout: float) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.lora_A, self.lora_B = (
+            nn.Linear(base.in_features, RANK, bias=False),
+            nn.Linear(RANK, base.out_features, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(self.lora_dropout(x))) * 2.0
+
+
+class Functional(nn.Module):
+    """A module whose forward is not that of a layer of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIDE, SIDE) / SIDE**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...i,ij->...j", x, self.weight)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SIDE)
+        self.up, self.down = (
+            LoraLinear(nn.Linear(SIDE, 2 * SIDE), dropout),
+            LoraLinear(nn.Linear(2 * SIDE, SIDE, bias=False), dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    """A frozen base with LoRA adapters in its blocks."""
+
+    is_reentrant: bool | None = None  # mode of torch.utils.checkpoint; None: blocks are not checkpointed
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, SIDE)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.other = Functional()
+        self.head = nn.Linear(SIDE, 100, bias=False)
+        for name, p in self.named_parameters():
+            p.requires_grad_("lora_" in name)
+            if "lora_B" in name:
+                nn.init.normal_(p, std=0.1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        if self.is_reentrant:
+            x.requires_grad_()  # as enable_input_require_grads() of Hugging Face
+        for block in self.blocks:
+            x = block(x) if self.is_reentrant is None else checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return self.head(self.other(x))
+
+
+IDS = torch.arange(2 * TOKENS).remainder(37).view(2, TOKENS)
+
+
+def made(dropout: float = 0.0) -> Tiny:
+    torch.manual_seed(0)
+    return Tiny(dropout)
+
+
+def large(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The frozen weights that are large enough to be packed."""
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad and p.ndim > 1}
+
+
+def rounded(model: nn.Module, format: str) -> nn.Module:
+    """A plain copy whose frozen weights went through the format and back."""
+    other = copy.deepcopy(model)
+    for p in large(other).values():
+        p.data.copy_(pare.round_trip(p.detach(), format, rounding="nearest_even"))
+    return other
+
+
+def step(model: nn.Module, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[Tensor]:
+    """The loss, then the gradients of the trained parameters."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    with around():
+        loss = functional.cross_entropy(model(IDS).float().flatten(0, 1), IDS.flatten())
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def weight_bytes(model: nn.Module) -> int:
+    return sum(p.untyped_storage().nbytes() for p in model.parameters())
+
+
+@FORMATS
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_losses_and_gradients_are_those_of_the_rounded_base(format: str, dropout: float) -> None:
+    model = made(dropout)
+    expected = step(rounded(model, format))
+    before, names = weight_bytes(model), large(model)
+    with apply(Plan.uniform(frozen=format), model) as session:
+        assert all(type(p) is PackedParameter for p in names.values())
+        assert weight_bytes(model) + session.weight_bytes < (0.45 if "4/" in format else 0.65) * before
+        for _ in range(2):
+            assert_same(step(model), expected)
+        assert not [row for row in session.changes if "fewer than" not in row.slot]
+    assert_same(step(model), expected)
+
+
+def test_footprints_predict_the_bytes_of_the_weights() -> None:
+    model, plan = made(), NF4.set("head.weight", None)
+    trace = traced(model)
+    foot = pare.footprint(trace, plan)
+    with apply(plan, model) as session:
+        assert foot.by_role[pare.Role.WEIGHT] == weight_bytes(model) + session.weight_bytes
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert foot.by_role[pare.Role.GRADIENT] == trained and foot.by_role[pare.Role.MOMENT1] == trained
+    rows = {row.slot: row.what for row in explain_slots(trace, plan) if row.slot in ("head.weight", "embedding.weight")}
+    assert rows == {"head.weight": "unmodified", "embedding.weight": "quantized"}
+    assert pare.Trace.from_json(trace.to_json()) == trace
+
+
+def traced(model: nn.Module) -> pare.Trace:
+    return pare.trace_step(
+        model, (IDS, IDS), loss=lambda y, ids: functional.cross_entropy(y.flatten(0, 1), ids.flatten()), optimizer="adamw"
+    )
+
+
+@pytest.mark.parametrize("around", [nullcontext, BF16], ids=["float32", "autocast"])
+def test_no_decoded_copy_is_kept_for_backward(monkeypatch: pytest.MonkeyPatch, around: Any) -> None:
+    found: list[StorageWeakRef] = []
+    decode = Weight.decode
+
+    def watched(self: Weight, dtype: torch.dtype | None = None) -> Tensor:
+        out = decode(self, dtype)
+        found.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+    def alive() -> int:
+        gc.collect()
+        return sum(not ref.expired() for ref in found)
+
+    monkeypatch.setattr(Weight, "decode", watched)
+    model = made()
+    expected = step(rounded(model, "nf4/64@bf16"), around)
+    with apply(NF4, model):
+        for _ in range(2):
+            with around():
+                loss = functional.cross_entropy(model(IDS).float().flatten(0, 1), IDS.flatten())
+            assert found and alive() == 0
+            assert not {p.numel() for p in large(model).values()} & set(saved_sizes(loss))  # no cast either
+            loss.backward()
+            assert alive() == 0
+        assert_same(step(model, around), expected)
+
+
+@pytest.mark.parametrize("is_reentrant", [None, False, True], ids=["by the plan", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("retains", [False, True])
+def test_one_weight_of_a_checkpointed_block_is_decoded_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, is_reentrant: bool | None, retains: bool
+) -> None:
+    found: list[StorageWeakRef] = []
+    alive: list[int] = []
+    decode = Weight.decode
+
+    def watched(self: Weight, dtype: torch.dtype | None = None) -> Tensor:
+        out = decode(self, dtype)
+        found.append(StorageWeakRef(out.untyped_storage()))
+        alive.append(sum(not ref.expired() for ref in found))
+        return out
+
+    model = made()
+    model.is_reentrant = is_reentrant
+    expected = step(rounded(model, "nf4/64@bf16"))
+    with apply(NF4.recomputing("blocks.*") if is_reentrant is None else NF4, model):
+        step(model)  # the first calls also compare weights with their codes
+        monkeypatch.setattr(Weight, "decode", watched)
+        model.zero_grad()
+        loss = functional.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten())
+        if retains:
+            loss.backward(retain_graph=True)
+            assert_same(gradients(model), expected[1:])
+            model.zero_grad()
+        loss.backward()
+        assert_same(gradients(model), expected[1:])
+        assert max(alive) == 1
+
+
+def test_a_checkpointed_module_that_has_a_frozen_weight_itself() -> None:
+    model = made()
+    expected = step(rounded(model, "nf4/64@bf16"))
+    with apply(NF4.recomputing("blocks.*.up.base_layer", "other"), model):
+        for _ in range(2):
+            assert_same(step(model), expected)
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def test_a_session_that_is_closed_before_backward_of_checkpointed_blocks() -> None:
+    model = made()
+    model.is_reentrant = False
+    expected = step(rounded(model, "nf4/64@bf16"))
+    session = apply(NF4, model)
+    loss = functional.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten())
+    session.close()
+    loss.backward()
+    assert_same(gradients(model), expected[1:])
+
+
+class Masked(nn.Module):
+    """Multiplies by a frozen weight, and by a mask of the same size, which autograd saves in the same place."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(SIDE, SIDE), nn.Parameter(torch.randn(SIDE, SIDE), requires_grad=False)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) @ self.weight @ self.mask
+
+
+def test_another_tensor_of_the_size_of_a_cast_is_not_replaced() -> None:
+    torch.manual_seed(0)
+    model, inputs = Masked(torch.randn(SIDE, SIDE)), (torch.randn(8, SIDE), torch.randn(2, 4, SIDE))  # graphs of different nodes
+    plain = copy.deepcopy(model)
+    plain.weight.data.copy_(pare.round_trip(plain.weight.detach(), "nf4/64@bf16"))
+    with apply(NF4, model):
+        for x in inputs:
+            for net in (model, plain):
+                net.zero_grad()
+                with BF16():
+                    net(x).square().mean().backward()
+            assert_same(gradients(model), gradients(plain))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bases_of_half_precision(dtype: torch.dtype) -> None:
+    model = made().to(dtype)
+    expected = step(rounded(model, "nf4/64@bf16"))
+    with apply(NF4, model):
+        assert_same(step(model), expected)
+
+
+@pytest.mark.parametrize("is_reentrant", [None, False, True], ids=["by the plan", "non-reentrant", "reentrant"])
+def test_checkpointed_blocks(is_reentrant: bool | None) -> None:
+    model = made(dropout=0.1)
+    model.is_reentrant = is_reentrant
+    expected = step(rounded(model, "nf4/64@bf16"))
+    with apply(NF4.recomputing("blocks.*") if is_reentrant is None else NF4, model):
+        for _ in range(2):
+            assert_same(step(model), expected)
+            assert all(type(p) is PackedParameter for p in large(model).values())
+
+
+def test_a_state_dict_has_plain_tensors_and_can_be_loaded() -> None:
+    model, plain = made(), rounded(made(), "nf4/64@bf16")
+    with apply(NF4, model):
+        state = model.state_dict()
+        assert {type(value) for value in state.values()} == {Tensor}
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in state.items())
+        other = {name: value + 0.125 for name, value in state.items()}
+        model.load_state_dict(other)
+        plain.load_state_dict(other)
+        assert_same(step(model), step(rounded(plain, "nf4/64@bf16")))
+
+
+def test_rules_choose_among_frozen_weights() -> None:
+    model = made()
+    kinds = {"head.weight": nn.Parameter, "embedding.weight": PackedParameter, "blocks.0.up.lora_A.weight": nn.Parameter}
+    with apply(NF4.set("head.weight", None), model):
+        named = dict(model.named_parameters())
+        assert {name: type(named[name]) for name in kinds} == kinds
+    with pytest.raises(pare.errors.PlanError, match="frozen=nothing"):
+        apply(NF4.set("frozen=nothing.*", "int8/64@bf16"), made())
+
+
+def test_an_optimizer_of_any_kind_trains_the_adapters() -> None:
+    for make in (torch.optim.AdamW, pare.optim.AdamW):
+        model = made()
+        with apply(NF4, model):
+            optimizer = make([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+            losses = []
+            for _ in range(3):
+                losses.append(float(step(model)[0]))
+                optimizer.step()
+            assert losses[-1] < losses[0]
+
+
+def test_weights_that_are_frozen_after_apply_are_reported() -> None:
+    model = made()
+    model.head.requires_grad_(True)
+    with apply(NF4, model) as session:
+        model.head.requires_grad_(False)
+        rows = [row for row in session.changes if row.slot == "weight=head.weight"]
+        assert len(rows) == 1 and "frozen after the plan was applied" in rows[0].reason
+
+
+class Params4bit(nn.Parameter):
+    """Stands for the parameter of bitsandbytes of this name: packed codes, whose shape is not that of the weight."""
+
+
+class Linear4bit(nn.Module):
+    """A layer whose weight another library has quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randint(0, 255, (SIDE * SIDE // 2, 1), dtype=torch.uint8)
+        self.weight = Params4bit(codes, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.weight.flatten()
+        return x @ (torch.stack([codes & 15, codes >> 4]).float().view(SIDE, SIDE) - 7.5).div(100)
+
+
+def test_bases_quantized_by_other_libraries_stay_unmodified_and_are_counted() -> None:
+    model = nn.Sequential(LoraLinear(nn.Linear(SIDE, SIDE).requires_grad_(False), 0.0), Linear4bit())
+    x = torch.randn(8, SIDE)
+    trace = pare.trace_step(model, (x, x), loss=functional.mse_loss, optimizer="adamw")
+    assert pare.footprint(trace, NF4).trace.slot("1.weight").nbytes == SIDE * SIDE // 2
+    codes = model[1].weight
+    with apply(NF4, model) as session:
+        functional.mse_loss(model(x), x).backward()
+        assert model[1].weight is codes and type(codes) is Params4bit
+        rows = [row for row in session.changes if row.slot == "weight=1.weight"]
+        assert len(rows) == 1 and rows[0].given == "unmodified" and "Params4bit" in rows[0].reason
+
+
+def test_the_input_of_an_adapter_and_of_its_frozen_layer_is_stored_once() -> None:
+    """A frozen base saves no input. Without dropout, adapters of one input share one packed tensor."""
+    torch.manual_seed(0)
+    query, key = (LoraLinear(nn.Linear(SIDE, SIDE).requires_grad_(False), 0.0) for _ in range(2))
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.query, self.key = nn.LayerNorm(SIDE, elementwise_affine=False), query, key
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x).sin()
+            return self.query(x) + self.key(x)
+
+    model, x = Attention(), torch.randn(64, SIDE)
+    trace = pare.trace_step(model, (x, x), loss=functional.mse_loss)
+    slots = [slot for slot in trace.activations if "query.lora_A:input" in slot.names]
+    assert len(slots) == 1 and "key.lora_A:input" in slots[0].names
+    assert not [name for slot in trace.activations for name in slot.names if "base_layer" in name]
+    with apply(Plan.uniform(activation="int8/64@bf16", frozen="nf4/64@bf16"), model) as session:
+        loss = model(x).square().mean()
+        stored = session.stored_bytes
+        loss.backward()
+    assert stored == pare.Format.parse("int8/64@bf16").nbytes((64 * SIDE,))  # inputs of lora_B are too small to be packed
