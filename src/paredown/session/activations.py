@@ -56,8 +56,8 @@ from paredown.session.stored_tensors import (
     decode_steps_of,
 )
 from paredown.session.value_bounds import ValueBounds
-from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, MIN_PACKED_NUMEL, Saved, tensors_in
-from paredown.trace.operations import CANCELS, EXPONENT, Use
+from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
+from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use
 from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
 from paredown.trace.trace import index_dtype
 

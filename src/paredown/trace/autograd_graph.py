@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from paredown.trace.operations import Needs, Operand, OperationRow, Pin, Use, row_of, unknown_operand
 
-MIN_PACKED_NUMEL = 4096  # values; smaller tensors are stored unmodified
 BLOCK = 64  # values of a block in most formats
 WHOLE_SHARE = 0.3  # a view of at least this share of its storage is packed with all of it: q, k and v are thirds
 NO_SEQUENCE = 1 << 62  # AccumulateGrad nodes have numbers from here on

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.nn.modules import pooling
 
 from paredown.trace.autograd_graph import NO_SEQUENCE, Saved, has_storage, tensors_in
-from paredown.trace.operations import CHECKPOINT, COMPARES, RECOMPUTES, ROUTES, SELECTING, Use, reason_of_ops
+from paredown.trace.operations import CHECKPOINT, COMPARES, RECOMPUTES, ROUTES, SELECTING, Use, input_operand, reason_of_ops
 
 REENTRANT = "CheckpointFunctionBackward"  # node of a checkpoint with use_reentrant=True
 NO_GRADIENT = "no gradient flows to it: masks and tables are inputs of that kind"
@@ -112,7 +112,7 @@ def key_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
     """The description of the input `number` of a checkpoint; `place`: its name up to the operand; `reason`: why it is not quantized."""
-    operand = "input" if number == 0 else f"input{number + 1}"
+    operand = input_operand(number)
     use = Use.EXACT if reason else Use.VALUE
     pin = None if reason else RECOMPUTES
     described = use, kind, pin, None, reason, False

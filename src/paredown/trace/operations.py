@@ -70,6 +70,7 @@ NONLINEAR = Pin(7, "backward uses it nonlinearly")
 STATISTIC, STATE, PARAMETER = "it is a statistic", "it is state of the library", "it is a parameter"
 SCALE = "it scales other tensors, and their operations may save it too"
 
+MIN_PACKED_NUMEL = 4096  # values; smaller tensors are stored unmodified
 Bound = Callable[[Any], int]
 Condition = Callable[[Any], bool]
 
@@ -347,6 +348,11 @@ def is_checkpoint_input(name: str) -> bool:
     (True, False)
     """
     return name.partition(":")[2].startswith((f"{CHECKPOINT}.", f"{CHECKPOINT}#"))
+
+
+def input_operand(number: int) -> str:
+    """The name of a tensor among the arguments of a checkpoint: "input", "input2" and so on."""
+    return "input" if number == 0 else f"input{number + 1}"
 
 
 def reason_of_ops(ops: Iterable[str]) -> str:

@@ -107,6 +107,8 @@ class Slot:
     recomputed_from: str = ""  # the slot that its values can be recomputed from, as relu(batch_norm(x)) from x
     # of a weight: when modules that own it run; of the cast of a weight in a checkpointed module: when the cast exists
     running: tuple[Span, ...] = ()
+    # of an activation that needs a gradient: its names as the input of the modules that get it, if those were checkpointed
+    inputs: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -143,6 +145,7 @@ class Output:
     death: Tick
     slot: str = ""
     used: Tick = -1
+    inputs: tuple[str, ...] = ()  # as those of a `Slot`
 
 
 @dataclass(frozen=True, repr=False)
