@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paredown import Plan, Role, apply, footprint, round_trip, trace_step
+from paredown import Guard, Plan, Role, apply, footprint, round_trip, trace_step
 from paredown.plan.explanation import explain_slots
 from tests.session.nets import INT4, INT8, assert_same, gradients, relative_error, weighted
 from tests.session.test_prediction import plainly_held
@@ -356,6 +356,20 @@ def test_an_input_that_is_modified_in_place_has_the_gradient_of_its_first_values
     plain = step(copy.deepcopy(model))
     with apply(plan_of("fp32", NON_REENTRANT), model):
         assert_same(step(model), plain)
+
+
+@MODES
+def test_a_guard_measures_them(mode: str) -> None:
+    model = Stack(mode)
+    trace = trace_step(model, (batch(), torch.zeros(1)), loss=lambda y, _: weighted(y), device="cpu")
+    with apply(plan_of(INT8, mode), model, guard=Guard(trace)) as session:
+        assert session._guard is not None
+        session._guard.signals.looks_at_all = True
+        step(model)
+        signals = session._guard.signals.read(None)[1]
+        assert session.explain().of("layers.1:checkpoint.input").now == INT8
+    assert list(signals) == [f"layers.{i}:checkpoint.input" for i in range(3)]
+    assert all(0 < signal.error < 0.01 for signal in signals.values())
 
 
 # --- prediction --------------------------------------------------------------------------------------------------------------------
