@@ -54,7 +54,7 @@ def test_rows_are_selected_by_name(bench: Any) -> None:
     assert names(bench.selected("gpt2:int8, toy:eager-int4,gpt2:int8", ["steps"])) == ["gpt2:int8", "toy:eager-int4"]
     assert len(bench.selected("llama", ["losses"])) == 7, "all ways of a job"
     everything = names(bench.selected(None, ["steps"]))
-    assert len(everything) == 4 * 7 and everything[:2] == ["resnet50:compiled", "resnet50:budget=0.8"]
+    assert len(everything) == 5 * 7 and everything[:2] == ["resnet50:compiled", "resnet50:budget=0.8"]
     assert {name.split(":")[0] for name in names(bench.selected(None, ["losses", "largest"]))} == {
         *("resnet18-losses", "gpt-losses", "resnet50-largest"),
     }
@@ -212,9 +212,9 @@ def test_tables_of_compiled_steps(bench: Any, tmp_path: Path, monkeypatch: pytes
     (tmp_path / "compile.json").write_text(json.dumps([first, later]))
     steps, training, batch = (make().splitlines() for make in made)
     assert [line for line in steps if line.startswith("| vit")] == [
-        "| vit | `torch.compile` | 2.00 | 1.00x | 200.0 | 100.0 to 300.0 | 1.00x | 60 | aaa |",
-        "| vit | int8 | 1.00 | 0.50x | 250.0 | 100.0 to 300.0 | 1.25x | 70 | aaa |",
-        "| vit | eager | 1.00 |  | 250.0 | 100.0 to 300.0 |  |  | bbb |",
+        "| vit | `torch.compile` | 2.00 |  | 1.00x | 200.0 | 100.0 to 300.0 | 1.00x | 60 | aaa |",
+        "| vit | int8 | 1.00 | 1.50 | 0.50x | 250.0 | 100.0 to 300.0 | 1.25x | 70 | aaa |",
+        "| vit | eager | 1.00 | 1.50 |  | 250.0 | 100.0 to 300.0 |  |  | bbb |",
     ]
     assert training[-1] == "| gpt | compiled | 100 | 3 | 2.0000 | 1.0000 | aaa |"
     assert batch[-1] == "| vit | int8 | 300 | 2.00 | 16 | 1500 | 3.00x | 0.75x | aaa |"

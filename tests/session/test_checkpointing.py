@@ -21,6 +21,7 @@ from tests.trace.steps import peak_bytes, step_of, traced
 
 LAYERS = {"gpt": "layers.*", "vit": "layers.*", "resnet18": "layer?.?", "convnext": "groups.?.?", "unet": "down.?"}
 CASES = pytest.mark.parametrize("name", LAYERS)
+INPUTS = Plan.uniform(activation=None).set("*:checkpoint.input", INT8)  # packs the inputs of checkpointed layers only
 
 
 class Counted(nn.Module):
@@ -173,13 +174,15 @@ def test_what_is_inside_is_read_in_the_first_pass_alone(
         assert anew.stored_bytes == third
 
 
-@CASES
-def test_the_bytes_that_wait_are_those_foreseen(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "plan"), [*((name, Plan()) for name in LAYERS), *((name, INPUTS) for name in ("gpt", "convnext"))]
+)
+def test_the_bytes_that_wait_are_those_foreseen(name: str, plan: Plan) -> None:
     model, batch, loss = step_of(name, 16)
     trace = traced(name, 16)
     run(model, batch, loss)
     before = held_bytes(model, batch, loss)
-    plan = Plan().recomputing(LAYERS[name])
+    plan = plan.recomputing(LAYERS[name])
     with apply(plan, model):
         run(model, batch, loss)
         after = held_bytes(model, batch, loss)
@@ -189,11 +192,11 @@ def test_the_bytes_that_wait_are_those_foreseen(name: str) -> None:
     assert predicted[0] - predicted[1] == pytest.approx(before - after, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["gpt", "vit"])
-def test_the_peak_is_the_one_foreseen(name: str) -> None:
+@pytest.mark.parametrize(("name", "plan"), [("gpt", Plan()), ("vit", Plan()), ("gpt", Plan.preset("activations8"))])
+def test_the_peak_is_the_one_foreseen(name: str, plan: Plan) -> None:
     """For networks without convolutions, for which the CPU's library allocates workspace."""
     model, batch, loss = step_of(name, 16)
-    trace, plan = traced(name, 16), Plan().recomputing(LAYERS[name])
+    trace, plan = traced(name, 16), plan.recomputing(LAYERS[name])
     with apply(plan, model):
         measured = peak_bytes(model, batch, loss)
     foot = footprint(trace, plan)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paredown import Plan, apply
+from paredown import Plan, apply, trace_step
+from paredown.plan.explanation import explain_slots
 from tests.session.nets import INT8, activations, assert_same, gradients, relative_error
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -43,6 +44,35 @@ def test_gpt2(attention: str) -> None:
     assert relative_error(found, plain) < 0.03
     assert nbytes > 0
     assert session.stored_bytes == 0
+
+
+def tiny_llama(reentrant: bool) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, max_position_embeddings=64, **sizes)).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_llama_with_packed_checkpoint_inputs(reentrant: bool) -> None:
+    """The inputs of the two layers, in 8 bits; the trace of the step has the same slots."""
+    ids = torch.randint(100, (4, 32), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    model, plan = tiny_llama(reentrant), Plan.uniform(activation=None).set("*:checkpoint.input", INT8)
+    model(**batch).loss.backward()
+    plain = gradients(model)
+    model.zero_grad()
+    with apply(plan, model) as session:
+        loss = model(**batch).loss
+        assert session.stored_bytes == 2 * (4 * 32 * 64 + 2 * 4 * 32)
+        loss.backward()
+        assert not session.changes
+    assert 0 < relative_error(gradients(model), plain) < 0.01
+    rows = explain_slots(trace_step(tiny_llama(reentrant), batch, device="cpu"), plan)
+    names = [f"model.layers.{i}:checkpoint.input" for i in range(2)]
+    assert [(row.slot, row.nbytes, row.format) for row in rows if "checkpoint" in row.slot] == [(n, 8448, INT8) for n in names]
 
 
 @pytest.mark.filterwarnings("ignore")

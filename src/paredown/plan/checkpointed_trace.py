@@ -1,9 +1,10 @@
 """`checkpointed_trace`: the trace of a step with activation checkpointing of some modules, predicted from the trace without it.
 
 A tensor that only operations inside of a checkpointed module saved lives in forward as long as forward needs it, and again from the tick
-at which backward of the module begins. The module's inputs are stored unmodified until its backward is done. Casts that autocast made of
-its weights are freed at the end of the autocast context and are recomputed. The second forward pass ends once the last tensor exists that
-backward needs: the module's result is not recomputed.
+at which backward of the module begins. The module's inputs are stored until its backward is done: those that need a gradient are slots of
+their own (`layers.3:checkpoint.input`), which a plan can pack unless the module compares or routes (trace/checkpoint_inputs.py); others are
+unmodified. Casts that autocast made of its weights are freed at the end of the autocast context and are recomputed. The second forward
+pass ends once the last tensor exists that backward needs: the module's result is not recomputed.
 
     baseline        inside  |##############################|
     checkpointed    inside  |####|                   |#####|     the whole forward pass runs at the first tick of the second span
@@ -22,7 +23,9 @@ from fnmatch import fnmatchcase
 from paredown.errors import PlanError
 from paredown.plan.selectors import WILDCARDS, closest
 from paredown.roles import Role
-from paredown.trace.trace import Output, Part, Slot, Trace, cached_on_trace
+from paredown.sizes import FLOAT_BYTES
+from paredown.trace.operations import CHECKPOINT, COMPARES, MIN_PACKED_NUMEL, RECOMPUTES, Use, reason_of_ops
+from paredown.trace.trace import Output, Part, Saver, Slot, Trace, cached_on_trace
 
 CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module on
 INPUT = "it is the input of a checkpointed module"
@@ -147,11 +150,14 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
     slots: list[Slot] = []
     complete = {slot.name: slot.dropped for slot in trace.of(Role.GRADIENT)}
     outputs = [_extended(output, span) for output in trace.outputs]
+    reason = _reason_exact(trace, span)
     for slot in trace.slots:
         if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
             slots.append(_weight_used_twice(slot, span, complete.get(slot.name, span.backward_end)))
         elif slot.role is Role.TEMPORARY and slot.recomputed_from and is_inside(slot.module, span.module):
             slots.append(_cast_used_twice(trace, slot, span, is_trained=slot.recomputed_from in complete))
+        elif slot.role is Role.ACTIVATION and slot.birth < span.start and _input_name(slot, span):
+            slots.append(_input(slot, span, reason))
         elif slot.role is not Role.ACTIVATION or not any(span.has(saver.name) for saver in slot.savers):
             slots.append(slot)
         elif _is_inner(slot, span):
@@ -162,6 +168,13 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
             stored, recomputed = _returned(slot, span)
             slots.append(stored)
             outputs.append(recomputed)
+    number = max((slot.storage for slot in slots), default=-1)
+    for place, output in enumerate(outputs):
+        number += 1
+        slot = _unsaved_input(output, span, reason, number)
+        if slot is not None:
+            slots.append(slot)
+            outputs[place] = replace(output, slot=slot.name)
     outputs.append(_second_forward(trace, span))
     return replace(trace, slots=tuple(_with_frozen(slots, trace, span)), outputs=tuple(outputs))
 
@@ -176,6 +189,57 @@ def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> 
     runs = {slot.name: (*slot.running, *[(span.backward_start, span.backward_start)] * (slot is largest)) for slot in frozen}
     for slot in slots:
         yield replace(slot, running=runs[slot.name]) if slot.role is Role.WEIGHT and slot.name in runs else slot
+
+
+def _reason_exact(trace: Trace, span: CheckpointSpan) -> str:
+    """Why inputs of the module are not quantized; "" if they may be."""
+    outputs = [o for o in trace.outputs if o.phase == "forward" and o.dtype in FLOAT_BYTES and span.has(o.module)]
+    signs = [s.op for slot in trace.activations for s in slot.savers if s.use in (Use.SIGN, Use.INSIDE) and span.has(s.name)]
+    return reason_of_ops(o.op for o in outputs) or (COMPARES.format(signs[0]) if signs else "")
+
+
+def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
+    """The name of a tensor as an input of the module; "" if it is none."""
+    return next((name for name in row.inputs if name.partition(":")[0] == span.module), "")
+
+
+def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
+    """A saved tensor as an input of the module: its packed copy is decoded from the second forward pass on."""
+    name, stays = _input_name(slot, span), slot.stays or reason
+    others = tuple(saver for saver in slot.savers if not span.has(saver.name))
+    is_saved = len(others) < len(slot.savers)
+    parts = [part for part in slot.parts if any(saver.use is part.use for saver in others)]
+    if not stays:
+        own = _input_part(span, span.backward_end if is_saved else span.backward_start)
+        shared = next((part for part in parts if part.use is Use.VALUE), own)
+        spans = tuple(sorted({*shared.decoded, *own.decoded}))
+        own = replace(own, packed=min(shared.packed, own.packed), released=max(shared.released, own.released), decoded=spans)
+        parts = [*(part for part in parts if part.use is not Use.VALUE), own]
+    first = slot.name if any(other.name == slot.name for other in others) else name
+    savers, death = (*others, _input_saver(name, stays)), max(slot.death, span.backward_end)
+    return replace(slot, name=first, savers=savers, parts=tuple(parts), stays=stays, death=death)
+
+
+def _input_saver(name: str, reason: str) -> Saver:
+    operand = name.rpartition(".")[2]
+    return Saver(name, CHECKPOINT, operand, Use.EXACT) if reason else Saver(name, CHECKPOINT, operand, Use.VALUE, RECOMPUTES)
+
+
+def _input_part(span: CheckpointSpan, decoded_until: int) -> Part:
+    return Part(Use.VALUE, span.end, span.backward_end, ((span.backward_start, decoded_until),))
+
+
+def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: int) -> Slot | None:
+    """The slot of an input of the module that no operation saves; None if `output` is none, or is small."""
+    name = _input_name(output, span)
+    numel = output.nbytes // FLOAT_BYTES.get(output.dtype, output.nbytes + 1)
+    if not name or output.slot or output.death != span.backward_end or numel < MIN_PACKED_NUMEL:
+        return None
+    of_output = output.shape, output.dtype, output.nbytes, output.birth, output.death
+    parts = () if reason else (_input_part(span, span.backward_start),)
+    dropped, saver = max(span.end, output.birth), _input_saver(name, reason)
+    lifetime = numel, storage, dropped, (saver,), parts
+    return Slot(name, Role.ACTIVATION, span.module, *of_output, *lifetime, stays=reason, inputs=output.inputs)
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:

@@ -107,7 +107,8 @@ def _has_rule(row: PlannedSlot, plan: Plan) -> bool:
 def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
     checkpointed = checkpointed_trace(trace, plan.recompute)
     storages, planned = slot_storages(checkpointed, plan), {slot.name: slot for slot in checkpointed.activations}
-    for slot in trace.activations:
+    new = [slot for slot in checkpointed.activations if slot.name not in {slot.name for slot in trace.activations}]
+    for slot in (*trace.activations, *new):
         after = planned.get(slot.name)
         if after is None:
             yield PlannedSlot(slot.name, slot.role, slot.nbytes, 0, "", "checkpointed", "its module runs again in backward")

@@ -206,10 +206,11 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     plan = plan or BASELINE
     residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
     frozen = [(slot.names, Role.FROZEN) for slot in trace.of(Role.WEIGHT) if slot.is_frozen]
-    missing = plan.check([*((slot.names, slot.role) for slot in trace.slots), *residues, *frozen])
     allocator = DEVICES[trace.device]
     given, trace = trace, _step_under(trace, plan)
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
+    slots = given.slots if checkpointed is trace else (*given.slots, *checkpointed.slots)
+    missing = plan.check([*((slot.names, slot.role) for slot in slots), *residues, *frozen])
     held = intervals(checkpointed, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)

@@ -54,6 +54,7 @@ from paredown.plan.storage import UNMODIFIED, Assignment, FormatLike
 from paredown.roles import FORMATTED, Role
 from paredown.serial import brief, load_json, object_parts
 from paredown.tables import Table
+from paredown.trace.operations import CHECKPOINT, RECOMPUTES, Needs
 
 VERSION = 2  # of the JSON: version 2 added `recompute`; version 1 can be read too
 FIELDS = ("version", "reason", "made_for", "recompute", "rules")
@@ -195,6 +196,20 @@ class Plan:
         if assignment is None:
             self._assignments[key] = assignment = self._search(*key)
         return assignment
+
+    def needs_of(self, name: str, needs: Needs) -> Needs:
+        """What backward needs of an activation under this plan: a rule that names the inputs of checkpoints removes their pin.
+
+        >>> from paredown.trace.operations import RECOMPUTES
+        >>> named = Plan((("*:checkpoint.input", Assignment.parse("int4/64@bf16")),))
+        >>> named.needs_of("layers.3:checkpoint.input", Needs(pin=RECOMPUTES)).pin is None
+        True
+        """
+        if needs.pin != RECOMPUTES:
+            return needs
+        best = self._index.best((name,), Role.ACTIVATION)
+        text = self._index.keys[best].name if best is not None else None
+        return replace(needs, pin=None) if text is not None and CHECKPOINT in text.rpartition(":")[2] else needs
 
     def _search(self, names: tuple[str, ...], role: Role) -> Assignment:
         role = Role(role)

@@ -131,9 +131,9 @@ def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
     for saver in slot.savers:
         if saver.use is not Use.VALUE:
             continue
-        requested = plan.find((saver.name,), Role.ACTIVATION)
-        resolved, why = resolve_format(requested, saver.needs, dtype=slot.dtype, numel=slot.numel)
-        if format is None or not keeps_enough(format, saver.needs):
+        requested, needs = plan.find((saver.name,), Role.ACTIVATION), plan.needs_of(saver.name, saver.needs)
+        resolved, why = resolve_format(requested, needs, dtype=slot.dtype, numel=slot.numel)
+        if format is None or not keeps_enough(format, needs):
             if resolved is None:
                 return SlotStorage(False, None, why)
             format, reason = resolved, why

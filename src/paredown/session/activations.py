@@ -57,8 +57,8 @@ from paredown.session.stored_tensors import (
     decode_steps_of,
 )
 from paredown.session.value_bounds import ValueBounds
-from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, MIN_PACKED_NUMEL, Saved, tensors_in
-from paredown.trace.operations import CANCELS, EXPONENT, Use
+from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
+from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use
 from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
 from paredown.trace.trace import index_dtype
 
@@ -304,7 +304,7 @@ class Activations:
         if decision is None:
             asked = self.plan.find((saved.name,), Role.ACTIVATION)
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
-            format, reason = resolve_format(asked, saved.needs, dtype=dtype, numel=numel)
+            format, reason = resolve_format(asked, self.plan.needs_of(saved.name, saved.needs), dtype=dtype, numel=numel)
             rounding = asked.resolved_rounding if is_same_level(asked.format, format) else Rounding.NEAREST_EVEN
             overflow = asked.overflow if format is asked.format else None
             decision = StorageDecision(asked.format, format, rounding, overflow, reason, crc32(saved.name.encode()))
@@ -317,13 +317,13 @@ class Activations:
     def _values(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
         decision = self.decide(saved, piece)
         if decision.format is None:
-            return previous if previous is not None and _keeps_enough(previous, saved) else None
+            return previous if previous is not None and self._keeps_enough(previous, saved) else None
         if saved.pin is not None or saved.is_centered:
             reason = self._bounds.reason_to_keep(saved, decision.format, self.forwards)
             if reason:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
-        if previous is not None and _keeps_enough(previous, saved):
+        if previous is not None and self._keeps_enough(previous, saved):
             return previous
         recomputed = self._recomputed(saved, piece) if previous is None else None
         if recomputed is not None:
@@ -343,13 +343,19 @@ class Activations:
         if rematerialization is None or view is None or not piece.is_whole:
             return None
         source = view.form
-        if type(source) is not StoredValues or source.packed is None or not _keeps_enough(source, saved):
+        if type(source) is not StoredValues or source.packed is None or not self._keeps_enough(source, saved):
             return None
         signs = storage.source(rematerialization.sign)
         if piece.tensor._version != (signs.form.version if signs is not None and signs.form.is_of(piece) else 0):
             return None  # modified in place in a way that the graph does not record
         steps = decode_steps_of(rematerialization, view, signs, piece, keeps_parameters=not self.is_sharded)
         return RecomputedValues(piece, source, steps) if steps is not None else None
+
+    def _keeps_enough(self, form: StoredForm, saved: Saved) -> bool:
+        """Whether decoded values of `form` are precise enough for the operation of `saved`."""
+        values = form.source if isinstance(form, RecomputedValues) else form
+        packed = values.packed if isinstance(values, StoredValues) else None
+        return packed is None or keeps_enough(packed.format, self.plan.needs_of(saved.name, saved.needs))
 
     def _bits(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
         bounds: Bounds = detail
@@ -431,10 +437,3 @@ def _only_positive_value(tensor: Tensor) -> float | None:
 def _index_dtype(saved: Saved, tensor: Tensor) -> torch.dtype:
     """The smallest integer dtype that holds an index."""
     return getattr(torch, index_dtype(saved.bound, str(tensor.dtype).removeprefix("torch.")))
-
-
-def _keeps_enough(form: StoredForm, saved: Saved) -> bool:
-    """Whether decoded values of `form` are precise enough for the operation of `saved`."""
-    values = form.source if isinstance(form, RecomputedValues) else form
-    packed = values.packed if isinstance(values, StoredValues) else None
-    return packed is None or keeps_enough(packed.format, saved.needs)

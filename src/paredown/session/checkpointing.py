@@ -25,6 +25,7 @@ from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_of, outermost
 from paredown.plan.plan import Plan
 from paredown.trace.module_watch import Hook
+from paredown.trace.operations import is_checkpoint_input
 
 DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, True
 
@@ -45,7 +46,7 @@ class CheckpointedModules:
 
     def has(self, name: str) -> bool:
         """Whether the slot `name` is inside a checkpointed module, and so not saved."""
-        return any(is_of(name, path) for path in self.paths)
+        return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:
         """Register the hooks. The pre-hook runs before all others, so that the second call gets the original arguments."""

@@ -42,6 +42,7 @@ from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.optim.parameter_state import owner_of
+from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
@@ -74,7 +75,8 @@ class GuardRunner:
         self.guard, self.plan, self._model, self._change = guard, plan, weakref.ref(model), change
         self.budget_bytes = guard.budget_for(plan)
         self._levels = LEVELS if guard.limits.levels is None else ladder_of(guard.limits.levels)
-        self.slots = {slot.name: slot for slot in guard.trace.activations if not slot.stays}
+        trace = guard.trace if guard.trace.is_compiled else checkpointed_trace(guard.trace, plan.recompute)
+        self.slots = {slot.name: slot for slot in trace.activations if not slot.stays}
         self.sensitivities = guard.sensitivities
         self.memory = GuardState()
         self.actions: list[Action] = []

@@ -62,8 +62,8 @@ from paredown.session.weights import Weights
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.sizes import say_bytes
-from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
 from paredown.trace.module_watch import Watch
+from paredown.trace.operations import MIN_PACKED_NUMEL
 from paredown.trace.trace import Trace
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from paredown.trace.operations import Needs, Operand, OperationRow, Pin, Use, row_of, unknown_operand
 
-MIN_PACKED_NUMEL = 4096  # values; smaller tensors are stored unmodified
 BLOCK = 64  # values of a block in most formats
 WHOLE_SHARE = 0.3  # a view of at least this share of its storage is packed with all of it: q, k and v are thirds
 NO_SEQUENCE = 1 << 62  # AccumulateGrad nodes have numbers from here on
@@ -73,6 +72,7 @@ class ModuleCall:
     first: int  # sequence number of the first node created in it
     counts: dict[str, int] = field(default_factory=dict)  # operation -> number of nodes that saved tensors
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
+    checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
 
 
 @dataclass(eq=False, slots=True)
@@ -88,6 +88,9 @@ class Pass:
     over: nn.Module | None = None  # the running module that is not followed inside
     # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
     of_threads: set[Any] = field(default_factory=set)
+    checkpoints: set[Any] = field(default_factory=set)  # seen so far, and one around the whole pass
+    hidden: Any = None  # the `HiddenLayer` that runs under no_grad
+    hidden_layers: dict[int, Any] = field(default_factory=dict)  # by the number of the last node before it
     is_branch: bool = False  # whether this is the branch of another thread
     stops: frozenset[Any] = frozenset()  # nodes of its arguments, which another thread created
     _constants: dict[int, tuple[str, Tensor]] | None = None

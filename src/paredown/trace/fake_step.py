@@ -234,7 +234,7 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str) -> Generator[None]:
-        watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside))
+        watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
         self.watches.append(watch)
         watch.attach()
         if self.view_outputs is not None:

@@ -4,11 +4,12 @@ When a module returns, the autograd graph is read backward from its outputs (tra
 the last time, in the order in which they were created. Autograd numbers its nodes; a node belongs to the innermost module that was running
 when its number was assigned. A module without children that creates as many nodes as in its last call is assumed to have saved the same
 tensors, and the graph is not read again. Nothing is intercepted: the model runs unmodified. Saved tensors that hooks of other code hold
-(as checkpointing does) are reported without their values, and are not read.
+(as checkpointing does) are reported without their values, and are not read; of a checkpoint its inputs are reported.
 
     layer3.0.conv1:input     the input that `layer3.0.conv1`, a module of torch.nn without children, saved
     encoder.3:mul.other      an operand of a multiplication in the forward of `encoder.3`; of a second one, `encoder.3:mul#2.other`
     relu@2:output            the second call of `relu` in one forward pass
+    encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (trace/checkpoint_inputs.py)
 
 Not reported: nodes that no output of a module reaches, until one does; tensors that custom functions store other than by
 `save_for_backward`; tensors that in-place operations on views save, of which `in_place_on_views` has the modules.
@@ -36,12 +37,24 @@ from paredown.trace.autograd_graph import (
     Saved,
     attributes,
     describe,
+    has_storage,
+    kind_of,
     new_nodes,
     next_number,
     saved_of,
     tensors_in,
 )
-from paredown.trace.operations import Operand, row_of
+from paredown.trace.checkpoint_inputs import (
+    HIDDEN,
+    REENTRANT,
+    HiddenLayer,
+    describe_input,
+    inputs_of,
+    key_of,
+    reason_exact,
+    running_checkpoint,
+)
+from paredown.trace.operations import CHECKPOINT, Operand, row_of
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +84,8 @@ class CallCache:
 class Watch:
     """Hooks on every module of `model` that call `on_saved` for each saved tensor; `attach()` registers, `detach()` removes them.
 
-    `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output.
+    `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output. `on_enter` gets
+    the path and the positional arguments of each module inside of the model that is called.
     """
 
     def __init__(
@@ -81,10 +95,11 @@ class Watch:
         *,
         on_begin: Callable[[], bool] = lambda: True,
         on_end: Callable[[Any], None] = lambda output: None,
+        on_enter: Callable[[str, Any], None] = lambda path, args: None,
         min_numel: int = 0,
     ) -> None:
         self.model, self._min_numel = model, min_numel  # smaller tensors are not reported
-        self._on_saved, self._on_begin, self._on_end = on_saved, on_begin, on_end
+        self._on_saved, self._on_begin, self._on_end, self._on_enter = on_saved, on_begin, on_end, on_enter
         self._running = threading.local()
         self._passes: list[Pass] = []  # running forward passes of all threads, without branches in other threads
         self.in_threads: set[str] = set()  # modules that a thread called while several forward passes ran: not followed
@@ -99,6 +114,8 @@ class Watch:
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
         self.collects_small = True
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
+        self.reports_checkpoint_inputs = True
+        self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of a checkpoint input, whether it needs a gradient) -> reason
         # modules called in the first pass: inside of those (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
 
@@ -147,6 +164,7 @@ class Watch:
         path, is_plain_leaf = self._paths[module]
         held = frozenset(t.untyped_storage()._cdata for t in tensors_in((args, kwargs)))
         self._running.current = Pass(held, self._paths, [ModuleCall(module, path, is_plain_leaf, next_number())])
+        self._running.current.checkpoints.add(running_checkpoint())  # around the model: the caller holds its inputs
         self._passes.append(self._running.current)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -173,7 +191,12 @@ class Watch:
             self._called[any(call.module in self.passed_over for call in current.calls)].add(module)
         path, is_plain_leaf = self._paths.get(module) or ("", False)
         current.times[path] = times = current.times.get(path, 0) + 1
-        current.calls.append(ModuleCall(module, path if times == 1 else f"{path}@{times}", is_plain_leaf, next_number()))
+        path = path if times == 1 else f"{path}@{times}"
+        self._on_enter(path, args)
+        if not torch.is_grad_enabled():
+            self._enter_hidden(current, module, path, args)
+        current.calls.append(ModuleCall(module, path, is_plain_leaf, next_number()))
+        self._find_checkpoint(current, args)
         if module in self.passed_over and not self.collects_small:
             current.over = module
 
@@ -195,6 +218,10 @@ class Watch:
                 current.over = None
             elif cache is None or not self._repeat(current, call, cache, output):
                 self._report(current, output)
+            if call.checkpoint is not None:
+                self._report_checkpoint(current, call, output)
+            if current.hidden is not None and current.hidden.module is module:
+                current.hidden = None
             calls.pop()
         if current.is_branch and len(calls) == 1:
             self._running.current = None
@@ -253,6 +280,9 @@ class Watch:
             return
         if name == IN_PLACE_ON_VIEW and prod(node._input_metadata[0].shape) >= self._min_numel:
             self.in_place_on_views.add(call.path)
+        if name == REENTRANT and self.reports_checkpoint_inputs:
+            yield from self._report_reentrant(node, current, call)
+            return
         name = getattr(node, "stands_for", (name,))[0]
         is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         if not (node._raw_saved_tensors if is_custom else attributes(name, type(node), False)):
@@ -267,6 +297,60 @@ class Watch:
             elif self.collects_small:
                 saved = describe(node, row, named, current, call)
                 self.small |= {saved.name} if saved.kind == "activation" else set()
+
+    # --- inputs of checkpoints ---
+
+    def _find_checkpoint(self, current: Pass, args: Any) -> None:
+        """Note the checkpoint in which the module that was just entered is the first one."""
+        frame = running_checkpoint()
+        if frame is None or frame in current.checkpoints or not self.reports_checkpoint_inputs:
+            return
+        current.checkpoints.add(frame)
+        call, parent = current.calls[-1], current.calls[-2]
+        keys = {key_of(tensor) for tensor in args if isinstance(tensor, Tensor) and has_storage(tensor)}
+        is_passed_on = any(key_of(tensor) in keys for _, tensor in inputs_of(frame) if has_storage(tensor))
+        call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
+
+    def _report_checkpoint(self, current: Pass, call: ModuleCall, output: Any) -> None:
+        """Report the inputs of the checkpoint in which `call` was the first module."""
+        assert call.checkpoint is not None
+        frame, place = call.checkpoint
+        inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
+        self._report_inputs(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
+
+    def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
+        """Note a module that runs under no_grad, as the layer of a reentrant checkpoint, and what reads its arguments."""
+        if current.hidden is not None:
+            current.hidden.enter(args)
+            return
+        self._report(current, args, before=next_number())  # the checkpoint before this one: its input can be freed now
+        current.hidden = HiddenLayer.of(module, path, args)
+        if current.hidden is not None:
+            current.hidden_layers[next_number() - 1] = current.hidden
+
+    def _report_reentrant(self, node: Any, current: Pass, call: ModuleCall) -> Iterator[Saved]:
+        """Report the inputs that the node of a reentrant checkpoint saved."""
+        layer = current.hidden_layers.get(node._sequence_nr())
+        place = f"{layer.path}:{CHECKPOINT}." if layer is not None else _place_in(call)
+        saved = [(raw, tensor) for _, raw, tensor in saved_of(node, REENTRANT, False) if tensor is not None and has_storage(tensor)]
+        yield from self._report_inputs(current, place, saved, layer.reason_exact if layer is not None else lambda tensor: HIDDEN)
+
+    def _report_inputs(
+        self, current: Pass, place: str, inputs: list[tuple[Any, Tensor]], reason_of: Callable[[Tensor], str]
+    ) -> list[Saved]:
+        reported: list[Saved] = []
+        for number, (raw, tensor) in enumerate(inputs):
+            key = f"{place}{number}", tensor.requires_grad
+            if key not in self._reasons_exact:
+                self._reasons_exact[key] = reason_of(tensor)
+            saved = describe_input(place, number, raw, tensor, kind_of(tensor, CHECKPOINT, current), self._reasons_exact[key])
+            if tensor.numel() >= self._min_numel:
+                with torch.no_grad():
+                    self._on_saved(saved)
+                reported.append(saved)
+            elif self.collects_small:
+                self.small |= {saved.name} if saved.kind == "activation" else set()
+        return reported
 
     # --- repeated calls ---
 
@@ -326,6 +410,12 @@ class Watch:
         finally:
             torch._C._set_grad_enabled(is_enabled)
         return True
+
+
+def _place_in(call: ModuleCall) -> str:
+    """The name, up to the operand, of the inputs of the next checkpoint in the forward of a module."""
+    call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
+    return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."
 
 
 def _can_be_cached(node: Any, saved: Saved) -> bool:

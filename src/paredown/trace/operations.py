@@ -19,7 +19,7 @@ custom functions of the user save may be quantized, to no less than 7 significan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
@@ -70,6 +70,7 @@ NONLINEAR = Pin(7, "backward uses it nonlinearly")
 STATISTIC, STATE, PARAMETER = "it is a statistic", "it is state of the library", "it is a parameter"
 SCALE = "it scales other tensors, and their operations may save it too"
 
+MIN_PACKED_NUMEL = 4096  # values; smaller tensors are stored unmodified
 Bound = Callable[[Any], int]
 Condition = Callable[[Any], bool]
 
@@ -240,9 +241,7 @@ ROWS: dict[str, OperationRow] = {
         {"indices": Operand("indices", Use.INDEX, bound=lambda node: int(node._saved_weight_sym_argsize_0))},
     ),
     "CudnnRnn": OperationRow("rnn", RNN),
-    "CheckpointFunction": OperationRow(
-        "checkpoint", others=_exact("input", "a checkpointed module runs again from it: signs would change")
-    ),
+    "CheckpointFunction": OperationRow("checkpoint", others=_exact("input", "a checkpointed layer runs again from it")),
     "CompiledFunction": OperationRow(
         "compiled", others=_exact("saved", "torch.compile saved it: how backward uses it is not known")
     ),
@@ -319,3 +318,49 @@ def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom:
     if is_float:
         return Operand(attribute, pin=UNKNOWN) if is_custom else _exact(attribute, UNKNOWN.reason)
     return Operand(attribute, Use.MASK if is_bool else Use.INDEX)
+
+
+# --- layers under activation checkpointing -----------------------------------------------------------------------------------------
+
+CHECKPOINT = "checkpoint"  # the operation in names of slots
+RECOMPUTES = Pin(7, "a checkpointed layer runs again from it in backward; a rule that names the slot may use fewer bits")
+COMPARES = "the checkpointed layer applies {}: from a rounded input, comparisons would have other results when it runs again"
+ROUTES = "the checkpointed layer routes by values ({}): from a rounded input it could choose otherwise when it runs again"
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+COMPARING = _words(
+    "relu leaky_relu rrelu_with_noise _prelu_kernel prelu_kernel threshold hardtanh hardsigmoid hardswish hardshrink softshrink clamp "
+    "clamp_min clamp_max max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
+    "fractional_max_pool3d mkldnn_max_pool2d max min amax amin maximum minimum median nanmedian abs sgn"
+)
+ROUTING = _words("topk sort kthvalue mode masked_select")
+SELECTING = "index"  # x[mask] and x[rows]: routing, unless x is a parameter
+
+
+def is_checkpoint_input(name: str) -> bool:
+    """Whether a slot is the input of a checkpoint.
+
+    >>> is_checkpoint_input("layers.3:checkpoint.input"), is_checkpoint_input("layers.3.fc:input")
+    (True, False)
+    """
+    return name.partition(":")[2].startswith((f"{CHECKPOINT}.", f"{CHECKPOINT}#"))
+
+
+def input_operand(number: int) -> str:
+    """The name of a tensor among the arguments of a checkpoint: "input", "input2" and so on."""
+    return "input" if number == 0 else f"input{number + 1}"
+
+
+def reason_of_ops(ops: Iterable[str]) -> str:
+    """Why inputs of a checkpointed layer that consists of these operations are not quantized; "" if they may be.
+
+    >>> reason_of_ops(["addmm", "relu"])
+    'the checkpointed layer applies relu: from a rounded input, comparisons would have other results when it runs again'
+    """
+    names = set(ops)
+    routing, comparing = sorted(names & {*ROUTING, SELECTING}), sorted(names & COMPARING)
+    return ROUTES.format(routing[0]) if routing else COMPARES.format(comparing[0]) if comparing else ""

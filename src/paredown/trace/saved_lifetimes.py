@@ -23,8 +23,8 @@ from torch import Tensor
 
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES
-from paredown.trace.autograd_graph import MIN_PACKED_NUMEL, Saved, covers_storage
-from paredown.trace.operations import Use
+from paredown.trace.autograd_graph import Saved, covers_storage
+from paredown.trace.operations import CHECKPOINT, MIN_PACKED_NUMEL, Use, input_operand
 from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
 from paredown.trace.timeline import RANDOM_BITS, Allocation, Timeline
 from paredown.trace.trace import Part, Saver, Slot, index_bytes
@@ -122,6 +122,14 @@ class Recorder:
         unit.stays = unit.stays or (OUTSIDE if outside else reason_not_packed(saved, unit))
         if not unit.stays:
             self._pack(saved, saved.tensor, use, unit)
+
+    def entered(self, path: str, args: Any) -> None:
+        """Record the arguments of a module: if it is checkpointed, they are stored until its backward."""
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        for number, tensor in enumerate(tensors):
+            allocation = self.timeline.find(tensor) if tensor.requires_grad else None
+            if allocation is not None and allocation.owner is None:
+                allocation.inputs.append(f"{path}:{CHECKPOINT}.{input_operand(number)}")
 
     def _weight(self, saved: Saved, tensor: Tensor, allocation: Allocation, name: str, *, is_outside: bool) -> None:
         if not allocation.owner:
@@ -301,6 +309,7 @@ def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
         parts=parts,
         stays=unit.stays,
         recomputed_from=source.savers[source.first].name if source is not None and not source.stays else "",
+        inputs=tuple(unit.allocation.inputs),
     )
 
 

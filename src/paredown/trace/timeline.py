@@ -60,6 +60,7 @@ class Allocation:
         default_factory=list[weakref.ref[Tensor]]
     )  # tensors on this storage, if it has an owner
     uses: list[int] = field(default_factory=list[int])  # of a weight: ticks of the operations that read it
+    inputs: list[str] = field(default_factory=list[str])  # its slots as the input of modules, if those were checkpointed
 
     def tensor(self) -> Tensor | None:
         """A live tensor on this storage, None if there is none."""

@@ -109,6 +109,8 @@ class Slot:
     # of a weight: when modules that own it run; of the cast of a weight in a checkpointed module: when the cast exists
     running: tuple[Span, ...] = ()
     is_frozen: bool = False  # of a weight: it requires no gradient
+    # of an activation that needs a gradient: its names as the input of the modules that get it, if those were checkpointed
+    inputs: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,6 +147,7 @@ class Output:
     death: Tick
     slot: str = ""
     used: Tick = -1
+    inputs: tuple[str, ...] = ()  # as those of a `Slot`
 
 
 @dataclass(frozen=True, repr=False)

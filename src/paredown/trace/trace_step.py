@@ -187,7 +187,7 @@ class TraceBuilder:
             if allocation.nbytes and birth <= death and is_output:
                 slot = slot_of.get(allocation, "gradient" if allocation.owner is Role.GRADIENT else "")
                 origin = (allocation.op, allocation.module, allocation.phase, allocation.shape, allocation.dtype, allocation.nbytes)
-                outputs.append(Output(*origin, birth, death, slot, allocation.used))
+                outputs.append(Output(*origin, birth, death, slot, allocation.used, tuple(allocation.inputs)))
         return outputs
 
     def _notes(self) -> Iterator[str]:

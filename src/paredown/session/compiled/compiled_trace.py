@@ -29,8 +29,7 @@ from paredown.session.compiled.captured_step import CapturedGraph, GraphCall, Gr
 from paredown.session.compiled.graph_decisions import HELD, SHARED, fits_bits, is_boolean, obstacle
 from paredown.session.compiled.graph_memory import Buffer, GraphMemory, kind_of
 from paredown.session.compiled.graph_slots import aten_name, hint, module_path, slot_of
-from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
-from paredown.trace.operations import Use
+from paredown.trace.operations import MIN_PACKED_NUMEL, Use
 from paredown.trace.timeline import Allocation
 from paredown.trace.trace import Output, Part, Saver, Slot, Trace
 

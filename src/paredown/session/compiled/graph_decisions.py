@@ -22,7 +22,7 @@ from paredown.formats.rounding import Rounding
 from paredown.plan.storage import BLOCK
 from paredown.session.compiled.graph_signals import GraphSignal
 from paredown.session.compiled.graph_slots import ATTENTION, GraphSlot, hint
-from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
+from paredown.trace.operations import MIN_PACKED_NUMEL
 
 INPUT = "it is an input of the compiled graph: the caller holds it"
 HELD = "the compiled graph returns it to the caller as well"

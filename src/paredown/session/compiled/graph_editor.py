@@ -48,7 +48,7 @@ from paredown.session.compiled.graph_slots import (
     hint,
 )
 from paredown.session.compiled.recomputed_chains import RecomputedChains
-from paredown.trace.autograd_graph import MIN_PACKED_NUMEL
+from paredown.trace.operations import MIN_PACKED_NUMEL
 
 TOO_MANY_NUMBERS = (
     f"a compiled graph has more than {NUM_NUMBERS} numbers to measure (logits of attention, statistics of norms): compile "
