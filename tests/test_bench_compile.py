@@ -201,7 +201,7 @@ def test_tables_of_compiled_steps(bench: Any, tmp_path: Path, monkeypatch: pytes
         return [{**vars(bench.Row("vit", "compiled")), "p20_seconds": 0.1, "p80_seconds": 0.3, **one} for one in found]
 
     timed = {"median_seconds": 0.2, "peak_bytes": 2**31, "compile_seconds": 60.0}
-    packed = {"way": "int8", "median_seconds": 0.25, "peak_bytes": 2**30, "compile_seconds": 70.0}
+    packed = {"way": "int8", "median_seconds": 0.25, "peak_bytes": 2**30, "predicted_bytes": 3 * 2**29, "compile_seconds": 70.0}
     largest = [
         {"job": "vit-largest", "kind": "largest", "way": way, "size": size, "limit_bytes": 2**34, **timed}
         for way, size in (("compiled", 400), ("eager", 100), ("int8", 300))

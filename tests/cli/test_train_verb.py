@@ -145,7 +145,7 @@ def test_a_package_that_weights_need_is_asked_for_before_anything_runs(folder: P
         (("pick", MLP), "paredown.pick.pick.pick", False),
         (("pick", MLP, "--store", "t.db"), "paredown.pick.pick.pick", True),
         (("sweep", "run", "s.toml"), "paredown.cli.sweep_verbs.work_on", True),
-        (("worker", "--store", "s.db"), "paredown.cli.sweep_verbs.work_on", True),
+        (("worker", "--store", "s.db", "--stay"), "paredown.cli.sweep_verbs.work_on", True),
     ],
 )
 def test_an_interruption_speaks_of_a_store_only_where_there_is_one(
