@@ -43,7 +43,7 @@ from paredown.assign.checkpointed_layers import Solution, quickest_plan, repeate
 from paredown.assign.options import LADDER, Item, KnownItems, Ladder
 from paredown.assign.problem import AssignmentProblem, Formats, Rules, check_sensitivities, ladder_of, method_named, rules_of
 from paredown.assign.sensitivity import Sensitivities
-from paredown.assign.strategies import METHODS, AssignmentPoint
+from paredown.assign.strategies import METHODS, AssignmentPoint, AssignMethod
 from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
 from paredown.plan.checkpointed_trace import checkpointed_trace
@@ -91,12 +91,7 @@ def assign(
         reason = f"The baseline's peak is {say_bytes(baseline_bytes)}, within {say_bytes(budget_bytes)}."
         return Plan((), reason, made_for)
 
-    known: dict[Ladder | None, KnownItems] = {}
-
-    def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
-        is_local = sensitivities is None and strategy.eligible is None  # formats and errors of a slot follow from the slot alone
-        items = known.setdefault(allowed, {}) if is_local else None
-        return AssignmentProblem.of(step, strategy, sensitivities=sensitivities, ladder=allowed, seed=seed, known=items)
+    problem_of = _problems(strategy, sensitivities, ladder, seed)
 
     def plan_of(solution: Solution) -> Plan:
         return _checked_plan(trace, solution, budget_bytes, _reason(*solution, budget_bytes, baseline_bytes), made_for)
@@ -106,6 +101,20 @@ def assign(
         if quickest is not None:
             return plan_of(quickest)
     return plan_of(_solve(trace, budget_bytes, problem_of, tolerated_error(trace, ladder or LADDER, recompute), recompute))
+
+
+def _problems(
+    strategy: AssignMethod, sensitivities: Sensitivities | None, ladder: Ladder | None, seed: int
+) -> Callable[..., AssignmentProblem]:
+    """A function that makes the problem of a step, with the formats of `ladder` or of its second argument."""
+    known: dict[Ladder | None, KnownItems] = {}
+
+    def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
+        is_local = sensitivities is None and strategy.eligible is None  # formats and errors of a slot follow from the slot alone
+        items = known.setdefault(allowed, {}) if is_local else None
+        return AssignmentProblem.of(step, strategy, sensitivities=sensitivities, ladder=allowed, seed=seed, known=items)
+
+    return problem_of
 
 
 def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:

@@ -121,11 +121,16 @@ def estimate(
     if is_json:
         emit(value)
     else:
-        budget_line = [] if within is None else [f"The budget is {within.say(allowed or 0)}."]
-        tell(*_head_lines(value, requested=plan is not None), *budget_line, "", *_lines(value))
+        _show(value, within, requested=plan is not None)
     where = {"optimizer": optimizer, "device": device, "autocast": autocast, "compiled": compiled}
     arguments = command_text(model, input=input, batch=size, **where) if lora is None and not checkpointing and not frozen else None
     _exit_if_too_large(value, requested=plan, model=arguments, budget=within)
+
+
+def _show(value: dict[str, Any], within: Budget | None, *, requested: bool) -> None:
+    """Print the estimate."""
+    budget_line = [] if within is None else [f"The budget is {within.say(value['budget_bytes'] or 0)}."]
+    tell(*_head_lines(value, requested=requested), *budget_line, "", *_lines(value))
 
 
 def _input(input: str | None, length: int | None) -> str | None:
