@@ -27,10 +27,12 @@ from paredown.errors import ApplyError, OptimError
 from paredown.integrations.monitor import AppliedPlan
 from paredown.plan.plan import Plan
 from paredown.roles import Role
+from paredown.session.changes import requests_optimizer
 from paredown.session.guard import Guard
-from paredown.session.session import Session, requests_optimizer, unwrapped
+from paredown.session.session import Session
 from paredown.simulate.rounded_values import Simulate
 from paredown.simulate.simulated_session import SimulatedSession
+from paredown.trace.module_watch import unwrapped
 
 BETAS = "betas"
 # name: (class, its arguments by fields of TrainingArguments); lr is always set

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from paredown.loss.chunked_cross_entropy import ChunkSettings, CrossEntropy, chunked_cross_entropy
+from paredown.loss.output_head import chunked_loss
 
-__all__ = ["ChunkSettings", "CrossEntropy", "chunked_cross_entropy"]
+__all__ = ["ChunkSettings", "CrossEntropy", "chunked_cross_entropy", "chunked_loss"]
