@@ -166,9 +166,9 @@ def test_batches_of_rows_and_no_valid_row() -> None:
 
 
 def test_chunks_fill_their_bytes() -> None:
-    assert rows_of_chunk(128256, torch.bfloat16, torch.device("cuda")) * 128256 * 2 <= 256 * 2**20
-    assert rows_of_chunk(2**40, torch.float32, torch.device("cpu")) == 1
-    assert rows_of_chunk(8192, torch.float32, torch.device("cpu")) == 1024
+    assert rows_of_chunk(128256, torch.bfloat16, "cuda") * 128256 * 2 <= 256 * 2**20
+    assert rows_of_chunk(2**40, torch.float32, "cpu") == 1
+    assert rows_of_chunk(8192, torch.float32, "cpu") == 1024
 
 
 def test_bad_arguments_are_named() -> None:

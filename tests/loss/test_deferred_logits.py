@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -151,7 +152,7 @@ def custom_function_of_recorded(logits: Tensor, labels: Tensor) -> Tensor:
     return Square.apply((logits.double()[:, 1:] / 3).tanh().flatten(0, 1)).float()  # type: ignore[union-attr]
 
 
-OTHERS = {
+OTHERS: dict[Any, str] = {
     log_probabilities: "log_softmax",
     masked: "__getitem__",
     classes_first: "transpose",

@@ -81,9 +81,9 @@ def chunked_cross_entropy(
     check_arguments(hidden, weight, target, options)
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
-    dtype = settings.dtype or product_dtype(hidden)
+    dtype = settings.dtype or product_dtype(hidden, hidden.device.type)
     loss_dtype = settings.loss_dtype or _dtype_after(settings.transform, dtype)
-    num_rows = settings.num_rows or rows_of_chunk(weight.shape[0], dtype, hidden.device)
+    num_rows = settings.num_rows or rows_of_chunk(weight.shape[0], dtype, hidden.device.type)
     problem = Problem(target.reshape(-1), options, ChunkSettings(dtype, settings.transform, num_rows))
     with torch.autocast(hidden.device.type, enabled=False):
         loss: Tensor = ChunkedCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, problem)  # type: ignore[assignment]
@@ -110,20 +110,19 @@ def _dtype_after(transform: Callable[[Tensor], Tensor] | None, dtype: torch.dtyp
     return transform(torch.empty(0, dtype=dtype)).dtype if transform is not None else dtype
 
 
-def product_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype of a matrix product of `hidden` at this moment: that of autocast if it is enabled, and for float64 never."""
-    kind = hidden.device.type
-    is_cast = torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64
-    return torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
+def product_dtype(hidden: Tensor, device: str) -> torch.dtype:
+    """The dtype of a matrix product of `hidden` on a type of device: that of autocast if it is enabled, and for float64 never."""
+    is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
+    return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
 
 
-def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The number of rows whose logits fill a chunk.
+def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
+    """The number of rows whose logits fill a chunk on a type of device.
 
-    >>> rows_of_chunk(128256, torch.bfloat16, torch.device("cuda"))
+    >>> rows_of_chunk(128256, torch.bfloat16, "cuda")
     1024
     """
-    rows = CHUNK_BYTES.get(device.type, OTHER_CHUNK_BYTES) // (num_classes * dtype.itemsize)
+    rows = CHUNK_BYTES.get(device, OTHER_CHUNK_BYTES) // (num_classes * dtype.itemsize)
     return rows // ROW_MULTIPLE * ROW_MULTIPLE or max(1, rows)
 
 

@@ -21,6 +21,7 @@ Logits that are first read after the weight has changed cannot be computed any m
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paredown.loss.chunked_cross_entropy import ChunkSettings, CrossEntropy, chunked_cross_entropy, product_dtype
+from paredown.loss.chunked_cross_entropy import ChunkSettings, CrossEntropy, chunked_cross_entropy, product_dtype, rows_of_chunk
 from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES, Decoded, PackedParameter
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import owner_of
@@ -54,9 +55,14 @@ CHANGED = (
 
 @dataclass(eq=False)
 class HeadUse:
-    """What became of the logits of the head at `path`: the number of losses in chunks, and the functions that needed all logits."""
+    """What became of the logits of the head at `path`.
+
+    The number of times they were deferred, the number of losses in chunks, and the functions that needed all logits.
+    """
 
     path: str
+    device: str | None = None  # type of the device of the loss, where that is not the device of the tensors (traces)
+    num_deferred: int = 0
     num_losses: int = 0
     requests: Counter[str] = field(default_factory=Counter[str])
 
@@ -80,8 +86,9 @@ class LogitsFamily:
 
     def __init__(self, use: HeadUse, module: nn.Linear, hidden: Tensor) -> None:
         self.use, self.module, self.hidden = use, module, hidden
-        self.dtype = product_dtype(hidden)
-        self.is_autocast = torch.is_autocast_enabled(hidden.device.type)
+        self.device = use.device or hidden.device.type
+        self.dtype = product_dtype(hidden, self.device)
+        self.is_autocast = torch.is_autocast_enabled(self.device)
         self.is_real = False  # whether all functions use real logits from now on
         self.members: list[weakref.ref[DeferredLogits]] = []
         self._versions = hidden._version, *map(version_of, self.parameters())
@@ -110,7 +117,7 @@ class LogitsFamily:
 
     def autocast(self) -> Any:
         """The autocast settings under which the head was called."""
-        return torch.autocast(self.hidden.device.type, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
+        return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
 
     def values(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias, decoded if they are packed; gradients flow to them."""
@@ -130,6 +137,7 @@ class LogitsFamily:
 class DeferredLogits(Tensor):
     """Logits of which the hidden states `rows` and the recorded calls are known."""
 
+    is_deferred = True
     family: LogitsFamily
     rows: Tensor  # hidden states, of the shape of the logits but for the last dimension
     calls: tuple[Call, ...]  # elementwise ones, in order
@@ -161,27 +169,48 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = name_of(func)
-        first = args[0] if args else None
-        if name in ABOUT or (func.__name__ == "__get__" and name not in NEED_VALUES) or (name == "type" and len(args) == 1):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func is functional.cross_entropy:
-            loss = chunked_loss_of(args, kwargs)
-            if loss is not None:
-                return loss
-        elif isinstance(first, DeferredLogits) and torch.is_grad_enabled() and not first.family.is_real:
-            recorded = record(first, Call(name, func, args[1:], kwargs))
-            if recorded is not None:
-                return recorded
-        return computed(func, name, args, kwargs)
+        return call_eagerly()(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls from C++, which autograd has recorded already."""
-        with torch.no_grad():
-            return computed(func, str(func), *tree_map(_detached, (args, kwargs or {})), writes=func._schema.is_mutable)
+        if func._schema.is_mutable:
+            make_real((args, kwargs))
+        args, kwargs = tree_map(_detached, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a torch function, some of the arguments of which are deferred logits."""
+    name = name_of(func)
+    first = args[0] if args else None
+    if name in ABOUT or (func.__name__ == "__get__" and name not in NEED_VALUES) or (name == "type" and len(args) == 1):
+        with torch._C.DisableTorchFunction():  # modes too
+            return func(*args, **kwargs)
+    if name == "untyped_storage" and args[0]._logits is None:  # tools that sum the bytes of tensors
+        return torch.UntypedStorage(0)
+    if func is functional.cross_entropy:
+        loss = chunked_loss_of(args, kwargs)
+        if loss is not None:
+            return loss
+    elif isinstance(first, DeferredLogits) and torch.is_grad_enabled() and not first.family.is_real:
+        recorded = record(first, Call(name, func, args[1:], kwargs))
+        if recorded is not None:
+            return recorded
+    return computed(func, name, args, kwargs)
+
+
+def call_eagerly() -> Any:
+    """`call_deferred`, excluded from torch.compile, as in a compiled loss function."""
+    return _disabled() if "torch._dynamo" in sys.modules else call_deferred
+
+
+@cache
+def _disabled() -> Any:
+    return torch.compiler.disable(call_deferred)
+
+
+call_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _detached(leaf: Any) -> Any:
@@ -203,13 +232,18 @@ def real_of(logits: DeferredLogits, name: str) -> Tensor:
     return logits.logits()
 
 
-def computed(func: Any, name: str, args: Any, kwargs: Any, *, writes: bool = False) -> Any:
+def make_real(arguments: Any) -> None:
+    """Use real logits from now on in place of the deferred ones in `arguments`, which something will write."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, DeferredLogits):
+            leaf.family.make_real()
+
+
+def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The result of `func` on real logits."""
-    writes = writes or name in WRITES or name in HOOKS or func.__name__ in ("__set__", "__delete__") or "out" in kwargs
+    writes = name in WRITES or name in HOOKS or func.__name__ in ("__set__", "__delete__") or "out" in kwargs
     if writes or (name.endswith("_") and not name.endswith("__")):
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, DeferredLogits):
-                leaf.family.make_real()
+        make_real((args, kwargs))
     args, kwargs = tree_map(lambda leaf: real_of(leaf, name) if isinstance(leaf, DeferredLogits) else leaf, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -281,6 +315,7 @@ def keeps_last(index: Any, num_dims: int) -> bool:
 def defer(use: HeadUse, module: nn.Linear, hidden: Tensor) -> DeferredLogits:
     """The deferred output of `module`."""
     family = LogitsFamily(use, module, hidden)
+    use.num_deferred += 1
     with _disable_current_modes():
         like = torch.empty((*hidden.shape[:-1], module.out_features), dtype=family.dtype, device="meta")
 
@@ -353,7 +388,8 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     family = logits.family
     weight, bias = family.values()
     options = CrossEntropy(given["weight"], given["ignore_index"], given["reduction"], given["label_smoothing"])
-    settings = ChunkSettings(family.dtype, transform_of(logits.calls, family.dtype), loss_dtype=logits.dtype)
+    num_rows = rows_of_chunk(family.module.out_features, family.dtype, family.device)
+    settings = ChunkSettings(family.dtype, transform_of(logits.calls, family.dtype), num_rows, logits.dtype)
     family.use.num_losses += 1
     return chunked_cross_entropy(logits.rows, weight, target, bias=bias, options=options, settings=settings)
 

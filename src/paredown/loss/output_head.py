@@ -28,12 +28,14 @@ ASKED, ALL, UNMODIFIED = "a chunked loss", "all logits", "unmodified"
 COMPILED = "torch.compile runs it, and the compiled graph computes all logits"
 ADAPTED = "an adapter such as LoRA adds to its output"
 SHARDED = "fully_shard frees its weight after the forward pass"
+LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # of a model that computes its loss
 SUBCLASS = "its class is {}, not nn.Linear"
 
 
 class HeadInput(Tensor):
     """The input of the head's `F.linear`, which then returns deferred logits; for other functions it is the input itself."""
 
+    is_deferred = True
     hidden: Tensor
     use: HeadUse
     module: nn.Linear
@@ -63,19 +65,25 @@ class OutputHead:
     layers) and whose outputs are no other linear layer's inputs. Models without one are left unmodified.
     """
 
-    def __init__(self, model: nn.Module, *, is_on: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, is_on: bool = True, traced_device: str | None = None) -> None:
         path, module = find_head(model) if is_on else ("", None)
-        self.use = HeadUse(path)
+        self.use = HeadUse(path, traced_device)
         self._module = weakref.ref(module) if module is not None else None
         self._modules = [weakref.ref(part) for part in model.modules()] if module is not None else []
         self.reason = reason_to_leave(model, path, module)
         self._hook = Hook(self._enter)
+        self._hook.is_traced = traced_device is not None
         self._handles: list[Any] = []
 
     @property
     def is_found(self) -> bool:
         """Whether the model has an output head."""
         return self._module is not None
+
+    @property
+    def slots(self) -> frozenset[str]:
+        """Names of the slots that the unmodified model has and a chunked loss does not save."""
+        return frozenset((f"{self.use.path}:input", *LOSS_SLOTS)) if self.use.num_deferred else frozenset()
 
     def attach(self) -> None:
         """Defer the logits, unless the head has to be left unmodified."""
@@ -101,7 +109,7 @@ class OutputHead:
         if not (module.training and torch.is_grad_enabled()) or bool(torch._C._get_tracing_state()) or len(args) != 1:
             return None
         hidden = args[0]
-        if not isinstance(hidden, Tensor) or not has_storage(hidden) or not isinstance(module.weight, nn.Parameter):
+        if not isinstance(hidden, Tensor) or not has_storage(hidden) or not module.weight.is_leaf:
             return None
         if hidden.dim() < 1 or not hidden.is_floating_point() or not (hidden.requires_grad or module.weight.requires_grad):
             return None
@@ -138,9 +146,12 @@ def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> st
 
 
 @contextmanager
-def chunked_loss(model: nn.Module) -> Generator[OutputHead]:
-    """Inside the context the output head of `model` returns deferred logits: for traces, and for models without a session."""
-    head = OutputHead(model)
+def chunked_loss(model: nn.Module, *, traced_device: str | None = None) -> Generator[OutputHead]:
+    """Inside the context the output head of `model` returns deferred logits: for models without a session, and for traces.
+
+    `traced_device`: the device of `trace_step`, such as "cuda", if the model is traced inside the context.
+    """
+    head = OutputHead(model, traced_device=traced_device)
     if not head.is_found:
         raise ApplyError(
             f"{type(model).__name__} has no output head: an nn.Linear with at least {MIN_CLASSES} outputs and {MIN_RATIO} times as many as "

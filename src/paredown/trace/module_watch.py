@@ -379,6 +379,7 @@ class Hook:
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
         self.was_compiled = False
+        self.is_traced = False  # whether trace_step leaves the hook on the model
 
     def __call__(self, *args: Any) -> Any:
         """The result of the function; None while torch.compile traces, and in a copy."""
