@@ -241,6 +241,7 @@ def test_traces_predict_chunks(device: str, autocast: torch.dtype | None) -> Non
     limit = CHUNK_BYTES.get(device, 2**25)
     assert {output.dtype for output in products} == {dtype} and {output.nbytes for output in products} == {limit}
     assert footprint(chunked).peak_bytes < footprint(plain).peak_bytes - bytes_of_logits
+    assert max(slot.nbytes for slot in chunked.slots) < bytes_of_logits
     held = {slot.nbytes for slot in chunked.slots if slot.name.endswith(".held")}
     assert {NUM_CLASSES * WIDTH * 4, ids.numel() * WIDTH * (2 if autocast is not None else 4)} <= held
 

@@ -81,6 +81,29 @@ class Call:
         return self.func(logits, *self.args, **self.kwargs)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Size, strides and dtype of logits."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def after(self, call: Call) -> Layout:
+        """The layout of a call's result; torch's own errors if the call is not possible."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
+            return Layout(tuple(result.size()), result.stride(), result.dtype)
+
+    @staticmethod
+    def contiguous(*size: int, dtype: torch.dtype) -> Layout:
+        """That of a new tensor."""
+        strides = [1]
+        for length in reversed(size[1:]):
+            strides.insert(0, strides[0] * max(1, length))
+        return Layout(size, tuple(strides), dtype)
+
+
 class LogitsFamily:
     """One output of the head, and all deferred tensors made from it."""
 
@@ -141,18 +164,18 @@ class DeferredLogits(Tensor):
     family: LogitsFamily
     rows: Tensor  # hidden states, of the shape of the logits but for the last dimension
     calls: tuple[Call, ...]  # elementwise ones, in order
-    like: Tensor  # on the meta device: the logits without values
+    form: Layout
     parent: DeferredLogits | None  # with the call that made this from it
     call: Call | None
     _logits: Tensor | None
 
     @staticmethod
-    def __new__(cls: type[DeferredLogits], family: LogitsFamily, rows: Tensor, like: Tensor) -> DeferredLogits:
-        """Logits with the size, strides and dtype of `like`."""
+    def __new__(cls: type[DeferredLogits], family: LogitsFamily, rows: Tensor, layout: Layout) -> DeferredLogits:
+        """Logits of this layout."""
         made: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=rows.device
+            cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=rows.device
         )
-        made.family, made.rows, made.like = family, rows, like
+        made.family, made.rows, made.form = family, rows, layout
         made.calls, made.parent, made.call, made._logits = (), None, None, None
         family.members.append(weakref.ref(made))
         return made
@@ -261,23 +284,22 @@ def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
         is_recorded = call.name in VIEWS or (call.name == "__getitem__" and keeps_last(call.args[0], logits.dim()))
     if not is_recorded:
         return None
-    with _disable_current_modes():
-        like = call(logits.like)
-    if like.shape[-1:] != logits.shape[-1:] or (call.name not in ELEMENTWISE and like.dtype is not logits.dtype):
+    layout = logits.form.after(call)
+    if layout.size[-1:] != logits.shape[-1:] or (call.name not in ELEMENTWISE and layout.dtype is not logits.dtype):
         return None
-    return derived(logits, call, like)
+    return derived(logits, call, layout)
 
 
-def derived(logits: DeferredLogits, call: Call, like: Tensor) -> DeferredLogits:
+def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogits:
     """The deferred result of a call that can be recorded."""
     rows = logits.rows
     if call.name == "__getitem__":
         rows = call(rows)
-    elif like.shape != logits.shape:
-        rows = rows.reshape(*like.shape[:-1], rows.shape[-1])
+    elif layout.size != logits.form.size:
+        rows = rows.reshape(*layout.size[:-1], rows.shape[-1])
 
     def make() -> DeferredLogits:
-        made = DeferredLogits(logits.family, rows, like)
+        made = DeferredLogits(logits.family, rows, layout)
         made.calls = (*logits.calls, call) if call.name in ELEMENTWISE else logits.calls
         made.parent, made.call = logits, call
         return made
@@ -316,11 +338,10 @@ def defer(use: HeadUse, module: nn.Linear, hidden: Tensor) -> DeferredLogits:
     """The deferred output of `module`."""
     family = LogitsFamily(use, module, hidden)
     use.num_deferred += 1
-    with _disable_current_modes():
-        like = torch.empty((*hidden.shape[:-1], module.out_features), dtype=family.dtype, device="meta")
+    layout = Layout.contiguous(*hidden.shape[:-1], module.out_features, dtype=family.dtype)
 
     def make() -> DeferredLogits:
-        return DeferredLogits(family, hidden, like)
+        return DeferredLogits(family, hidden, layout)
 
     return Deferred.apply(hidden, module.weight, module.bias, family, make)  # type: ignore[return-value]
 
@@ -396,10 +417,10 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
 
 def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     """The recorded elementwise calls as one function, without casts to float32 at the end, which the loss makes itself."""
-    before = [dtype]  # of each call
-    with _disable_current_modes():
-        for call in calls:
-            before.append(call(torch.empty(0, dtype=before[-1], device="meta")).dtype)
+    layouts = [Layout.contiguous(1, dtype=dtype)]  # before each call
+    for call in calls:
+        layouts.append(layouts[-1].after(call))
+    before = [layout.dtype for layout in layouts]
     while calls and calls[-1].name in CASTS and before[-1] is torch.float32 and before[-2] is not torch.float64:
         calls, before = calls[:-1], before[:-1]
     if not calls:
