@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "plan": (BASE | {"formats", "trace"}, frozenset()),
     "assign": (STEP, frozenset({"numpy"})),
     "optim": (BASE | {"formats", "codec"}, TORCH),
-    "loss": (STEP | {"codec", "optim"}, frozenset({"torch"})),
+    "loss": (STEP | {"codec", "optim"}, TORCH),
     "session": (STEP | {"codec", "assign", "optim"}, frozenset({"torch"})),
     "simulate": (STEP | {"codec", "session"}, frozenset({"torch"})),
     "apply": (STEP | {"codec", "assign", "optim", "loss", "session", "simulate"}, frozenset({"torch"})),

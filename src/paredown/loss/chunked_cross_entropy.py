@@ -12,7 +12,8 @@ Forward computes a chunk's logits, its loss, and at once its gradients: those of
 in float32. Backward multiplies them by the incoming gradient, in place if the graph is freed. With reduction "none" the incoming gradient
 differs by row: forward computes losses alone, and backward computes the chunks' logits a second time.
 
-Softmax and loss are float32 (float64 for float64 logits). Chunks hold 256 MiB of logits on CUDA, 32 MiB elsewhere.
+Softmax and loss are float32 (float64 for float64 logits). On CUDA one kernel replaces a chunk's logits by their gradient
+(loss/kernels/softmax_gradient.py), unless f is given. Chunks hold 256 MiB of logits on CUDA, 32 MiB elsewhere.
 
 >>> hidden, weight, target = torch.eye(3)[:2], torch.eye(3), torch.tensor([0, 2])
 >>> chunked_cross_entropy(hidden, weight, target)
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import ceil, log2
 from typing import Any
 
@@ -37,6 +39,8 @@ CHUNK_BYTES = {"cuda": 256 * 2**20}  # of one chunk's logits, by device type
 OTHER_CHUNK_BYTES = 32 * 2**20
 ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of matrix products
 NO_BACKWARD = -1  # id of the current graph task outside backward
+KERNEL_DEVICES = {"cuda": True}  # by type
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT16_SUM = 1024.0  # of the scales of all rows in float16: smaller sums underflow, larger ones overflow
 
 
@@ -54,13 +58,14 @@ class CrossEntropy:
 class ChunkSettings:
     """How logits are computed. `dtype`: of the matrix products; `transform`: elementwise, such as soft-capping; `num_rows`: of a chunk.
 
-    `loss_dtype`: that of the result outside autocast.
+    `loss_dtype`: that of the result outside autocast. `device`: the type of device that a trace is for, which fake tensors do not have.
     """
 
     dtype: torch.dtype | None = None
     transform: Callable[[Tensor], Tensor] | None = None
     num_rows: int | None = None
     loss_dtype: torch.dtype | None = None
+    device: str | None = None
 
 
 def chunked_cross_entropy(
@@ -81,10 +86,11 @@ def chunked_cross_entropy(
     check_arguments(hidden, weight, target, options)
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
-    dtype = settings.dtype or product_dtype(hidden, hidden.device.type)
+    device = settings.device or hidden.device.type
+    dtype = settings.dtype or product_dtype(hidden, device)
     loss_dtype = settings.loss_dtype or _dtype_after(settings.transform, dtype)
-    num_rows = settings.num_rows or rows_of_chunk(weight.shape[0], dtype, hidden.device.type)
-    problem = Problem(target.reshape(-1), options, ChunkSettings(dtype, settings.transform, num_rows))
+    num_rows = settings.num_rows or rows_of_chunk(weight.shape[0], dtype, device)
+    problem = Problem(target.reshape(-1), options, ChunkSettings(dtype, settings.transform, num_rows, loss_dtype, device))
     with torch.autocast(hidden.device.type, enabled=False):
         loss: Tensor = ChunkedCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, problem)  # type: ignore[assignment]
     loss = loss.reshape(target.shape) if options.reduction == "none" else loss
@@ -134,6 +140,12 @@ class Problem:
     options: CrossEntropy
     settings: ChunkSettings
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel computes losses and gradient of a chunk: on CUDA, for logits without a transform."""
+        is_covered = self.settings.transform is None and self.settings.dtype in KERNEL_DTYPES
+        return is_covered and KERNEL_DEVICES.get(self.settings.device or "", False) and find_spec("triton") is not None
+
 
 class Rows:
     """The terms of all rows' losses: `own` = (1 - e) w_y, `smooth` = e / V, both 0 for ignored rows; and sum_i w_y."""
@@ -141,6 +153,7 @@ class Rows:
     def __init__(self, problem: Problem, num_classes: int, dtype: torch.dtype) -> None:
         options = problem.options
         is_used = problem.target != options.ignore_index
+        self._is_ignored = ~is_used
         self.target = torch.where(is_used, problem.target, 0)[:, None]  # (num_rows, 1)
         weights = options.class_weights.to(dtype) if options.class_weights is not None else None
         own = is_used.to(dtype) if weights is None else weights[self.target[:, 0]] * is_used
@@ -148,7 +161,7 @@ class Rows:
         self.own = ((1 - options.label_smoothing) * own)[:, None]
         self.smooth = (is_used.to(dtype) * (options.label_smoothing / num_classes))[:, None] if options.label_smoothing else None
         self.weights = weights
-        self.weights_sum = weights.sum() if weights is not None else float(num_classes)
+        self.weights_sum = weights.sum() if weights is not None else torch.tensor(float(num_classes))  # no synchronization
 
     def losses(self, log_probs: Tensor, part: slice) -> Tensor:
         """The loss of each row of a chunk."""
@@ -156,7 +169,21 @@ class Rows:
         if self.smooth is not None:
             mean = log_probs.sum(1, keepdim=True) if self.weights is None else log_probs @ self.weights[:, None]
             losses -= self.smooth[part] * mean
-        return losses[:, 0]
+        return losses[:, 0].masked_fill_(self._is_ignored[part], 0.0)
+
+    def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
+        """`losses`, and unless `scale` is None `gradient_`, from logits whose memory the gradient takes, in one kernel."""
+        own, smooth = self.own[part], self.smooth[part] if self.smooth is not None else None
+        if isinstance(scale, Tensor):
+            own, smooth, scale = own * scale, smooth * scale if smooth is not None else None, 1.0
+        if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
+            logits.mul_(1.0)
+            return torch.empty_like(own[:, 0])
+        from paredown.loss.kernels.softmax_gradient import losses_and_gradient_  # needs Triton
+
+        weights = (self.weights, self.weights_sum) if self.weights is not None else None
+        losses = losses_and_gradient_(logits, self.target[part], own, smooth, weights, scale)
+        return losses.masked_fill_(self._is_ignored[part], 0.0)
 
     def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
         """The gradient of the losses of a chunk, times `scale`, for its logits; it takes the memory of `log_probs`."""
@@ -258,18 +285,23 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
 
     `scale`: of the gradients, a number, or (num_rows, 1).
     """
-    rows, losses = None, list[Tensor]()
+    rows, losses, is_fused = None, list[Tensor](), problem.is_fused
     for part in _parts(len(problem.target), problem.settings.num_rows or 1):
         logits = linear.logits(part, tracks=scale is not None)
         values = logits[1].detach()
         dtype = accumulation_dtype(values.dtype)
         rows = rows or Rows(problem, values.shape[1], dtype)
-        log_probs = torch.log_softmax(values, 1, dtype=dtype)
-        losses.append(rows.losses(log_probs, part))
+        own_scale = scale[part] if isinstance(scale, Tensor) else scale
+        if is_fused:
+            losses.append(rows.fused_(values, part, own_scale))
+        else:
+            log_probs = torch.log_softmax(values, 1, dtype=dtype)
+            losses.append(rows.losses(log_probs, part))
+            values = rows.gradient_(log_probs, part, own_scale) if own_scale is not None else values
+            del log_probs
         if scale is not None:
-            own = scale[part] if isinstance(scale, Tensor) else scale
-            linear.add_gradients(part, logits, rows.gradient_(log_probs, part, own))
-        del logits, values, log_probs  # before the next chunk's logits
+            linear.add_gradients(part, logits, values)
+        del logits, values  # before the next chunk's logits
     if rows is None:
         empty = problem.target.new_zeros(0, dtype=accumulation_dtype(problem.settings.dtype))
         return empty, empty.sum()

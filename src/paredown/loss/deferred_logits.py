@@ -35,7 +35,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paredown.loss.chunked_cross_entropy import ChunkSettings, CrossEntropy, chunked_cross_entropy, product_dtype, rows_of_chunk
+from paredown.loss.chunked_cross_entropy import ChunkSettings, CrossEntropy, chunked_cross_entropy, product_dtype
 from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES, Decoded, PackedParameter
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import owner_of
@@ -409,8 +409,8 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     family = logits.family
     weight, bias = family.values()
     options = CrossEntropy(given["weight"], given["ignore_index"], given["reduction"], given["label_smoothing"])
-    num_rows = rows_of_chunk(family.module.out_features, family.dtype, family.device)
-    settings = ChunkSettings(family.dtype, transform_of(logits.calls, family.dtype), num_rows, logits.dtype)
+    transform = transform_of(logits.calls, family.dtype)
+    settings = ChunkSettings(family.dtype, transform, loss_dtype=logits.dtype, device=family.device)
     family.use.num_losses += 1
     return chunked_cross_entropy(logits.rows, weight, target, bias=bias, options=options, settings=settings)
 
