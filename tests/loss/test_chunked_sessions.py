@@ -101,6 +101,15 @@ def test_hugging_face_models_with_labels(kind: str, autocast: bool, monkeypatch:
     assert torch.equal(generated, hugging_face(kind).eval().generate(ids[:, :4], max_new_tokens=2, do_sample=False))
 
 
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_integrations_can_turn_it_off(is_chunked: bool) -> None:
+    hugging_face = pytest.importorskip("paredown.integrations.hugging_face", reason="transformers is not installed")
+    callback = hugging_face.TrainerPlanCallback(Plan.uniform(), chunked_loss=is_chunked)
+    callback.put_on(model := Model())
+    assert (type(model(tokens())) is not Tensor) == is_chunked
+    callback.session.close()
+
+
 def test_changes_name_what_read_the_logits() -> None:
     with apply(Plan.uniform(), (model := Model())) as session:
         logits = model(tokens())
