@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +54,7 @@ def flat(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def shifted(logits: Tensor, labels: Tensor) -> Tensor:
-    upper = logits.float()[..., :-1, :].contiguous()
+    upper = logits.to(labels.device).float()[..., :-1, :].contiguous()
     return functional.cross_entropy(upper.view(-1, upper.size(-1)), labels[..., 1:].reshape(-1), ignore_index=7)
 
 
@@ -214,6 +216,24 @@ def test_metadata_needs_no_logits() -> None:
         with pytest.raises(RuntimeError, match="view"):  # as for ordinary logits
             part.view(-1, NUM_CLASSES)
     assert not head.use.requests and seen.numel <= BATCH * LENGTH * SIZE
+
+
+def test_the_hidden_states_are_freed_with_the_logits() -> None:
+    model, held = Model(), list[Any]()
+    handle = model.head.register_forward_pre_hook(lambda module, args: held.append(weakref.ref(args[0])))
+    gc.disable()
+    try:
+        with chunked_loss(model):
+            for read in (lambda logits: None, lambda logits: logits.argmax(-1)):
+                logits = model(tokens())
+                flat(logits.float(), tokens()).backward()
+                read(logits)
+                assert held[-1]() is not None
+                del logits
+                assert held[-1]() is None, "without the garbage collector"
+    finally:
+        gc.enable()
+        handle.remove()
 
 
 def test_pickles_and_copies_are_ordinary_logits() -> None:

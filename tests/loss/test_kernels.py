@@ -55,3 +55,15 @@ def test_losses_by_the_kernel(reduction: str, monkeypatch: pytest.MonkeyPatch) -
         loss = chunked_cross_entropy(hidden, weight, target, bias=offset, options=options, settings=ChunkSettings(num_rows=8))
     assert "_log_softmax" not in seen.operations, "the kernel computes it"
     torch.testing.assert_close(gradients(loss, (hidden, weight, offset)), expected)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a failed assertion on the device ends the process's use of it")
+@pytest.mark.parametrize("bad", [-1, 31])
+def test_targets_that_are_no_class(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, _, target = inputs(torch.float32)
+    target[3] = bad
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        chunked_cross_entropy(hidden, weight, target)
+    monkeypatch.setitem(KERNEL_DEVICES, "cpu", True)
+    with pytest.raises(RuntimeError, match="no class: classes are 0 to 30"):
+        chunked_cross_entropy(hidden, weight, target)

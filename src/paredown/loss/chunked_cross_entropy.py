@@ -161,6 +161,9 @@ class Rows:
         self.own = ((1 - options.label_smoothing) * own)[:, None]
         self.smooth = (is_used.to(dtype) * (options.label_smoothing / num_classes))[:, None] if options.label_smoothing else None
         self.weights = weights
+        if problem.is_fused and not hasattr(self.target, "fake_mode"):  # kernels do not check addresses; gather does
+            is_class = (self.target >= 0) & (self.target < num_classes)
+            torch.ops.aten._assert_async.msg(is_class.all(), f"a target is no class: classes are 0 to {num_classes - 1}")
         self.weights_sum = weights.sum() if weights is not None else torch.tensor(float(num_classes))  # no synchronization
 
     def losses(self, log_probs: Tensor, part: slice) -> Tensor:

@@ -207,7 +207,8 @@ def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """The result of a torch function, some of the arguments of which are deferred logits."""
     name = name_of(func)
     first = args[0] if args else None
-    if name in ABOUT or (func.__name__ == "__get__" and name not in NEED_VALUES) or (name == "type" and len(args) == 1):
+    is_attribute = getattr(func, "__name__", "") == "__get__"
+    if name in ABOUT or (is_attribute and name not in NEED_VALUES) or (name == "type" and len(args) == 1):
         with torch._C.DisableTorchFunction():  # modes too
             return func(*args, **kwargs)
     if name == "untyped_storage" and args[0]._logits is None:  # tools that sum the bytes of tensors
@@ -264,7 +265,7 @@ def make_real(arguments: Any) -> None:
 
 def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The result of `func` on real logits."""
-    writes = name in WRITES or name in HOOKS or func.__name__ in ("__set__", "__delete__") or "out" in kwargs
+    writes = name in WRITES or name in HOOKS or getattr(func, "__name__", "") in ("__set__", "__delete__") or "out" in kwargs
     if writes or (name.endswith("_") and not name.endswith("__")):
         make_real((args, kwargs))
     args, kwargs = tree_map(lambda leaf: real_of(leaf, name) if isinstance(leaf, DeferredLogits) else leaf, (args, kwargs))
@@ -278,6 +279,7 @@ def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
     """The deferred result of a call; None if it has to be computed."""
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
         return None
+    call = without_device(logits, call) if call.name == "to" else call
     if call.name in ELEMENTWISE:
         is_recorded = is_elementwise(logits, call)
     else:
@@ -317,6 +319,17 @@ def is_elementwise(logits: DeferredLogits, call: Call) -> bool:
         return False
     device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
     return device is None and dtype is not None and dtype.is_floating_point
+
+
+def without_device(logits: DeferredLogits, call: Call) -> Call:
+    """A call of `to` without its device if that is the device of the logits."""
+    if "copy" in call.kwargs:
+        return call
+    device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
+    here = logits.device
+    if device is None or device.type != here.type or device.index not in (None, here.index):
+        return call
+    return Call(call.name, call.func, (dtype or logits.dtype,), {})
 
 
 def keeps_last(index: Any, num_dims: int) -> bool:
