@@ -78,7 +78,16 @@ def by_row(logits: Tensor, labels: Tensor) -> Tensor:
     return (losses * torch.linspace(0, 1, len(losses))).sum()
 
 
-LOSSES = (flat, shifted, soft_capped, soft_capped_functions, by_module, by_row)
+def classes_first(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.transpose(1, 2), labels) + nn.CrossEntropyLoss()(logits.permute(0, 2, 1), labels)
+
+
+def classes_first_by_row(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = functional.cross_entropy(logits[:, None].movedim(-1, 1), labels[:, None], reduction="none")
+    return (losses * torch.linspace(0, 1, losses.numel()).view(BATCH, 1, LENGTH)).sum()
+
+
+LOSSES = (flat, shifted, soft_capped, soft_capped_functions, by_module, by_row, classes_first, classes_first_by_row)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
@@ -90,7 +99,7 @@ def test_losses_in_chunks(loss: Loss, tied: bool, monkeypatch: pytest.MonkeyPatc
     with LargestTensor() as seen, chunked_loss(model) as head:
         found = step(model, loss)
     torch.testing.assert_close(found, expected)
-    assert head.use.num_losses == 1 and not head.use.requests
+    assert head.use.num_losses == (2 if loss is classes_first else 1) and not head.use.requests
     assert seen.numel == NUM_CLASSES * SIZE  # the weights; chunks have 2 rows of logits, of 15
     assert not list(head.rows())
 
@@ -103,8 +112,8 @@ def masked(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits[labels > 100], labels[labels > 100])
 
 
-def classes_first(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.transpose(1, 2), labels)
+def transposed(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.transpose(0, 1).transpose(1, 2).square().mean() + logits.transpose(1, 2).cumsum(1).mean()
 
 
 def probabilities(logits: Tensor, labels: Tensor) -> Tensor:
@@ -157,7 +166,7 @@ def custom_function_of_recorded(logits: Tensor, labels: Tensor) -> Tensor:
 OTHERS: dict[Any, str] = {
     log_probabilities: "log_softmax",
     masked: "__getitem__",
-    classes_first: "transpose",
+    transposed: "transpose",
     probabilities: "cross_entropy",
     narrowed: "__getitem__",
     scaled_by_tensor: "mul",
@@ -316,6 +325,8 @@ def test_frozen_heads_and_checkpointed_models() -> None:
 def test_indices_that_keep_the_last_dimension() -> None:
     whole = slice(None)
     kept = [
+        None,
+        (whole, None),
         0,
         (0, 1),
         (..., 1, whole),

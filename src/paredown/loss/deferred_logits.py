@@ -5,6 +5,7 @@ In training, the output head of a language model (loss/output_head.py) returns `
     .float(), .to(dtype), .half() ...                  recorded
     .view(), .reshape(), .flatten(), .contiguous()     recorded, if the last dimension stays
     logits[..., :-1, :]                                recorded, if the last dimension stays
+    .transpose(1, 2), .permute(0, 2, 1) ...            recorded, if the last dimension becomes dimension 1
     c * logits, logits / c, .tanh()                    recorded, for Python numbers c: soft-capping
     shape, dtype, device, grad_fn ...                  known without values
     F.cross_entropy, nn.CrossEntropyLoss               computed in chunks, for targets that are class indices
@@ -46,6 +47,7 @@ CASTS = frozenset(("float", "half", "bfloat16", "double", "to"))
 SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__"))
 ELEMENTWISE = CASTS | SCALES | {"tanh"}
 VIEWS = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"))
+SWAPS = frozenset(("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"))
 HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
 CHANGED = (
     "the logits of {path} were not computed, because the loss reads them in chunks, and {what} changed since: they cannot be computed any "
@@ -94,6 +96,13 @@ class Layout:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
             return Layout(tuple(result.size()), result.stride(), result.dtype)
+
+    def class_first(self) -> Layout | None:
+        """That of a view with the last dimension as dimension 1; None with fewer than three dimensions."""
+        if len(self.size) < 3:
+            return None
+        size, stride = ((values[0], values[-1], *values[1:-1]) for values in (self.size, self.stride))
+        return Layout(size, stride, self.dtype)
 
     @staticmethod
     def contiguous(*size: int, dtype: torch.dtype) -> Layout:
@@ -167,6 +176,7 @@ class DeferredLogits(Tensor):
     form: Layout
     parent: DeferredLogits | None  # with the call that made this from it
     call: Call | None
+    is_class_first: bool  # whether the classes are dimension 1, as cross entropy takes more than two dimensions
     _logits: Tensor | None
 
     @staticmethod
@@ -177,6 +187,7 @@ class DeferredLogits(Tensor):
         )
         made.family, made.rows, made.form = family, rows, layout
         made.calls, made.parent, made.call, made._logits = (), None, None, None
+        made.is_class_first = False
         family.members.append(weakref.ref(made))
         return made
 
@@ -277,8 +288,11 @@ def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
     """The deferred result of a call; None if it has to be computed."""
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
+    if logits.is_class_first or any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
         return None
+    if call.name in SWAPS:
+        layout = logits.form.after(call)
+        return derived(logits, call, layout) if layout == logits.form.class_first() else None
     call = without_device(logits, call) if call.name == "to" else call
     if call.name in ELEMENTWISE:
         is_recorded = is_elementwise(logits, call)
@@ -297,13 +311,13 @@ def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogit
     rows = logits.rows
     if call.name == "__getitem__":
         rows = call(rows)
-    elif layout.size != logits.form.size:
+    elif layout.size != logits.form.size and call.name not in SWAPS:
         rows = rows.reshape(*layout.size[:-1], rows.shape[-1])
 
     def make() -> DeferredLogits:
         made = DeferredLogits(logits.family, rows, layout)
         made.calls = (*logits.calls, call) if call.name in ELEMENTWISE else logits.calls
-        made.parent, made.call = logits, call
+        made.parent, made.call, made.is_class_first = logits, call, call.name in SWAPS
         return made
 
     return Recorded.apply(logits, call, make)  # type: ignore[return-value]
@@ -343,7 +357,7 @@ def keeps_last(index: Any, num_dims: int) -> bool:
         return False
     num_indexed = sum(item is not None and item is not ... for item in items)
     if items[-1:] == (...,) or (num_indexed < num_dims and ... not in items):
-        return num_indexed < num_dims and items[-1:] != (None,)
+        return num_indexed < num_dims
     return items[-1:] == (slice(None),)
 
 
@@ -415,7 +429,8 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     logits, target = given["input"], given["target"]
     if not isinstance(logits, DeferredLogits) or isinstance(target, DeferredLogits) or logits.family.is_real:
         return None
-    if logits.dim() != 2 or target.dim() != 1 or target.dtype is not torch.int64 or len(target) != len(logits):
+    is_matrix = logits.dim() == 2 or logits.is_class_first
+    if not is_matrix or target.dtype is not torch.int64 or target.shape != logits.rows.shape[:-1]:
         return None
     if given["size_average"] is not None or given["reduce"] is not None or given["reduction"] not in ("mean", "sum", "none"):
         return None
