@@ -28,10 +28,12 @@ from paredown.formats.catalog import SMALL_LEARNING_RATE
 from paredown.integrations.monitor import AppliedPlan
 from paredown.plan.plan import Plan
 from paredown.roles import Role
+from paredown.session.changes import requests_optimizer
 from paredown.session.guard import Guard
-from paredown.session.session import Session, requests_optimizer, unwrapped
+from paredown.session.session import Session
 from paredown.simulate.rounded_values import Simulate
 from paredown.simulate.simulated_session import SimulatedSession
+from paredown.trace.module_watch import unwrapped
 
 BETAS = "betas"
 # name: (class, its arguments by fields of TrainingArguments); lr is always set
@@ -58,11 +60,19 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
     """Applies a plan when the trainer is made, saves the session's state in checkpoints, logs, and closes the session at the end.
 
     `attach` makes one. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but loggers
-    then run before it and miss its numbers. `seed`, `mode` and `guard` are those of `apply`.
+    then run before it and miss its numbers. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
     """
 
-    def __init__(self, plan: Plan, *, seed: int = 0, mode: str | Simulate = "store", guard: Guard | None = None) -> None:
-        super().__init__(plan, seed=seed, mode=mode, guard=guard)
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        seed: int = 0,
+        mode: str | Simulate = "store",
+        guard: Guard | None = None,
+        chunked_loss: bool = True,
+    ) -> None:
+        super().__init__(plan, seed=seed, mode=mode, guard=guard, chunked_loss=chunked_loss)
         self.is_simulated = mode != "store"
         self.optimizer = "the optimizer is the trainer's."  # a sentence: which optimizer runs, and why
 

@@ -44,7 +44,7 @@ from paredown.trace.trace import Trace
 
 @final
 class PareCallback(AppliedPlan, Callback):
-    """Applies a plan while `trainer.fit` runs. `seed`, `mode` and `guard` are those of `apply`.
+    """Applies a plan while `trainer.fit` runs. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
 
     `module` names the part of the LightningModule that `training_step` calls ("net" for `self.net(x)`); by default it is the only child
     with parameters, else the whole module. With a `trace` of the step, out-of-memory errors get an explanation (`out_of_memory.py`).
@@ -55,9 +55,9 @@ class PareCallback(AppliedPlan, Callback):
     def __init__(
         self, plan: Plan, *, module: str | None = None, trace: Trace | None = None, verify: bool = False, **options: Any
     ) -> None:
-        if unknown := options.keys() - {"seed", "mode", "guard"}:
+        if unknown := options.keys() - {"seed", "mode", "guard", "chunked_loss"}:
             raise ApplyError(
-                f"PareCallback has no option {sorted(unknown)[0]!r}. Allowed: seed, mode, guard, module, trace, verify."
+                f"PareCallback has no option {sorted(unknown)[0]!r}. Allowed: seed, mode, guard, chunked_loss, module, trace, verify."
             )
         super().__init__(plan, **options)
         self.module, self._verifies = module, verify

@@ -48,7 +48,7 @@ from paredown.optim.packed_weight import Weight
 from paredown.optim.parameter_state import owner_of, request_of
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.roles import Role
+from paredown.roles import FORMATTED, Role
 from paredown.session.activations import REASONS, Activations
 from paredown.sizes import say_bytes
 from paredown.tables import TableRows
@@ -184,6 +184,18 @@ def activation_changes(
         *rows,
         *(Change(name, str(requested[name]), *given) for name, given in others.items() if requested[name] is not None),
     ]
+
+
+def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...], Role]]) -> list[tuple[str, str]]:
+    """Formats that the plan requests for master weights and errors: one row for the role, and one for each slot that differs."""
+    rows: list[tuple[str, str]] = []
+    for role in (role for role in FORMATTED if role in (Role.MASTER, Role.ERROR)):
+        whole = plan.find(("",), role).format
+        rows += [(role.value, str(whole))] if whole is not None else []
+        for (name,) in [names for names, of in slots if of is role]:
+            format = plan.find((name,), role).format
+            rows += [(f"{role.value}={name}", str(format))] if format is not None and format != whole else []
+    return rows
 
 
 def explain_session(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:
@@ -325,6 +337,12 @@ def _state_bytes(model: nn.Module) -> list[StoredBytes]:
 
 
 # --- optimizer state and gradients ---------------------------------------------------------------------------------------------
+
+
+def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
+    """Whether `plan` requests formats of a trained parameter that only the optimizers of paredown.optim can store."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
+    return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 
 
 def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = False) -> Iterator[Change]:

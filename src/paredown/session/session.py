@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
-from paredown.formats.catalog import is_small
+from paredown.loss.output_head import OutputHead
 from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role, weight_role
@@ -51,6 +51,7 @@ from paredown.session.changes import (
     describe_state,
     explain_session,
     peak_memory,
+    requests_without_tensor,
     state_changes,
     stored_bytes,
 )
@@ -62,7 +63,7 @@ from paredown.session.weights import Weights
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.sizes import say_bytes
-from paredown.trace.module_watch import Watch
+from paredown.trace.module_watch import Watch, is_wrapped_by_compile, unwrapped
 from paredown.trace.operations import MIN_PACKED_NUMEL
 from paredown.trace.trace import Trace
 
@@ -87,7 +88,16 @@ class Session:
         False  # whether an integration will make an optimizer of paredown.optim for the model: changes do not request one
     )
 
-    def __init__(self, plan: Plan, model: nn.Module, seed: int, *, is_compiled: bool = False, guard: Guard | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        seed: int,
+        *,
+        is_compiled: bool = False,
+        guard: Guard | None = None,
+        chunked_loss: bool = True,
+    ) -> None:
         self.plan = self.applied = plan  # a guard changes `plan`
         self._model = weakref.ref(model)
         self._packs_activations = plan.packs_activations
@@ -113,6 +123,8 @@ class Session:
         self._view_outputs = ViewOutputs(model)
         if self._packs_activations:
             self._view_outputs.attach()
+        self._head = OutputHead(model, is_on=chunked_loss)
+        self._head.attach()
         request_formats(model, rows)
         self._is_open = True
 
@@ -149,6 +161,7 @@ class Session:
 
         self._watch.detach()
         self._view_outputs.detach()
+        self._head.detach(is_compiled=True)
         if self._compiled is None:
             self._weights.detach()  # hooks that decode a weight just in time would break the graphs
             self._weights = Weights(self.plan, model, is_compiled=True)
@@ -174,10 +187,14 @@ class Session:
             return self._final_changes
         model, rows = self._model(), [*self._weights.changes()]
         rows += state_changes(model, self.plan, awaits_optimizer=self.awaits_optimizer) if model is not None else ()
-        rows += [Change(name, text, "nothing", NO_SUCH_TENSOR) for name, text in self._requests_without_tensor()]
+        rows += [
+            Change(name, text, "nothing", NO_SUCH_TENSOR)
+            for name, text in requests_without_tensor(self.plan, self._parameter_slots())
+        ]
         packed = self._activations
         rows += activation_changes(self.plan, packed, self._checkpointed.has, self._watch.in_place_on_views)
         rows += self._compiled.changes() if self._compiled is not None else []
+        rows += [Change(*row) for row in self._head.rows()]
         rest = self.plan.find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"
@@ -279,6 +296,7 @@ class Session:
         self._final_changes, self._final_bytes = self.changes, self._stored_bytes()  # while weights are packed
         self._watch.detach()
         self._view_outputs.detach()
+        self._head.detach()
         self._checkpointed.detach()
         self._weights.detach()
         if self._guard is not None:
@@ -323,7 +341,7 @@ class Session:
     def _end(self, output: Any) -> None:
         self._activations.end(output)
         if output is not None and not self._is_checked:
-            seen = self._activations.names | self._watch.small
+            seen = self._activations.names | self._watch.small | self._head.slots
             self._missing = tuple(self.plan.check([((name,), Role.ACTIVATION) for name in seen] + self._parameter_slots()))
             self._is_checked = True
             self._watch.end_first_pass()
@@ -358,32 +376,34 @@ class Session:
         roles = [role for role in FORMATTED if role is not Role.ACTIVATION]
         return [((name,), role) for role in roles for name, p in parameters if role is not Role.FROZEN or not p.requires_grad]
 
-    def _requests_without_tensor(self) -> list[tuple[str, str]]:
-        """Formats that the plan requests for master weights and errors: one row for the role, and one for each slot that differs."""
-        rows: list[tuple[str, str]] = []
-        for role in (role for role in FORMATTED if role in (Role.MASTER, Role.ERROR)):
-            whole = self.plan.find(("",), role).format
-            rows += [(role.value, str(whole))] if whole is not None else []
-            for (name,) in [names for names, of in self._parameter_slots() if of is role]:
-                format = self.plan.find((name,), role).format
-                rows += [(f"{role.value}={name}", str(format))] if format is not None and format != whole else []
-        return rows
-
 
 @overload
 def apply(
-    plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["store"] = "store", guard: Guard | None = None
+    plan: Plan,
+    model: nn.Module,
+    *,
+    seed: int = 0,
+    mode: Literal["store"] = "store",
+    guard: Guard | None = None,
+    chunked_loss: bool = True,
 ) -> Session: ...
 @overload
 def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["simulate", "peppp"] | Simulate) -> SimulatedSession: ...
 def apply(
-    plan: Plan, model: nn.Module, *, seed: int = 0, mode: str | Simulate = "store", guard: Guard | None = None
+    plan: Plan,
+    model: nn.Module,
+    *,
+    seed: int = 0,
+    mode: str | Simulate = "store",
+    guard: Guard | None = None,
+    chunked_loss: bool = True,
 ) -> Session | SimulatedSession:
     """Apply `plan` to `model`, in place, and return the session. `seed` is that of stochastic rounding.
 
     `mode`: "store" packs tensors between their uses; "simulate", or a `Simulate` with other settings, rounds the values that arithmetic
     sees and saves no memory; "peppp" is the `Simulate` that rounds where PEPPP does.
-    `guard` changes the plan of a store session when rounding errors or gradients become too large.
+    `guard` changes the plan of a store session when rounding errors or gradients become too large. `chunked_loss`: the cross entropy of a
+    language model's output head is computed in chunks of rows, so that all logits never exist (docs/language_models.md); store mode only.
     """
     if isinstance(plan, nn.Module) or isinstance(model, Plan):
         raise ApplyError("apply takes the plan first, then the model: paredown.apply(plan, model).")
@@ -396,16 +416,17 @@ def apply(
         owner = owner or ("a model that this is a part of" if _is_part(model, other) else None)
         if owner:
             raise ApplyError(f"{owner} has a session already: call its close() before applying another plan. It is {session!r}.")
-    session = _session(plan, model, seed, mode, is_compiled=is_compiled, guard=guard)
+    session = _session(plan, model, seed, mode, is_compiled=is_compiled, guard=guard, chunked_loss=chunked_loss)
     _SESSIONS[model] = weakref.ref(session)
     return session
 
 
 def _session(
-    plan: Plan, model: nn.Module, seed: int, mode: str | Simulate, *, is_compiled: bool, guard: Guard | None
+    plan: Plan, model: nn.Module, seed: int, mode: str | Simulate, *, is_compiled: bool, guard: Guard | None, chunked_loss: bool
 ) -> Session | SimulatedSession:
     if mode == "store":
-        return Session(plan, model, seed, is_compiled=is_compiled, guard=checked_guard(guard, plan))
+        guard = checked_guard(guard, plan)
+        return Session(plan, model, seed, is_compiled=is_compiled, guard=guard, chunked_loss=chunked_loss)
     settings = MODES.get(mode) if isinstance(mode, str) else mode
     if not isinstance(settings, Simulate):
         allowed = ", ".join(map(repr, ("store", *MODES)))
@@ -432,20 +453,6 @@ def session_of(model: nn.Module) -> Session | SimulatedSession | None:
     """The open session of `model`; None if there is none."""
     session = _SESSIONS.get(model)
     return session() if session is not None else None
-
-
-def is_wrapped_by_compile(model: nn.Module) -> bool:
-    """Whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    return hasattr(model, "_orig_mod") or (isinstance(model, wrappers) and is_wrapped_by_compile(model.module))
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, wrappers) else model._orig_mod  # type: ignore[assignment]
-    return model
 
 
 def _is_part(part: nn.Module, whole: nn.Module) -> bool:
@@ -476,12 +483,6 @@ def requested_formats_of(model: nn.Module, plan: Plan) -> list[tuple[nn.Paramete
                 checked.add(owner)
                 owner.check_request(parameter, rows[-1][1])
     return rows
-
-
-def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
-    """Whether `plan` requests formats of a trained parameter that only the optimizers of paredown.optim can store."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
-    return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 
 
 def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:

@@ -41,11 +41,12 @@ from paredown.session.activations import StorageDecision
 from paredown.session.guard_steps import count_examples, first_examples
 from paredown.session.probe import restored_state
 from paredown.session.probe_passes import nodes_behind
-from paredown.session.session import Session, apply, is_wrapped_by_compile, session_of, unwrapped
+from paredown.session.session import Session, apply, session_of
 from paredown.session.stored_tensors import RecomputedValues, StoredForm, StoredIntegers, StoredMask, StoredShape, StoredValues
 from paredown.session.verification import EXACT, PLAN, Compared, Fault, FaultSearch, Verification, expected_error
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.trace.fake_step import Arguments, _loss_of, signature_errors
+from paredown.trace.module_watch import is_wrapped_by_compile, unwrapped
 
 FP32 = Format.parse("fp32")
 SAFETY = 3.0

@@ -203,7 +203,9 @@ class TrainingSetup:
         """The session of the plan on `model`; a null context for the baseline in store mode."""
         if self.mode == "store" and not (self.plan.rules or self.plan.recompute):
             return nullcontext()
-        return apply(self.plan, model, seed=self.seed, mode=self.mode)
+        if self.mode != "store":
+            return apply(self.plan, model, seed=self.seed, mode=self.mode)
+        return apply(self.plan, model, seed=self.seed, chunked_loss=False)  # traces of tasks, and earlier trials, have all logits
 
 
 @dataclass

@@ -295,6 +295,7 @@ class FakeStep:
             allocation = self.timeline.find(p.grad) if p.grad is not None else None
             if allocation is not None and allocation.owner is None:
                 allocation.owner = Role.GRADIENT
+        self.held = [allocation for allocation in self.held if allocation.owner is not Role.GRADIENT]  # made before backward
 
     def trained(self) -> list[tuple[str, Tensor]]:
         """(name, parameter) of each parameter that has a gradient."""

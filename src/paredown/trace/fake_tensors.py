@@ -40,6 +40,7 @@ from paredown.trace import device_ops
 from paredown.trace.cuda_autocast import cuda_autocast
 from paredown.trace.module_watch import Hook
 
+IS_DEFERRED = "is_deferred"  # attribute of tensor classes that record operations (loss/deferred_logits.py)
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 PACKED = "PackedParameter"  # type of a packed weight of a session: it has shape, strides and dtype, which is all that a trace reads
 # types of parameters that bitsandbytes has quantized: a trace counts the bytes of their codes, and reads their attributes from the fakes
@@ -141,7 +142,7 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
-    """Inside the context, `model` has fake parameters and buffers, and none of paredown's hooks."""
+    """Inside the context, `model` has fake parameters and buffers, and of paredown's hooks only those that `is_traced`."""
     modules = list(model.modules())
     states = [_state_of(module) for module in modules]
     rng_states = torch.get_rng_state(), random.getstate()
@@ -150,7 +151,7 @@ def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
             for tensors in cast("tuple[dict[str, Any], ...]", (module._parameters, module._buffers)):
                 tensors.update({name: fakes.of(t) for name, t in tensors.items() if t is not None})
             for hooks in (getattr(module, name) for name in HOOK_TABLES):
-                for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
+                for key in [key for key, hook in hooks.items() if isinstance(hook, Hook) and not hook.is_traced]:
                     del hooks[key]
             module._compiled_call_impl = None  # run the module's own forward, not the compiled one
         yield
@@ -209,6 +210,10 @@ class DeviceForms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
+        deferred = next((kind for kind in types if getattr(kind, IS_DEFERRED, False)), None)
+        if deferred is not None:
+            with self:
+                return deferred.__torch_function__(func, types, args, kwargs)
         if name in ATTRIBUTES:
             return func(*args, **kwargs)
         if isinstance(func, FunctionType) and (func.__module__ in IN_PYTHON or func in BACKWARD):

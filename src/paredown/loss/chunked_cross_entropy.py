@@ -1,0 +1,327 @@
+"""`chunked_cross_entropy`: the cross entropy of a linear layer's logits, in chunks of rows: all logits never exist.
+
+The logits of row i are z = f(h_i W^T + b), with an elementwise f such as soft-capping. With p = softmax(z), target y, class weights w (1 if
+there are none), label smoothing e, V classes and S = sum_c w_c:
+
+    loss_i      = -(1 - e) w_y log p_y - (e / V) sum_c w_c log p_c                       0 where y is ignore_index
+    d loss/dz_c = ((1 - e) w_y + (e / V) S) p_c - (1 - e) w_y [c = y] - (e / V) w_c
+    "mean"      = sum_i loss_i / sum_i w_y, over the rows that are not ignored
+
+Forward computes a chunk's logits, its loss, and at once its gradients: those of `hidden` in the dtype of the matrix products, those of
+`weight` summed over chunks in the dtype of `weight` (float32 under autocast; each chunk's product accumulates in float32), those of `bias`
+in float32. Backward multiplies them by the incoming gradient, in place if the graph is freed. With reduction "none" the incoming gradient
+differs by row: forward computes losses alone, and backward computes the chunks' logits a second time.
+
+Softmax and loss are float32 (float64 for float64 logits). On CUDA one kernel replaces a chunk's logits by their gradient
+(loss/kernels/softmax_gradient.py), unless f is given. Chunks hold 256 MiB of logits on CUDA, 32 MiB elsewhere.
+
+>>> hidden, weight, target = torch.eye(3)[:2], torch.eye(3), torch.tensor([0, 2])
+>>> chunked_cross_entropy(hidden, weight, target)
+tensor(1.0514)
+>>> torch.nn.functional.cross_entropy(hidden @ weight.T, target)
+tensor(1.0514)
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import ceil, log2
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = {"cuda": 256 * 2**20}  # of one chunk's logits, by device type
+OTHER_CHUNK_BYTES = 32 * 2**20
+ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of matrix products
+NO_BACKWARD = -1  # id of the current graph task outside backward
+KERNEL_DEVICES = {"cuda": True}  # by type
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT16_SUM = 1024.0  # of the scales of all rows in float16: smaller sums underflow, larger ones overflow
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The options of torch.nn.functional.cross_entropy; `class_weights` is its `weight`."""
+
+    class_weights: Tensor | None = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class ChunkSettings:
+    """How logits are computed. `dtype`: of the matrix products; `transform`: elementwise, such as soft-capping; `num_rows`: of a chunk.
+
+    `loss_dtype`: that of the result outside autocast. `device`: the type of device that a trace is for, which fake tensors do not have.
+    """
+
+    dtype: torch.dtype | None = None
+    transform: Callable[[Tensor], Tensor] | None = None
+    num_rows: int | None = None
+    loss_dtype: torch.dtype | None = None
+    device: str | None = None
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    options: CrossEntropy | None = None,
+    settings: ChunkSettings | None = None,
+) -> Tensor:
+    """The cross entropy of `linear(hidden, weight, bias)` and `target`, class indices of shape `hidden.shape[:-1]`.
+
+    It differs from torch's by rounding alone. Matrix products are in the autocast dtype where autocast is enabled, and the loss is then
+    float32; otherwise both have the dtype of the logits, unless `settings` has another one.
+    """
+    options, settings = options or CrossEntropy(), settings or ChunkSettings()
+    check_arguments(hidden, weight, target, options)
+    if not torch.is_grad_enabled():
+        hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
+    device = settings.device or hidden.device.type
+    dtype = settings.dtype or product_dtype(hidden, device)
+    loss_dtype = settings.loss_dtype or _dtype_after(settings.transform, dtype)
+    num_rows = settings.num_rows or rows_of_chunk(weight.shape[0], dtype, device)
+    problem = Problem(target.reshape(-1), options, ChunkSettings(dtype, settings.transform, num_rows, loss_dtype, device))
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss: Tensor = ChunkedCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, problem)  # type: ignore[assignment]
+    loss = loss.reshape(target.shape) if options.reduction == "none" else loss
+    return loss if torch.is_autocast_enabled(hidden.device.type) else loss.to(loss_dtype)
+
+
+def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: CrossEntropy) -> None:
+    """ValueError if shapes, target dtype or reduction do not fit."""
+    if options.reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction {options.reduction!r} is unknown. Allowed: 'mean', 'sum' and 'none'.")
+    if not 0.0 <= options.label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is between 0 and 1, not {options.label_smoothing}.")
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1] or target.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"hidden has shape (..., size), weight (classes, size) and target (...); they are {tuple(hidden.shape)}, {tuple(weight.shape)} "
+            f"and {tuple(target.shape)}. Flatten hidden and target to the same rows."
+        )
+    if target.dtype is not torch.int64:
+        raise ValueError(f"target has class indices, torch.int64, not {target.dtype}: class probabilities need all logits.")
+
+
+def _dtype_after(transform: Callable[[Tensor], Tensor] | None, dtype: torch.dtype) -> torch.dtype:
+    return transform(torch.empty(0, dtype=dtype)).dtype if transform is not None else dtype
+
+
+def product_dtype(hidden: Tensor, device: str) -> torch.dtype:
+    """The dtype of a matrix product of `hidden` on a type of device: that of autocast if it is enabled, and for float64 never."""
+    is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
+    return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
+
+
+def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
+    """The number of rows whose logits fill a chunk on a type of device.
+
+    >>> rows_of_chunk(128256, torch.bfloat16, "cuda")
+    1024
+    """
+    rows = CHUNK_BYTES.get(device, OTHER_CHUNK_BYTES) // (num_classes * dtype.itemsize)
+    return rows // ROW_MULTIPLE * ROW_MULTIPLE or max(1, rows)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arguments of one loss that are no inputs of autograd; the target has one dimension, and the settings are complete."""
+
+    target: Tensor
+    options: CrossEntropy
+    settings: ChunkSettings
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel computes losses and gradient of a chunk: on CUDA, for logits without a transform."""
+        is_covered = self.settings.transform is None and self.settings.dtype in KERNEL_DTYPES
+        return is_covered and KERNEL_DEVICES.get(self.settings.device or "", False) and find_spec("triton") is not None
+
+
+class Rows:
+    """The terms of all rows' losses: `own` = (1 - e) w_y, `smooth` = e / V, both 0 for ignored rows; and sum_i w_y."""
+
+    def __init__(self, problem: Problem, num_classes: int, dtype: torch.dtype) -> None:
+        options = problem.options
+        is_used = problem.target != options.ignore_index
+        self._is_ignored = ~is_used
+        self.target = torch.where(is_used, problem.target, 0)[:, None]  # (num_rows, 1)
+        weights = options.class_weights.to(dtype) if options.class_weights is not None else None
+        own = is_used.to(dtype) if weights is None else weights[self.target[:, 0]] * is_used
+        self.total = own.sum()
+        self.own = ((1 - options.label_smoothing) * own)[:, None]
+        self.smooth = (is_used.to(dtype) * (options.label_smoothing / num_classes))[:, None] if options.label_smoothing else None
+        self.weights = weights
+        if problem.is_fused and not hasattr(self.target, "fake_mode"):  # kernels do not check addresses; gather does
+            is_class = (self.target >= 0) & (self.target < num_classes)
+            torch.ops.aten._assert_async.msg(is_class.all(), f"a target is no class: classes are 0 to {num_classes - 1}")
+        self.weights_sum = weights.sum() if weights is not None else torch.tensor(float(num_classes))  # no synchronization
+
+    def losses(self, log_probs: Tensor, part: slice) -> Tensor:
+        """The loss of each row of a chunk."""
+        losses = -self.own[part] * log_probs.gather(1, self.target[part])
+        if self.smooth is not None:
+            mean = log_probs.sum(1, keepdim=True) if self.weights is None else log_probs @ self.weights[:, None]
+            losses -= self.smooth[part] * mean
+        return losses[:, 0].masked_fill_(self._is_ignored[part], 0.0)
+
+    def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
+        """`losses`, and unless `scale` is None `gradient_`, from logits whose memory the gradient takes, in one kernel."""
+        own, smooth = self.own[part], self.smooth[part] if self.smooth is not None else None
+        if isinstance(scale, Tensor):
+            own, smooth, scale = own * scale, smooth * scale if smooth is not None else None, 1.0
+        if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
+            logits.mul_(1.0)
+            return torch.empty_like(own[:, 0])
+        from paredown.loss.kernels.softmax_gradient import losses_and_gradient_  # needs Triton
+
+        weights = (self.weights, self.weights_sum) if self.weights is not None else None
+        losses = losses_and_gradient_(logits, self.target[part], own, smooth, weights, scale)
+        return losses.masked_fill_(self._is_ignored[part], 0.0)
+
+    def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
+        """The gradient of the losses of a chunk, times `scale`, for its logits; it takes the memory of `log_probs`."""
+        own = self.own[part] * scale
+        smooth = self.smooth[part] * scale if self.smooth is not None else None
+        gradient = log_probs.exp_().mul_(own if smooth is None else own + smooth * self.weights_sum)
+        gradient.scatter_add_(1, self.target[part], -own)
+        if smooth is not None:
+            gradient -= smooth if self.weights is None else smooth * self.weights
+        return gradient
+
+
+class Linear:
+    """A linear layer in the dtype of its matrix products, and its gradients, summed over chunks."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, needs: tuple[bool, ...]) -> None:
+        dtype = problem.settings.dtype
+        self._hidden, self._weight = hidden.to(dtype), weight.to(dtype)
+        self._bias = bias.to(dtype) if bias is not None else None
+        self._transform = problem.settings.transform
+        self.of_hidden = torch.empty_like(self._hidden) if needs[0] else None
+        self.of_weight = torch.zeros_like(weight) if needs[1] else None
+        self.of_bias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype)) if bias is not None and needs[2] else None
+
+    def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
+        """The logits of a chunk before and after the transform; with `tracks`, `add_gradients` can go back through it."""
+        rows = self._hidden[part]
+        logits = torch.addmm(self._bias, rows, self._weight.t()) if self._bias is not None else rows @ self._weight.t()
+        if self._transform is None:
+            return logits, logits
+        with torch.set_grad_enabled(tracks):
+            return logits.requires_grad_(tracks), self._transform(logits)
+
+    def add_gradients(self, part: slice, logits: tuple[Tensor, Tensor], gradient: Tensor) -> None:
+        """Add the gradients of a chunk, from that of its logits."""
+        before, after = logits
+        gradient = gradient.to(after.dtype)
+        if after is not before:
+            (gradient,) = torch.autograd.grad(after, before, gradient)
+        if self.of_hidden is not None:
+            torch.mm(gradient, self._weight, out=self.of_hidden[part])
+        if self.of_weight is not None:
+            if self.of_weight.dtype is gradient.dtype:
+                self.of_weight.addmm_(gradient.t(), self._hidden[part])
+            else:
+                self.of_weight += gradient.t() @ self._hidden[part]
+        if self.of_bias is not None:
+            self.of_bias += gradient.sum(0, dtype=self.of_bias.dtype)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Loss of rows (num_rows, size), weight (num_classes, size) and bias; forward computes the gradients unless reduction is none."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+        """The loss in float32, or float64 for float64 logits: a number, or one per row."""
+        ctx.problem, ctx.dtypes = problem, [t.dtype if t is not None else None for t in (hidden, weight, bias)]
+        if problem.options.reduction == "none":
+            ctx.save_for_backward(hidden, weight, bias)
+            return run_chunks(Linear(hidden, weight, bias, problem, (False,) * 3), problem, None)[0]
+        linear = Linear(hidden, weight, bias, problem, ctx.needs_input_grad)
+        scale = scale_of_rows(problem, len(hidden)) if any(ctx.needs_input_grad) else None
+        losses, total = run_chunks(linear, problem, scale)
+        ctx.gradients = (linear.of_hidden, linear.of_weight, linear.of_bias)
+        divisor = total if problem.options.reduction == "mean" else torch.ones_like(total)
+        ctx.factor = 1 / (divisor * (scale or 1.0))
+        return losses.sum() / divisor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        """The gradients of hidden, weight and bias."""
+        if ctx.problem.options.reduction == "none":
+            hidden, weight, bias = ctx.saved_tensors
+            linear = Linear(hidden, weight, bias, ctx.problem, ctx.needs_input_grad)
+            run_chunks(linear, ctx.problem, grad[:, None])
+            gradients = (linear.of_hidden, linear.of_weight, linear.of_bias)
+            return *(g.to(dtype) if g is not None else None for g, dtype in zip(gradients, ctx.dtypes, strict=True)), None
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "backward through a chunked loss a second time: its gradients were freed. Call backward(retain_graph=True) the first time."
+            )
+        autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+        is_kept = torch._C._current_graph_task_id() == NO_BACKWARD or autograd._get_current_graph_task_keep_graph()
+        gradients = ctx.gradients
+        if not is_kept:
+            ctx.gradients = None
+        factor = (grad * ctx.factor)[None]  # of one dimension: a number would be rounded to the dtype of the gradient
+        return *(_scaled(g, factor, d, is_kept) for g, d in zip(gradients, ctx.dtypes, strict=True)), None
+
+
+def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None, is_kept: bool) -> Tensor | None:
+    if gradient is None or dtype is None:
+        return None
+    return (gradient * factor).to(dtype) if is_kept else gradient.mul_(factor).to(dtype)
+
+
+def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    """The losses of all rows, and the sum of their class weights; adds gradients to `linear` unless `scale` is None.
+
+    `scale`: of the gradients, a number, or (num_rows, 1).
+    """
+    rows, losses, is_fused = None, list[Tensor](), problem.is_fused
+    for part in _parts(len(problem.target), problem.settings.num_rows or 1):
+        logits = linear.logits(part, tracks=scale is not None)
+        values = logits[1].detach()
+        dtype = accumulation_dtype(values.dtype)
+        rows = rows or Rows(problem, values.shape[1], dtype)
+        own_scale = scale[part] if isinstance(scale, Tensor) else scale
+        if is_fused:
+            losses.append(rows.fused_(values, part, own_scale))
+        else:
+            log_probs = torch.log_softmax(values, 1, dtype=dtype)
+            losses.append(rows.losses(log_probs, part))
+            values = rows.gradient_(log_probs, part, own_scale) if own_scale is not None else values
+            del log_probs
+        if scale is not None:
+            linear.add_gradients(part, logits, values)
+        del logits, values  # before the next chunk's logits
+    if rows is None:
+        empty = problem.target.new_zeros(0, dtype=accumulation_dtype(problem.settings.dtype))
+        return empty, empty.sum()
+    return torch.cat(losses), rows.total
+
+
+def _parts(num_rows: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, num_rows, size))
+
+
+def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """float64 for float64, float32 for all others."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def scale_of_rows(problem: Problem, num_rows: int) -> float:
+    """The scale of gradients until backward: 1, and a power of two below it in float16, whose range is small."""
+    if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
+        return 1.0
+    return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

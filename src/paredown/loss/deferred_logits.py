@@ -1,0 +1,479 @@
+"""Logits that are not computed until something reads them: cross entropy reads them in chunks, so that all of them never exist.
+
+In training, the output head of a language model (loss/output_head.py) returns `DeferredLogits`, which hold the hidden states:
+
+    .float(), .to(dtype), .half() ...                  recorded
+    .view(), .reshape(), .flatten(), .contiguous()     recorded, if the last dimension stays
+    logits[..., :-1, :]                                recorded, if the last dimension stays
+    .transpose(1, 2), .permute(0, 2, 1) ...            recorded, if the last dimension becomes dimension 1
+    c * logits, logits / c, .tanh()                    recorded, for Python numbers c: soft-capping
+    shape, dtype, device, grad_fn ...                  known without values
+    F.cross_entropy, nn.CrossEntropyLoss               computed in chunks, for targets that are class indices
+    anything else                                      computed from all logits; `HeadUse` records the name of the function
+
+All logits are computed at most once, under the autocast settings of the head's call, and gradients flow through them. A function that
+writes into them, or registers a hook on them, makes them ordinary logits for all later functions.
+
+Logits that are first read after the weight has changed cannot be computed any more: that is an error.
+"""
+
+# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paredown.loss.chunked_cross_entropy import ChunkSettings, CrossEntropy, chunked_cross_entropy, product_dtype
+from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES, Decoded, PackedParameter
+from paredown.optim.packed_weight import weight_of
+from paredown.optim.parameter_state import owner_of
+
+ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, "__hash__", "requires_grad_"))  # functions that need no values
+NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that do
+CASTS = frozenset(("float", "half", "bfloat16", "double", "to"))
+SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__"))
+ELEMENTWISE = CASTS | SCALES | {"tanh"}
+VIEWS = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"))
+SWAPS = frozenset(("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"))
+HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+CHANGED = (
+    "the logits of {path} were not computed, because the loss reads them in chunks, and {what} changed since: they cannot be computed any "
+    "more. Read them before optimizer.step(), or call paredown.apply(plan, model, chunked_loss=False)."
+)
+
+
+@dataclass(eq=False)
+class HeadUse:
+    """What became of the logits of the head at `path`.
+
+    The number of times they were deferred, the number of losses in chunks, and the functions that needed all logits.
+    """
+
+    path: str
+    device: str | None = None  # type of the device of the loss, where that is not the device of the tensors (traces)
+    num_deferred: int = 0
+    num_losses: int = 0
+    requests: Counter[str] = field(default_factory=Counter[str])
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded function call on logits."""
+
+    name: str
+    func: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The result for these logits."""
+        return self.func(logits, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Size, strides and dtype of logits."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def after(self, call: Call) -> Layout:
+        """The layout of a call's result; torch's own errors if the call is not possible."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
+            return Layout(tuple(result.size()), result.stride(), result.dtype)
+
+    def class_first(self) -> Layout | None:
+        """That of a view with the last dimension as dimension 1; None with fewer than three dimensions."""
+        if len(self.size) < 3:
+            return None
+        size, stride = ((values[0], values[-1], *values[1:-1]) for values in (self.size, self.stride))
+        return Layout(size, stride, self.dtype)
+
+    @staticmethod
+    def contiguous(*size: int, dtype: torch.dtype) -> Layout:
+        """That of a new tensor."""
+        strides = [1]
+        for length in reversed(size[1:]):
+            strides.insert(0, strides[0] * max(1, length))
+        return Layout(size, tuple(strides), dtype)
+
+
+class LogitsFamily:
+    """One output of the head, and all deferred tensors made from it."""
+
+    def __init__(self, use: HeadUse, module: nn.Linear, hidden: Tensor) -> None:
+        self.use, self.module, self.hidden = use, module, hidden
+        self.device = use.device or hidden.device.type
+        self.dtype = product_dtype(hidden, self.device)
+        self.is_autocast = torch.is_autocast_enabled(self.device)
+        self.is_real = False  # whether all functions use real logits from now on
+        self.members: list[weakref.ref[DeferredLogits]] = []
+        self._versions = hidden._version, *map(version_of, self.parameters())
+        self._logits: Tensor | None = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The weight, and the bias if there is one."""
+        return [p for p in (self.module.weight, self.module.bias) if p is not None]  # type: ignore[misc]
+
+    def check(self) -> None:
+        """RuntimeError if the hidden states or the parameters have changed since the head was called."""
+        names = ("the input of the layer", "its weight", "its bias")
+        for name, before, now in zip(
+            names, self._versions, (self.hidden._version, *map(version_of, self.parameters())), strict=False
+        ):
+            if before != now:
+                raise RuntimeError(CHANGED.format(path=self.use.path, what=name))
+
+    def logits(self) -> Tensor:
+        """All logits, computed at the first call."""
+        if self._logits is None:
+            self.check()
+            with torch.enable_grad(), self.autocast():
+                self._logits = functional.linear(self.hidden, self.module.weight, self.module.bias)
+        return self._logits
+
+    def autocast(self) -> Any:
+        """The autocast settings under which the head was called."""
+        return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
+
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, decoded if they are packed; gradients flow to them."""
+        self.check()
+        values = [parameter_values(p) for p in self.parameters()]
+        return values[0], values[1] if len(values) > 1 else None
+
+    def make_real(self) -> None:
+        """Compute the logits of all members, before one of them is written."""
+        self.is_real = True
+        for ref in self.members:
+            member = ref()
+            if member is not None:
+                member.logits()
+
+
+class DeferredLogits(Tensor):
+    """Logits of which the hidden states `rows` and the recorded calls are known."""
+
+    is_deferred = True
+    family: LogitsFamily
+    rows: Tensor  # hidden states, of the shape of the logits but for the last dimension
+    calls: tuple[Call, ...]  # elementwise ones, in order
+    form: Layout
+    parent: DeferredLogits | None  # with the call that made this from it
+    call: Call | None
+    is_class_first: bool  # whether the classes are dimension 1, as cross entropy takes more than two dimensions
+    _logits: Tensor | None
+
+    @staticmethod
+    def __new__(cls: type[DeferredLogits], family: LogitsFamily, rows: Tensor, layout: Layout) -> DeferredLogits:
+        """Logits of this layout."""
+        made: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=rows.device
+        )
+        made.family, made.rows, made.form = family, rows, layout
+        made.calls, made.parent, made.call, made._logits = (), None, None, None
+        made.is_class_first = False
+        family.members.append(weakref.ref(made))
+        return made
+
+    def logits(self) -> Tensor:
+        """Real logits, computed at the first call."""
+        if self._logits is None:
+            if self.parent is None or self.call is None:
+                self._logits = self.family.logits()
+            else:
+                with torch.enable_grad():
+                    self._logits = self.call(self.parent.logits())
+        return self._logits
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_eagerly()(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls from C++, which autograd has recorded already."""
+        if func._schema.is_mutable:
+            make_real((args, kwargs))
+        args, kwargs = tree_map(_detached, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a torch function, some of the arguments of which are deferred logits."""
+    name = name_of(func)
+    first = args[0] if args else None
+    is_attribute = getattr(func, "__name__", "") == "__get__"
+    if name in ABOUT or (is_attribute and name not in NEED_VALUES) or (name == "type" and len(args) == 1):
+        with torch._C.DisableTorchFunction():  # modes too
+            return func(*args, **kwargs)
+    if name == "untyped_storage" and args[0]._logits is None:  # tools that sum the bytes of tensors
+        return torch.UntypedStorage(0)
+    if func is functional.cross_entropy:
+        loss = chunked_loss_of(args, kwargs)
+        if loss is not None:
+            return loss
+    elif isinstance(first, DeferredLogits) and torch.is_grad_enabled() and not first.family.is_real:
+        recorded = record(first, Call(name, func, args[1:], kwargs))
+        if recorded is not None:
+            return recorded
+    return computed(func, name, args, kwargs)
+
+
+def call_eagerly() -> Any:
+    """`call_deferred`, excluded from torch.compile, as in a compiled loss function."""
+    return _disabled() if "torch._dynamo" in sys.modules else call_deferred
+
+
+@cache
+def _disabled() -> Any:
+    return torch.compiler.disable(call_deferred)
+
+
+call_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _detached(leaf: Any) -> Any:
+    return real_of(leaf, "a call from C++").detach() if isinstance(leaf, DeferredLogits) else leaf
+
+
+def name_of(func: Any) -> str:
+    """The name of a function, or of the attribute that it gets or sets."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        owner = func.__self__
+        return getattr(owner, "__name__", None) or owner.fget.__name__
+    return name
+
+
+def real_of(logits: DeferredLogits, name: str) -> Tensor:
+    """Real logits, which the function `name` needs."""
+    logits.family.use.requests[name] += 1
+    return logits.logits()
+
+
+def make_real(arguments: Any) -> None:
+    """Use real logits from now on in place of the deferred ones in `arguments`, which something will write."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, DeferredLogits):
+            leaf.family.make_real()
+
+
+def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The result of `func` on real logits."""
+    writes = name in WRITES or name in HOOKS or getattr(func, "__name__", "") in ("__set__", "__delete__") or "out" in kwargs
+    if writes or (name.endswith("_") and not name.endswith("__")):
+        make_real((args, kwargs))
+    args, kwargs = tree_map(lambda leaf: real_of(leaf, name) if isinstance(leaf, DeferredLogits) else leaf, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+# --- recorded calls ---------------------------------------------------------------------------------------------------------------
+
+
+def record(logits: DeferredLogits, call: Call) -> DeferredLogits | None:
+    """The deferred result of a call; None if it has to be computed."""
+    if logits.is_class_first or any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
+        return None
+    if call.name in SWAPS:
+        layout = logits.form.after(call)
+        return derived(logits, call, layout) if layout == logits.form.class_first() else None
+    call = without_device(logits, call) if call.name == "to" else call
+    if call.name in ELEMENTWISE:
+        is_recorded = is_elementwise(logits, call)
+    else:
+        is_recorded = call.name in VIEWS or (call.name == "__getitem__" and keeps_last(call.args[0], logits.dim()))
+    if not is_recorded:
+        return None
+    layout = logits.form.after(call)
+    if layout.size[-1:] != logits.shape[-1:] or (call.name not in ELEMENTWISE and layout.dtype is not logits.dtype):
+        return None
+    return derived(logits, call, layout)
+
+
+def derived(logits: DeferredLogits, call: Call, layout: Layout) -> DeferredLogits:
+    """The deferred result of a call that can be recorded."""
+    rows = logits.rows
+    if call.name == "__getitem__":
+        rows = call(rows)
+    elif layout.size != logits.form.size and call.name not in SWAPS:
+        rows = rows.reshape(*layout.size[:-1], rows.shape[-1])
+
+    def make() -> DeferredLogits:
+        made = DeferredLogits(logits.family, rows, layout)
+        made.calls = (*logits.calls, call) if call.name in ELEMENTWISE else logits.calls
+        made.parent, made.call, made.is_class_first = logits, call, call.name in SWAPS
+        return made
+
+    return Recorded.apply(logits, call, make)  # type: ignore[return-value]
+
+
+def is_elementwise(logits: DeferredLogits, call: Call) -> bool:
+    """Whether a call casts, scales by a Python number, or takes tanh."""
+    if call.name in SCALES:
+        return len(call.args) == 1 and type(call.args[0]) in (int, float) and not call.kwargs
+    if call.name != "to":
+        return not call.args and not call.kwargs
+    if "copy" in call.kwargs:
+        return False
+    device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
+    return device is None and dtype is not None and dtype.is_floating_point
+
+
+def without_device(logits: DeferredLogits, call: Call) -> Call:
+    """A call of `to` without its device if that is the device of the logits."""
+    if "copy" in call.kwargs:
+        return call
+    device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
+    here = logits.device
+    if device is None or device.type != here.type or device.index not in (None, here.index):
+        return call
+    return Call(call.name, call.func, (dtype or logits.dtype,), {})
+
+
+def keeps_last(index: Any, num_dims: int) -> bool:
+    """Whether an index of slices, integers, None and an ellipsis leaves the last dimension whole.
+
+    >>> keeps_last((..., slice(None, -1), slice(None)), 3), keeps_last(0, 3), keeps_last((..., 0), 3), keeps_last((0, 0, 0), 3)
+    (True, True, False, False)
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is None or item is ... or type(item) in (int, slice) for item in items):
+        return False
+    num_indexed = sum(item is not None and item is not ... for item in items)
+    if items[-1:] == (...,) or (num_indexed < num_dims and ... not in items):
+        return num_indexed < num_dims
+    return items[-1:] == (slice(None),)
+
+
+def defer(use: HeadUse, module: nn.Linear, hidden: Tensor) -> DeferredLogits:
+    """The deferred output of `module`."""
+    family = LogitsFamily(use, module, hidden)
+    use.num_deferred += 1
+    layout = Layout.contiguous(*hidden.shape[:-1], module.out_features, dtype=family.dtype)
+
+    def make() -> DeferredLogits:
+        return DeferredLogits(family, hidden, layout)
+
+    return Deferred.apply(hidden, module.weight, module.bias, family, make)  # type: ignore[return-value]
+
+
+class Deferred(torch.autograd.Function):
+    """The head in autograd: gives deferred logits their grad_fn, for functions that autograd records without `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, family: LogitsFamily, make: Any) -> Tensor:
+        """The deferred logits that `make` returns."""
+        ctx.family = family
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        """The gradients of a linear layer."""
+        family: LogitsFamily = ctx.family
+        with torch.no_grad():
+            weight, _ = family.values()
+            rows = grad.reshape(-1, grad.shape[-1]).to(family.dtype)
+            hidden, needs = family.hidden, ctx.needs_input_grad
+            inputs = hidden.reshape(-1, hidden.shape[-1]).to(family.dtype)
+            of_hidden = (rows @ weight.to(family.dtype)).reshape(hidden.shape).to(hidden.dtype) if needs[0] else None
+            of_weight = (rows.t() @ inputs).to(weight.dtype) if needs[1] else None
+            return of_hidden, of_weight, rows.sum(0).to(family.module.bias.dtype) if needs[2] else None, None, None
+
+
+class Recorded(torch.autograd.Function):
+    """A recorded call in autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits, call: Call, make: Any) -> Tensor:
+        """The deferred logits that `make` returns."""
+        ctx.logits, ctx.call = logits, call
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        """The gradient of the call's input."""
+        with torch.enable_grad():
+            values = ctx.logits.logits().detach().requires_grad_()
+            return torch.autograd.grad(ctx.call(values), values, grad)[0], None, None
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _signature() -> inspect.Signature:
+    return inspect.signature(functional.cross_entropy)
+
+
+def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The cross entropy of deferred logits in chunks; None where all logits are needed."""
+    bound = _signature().bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    logits, target = given["input"], given["target"]
+    if not isinstance(logits, DeferredLogits) or isinstance(target, DeferredLogits) or logits.family.is_real:
+        return None
+    is_matrix = logits.dim() == 2 or logits.is_class_first
+    if not is_matrix or target.dtype is not torch.int64 or target.shape != logits.rows.shape[:-1]:
+        return None
+    if given["size_average"] is not None or given["reduce"] is not None or given["reduction"] not in ("mean", "sum", "none"):
+        return None
+    family = logits.family
+    weight, bias = family.values()
+    options = CrossEntropy(given["weight"], given["ignore_index"], given["reduction"], given["label_smoothing"])
+    transform = transform_of(logits.calls, family.dtype)
+    settings = ChunkSettings(family.dtype, transform, loss_dtype=logits.dtype, device=family.device)
+    family.use.num_losses += 1
+    return chunked_cross_entropy(logits.rows, weight, target, bias=bias, options=options, settings=settings)
+
+
+def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """The recorded elementwise calls as one function, without casts to float32 at the end, which the loss makes itself."""
+    layouts = [Layout.contiguous(1, dtype=dtype)]  # before each call
+    for call in calls:
+        layouts.append(layouts[-1].after(call))
+    before = [layout.dtype for layout in layouts]
+    while calls and calls[-1].name in CASTS and before[-1] is torch.float32 and before[-2] is not torch.float64:
+        calls, before = calls[:-1], before[:-1]
+    if not calls:
+        return None
+
+    def transform(logits: Tensor) -> Tensor:
+        for call in calls:
+            logits = call(logits)
+        return logits
+
+    return transform
+
+
+def parameter_values(parameter: nn.Parameter) -> Tensor:
+    """The parameter, or its decoded values if it is packed."""
+    if type(parameter) is not PackedParameter:
+        return parameter
+    weight = weight_of(parameter)
+    assert weight is not None
+    if parameter.requires_grad and torch.is_grad_enabled():
+        return Decoded.apply(parameter)  # type: ignore[return-value]
+    return weight.shared(weight.dtype)
+
+
+def version_of(parameter: nn.Parameter) -> Any:
+    """A value that changes whenever the parameter is written."""
+    weight, owner = weight_of(parameter), owner_of(parameter)
+    return parameter._version if weight is None else weight.version, owner.updates if owner is not None else 0

@@ -1,0 +1,129 @@
+"""The losses of a chunk's rows, and the gradient of its logits in place of them: two reads and one write, in the dtype of the logits.
+
+With the terms of `chunked_cross_entropy.Rows`, own = (1 - e) w_y and smooth = e / V, and with L = log sum_c exp z_c and S = sum_c w_c:
+
+    loss = own (L - z_y) + smooth (S L - sum_c w_c z_c)
+    z_c <- scale ((own + smooth S) exp(z_c - L) - own [c = y] - smooth w_c)
+
+One program has one row. All arithmetic is float32.
+
+    row 0   z_0 z_1 z_2 z_3 | z_4 z_5 z_6 z_7      TILE = 4: first all tiles for L, with a running maximum and sum in each lane;
+            ^ lane 0          ^ lane 0             then all tiles again, each replaced by its gradient
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # values
+NUM_WARPS = 8
+LOWEST = tl.constexpr(-3.0e38)  # finite: the running maximum of lanes that have no value yet
+
+
+@triton.jit
+def update_sum(peak, total, z):
+    """The running maximum, and sum of exp(z - maximum), with the values `z`."""
+    new = tl.maximum(peak, z)
+    return new, total * tl.exp(peak - new) + tl.exp(z - new)
+
+
+@triton.jit
+def gradient_of(z, log_sum, factor):
+    """factor x softmax."""
+    return factor * tl.exp(z - log_sum)
+
+
+@triton.jit
+def softmax_gradient(
+    logits_ptr,
+    target_ptr,
+    own_ptr,
+    smooth_ptr,
+    weights_ptr,
+    weights_sum_ptr,
+    losses_ptr,
+    num_classes,
+    scale,
+    HAS_SMOOTH: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Loss and gradient of one row: see the file's text."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * num_classes
+    columns = tl.arange(0, TILE)
+    target = tl.load(target_ptr + row)
+    own = tl.load(own_ptr + row)
+    smooth = tl.load(smooth_ptr + row) if HAS_SMOOTH else 0.0
+    weights_sum = tl.load(weights_sum_ptr) if HAS_WEIGHTS else num_classes.to(tl.float32)
+    z_target = tl.load(logits_ptr + target).to(tl.float32)  # before the reductions, and so before any thread writes
+
+    peak = tl.full((TILE,), LOWEST, tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    weighted = tl.zeros((TILE,), tl.float32)
+    for start in range(0, num_classes, TILE):
+        at = start + columns
+        z = tl.load(logits_ptr + at, mask=at < num_classes, other=-float("inf")).to(tl.float32)
+        peak, total = update_sum(peak, total, z)
+        if HAS_SMOOTH:
+            weight = tl.load(weights_ptr + at, mask=at < num_classes, other=0.0) if HAS_WEIGHTS else 1.0
+            weighted += weight * tl.where(at < num_classes, z, 0.0)
+    most = tl.max(peak, 0)
+    log_sum = most + tl.log(tl.sum(total * tl.exp(peak - most), 0))
+    loss = own * (log_sum - z_target)
+    if HAS_SMOOTH:
+        loss += smooth * (weights_sum * log_sum - tl.sum(weighted, 0))
+    tl.store(losses_ptr + row, loss)
+
+    if HAS_GRADIENT:
+        own = own * scale
+        smooth = smooth * scale
+        factor = own + smooth * weights_sum
+        for start in range(0, num_classes, TILE):
+            at = start + columns
+            z = tl.load(logits_ptr + at, mask=at < num_classes, other=-float("inf")).to(tl.float32)
+            gradient = gradient_of(z, log_sum, factor)
+            if HAS_SMOOTH:
+                weight = tl.load(weights_ptr + at, mask=at < num_classes, other=0.0) if HAS_WEIGHTS else 1.0
+                gradient -= smooth * weight
+            gradient = tl.where(at == target, gradient - own, gradient)
+            tl.store(logits_ptr + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < num_classes)
+
+
+def losses_and_gradient_(
+    logits: Tensor,
+    target: Tensor,
+    own: Tensor,
+    smooth: Tensor | None,
+    weights: tuple[Tensor, Tensor] | None,
+    scale: float | None,
+) -> Tensor:
+    """The losses (num_rows,) of contiguous `logits`, which the gradient times `scale` replaces; None leaves them unmodified.
+
+    `own` and `smooth` have one float32 value for each row, `weights` are one for each class, and
+    their sum.
+    """
+    num_rows, num_classes = logits.shape
+    losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    tile = min(TILE, triton.next_power_of_2(num_classes))
+    with torch.cuda.device_of(logits):
+        softmax_gradient[(num_rows,)](
+            logits,
+            target,
+            own,
+            smooth if smooth is not None else own,
+            *(weights if weights is not None else (own, own)),
+            losses,
+            num_classes,
+            scale if scale is not None else 1.0,
+            HAS_SMOOTH=smooth is not None,
+            HAS_WEIGHTS=weights is not None,
+            HAS_GRADIENT=scale is not None,
+            TILE=tile,
+            num_warps=NUM_WARPS,
+        )
+    return losses

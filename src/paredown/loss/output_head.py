@@ -1,0 +1,164 @@
+"""`OutputHead`: finds the output head of a language model and defers its logits (loss/deferred_logits.py), by a hook on the head.
+
+The hook replaces the input of the head by a `HeadInput`; the unmodified forward of nn.Linear calls `F.linear` with it, which returns
+deferred logits. That happens in training mode with gradients enabled; evaluation and generation are not affected.
+"""
+
+# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from paredown.errors import ApplyError
+from paredown.loss.deferred_logits import HeadUse, defer
+from paredown.trace.autograd_graph import has_storage
+from paredown.trace.module_watch import Hook
+
+MIN_CLASSES, MIN_RATIO = 8192, 2  # outputs of a head, and outputs per input
+ASKED, ALL, UNMODIFIED = "a chunked loss", "all logits", "unmodified"
+COMPILED = "torch.compile runs it, and the compiled graph computes all logits"
+ADAPTED = "an adapter such as LoRA adds to its output"
+SHARDED = "fully_shard frees its weight after the forward pass"
+LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # of a model that computes its loss
+SUBCLASS = "its class is {}, not nn.Linear"
+
+
+class HeadInput(Tensor):
+    """The input of the head's `F.linear`, which then returns deferred logits; for other functions it is the input itself."""
+
+    is_deferred = True
+    hidden: Tensor
+    use: HeadUse
+    module: nn.Linear
+
+    @staticmethod
+    def __new__(cls: type[HeadInput], hidden: Tensor, use: HeadUse, module: nn.Linear) -> HeadInput:
+        """The input of `module`, without values of its own."""
+        made: HeadInput = Tensor._make_wrapper_subclass(cls, (0,), device=hidden.device)  # type: ignore[attr-defined]
+        made.hidden, made.use, made.module = hidden, use, module
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if func is functional.linear and isinstance(first, HeadInput) and args[1] is first.module.weight:
+            return defer(first.use, first.module, first.hidden)
+        args, kwargs = tree_map(lambda leaf: leaf.hidden if isinstance(leaf, HeadInput) else leaf, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    __torch_dispatch__ = __torch_function__
+
+
+class OutputHead:
+    """The output head of `model`, the logits of which are deferred while it is attached.
+
+    It is the last nn.Linear with at least 8192 outputs, and at least twice as many as inputs, that is not in an nn.ModuleList (the repeated
+    layers) and whose outputs are no other linear layer's inputs. Models without one are left unmodified.
+    """
+
+    def __init__(self, model: nn.Module, *, is_on: bool = True, traced_device: str | None = None) -> None:
+        path, module = find_head(model) if is_on else ("", None)
+        self.use = HeadUse(path, traced_device)
+        self._module = weakref.ref(module) if module is not None else None
+        self._modules = [weakref.ref(part) for part in model.modules()] if module is not None else []
+        self.reason = reason_to_leave(model, path, module)
+        self._hook = Hook(self._enter)
+        self._hook.is_traced = traced_device is not None
+        self._handles: list[Any] = []
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the model has an output head."""
+        return self._module is not None
+
+    @property
+    def slots(self) -> frozenset[str]:
+        """Names of the slots that the unmodified model has and a chunked loss does not save."""
+        return frozenset((f"{self.use.path}:input", *LOSS_SLOTS)) if self.use.num_deferred else frozenset()
+
+    def attach(self) -> None:
+        """Defer the logits, unless the head has to be left unmodified."""
+        module = self._module() if self._module is not None else None
+        if module is not None and not self.reason:
+            self._handles = [module.register_forward_pre_hook(self._hook)]
+
+    def detach(self, *, is_compiled: bool = False) -> None:
+        """Compute all logits from now on; `is_compiled`: because torch.compile runs the model, which is reported."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.reason = [], self.reason or (COMPILED if is_compiled else "")
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """(path, asked, given, reason) where logits are not deferred, and where they were needed."""
+        reason = COMPILED if self._hook.was_compiled else self.reason
+        if reason and self.is_found:
+            yield self.use.path, ASKED, UNMODIFIED, reason
+        if self.use.requests:
+            yield self.use.path, ASKED, ALL, f"{', '.join(self.use.requests)} read them"
+
+    def _enter(self, module: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not (module.training and torch.is_grad_enabled()) or bool(torch._C._get_tracing_state()) or len(args) != 1:
+            return None
+        hidden = args[0]
+        if not isinstance(hidden, Tensor) or not has_storage(hidden) or not module.weight.is_leaf:
+            return None
+        if hidden.dim() < 1 or not hidden.is_floating_point() or not (hidden.requires_grad or module.weight.requires_grad):
+            return None
+        parts = [part for ref in self._modules if (part := ref()) is not None]
+        if any(hasattr(type(part), "reshard") or hasattr(part, "_fsdp_wrapped_module") for part in parts):
+            self.reason = SHARDED
+            return None
+        return (HeadInput(hidden, self.use, module),)
+
+
+def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
+    """Path and module of the output head; None if there is none."""
+    linears = [(path, part) for path, part in model.named_modules() if isinstance(part, nn.Linear) and path]
+    widths = {part.in_features for _, part in linears}
+    repeated = [f"{path}." for path, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    found = [
+        (path, part)
+        for path, part in linears
+        if part.out_features >= max(MIN_CLASSES, MIN_RATIO * part.in_features)
+        and part.out_features not in widths
+        and not path.startswith(tuple(repeated))
+    ]
+    return found[-1] if found else ("", None)
+
+
+def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> str:
+    """Why the logits of a head are not deferred; "" if they can be."""
+    if module is None:
+        return ""
+    ancestors = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
+    if any(hasattr(model.get_submodule(ancestor), "base_layer") for ancestor in ancestors):
+        return ADAPTED
+    return "" if type(module) is nn.Linear else SUBCLASS.format(type(module).__name__)
+
+
+@contextmanager
+def chunked_loss(model: nn.Module, *, traced_device: str | None = None) -> Generator[OutputHead]:
+    """Inside the context the output head of `model` returns deferred logits: for models without a session, and for traces.
+
+    `traced_device`: the device of `trace_step`, such as "cuda", if the model is traced inside the context.
+    """
+    head = OutputHead(model, traced_device=traced_device)
+    if not head.is_found:
+        raise ApplyError(
+            f"{type(model).__name__} has no output head: an nn.Linear with at least {MIN_CLASSES} outputs and {MIN_RATIO} times as many as "
+            "inputs, outside of repeated layers. Use paredown.loss.chunked_cross_entropy(hidden, weight, target) instead."
+        )
+    head.attach()
+    try:
+        yield head
+    finally:
+        head.detach()
