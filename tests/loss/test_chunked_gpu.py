@@ -11,10 +11,15 @@ from torch.nn import functional
 
 from paredown import footprint, trace_step
 from paredown.loss import ChunkSettings, CrossEntropy, chunked_cross_entropy, chunked_loss
-from paredown.loss.chunked_cross_entropy import CHUNK_BYTES
+from paredown.loss.chunked_cross_entropy import CHUNK_BYTES, KERNEL_DEVICES
 
 pytestmark = pytest.mark.gpu
 NUM_ROWS, NUM_CLASSES, SIZE = 4096, 32_000, 512
+
+
+@pytest.fixture(autouse=True)
+def _with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNEL_DEVICES, "cuda", True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

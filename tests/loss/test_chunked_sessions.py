@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import paredown
-from paredown import Plan, Role, apply, footprint, trace_step
+from paredown import Plan, Role, footprint, trace_step
 from paredown.errors import ApplyError, PlanError
 from paredown.loss import chunked_loss
 from paredown.loss.chunked_cross_entropy import CHUNK_BYTES
@@ -18,6 +19,7 @@ from tests.loss.largest import LargestTensor
 from tests.loss.test_deferred_logits import NUM_CLASSES, Model, flat, step, tokens
 from tests.programs.compiling import compiles_quickly
 
+apply = partial(paredown.apply, chunked_loss=True)
 INT8 = "int8/64@bf16"
 LENGTH = 32
 WIDTH = 8

@@ -70,7 +70,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         seed: int = 0,
         mode: str | Simulate = "store",
         guard: Guard | None = None,
-        chunked_loss: bool = True,
+        chunked_loss: bool = False,
     ) -> None:
         super().__init__(plan, seed=seed, mode=mode, guard=guard, chunked_loss=chunked_loss)
         self.is_simulated = mode != "store"

@@ -12,8 +12,8 @@ Forward computes a chunk's logits, its loss, and at once its gradients: those of
 in float32. Backward multiplies them by the incoming gradient, in place if the graph is freed. With reduction "none" the incoming gradient
 differs by row: forward computes losses alone, and backward computes the chunks' logits a second time.
 
-Softmax and loss are float32 (float64 for float64 logits). On CUDA one kernel replaces a chunk's logits by their gradient
-(loss/kernels/softmax_gradient.py), unless f is given. Chunks hold 256 MiB of logits on CUDA, 32 MiB elsewhere.
+Softmax and loss are float32 (float64 for float64 logits). Where KERNEL_DEVICES has the device, one kernel replaces a chunk's logits by their
+gradient (loss/kernels/softmax_gradient.py), unless f is given. Chunks hold 256 MiB of logits on CUDA, 32 MiB elsewhere.
 
 >>> hidden, weight, target = torch.eye(3)[:2], torch.eye(3), torch.tensor([0, 2])
 >>> chunked_cross_entropy(hidden, weight, target)
@@ -39,7 +39,7 @@ CHUNK_BYTES = {"cuda": 256 * 2**20}  # of one chunk's logits, by device type
 OTHER_CHUNK_BYTES = 32 * 2**20
 ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of matrix products
 NO_BACKWARD = -1  # id of the current graph task outside backward
-KERNEL_DEVICES = {"cuda": True}  # by type
+KERNEL_DEVICES = {"cuda": False}  # by type; it equals torch in Triton's interpreter, and has not run on a GPU yet
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT16_SUM = 1024.0  # of the scales of all rows in float16: smaller sums underflow, larger ones overflow
 

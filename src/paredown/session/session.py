@@ -96,7 +96,7 @@ class Session:
         *,
         is_compiled: bool = False,
         guard: Guard | None = None,
-        chunked_loss: bool = True,
+        chunked_loss: bool = False,
     ) -> None:
         self.plan = self.applied = plan  # a guard changes `plan`
         self._model = weakref.ref(model)
@@ -385,7 +385,7 @@ def apply(
     seed: int = 0,
     mode: Literal["store"] = "store",
     guard: Guard | None = None,
-    chunked_loss: bool = True,
+    chunked_loss: bool = False,
 ) -> Session: ...
 @overload
 def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["simulate", "peppp"] | Simulate) -> SimulatedSession: ...
@@ -396,7 +396,7 @@ def apply(
     seed: int = 0,
     mode: str | Simulate = "store",
     guard: Guard | None = None,
-    chunked_loss: bool = True,
+    chunked_loss: bool = False,
 ) -> Session | SimulatedSession:
     """Apply `plan` to `model`, in place, and return the session. `seed` is that of stochastic rounding.
 
