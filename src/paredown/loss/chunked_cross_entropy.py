@@ -12,8 +12,8 @@ Forward computes a chunk's logits, its loss, and at once its gradients: those of
 in float32. Backward multiplies them by the incoming gradient, in place if the graph is freed. With reduction "none" the incoming gradient
 differs by row: forward computes losses alone, and backward computes the chunks' logits a second time.
 
-Softmax and loss are float32 (float64 for float64 logits). Where KERNEL_DEVICES has the device, one kernel replaces a chunk's logits by their
-gradient (loss/kernels/softmax_gradient.py), unless f is given. Chunks hold 256 MiB of logits on CUDA, 32 MiB elsewhere.
+Softmax and loss are float32 (float64 for float64 logits). Where KERNEL_DEVICES has the device, one kernel replaces a chunk's logits by
+their gradient (loss/kernels/softmax_gradient.py), unless f is given. Chunks hold 256 MiB of logits on CUDA, 32 MiB elsewhere.
 
 >>> hidden, weight, target = torch.eye(3)[:2], torch.eye(3), torch.tensor([0, 2])
 >>> chunked_cross_entropy(hidden, weight, target)
