@@ -26,7 +26,8 @@ from paredown.plan.explanation import explain_slots
 from paredown.trace.operations import Use
 from tests.trace.steps import step_of, traced
 
-NAMES = pytest.mark.parametrize("name", MODELS)
+RARE = ("mobilenet", "shufflenet", "squeezenet")  # each takes as long to trace as all others
+NAMES = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) if name in RARE else name for name in MODELS])
 TRACES: dict[tuple[str, int], Trace] = {}
 
 

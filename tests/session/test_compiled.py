@@ -122,7 +122,7 @@ def run_of(name: str, format: str) -> Run:
     return Run(net, session, compiled, x, plain, gradients(net), stored)
 
 
-RUNS = [("residual", INT8), ("residual bf16", INT4), ("block", INT8), ("block", INT4)]
+RUNS = [("residual", INT8), ("residual bf16", INT4), ("block", INT8), pytest.param("block", INT4, marks=pytest.mark.full)]
 ATTENTION = ":scaled_dot_product_attention."
 
 

@@ -23,6 +23,15 @@ from tests.tasks.made import examples, make_task, net
 
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 ROLES = ("activation", "weight", "gradient", "error")
+AS_ALONE = [
+    ("sgdm", "simulate"),
+    ("sgd", "peppp"),
+    ("adamw", "simulate"),
+    *(
+        pytest.param(rule, mode, marks=pytest.mark.full)
+        for rule, mode in (("sgdm", "peppp"), ("sgd", "simulate"), ("adamw", "peppp"))
+    ),
+]
 
 
 def plan_of(text: str | None, rounding: str = "stochastic") -> Plan:
@@ -50,8 +59,7 @@ def assert_as_alone(cases: Sequence[tuple[Task, Plan, int]], device: str, *, mod
 
 
 @every_device
-@pytest.mark.parametrize("mode", ["simulate", "peppp"])
-@pytest.mark.parametrize("rule", ["sgdm", "sgd", "adamw"])
+@pytest.mark.parametrize(("rule", "mode"), AS_ALONE)
 def test_as_alone(rule: str, mode: str, device: str) -> None:
     task = make_task(steps=8, settings=OptimizerSettings(rule, 0.05, max_norm=1.0 if rule == "adamw" else None))
     texts = ("e4m3fn", "e3m1b4fns") if SCALE == 1 else ("e4m3fn", "e5m2f", "e3m1b4fns")

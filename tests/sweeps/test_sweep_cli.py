@@ -83,6 +83,7 @@ def test_real_trials_killed_and_started_again(tmp_path: Path, num_seeds: int) ->
     kill_and_go_on(tmp_path, str(tmp_path / "t.db"), num_seeds=num_seeds)
 
 
+@pytest.mark.full
 def test_real_trials_killed_and_started_again_on_postgresql(tmp_path: Path, new_postgres: Callable[[], str]) -> None:
     kill_and_go_on(tmp_path, new_postgres(), num_seeds=2)
 
