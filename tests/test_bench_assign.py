@@ -81,6 +81,7 @@ def test_gradients_are_those_of_full_but_for_rounding(tmp_path: Path) -> None:
     assert all(row["predicted_peak"] <= row["budget_bytes"] == pinned[0]["budget_bytes"] for row in rows[1:])
 
 
+@pytest.mark.full
 def test_times_are_taken_at_the_peak_of_checkpointing(tmp_path: Path) -> None:
     bench("--quick", "--timed", "--task", "gpt", "--out", str(tmp_path), cwd=tmp_path)
     rows = {row["way"]: row for row in rows_of(tmp_path / "assign_times.json")}

@@ -28,6 +28,7 @@ def ends_at_5(job: Job, connection: Connection) -> None:
         connection.send(Verdict(number))
 
 
+@pytest.mark.full
 def test_a_process_that_ends_before_its_time_names_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_send", ends_at_5)
     seen: list[int] = []

@@ -180,6 +180,7 @@ def test_what_cannot_be_captured_is_trained_alone(device: str) -> None:
     assert_as_alone([(make_task(lambda seed: Asks()), plan_of("e4m3fn"), seed) for seed in (0, 1)], device)
 
 
+@pytest.mark.full
 @every_device
 def test_batches_that_lie_otherwise_in_memory(device: str) -> None:
     """Random bits follow the order of memory: shifted pictures lie channels last."""

@@ -45,6 +45,12 @@ def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> None
         time.sleep(0.02)
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.full)])
+def new_address(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    """Makes the address of an empty store, in `make test-all` on both databases."""
+    return request.getfixturevalue("new_postgres") if request.param == "postgresql" else lambda: str(tmp_path / "store.db")
+
+
 def finished_keys(store: Store) -> list[str]:
     """Keys of trials that are done."""
     return sorted(row["key"] for row in rows(store) if row["status"] == "done")
@@ -95,7 +101,7 @@ def test_two_parents_on_one_store(address: str) -> None:
         assert len(reported) == 30 and sorted(reported) == finished_keys(store)
 
 
-@pytest.mark.parametrize("jump", ["86400", "-86400"])
+@pytest.mark.parametrize("jump", ["86400", pytest.param("-86400", marks=pytest.mark.full)])
 def test_a_clock_that_jumps_frees_and_loses_nothing(tmp_path: Path, jump: str) -> None:
     address = str(tmp_path / "t.db")
     with Store(address) as store:

@@ -104,7 +104,10 @@ NO_MEMORY: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_MEMORY)
+ALIKE = ("Python's", "a library's")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) if name in ALIKE else name for name in NO_MEMORY])
 def test_no_memory_is_a_trial(name: str) -> None:
     fail, reason = NO_MEMORY[name]
     trial = run(make_task(lambda seed: Broken(fail)), Plan.preset("activations4"))
