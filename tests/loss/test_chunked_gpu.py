@@ -17,14 +17,11 @@ pytestmark = pytest.mark.gpu
 NUM_ROWS, NUM_CLASSES, SIZE = 4096, 32_000, 512
 
 
-@pytest.fixture(autouse=True)
-def _with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KERNEL_DEVICES, "cuda", True)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("num_classes", [8192, 8193])
-def test_values(dtype: torch.dtype, num_classes: int) -> None:
+@pytest.mark.parametrize("has_kernel", [False, True], ids=["torch", "kernel"])
+def test_values(has_kernel: bool, num_classes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNEL_DEVICES, "cuda", has_kernel)
     generator = torch.Generator("cuda").manual_seed(0)
     hidden, weight = (
         torch.randn(size, 64, device="cuda", generator=generator).div(4).to(dtype).requires_grad_() for size in (300, num_classes)
@@ -45,6 +42,7 @@ def test_values(dtype: torch.dtype, num_classes: int) -> None:
 
 
 def test_allocated_and_predicted_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNEL_DEVICES, "cuda", True)
     monkeypatch.setitem(CHUNK_BYTES, "cuda", 512 * NUM_CLASSES * 2)
     model = nn.Sequential(nn.Identity(), nn.Linear(SIZE, NUM_CLASSES, bias=False)).cuda().bfloat16()
     hidden = torch.randn(NUM_ROWS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)

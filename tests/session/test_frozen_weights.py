@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,7 +20,7 @@ from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import Weight
 from paredown.plan.explanation import explain_slots
 from tests.session.nets import assert_same
-from tests.session.test_weights import saved_sizes
+from tests.session.test_weights import alive, saved_sizes
 
 SIDE, RANK, TOKENS = 96, 4, 20
 FORMATS = pytest.mark.parametrize("format", ["nf4/64@bf16", "int4/64@bf16", "int8/64@bf16", "e4m3fn/64@bf16"])
@@ -164,30 +163,17 @@ def traced(model: nn.Module) -> pare.Trace:
 
 
 @pytest.mark.parametrize("around", [nullcontext, BF16], ids=["float32", "autocast"])
-def test_no_decoded_copy_is_kept_for_backward(monkeypatch: pytest.MonkeyPatch, around: Any) -> None:
-    found: list[StorageWeakRef] = []
-    decode = Weight.decode
-
-    def watched(self: Weight, dtype: torch.dtype | None = None) -> Tensor:
-        out = decode(self, dtype)
-        found.append(StorageWeakRef(out.untyped_storage()))
-        return out
-
-    def alive() -> int:
-        gc.collect()
-        return sum(not ref.expired() for ref in found)
-
-    monkeypatch.setattr(Weight, "decode", watched)
+def test_no_decoded_copy_is_kept_for_backward(decoded: list[StorageWeakRef], around: Any) -> None:
     model = made()
     expected = step(rounded(model, "nf4/64@bf16"), around)
     with apply(NF4, model):
         for _ in range(2):
             with around():
                 loss = functional.cross_entropy(model(IDS).float().flatten(0, 1), IDS.flatten())
-            assert found and alive() == 0
+            assert decoded and alive(decoded) == 0
             assert not {p.numel() for p in large(model).values()} & set(saved_sizes(loss))  # no cast either
             loss.backward()
-            assert alive() == 0
+            assert alive(decoded) == 0
         assert_same(step(model, around), expected)
 
 

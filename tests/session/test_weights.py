@@ -18,28 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from paredown import Plan, Session, apply
 from paredown.models import MODELS, random_batch
 from paredown.optim.packed_parameter import PackedParameter
-from paredown.optim.packed_weight import Weight, weight_of
+from paredown.optim.packed_weight import weight_of
 from tests.session.nets import INT8, Net, assert_same, pictures, rows, weighted
 
 LPMM = "int8/64@e8m0"
 FORMATS = pytest.mark.parametrize("format", [LPMM, "bf16", "int4/64@bf16", "e4m3fn"])
 PLAN = Plan.uniform(weight=LPMM)
 Make = Callable[[], AbstractContextManager[Any]]
-
-
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
-    """Records every memory that weights are decoded into."""
-    found: list[StorageWeakRef] = []
-    decode = Weight.decode
-
-    def watched(self: Weight, dtype: torch.dtype | None = None) -> Tensor:
-        out = decode(self, dtype)
-        found.append(StorageWeakRef(out.untyped_storage()))
-        return out
-
-    monkeypatch.setattr(Weight, "decode", watched)
-    return found
 
 
 def alive(found: list[StorageWeakRef]) -> int:

@@ -107,28 +107,38 @@ def estimate(
     input, targets = _input(input, length), _targets(lora, lora_targets)
     with spinner("tracing one step"):
         from paredown.cli.subject import SubjectOptions, find_subject
-        from paredown.plan.footprint import footprint
 
         subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer, compiled, lora, targets))
-        shown = SHOWN_BESIDE_FROZEN if frozen else SHOWN if lora is None else SHOWN_FOR_LORA
-        plans = _plans(plan or shown, frozen, _layers(subject) if checkpointing else ())
-        feet = {name: footprint(subject.trace(of), of) for name, of in plans.items()}
+        plans = _plans(plan or _shown_plans(lora, frozen), frozen, _layers(subject) if checkpointing else ())
+        feet = _footprints(subject, plans)
     allowed = None if within is None else _allowed(within, subject, feet)
     largest = _largest_batches(subject, plans, allowed or 0) if batch == AUTO else {}
     value = {**_head(subject, plans), "budget_bytes": allowed, "plans": _rows(feet, allowed, largest, depth), "notes": _notes(feet)}
     if report is not None:
         _write_report(report, subject, plans, value, requested=plan is not None)
+    _show(value, within, requested=plan is not None, is_json=is_json)
+    where = {"input": input, "batch": size, "optimizer": optimizer, "device": device, "autocast": autocast, "compiled": compiled}
+    named = None if lora or checkpointing or frozen else command_text(model, **where)  # `paredown plan` has no such flags
+    _exit_if_too_large(value, requested=plan, model=named, budget=within)
+
+
+def _footprints(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Footprint]:
+    """The footprint of the step under each plan."""
+    from paredown.plan.footprint import footprint
+
+    return {name: footprint(subject.trace(plan), plan) for name, plan in plans.items()}
+
+
+def _shown_plans(lora: int | None, frozen: str | None) -> tuple[str, ...]:
+    """The plans that are shown without --plan."""
+    return SHOWN_BESIDE_FROZEN if frozen else SHOWN if lora is None else SHOWN_FOR_LORA
+
+
+def _show(value: dict[str, Any], within: Budget | None, *, requested: bool, is_json: bool) -> None:
+    """Print the estimate."""
     if is_json:
         emit(value)
-    else:
-        _show(value, within, requested=plan is not None)
-    where = {"optimizer": optimizer, "device": device, "autocast": autocast, "compiled": compiled}
-    arguments = command_text(model, input=input, batch=size, **where) if lora is None and not checkpointing and not frozen else None
-    _exit_if_too_large(value, requested=plan, model=arguments, budget=within)
-
-
-def _show(value: dict[str, Any], within: Budget | None, *, requested: bool) -> None:
-    """Print the estimate."""
+        return
     budget_line = [] if within is None else [f"The budget is {within.say(value['budget_bytes'] or 0)}."]
     tell(*_head_lines(value, requested=requested), *budget_line, "", *_lines(value))
 

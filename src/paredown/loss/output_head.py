@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from paredown.errors import ApplyError
 from paredown.loss.deferred_logits import HeadUse, defer
 from paredown.trace.autograd_graph import has_storage
-from paredown.trace.module_watch import Hook
+from paredown.trace.hooks import Hook
 
 MIN_CLASSES, MIN_RATIO = 8192, 2  # outputs of a head, and outputs per input
 ASKED, ALL, UNMODIFIED = "a chunked loss", "all logits", "unmodified"

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_of, outermost
 from paredown.plan.plan import Plan
-from paredown.trace.module_watch import Hook
+from paredown.trace.hooks import Hook
 from paredown.trace.operations import is_checkpoint_input
 
 DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, True

@@ -51,7 +51,7 @@ from paredown.session.changes import THE_PROBE, THE_STEP, UNMODIFIED, Action
 from paredown.session.guard import UNSEEN, Guard, GuardState, OptimizerSteps, Signals, SlotSignal, check_model, total_norm
 from paredown.session.probe import probe
 from paredown.sizes import say_bytes, say_bytes_twice
-from paredown.trace.step_hooks import register_weakly
+from paredown.trace.hooks import register_weakly
 from paredown.trace.trace import Trace
 
 GRADIENTS, SAVED = 2.5, 3.0  # see above

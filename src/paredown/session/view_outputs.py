@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from paredown.trace.module_watch import Hook
+from paredown.trace.hooks import Hook
 
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 

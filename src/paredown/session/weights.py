@@ -45,7 +45,7 @@ from paredown.session.saved_weights import (
     top_hooks,
 )
 from paredown.trace.autograd_graph import next_number
-from paredown.trace.module_watch import Hook
+from paredown.trace.hooks import Hook
 
 UNSHARED_USE_COUNT = 2  # references to a storage that no other tensor shares: the tensor's, and that of the object that counts
 COMPILED = "torch.compile runs its module, and skips the hooks that would decode it"

@@ -40,9 +40,8 @@ from paredown.simulate.range_counts import RangeCounts
 from paredown.simulate.rounded_slots import Promotion, RoundedSlot, RoundedSlots
 from paredown.simulate.rounded_values import MODES, RoundedValues, Simulate
 from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.module_watch import Hook
+from paredown.trace.hooks import Hook, register_weakly
 from paredown.trace.optimizer_state import role_of_state
-from paredown.trace.step_hooks import register_weakly
 
 __all__ = ["MODES", "Simulate", "SimulatedSession"]
 

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from paredown.errors import TraceError
 from paredown.trace import device_ops
 from paredown.trace.cuda_autocast import cuda_autocast
-from paredown.trace.module_watch import Hook
+from paredown.trace.hooks import Hook
 
 IS_DEFERRED = "is_deferred"  # attribute of tensor classes that record operations (loss/deferred_logits.py)
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")

@@ -54,6 +54,7 @@ from paredown.trace.checkpoint_inputs import (
     reason_exact,
     running_checkpoint,
 )
+from paredown.trace.hooks import Hook
 from paredown.trace.operations import CHECKPOINT, Operand, row_of
 
 
@@ -463,42 +464,21 @@ def _follow(last: Any, trails: list[SavedTrail]) -> list[tuple[Saved, Any, Any, 
     return tensors
 
 
-class Hook:
-    """A hook that does nothing in a copy of the model: deepcopy and pickle replace it by an empty one."""
-
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = call
-        self.was_compiled = False
-        self.is_traced = False  # whether trace_step leaves the hook on the model
-
-    def __call__(self, *args: Any) -> Any:
-        """The result of the function; None while torch.compile traces, and in a copy."""
-        if torch.compiler.is_compiling():
-            self.was_compiled = True
-            return None
-        return self._call(*args) if self._call is not None else None
-
-    def __deepcopy__(self, memo: Any) -> Hook:
-        return Hook()
-
-    def __reduce__(self) -> Any:
-        return Hook, ()
-
-
 def is_plain_leaf(module: nn.Module) -> bool:
     """Whether `module` is a module of torch.nn without children: its slots are named by module and operand, without the operation."""
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
 def is_wrapped_by_compile(model: nn.Module) -> bool:
     """Whether `model` is a wrapper that torch.compile returned, also inside DistributedDataParallel or DataParallel."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    return hasattr(model, "_orig_mod") or (isinstance(model, wrappers) and is_wrapped_by_compile(model.module))
+    return hasattr(model, "_orig_mod") or (isinstance(model, WRAPPERS) and is_wrapped_by_compile(model.module))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, wrappers) else model._orig_mod  # type: ignore[assignment]
+    while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, WRAPPERS) else model._orig_mod  # type: ignore[assignment]
     return model

@@ -1,0 +1,65 @@
+"""Hooks on modules that do nothing in copies of a model, and hooks on the steps of all optimizers that do not keep their owner alive.
+
+`Hook` is registered on modules. `register_weakly` is for optimizers: torch iterates over their hooks while it calls them, and raises a
+RuntimeError if one is removed meanwhile. The garbage collector may free an owner at any moment, in the middle of a step too: a finalizer
+must not remove a hook. The hook of an owner that is gone does nothing, and is removed before the next hook is registered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+Owner = TypeVar("Owner")
+
+
+class Hook:
+    """A hook that does nothing in a copy of the model: deepcopy and pickle replace it by an empty one."""
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+        self.was_compiled = False
+        self.is_traced = False  # whether trace_step leaves the hook on the model
+
+    def __call__(self, *args: Any) -> Any:
+        """The result of the function; None while torch.compile traces, and in a copy."""
+        if torch.compiler.is_compiling():
+            self.was_compiled = True
+            return None
+        return self._call(*args) if self._call is not None else None
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+class Handle(Protocol):
+    """What torch returns for a registered hook."""
+
+    def remove(self) -> None:
+        """Remove the hook, if it is still registered."""
+
+
+_abandoned: list[Handle] = []  # of owners that are gone; no step depends on them
+
+
+def register_weakly(register: Callable[[Any], Handle], owner: Owner, method: Callable[[Owner, Optimizer], None]) -> Handle:
+    """Call `method(owner, optimizer)` as long as `owner` is alive; `register` is register_optimizer_step_pre_hook or its twin for post."""
+    ref = weakref.ref(owner)
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = ref()
+        if alive is not None:
+            method(alive, optimizer)
+
+    while _abandoned:
+        _abandoned.pop().remove()
+    handle = register(hook)
+    weakref.finalize(owner, _abandoned.append, handle).atexit = False
+    return handle
