@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import tables
+from paredown import footprint, trace_step
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 LONG = 600.0  # seconds that no process here needs
@@ -222,3 +224,19 @@ def test_tables_of_compiled_steps(bench: Any, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tables, "NETWORKS", {"vit": "ViT"})
     plain, packed8 = "2.0 GiB, 200.0 ms", "1.0 GiB, 250.0 ms"
     assert tables.headline().splitlines()[-1] == f"| ViT | {plain} | {packed8} (0.50x, 1.25x) |  |"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # torch's own
+@pytest.mark.usefixtures("bench")
+def test_the_u_net_is_predicted_without_a_gpu() -> None:
+    """Beside what was measured on one H200."""
+    import compile_worker as worker  # type: ignore[import-not-found]
+
+    runs = json.loads((FOLDER / "results" / "compile.json").read_text())
+    measured = {row["way"]: row["peak_bytes"] for run in runs for row in run["rows"] if row["job"] == "unet" and not row["error"]}
+    job = worker.jobs()["unet"]
+    batch = job.batch(job.size, "meta")
+    trace = trace_step(worker.build(job, "meta"), batch, optimizer="adamw", device="cuda", autocast=torch.bfloat16, compiled=True)
+    predicted = {way: footprint(trace, worker.plan_of(worker.Way.parse(way))).peak_bytes for way in measured}
+    assert len(measured) == 3 and predicted == pytest.approx(measured, rel=0.05)
