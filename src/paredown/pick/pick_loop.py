@@ -192,7 +192,10 @@ class PickLoop:
         if not len(fits):
             return self._smallest_untried()
         posterior, memory = self.prior.after(runs), self.candidates.memory
-        best, tried = self.choice().plan, {run.plan for run in runs}
+        best = (
+            self.estimate().best(self.budget_bytes, is_cautious=False).plan
+        )  # worth a trial, even if it would not be picked without
+        tried = {run.plan for run in runs}
         known_twins = {self._twin(plan) for plan in tried}
         if self._twin(best) in known_twins and is_settled(self.prior, posterior, fits):
             self.is_settled = True

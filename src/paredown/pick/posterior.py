@@ -138,17 +138,18 @@ class Estimate:
         """Bounds of each plan's mean error, `width` standard deviations to each side: by default a 90 % interval."""
         return self.means - width * self.deviations, self.means + width * self.deviations
 
-    def best(self, budget: float) -> BudgetChoice:
+    def best(self, budget: float, *, is_cautious: bool = True) -> BudgetChoice:
         """The plan with the least mean error within the budget; of equals the one with the least memory.
 
-        Once plans within the budget are measured, one that is not is taken only if its mean plus its standard deviation is less.
+        With `is_cautious`, once plans within the budget are measured, one that is not is taken only if its mean plus its standard deviation
+        is less.
         """
         fits = np.flatnonzero(self.memory <= budget)
         if not len(fits):
             least = int(self.memory.argmin())
             smallest = f"{self.memory[least]:.6g} (plan {least}, error {self._text(least)}, standard deviation)"
             raise BudgetError(f"no plan fits {budget:.6g}; the smallest needs {smallest}.")
-        plan = int(fits[np.lexsort((self.memory[fits], self._cautious(fits)))[0]])
+        plan = int(fits[np.lexsort((self.memory[fits], self._cautious(fits) if is_cautious else self.means[fits]))[0]])
         chances = self.chance_below(plan)
         ties = tuple(int(other) for other in fits if other != plan and chances[other] >= TIE_PROBABILITY)
         return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties, self._reason(plan, ties, len(fits)))
