@@ -106,14 +106,14 @@ def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype
     if element in CASTS:
         y = (parts[0].view(CASTS[element]) if element.width == 8 else parts[0]).float()
     else:
-        codes = _unpacked(parts[0], format, numel, in_order)
-        sign = 1 << (element.width - 1) if element.kind is ElementKind.INT else 0
-        y = ((codes ^ sign) - sign).float()
+        y = _unpacked(parts[0], format, numel, in_order).float()
     if format.block and format.scale:
-        scales = parts[1]
-        y = y * _spread(_e8m0_values(scales) if format.scale.name == "e8m0" else scales.float(), format.block, numel)
+        scales, block = parts[1], format.block
+        in_blocks = y.view(-1, block) if statically_known_true(numel % block == 0) else y
+        in_blocks = in_blocks * _spread(_e8m0_values(scales) if format.scale.name == "e8m0" else scales.float(), block, numel)
         if format.minimum:
-            y = y + _spread(parts[2].float(), format.block, numel)
+            in_blocks = in_blocks + _spread(parts[2].float(), block, numel)
+        y = in_blocks.reshape(-1)
     if dtype is torch.float16:
         y = torch.where(y.abs() < inf, y.clamp(-65504.0, 65504.0), y)
     return y.to(dtype)
@@ -347,14 +347,15 @@ def _packed(lanes: list[Tensor], format: Format, numel: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, format: Format, numel: int, in_order: bool) -> Tensor:
-    """The 1-D int32 codes of bytes from `_packed`, or of bytes that hold neighbours."""
-    width = format.element.width
+    """The 1-D integers of bytes from `_packed`, or of bytes that hold neighbours. Few operations: each takes time to compile."""
+    width, is_signed = format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
-        return packed.to(torch.int32)
+        return packed.to(torch.int8) if is_signed else packed
     lanes = 1 if in_order else _lanes_per_block(format)
     part = format.block // lanes if format.block and lanes > 1 else 1
-    shifts = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device)
-    fields = (packed.to(torch.int32).view(-1, 1, part) >> shifts.view(-1, 1)) & ((1 << width) - 1)
+    first = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device).view(-1, 1)  # the lowest bit of each
+    words = packed.to(torch.int32).view(-1, 1, part)
+    fields = (words << ((32 - width) - first)) >> (32 - width) if is_signed else (words >> first) & ((1 << width) - 1)
     return _first(fields.reshape(-1), numel)
 
 
@@ -375,13 +376,13 @@ def _joined(codes: Tensor, width: int) -> Tensor:
 
 
 def _spread(per_block: Tensor, block: int, numel: int) -> Tensor:
-    """(num_blocks,) repeated to (numel,).
+    """(num_blocks,) as (num_blocks, 1); repeated to (numel,) if the last block is short.
 
     A short last block takes computed indices: Inductor on the CPU (2.13) splits a loop over i that reads x[i // block] into whole blocks
     and drops the rest.
     """
     if statically_known_true(numel % block == 0):
-        return per_block[:, None].expand(-1, block).reshape(-1)
+        return per_block[:, None]
     index = _indices(numel, per_block.device) ^ 0  # the xor keeps Inductor from reading i // block out of it
     return per_block[torch.div(index, block, rounding_mode="floor")]
 
@@ -412,5 +413,5 @@ def pack_mask_in_graph(mask: Tensor) -> Tensor:
 
 def unpack_mask_in_graph(bits: Tensor, numel: int) -> Tensor:
     """The first `numel` flags of `pack_mask_in_graph`, 1-D bool."""
-    flags = (bits.to(torch.int32)[:, None] >> torch.arange(8, dtype=torch.int32, device=bits.device)) & 1
-    return _first(flags.reshape(-1), numel) != 0
+    one_bit = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return _first((bits[:, None] & one_bit).reshape(-1), numel) != 0

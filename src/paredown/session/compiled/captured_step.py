@@ -39,6 +39,7 @@ from paredown.session.compiled.graph_decisions import storage_of
 from paredown.session.compiled.graph_memory import GraphMemory
 from paredown.session.compiled.graph_packing import chains_to_save, joint_graph, partition
 from paredown.session.compiled.graph_slots import JointGraph, aten_name, module_path
+from paredown.session.compiled.recomputed_chains import save_recomputed
 from paredown.trace.fake_step import Arguments, FakeStep
 from paredown.trace.fake_tensors import DeviceForms
 from paredown.trace.timeline import Allocation
@@ -101,9 +102,11 @@ class AllPartitions(CustomPartitionerFn):
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
-        in_4_bits = partition(gm, joint_inputs, options, saved) if saved else packed
+        in_4_bits, count = packed, options["num_fwd_outputs"]
+        if saved:
+            in_4_bits = partition(gm, joint_inputs, options)
+            save_recomputed(*in_4_bits, count, saved)
         plain = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        count = options["num_fwd_outputs"]
         of_packed = Partition(*packed, count)
         of_4_bits = Partition(*in_4_bits, count) if saved else of_packed
         self.on_graph(CapturedGraph(Partition(*plain, count), of_packed, of_4_bits, joint))

@@ -105,6 +105,7 @@ class GraphEditor:
         self._int_step: fx.Node | None = None  # the step as int32, for kernels
         self._scales = set[fx.Node]()  # placeholders of the scales of packed tensors
         self._traces: dict[Any, fx.GraphModule] = {}
+        self._constants: dict[fx.Graph, dict[Any, fx.Node]] = {forward.graph: {}, backward.graph: {}}
         self._written: fx.Node | None = None  # the measured numbers
         self._parts: dict[str, list[fx.Node]] = {}  # of packed tensors, by name
 
@@ -253,7 +254,7 @@ class GraphEditor:
             return _insert(graph, _trace(function, *values), arguments, before or _after(arguments))
         if key not in self._traces:
             self._traces[key] = _trace(function, *values)
-        return _insert(graph, self._traces[key], arguments, before or _after(arguments))
+        return _insert(graph, self._traces[key], arguments, before or _after(arguments), self._constants[graph])
 
     def _measure(self, function: Callable[..., Tensor], sources: list[fx.Node]) -> fx.Node:
         """Numbers of a forward pass, computed at its end."""
@@ -345,18 +346,35 @@ def _trace(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
         return make_fx(function, decomposition_table=select_decomp_table())(*values)
 
 
-def _insert(graph: fx.Graph, traced: fx.GraphModule, arguments: Sequence[fx.Node], before: fx.Node) -> list[fx.Node]:
-    """Copy a traced graph before a node; returns the nodes of its outputs."""
+def _insert(
+    graph: fx.Graph,
+    traced: fx.GraphModule,
+    arguments: Sequence[fx.Node],
+    before: fx.Node,
+    constants: dict[Any, fx.Node] | None = None,
+) -> list[fx.Node]:
+    """Copy a traced graph before a node; returns the nodes of its outputs.
+
+    `constants`: nodes of `graph` that depend on no argument, which are not copied again; new ones are added.
+    """
     copies: dict[fx.Node, Any] = {}
-    remaining = iter(arguments)
-    with graph.inserting_before(before):
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                copies[node] = next(remaining)
-            elif node.op == "output":
-                outputs = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
-                return [copies[output] for output in outputs]
-            else:
+    remaining, own = iter(arguments), set[fx.Node]()
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(remaining)
+        elif node.op == "output":
+            outputs = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
+            return [copies[output] for output in outputs]
+        elif constants is not None and own.issuperset(node.all_input_nodes):
+            own.add(node)
+            key = repr((node.target, fx.map_arg((node.args, node.kwargs), lambda n: copies[n])))
+            if key not in constants:
+                inputs = [copies[i] for i in node.all_input_nodes] or graph.find_nodes(op="placeholder")[-1:]
+                with graph.inserting_before(_after(inputs)):
+                    constants[key] = graph.node_copy(node, lambda n: copies[n])
+            copies[node] = constants[key]
+        else:
+            with graph.inserting_before(before):
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
     raise AssertionError("a traced graph has an output")
 

@@ -20,7 +20,7 @@ materializes its result, since a stored tensor must be decoded anyway.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +35,6 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch.utils.checkpoint import CheckpointPolicy
 
 from paredown.codec import backend
 from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
@@ -65,7 +64,7 @@ from paredown.session.compiled.graph_slots import (
     slot_of,
 )
 from paredown.session.compiled.packed_graph import PackedGraph
-from paredown.session.compiled.recomputed_chains import RecomputedChains
+from paredown.session.compiled.recomputed_chains import RecomputedChains, save_recomputed
 from paredown.trace.autograd_graph import tensors_in
 from paredown.trace.operations import Use
 
@@ -120,7 +119,7 @@ class PlanPartitioner(CustomPartitionerFn):
         chosen = self._decide(editor, joint, report)
         bits = {node.name: d.format.bits_per_value for node, d in chosen if d.format is not None}
         if saved := chains_to_save(backward.graph, bits):
-            forward, backward = partition(gm, joint_inputs, options, saved)
+            save_recomputed(forward, backward, options["num_fwd_outputs"], saved)
             editor, report = GraphEditor(forward, backward, options["num_fwd_outputs"]), GraphReport([])
             chosen = self._decide(editor, joint, report)
         editor.add_checks([(node, d.slot, d.format) for node, d in chosen if d.format is not None], joint, report)
@@ -189,22 +188,13 @@ def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str,
     return read_joint_graph(gm.graph, [placeholders[i] for i in static], unique, roots)
 
 
-def partition(
-    gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any], saved: Set[str] = frozenset()
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward graph, before activations are packed; `saved`: names of nodes that forward must save."""
-    marked = [node for node in gm.graph.nodes if node.name in saved and "recompute" not in node.meta]
-    for node in marked:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    try:
-        with functorch_config.patch(RECOMPUTES):
+def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph, before activations are packed."""
+    with functorch_config.patch(RECOMPUTES):
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+    if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
+        with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
-            with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
-                forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-    finally:
-        for node in marked:
-            del node.meta["recompute"]
     return forward, backward
 
 

@@ -15,16 +15,18 @@ bits). A copy of its operations takes scales that depend on the gradient which i
 as that of a GELU does, nothing is delayed: one kernel computes both.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateUsage=false, reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch._aot_autograd.utils import _is_tangent
 
 from paredown.session.compiled.graph_slots import hint
 
@@ -41,6 +43,10 @@ class RecomputedChains:
     def __init__(self, graph: fx.Graph, of_tangents: set[fx.Node], operations: Any) -> None:
         self._graph, self._of_tangents, self._operations = graph, of_tangents, operations
         self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._constants = set[fx.Node]()
+        for node in graph.nodes:
+            if node.op == "call_function" and self._constants.issuperset(node.all_input_nodes):
+                self._constants.add(node)
         self._tensors = {self._viewed(node) for node in graph.nodes if self._is_recomputed(node) and self._is_read(node)}
 
     def to_save(self, bits: Mapping[str, float]) -> set[str]:
@@ -115,7 +121,7 @@ class RecomputedChains:
         return [chain for chain in chains if len(chain) > 1]
 
     def _is_recomputed(self, node: fx.Node) -> bool:
-        return node not in self._of_tangents and self._is_pointwise(node)
+        return node not in self._of_tangents and node not in self._constants and self._is_pointwise(node)
 
     def _is_read(self, node: fx.Node) -> bool:
         """Whether an operation that Inductor does not fuse reads a node from memory."""
@@ -142,6 +148,30 @@ class RecomputedChains:
                 cone.add(node)
                 stack += node.all_input_nodes
         return cone
+
+
+def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, names: Set[str]) -> None:
+    """Let forward save tensors that backward recomputes, and no longer those that only the recomputation reads."""
+    output, computed = forward.graph.output_node(), {node.name: node for node in forward.graph.nodes}
+    returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for node in [node for node in backward.graph.nodes if node.name in names and node.op == "call_function"]:
+        at = next((i for i in range(num_outputs, len(returned)) if not _is_tensor(returned[i])), len(returned))
+        returned.insert(at, computed[node.name])
+        last = [p for p in backward.graph.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
+        node.args, node.kwargs, node.op, node.target = (), {}, "placeholder", node.name
+        last.append(node)
+    backward.graph.eliminate_dead_code()
+    for unused in [p for p in backward.graph.find_nodes(op="placeholder") if not p.users and _is_tensor(p) and not _is_tangent(p)]:
+        returned[num_outputs:] = [node for node in returned[num_outputs:] if node is not computed[unused.name]]
+        backward.graph.erase_node(unused)
+    output.args = (tuple(returned),)
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
 
 
 def _after(scales: Tensor, gradient: Tensor) -> Tensor:
