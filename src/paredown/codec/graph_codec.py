@@ -108,12 +108,10 @@ def decode_in_graph(parts: tuple[Tensor, ...], format: Format, numel: int, dtype
     else:
         y = _unpacked(parts[0], format, numel, in_order).float()
     if format.block and format.scale:
-        scales, block = parts[1], format.block
-        in_blocks = y.view(-1, block) if statically_known_true(numel % block == 0) else y
-        in_blocks = in_blocks * _spread(_e8m0_values(scales) if format.scale.name == "e8m0" else scales.float(), block, numel)
+        scales = parts[1]
+        y = y * _spread(_e8m0_values(scales) if format.scale.name == "e8m0" else scales.float(), format.block, numel)
         if format.minimum:
-            in_blocks = in_blocks + _spread(parts[2].float(), block, numel)
-        y = in_blocks.reshape(-1)
+            y = y + _spread(parts[2].float(), format.block, numel)
     if dtype is torch.float16:
         y = torch.where(y.abs() < inf, y.clamp(-65504.0, 65504.0), y)
     return y.to(dtype)
@@ -376,13 +374,13 @@ def _joined(codes: Tensor, width: int) -> Tensor:
 
 
 def _spread(per_block: Tensor, block: int, numel: int) -> Tensor:
-    """(num_blocks,) as (num_blocks, 1); repeated to (numel,) if the last block is short.
+    """(num_blocks,) repeated to (numel,). Products of (num_blocks, block) and (num_blocks, 1) would make slower kernels (ResNet-50: 5 %).
 
     A short last block takes computed indices: Inductor on the CPU (2.13) splits a loop over i that reads x[i // block] into whole blocks
     and drops the rest.
     """
     if statically_known_true(numel % block == 0):
-        return per_block[:, None]
+        return per_block[:, None].expand(-1, block).reshape(-1)
     index = _indices(numel, per_block.device) ^ 0  # the xor keeps Inductor from reading i // block out of it
     return per_block[torch.div(index, block, rounding_mode="floor")]
 

@@ -13,7 +13,7 @@ in float32. Backward multiplies them by the incoming gradient, in place if the g
 differs by row: forward computes losses alone, and backward computes the chunks' logits a second time.
 
 Softmax and loss are float32 (float64 for float64 logits). Where KERNEL_DEVICES has the device, one kernel replaces a chunk's logits by
-their gradient (loss/kernels/softmax_gradient.py), unless f is given. Chunks hold 256 MiB of logits on CUDA, 32 MiB elsewhere.
+their gradient (loss/kernels/softmax_gradient.py), unless f is given. Chunks hold 128 MiB of logits on CUDA, 32 MiB elsewhere.
 
 >>> hidden, weight, target = torch.eye(3)[:2], torch.eye(3), torch.tensor([0, 2])
 >>> chunked_cross_entropy(hidden, weight, target)
@@ -35,11 +35,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = {"cuda": 256 * 2**20}  # of one chunk's logits, by device type
+CHUNK_BYTES = {"cuda": 128 * 2**20}  # of one chunk's logits, by device type
 OTHER_CHUNK_BYTES = 32 * 2**20
 ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of matrix products
 NO_BACKWARD = -1  # id of the current graph task outside backward
-KERNEL_DEVICES = {"cuda": False}  # by type; it equals torch in Triton's interpreter, and has not run on a GPU yet
+KERNEL_DEVICES = {"cuda": True}  # by type
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT16_SUM = 1024.0  # of the scales of all rows in float16: smaller sums underflow, larger ones overflow
 
@@ -126,7 +126,7 @@ def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
     """The number of rows whose logits fill a chunk on a type of device.
 
     >>> rows_of_chunk(128256, torch.bfloat16, "cuda")
-    1024
+    512
     """
     rows = CHUNK_BYTES.get(device, OTHER_CHUNK_BYTES) // (num_classes * dtype.itemsize)
     return rows // ROW_MULTIPLE * ROW_MULTIPLE or max(1, rows)
