@@ -1,0 +1,197 @@
+"""One row of bench_language.py in a process of its own: `python benchmarks/language_worker.py '{"job": "lora", "way": "paredown"}'`.
+
+The process replies by lines of JSON, as compile_worker.py does: {"ready": true} after its first steps, then it blocks until it reads a
+line, and takes its times while no other process computes. Trainings run without that: they reply once, when they are done.
+
+`largest`: the longest single text, in multiples of 1024 tokens, whose step runs with 24 GiB of memory in all (the allocator's limit), in at
+most six tries. The model stays as it is built for the timed steps; after a try that does not fit all tensors of the step are freed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from bench_session import cpu_times, cuda_times
+from language_loss import loss_fields
+from language_steps import JOBS, Step, Way, import_peers
+from language_training import TRAININGS, training_fields
+from loops import GIB, failure
+
+WARM_UP = 3
+LIMIT_STEPS = 20  # of the run within a limit of memory
+LARGEST_BYTES, GRAIN, NUM_TRIES = 24 * GIB, 1024, 6
+NEEDS_GPU = "Liger's kernels need a GPU"
+WITHOUT_LIGER = "without Liger, whose kernels need a GPU"
+SLOW = "Inductor takes minutes on a CPU; name the row in --only to run it"
+
+
+def skip_reason(job: str, way: str, device: str, *, is_named: bool = False) -> str | None:
+    """Why a row cannot be measured on this device."""
+    if device == "cuda":
+        return None
+    if job == "loss":
+        return NEEDS_GPU if way == "liger" else None
+    return SLOW if job in JOBS and JOBS[job].way(way).is_compiled and not is_named else None
+
+
+def set_limit(limit_bytes: int | None) -> None:
+    """Let the allocator of this process hold at most so much memory of the GPU; None: all of it."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.0 if limit_bytes is None else limit_bytes / total)
+
+
+def freed(step: Step) -> None:
+    """Free what a step that failed has left."""
+    step.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def step_fields(step: Step, num_steps: int, ready: Callable[[], None], *, has_largest: bool) -> dict[str, Any]:
+    """Peak, model memory and times of a step, and the largest length."""
+    begun = time.perf_counter()
+    first = float(step())
+    fields: dict[str, Any] = {"first_loss": first, "compile_seconds": time.perf_counter() - begun}
+    for _ in range(WARM_UP - 1):
+        step()
+    ready()
+    step()  # the first one after a pause
+    fields |= cuda_times(step, num_steps) if step.device == "cuda" else cpu_times(step, num_steps)
+    shape = step.job.tokens(is_quick=step.is_quick)
+    fields |= {"shape": list(shape), "model_bytes": step.model_bytes(), "num_steps": num_steps}
+    fields["base_bytes"] = step.base_bytes or None
+    fields["num_changes"] = None if step.session is None else len(step.session.changes)
+    if has_largest and step.device == "cuda":
+        fields |= largest_fields(step, shape[1], fields["peak_bytes"])
+    return fields
+
+
+def limit_fields(step: Step, limit_bytes: int | None) -> dict[str, Any]:
+    """Losses of the first and the last of some steps on one batch, within a limit that holds since before the model was built."""
+    losses = [float(step()) for _ in range(2 if step.is_quick else LIMIT_STEPS)]
+    peaks = {}
+    if step.device == "cuda":
+        peaks = {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+    shape = list(step.job.tokens(is_quick=step.is_quick))
+    return {"shape": shape, "limit_bytes": limit_bytes, "first_loss": losses[0], "last_loss": losses[-1], "num_steps": len(losses), **peaks}
+
+
+# --- the largest length -----------------------------------------------------------------------------------------------
+
+
+def next_length(peaks: dict[int, int], too_long: int | None, base_bytes: int, limit_bytes: int) -> int | None:
+    """The length to try next: where the line from the base through the longest text that fits meets the limit; None at the end.
+
+    >>> next_length({4096: 18}, None, 16, 24), next_length({4096: 18, 15360: 23}, 16384, 16, 24)
+    (15360, None)
+    >>> next_length({4096: 18}, 15360, 16, 24)
+    9216
+    """
+    low = max(peaks, default=0)
+    if too_long is not None:
+        middle = (low + too_long) // 2 // GRAIN * GRAIN
+        return middle if low < middle < too_long else None
+    if not low:
+        return 4 * GRAIN
+    ideal = (limit_bytes - base_bytes) * low / max(peaks[low] - base_bytes, 1)
+    return max(int(0.97 * ideal) // GRAIN * GRAIN, low + GRAIN)
+
+
+def peak_at(step: Step, length: int) -> tuple[int, float] | None:
+    """Peak and seconds of one step on one text of this length; None if it does not fit."""
+    freed(step)
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        step.batch = step.tokens(1, length)
+        begun = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(), time.perf_counter() - begun
+    except torch.OutOfMemoryError:
+        return None
+
+
+def largest_fields(step: Step, length: int, peak: int) -> dict[str, Any]:
+    """The longest text within LARGEST_BYTES, its peak and its seconds; `peak` is that of a text of `length`."""
+    freed(step)
+    idle = step.allocated()
+    set_limit(LARGEST_BYTES)
+    peaks, too_long = {length: peak} if peak < LARGEST_BYTES else {}, None if peak < LARGEST_BYTES else length
+    seconds: dict[int, float] = {}
+    tries: list[tuple[int, bool]] = []
+    while len(tries) < NUM_TRIES and (size := next_length(peaks, too_long, idle, LARGEST_BYTES)) is not None:
+        found = peak_at(step, size)
+        tries.append((size, found is not None))
+        print(f"{step.way.name}: {size} tokens {'do not fit' if found is None else f'peak at {found[0] / GIB:.2f} GiB'}", file=sys.stderr)
+        if found is None:
+            too_long = size
+        else:
+            peaks[size], seconds[size] = found
+    freed(step)
+    set_limit(None)
+    longest = max(peaks, default=0)
+    return {
+        "largest_length": longest, "largest_peak_bytes": peaks.get(longest), "largest_seconds": seconds.get(longest),
+        "largest_tries": tries, "limit_bytes": LARGEST_BYTES, "left_bytes": step.allocated() - idle,
+    }  # fmt: skip
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def fields_of(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, Any]:
+    """The fields of the requested row."""
+    name, way, device, is_quick = (request[key] for key in ("job", "way", "device", "is_quick"))
+    if reason := skip_reason(name, way, device, is_named=request["is_named"]):
+        return {"skipped": reason}
+    if name in TRAININGS:
+        return training_fields(request)
+    if name == "loss":
+        return loss_fields(way, device, ready, is_quick=is_quick)
+    job = JOBS[name]
+    if job.limit_bytes and device == "cuda":
+        set_limit(job.limit_bytes)
+    step = Step(job, job.way(way), device, is_quick)
+    with step.stack:
+        fields = limit_fields(step, job.limit_bytes) if job.limit_bytes else step_fields(
+            step, request["num_steps"], ready, has_largest=request["largest"] and job.has_adapters
+        )  # fmt: skip
+    return {**fields, **note_of(job.way(way), device)}
+
+
+def note_of(way: Way, device: str) -> dict[str, str]:
+    """What a row on this device leaves out."""
+    return {"note": WITHOUT_LIGER} if way.liger and device == "cpu" else {}
+
+
+def main() -> None:
+    """Read the request, measure, print the row."""
+    defaults = {"device": "cpu", "is_quick": True, "is_named": True, "num_steps": 3, "largest": False}
+    request: dict[str, Any] = {**defaults, **json.loads(sys.argv[1])}
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print goes to the log
+
+    def ready() -> None:
+        replies.write(json.dumps({"ready": True}) + "\n")
+        if not sys.stdin.readline():
+            raise SystemExit("the benchmark that asked for this row has ended")
+
+    import_peers()
+    try:
+        reply = fields_of(request, ready)
+    except Exception as error:
+        traceback.print_exc()
+        reply = {"error": failure(error)}
+    replies.write(json.dumps(reply) + "\n")
+
+
+if __name__ == "__main__":
+    main()
