@@ -1,12 +1,12 @@
 """The training steps of bench_language.py: models from configs with random weights, and the ways to run them, ours and the peers'.
 
-`lora`: a Llama of 8B parameters in bfloat16, PEFT adapters of rank 16 in bfloat16 on all linear layers but the output head, 1 x 4096 tokens,
-checkpointing by gradient_checkpointing_enable(). `full`: a Llama of 1.2B parameters in bfloat16, all of them trained, 4 x 2048 tokens, the
-same checkpointing. `gpt2`: GPT-2 with 124M parameters under bf16 autocast, 16 x 1024 tokens, without checkpointing.
+`lora`: a Llama of 8B parameters in bfloat16, 1 x 4096 tokens, with adapters of rank 16 by PEFT, in bfloat16, on all linear layers but the
+output head, and with checkpointing by gradient_checkpointing_enable(). `full`: a Llama of 1.2B parameters in bfloat16, all of them trained,
+4 x 2048 tokens, the same checkpointing. `gpt2`: GPT-2 with 124M parameters under bf16 autocast, 16 x 1024 tokens, without checkpointing.
 
 Peers replace the loss by Liger's fused linear cross entropy (`-all`: the norms, the rotary embedding and SwiGLU by Liger's kernels, too).
-QLoRA is bitsandbytes' nf4 in blocks of 64 for all linear layers but the output head, which stays bfloat16, as the embedding. On a CPU, where
-Liger's kernels do not run, peers have the unmodified loss.
+QLoRA is bitsandbytes' nf4 in blocks of 64 for all linear layers but the output head, which is bfloat16, as is the embedding. On a CPU,
+where Liger's kernels do not run, peers have the unmodified loss.
 """
 
 from __future__ import annotations
@@ -99,10 +99,9 @@ def llama(sizes: Mapping[str, Any], is_quick: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {**sizes, **TINY_LLAMA} if is_quick else sizes
-    config = LlamaConfig(
-        **shape, use_cache=False, max_position_embeddings=131_072, attn_implementation="sdpa", pad_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    )  # fmt: skip
+    rotary = {"rope_type": "default", "rope_theta": 5e5}
+    options: dict[str, Any] = {"use_cache": False, "max_position_embeddings": 131_072, "attn_implementation": "sdpa"}
+    config = LlamaConfig(**shape, **options, pad_token_id=None, rope_parameters=rotary)  # type: ignore[arg-type]
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -245,14 +244,14 @@ class Step:
             self.session = self.stack.enter_context(pare.apply(plan, self.model, chunked_loss=True))
         compiled = self.session.compile if self.session is not None else partial(torch.compile, self.model)
         self.network = compiled() if self.way.is_compiled else self.model
-        self.base_bytes = self.allocated() - self.adapter_bytes()
+        self.base_bytes = self.allocated() - self.adapter_bytes() if self.job.has_adapters and self.device == "cuda" else None
         self.optimizer = optimizer_of(self.way, self.model)
         self.batch = self.tokens(*self.job.tokens(is_quick=self.is_quick))
 
     def tokens(self, size: int, length: int) -> dict[str, Tensor]:
         """Random tokens, which are their own labels."""
-        vocabulary: Any = self.model.config.vocab_size
-        batch = texts(size, self.device, length=length, vocabulary=vocabulary)
+        config: Any = self.model.config
+        batch = texts(size, self.device, length=length, vocabulary=config.vocab_size)
         assert isinstance(batch, dict)
         return batch
 
@@ -281,7 +280,7 @@ class Step:
     def adapter_bytes(self) -> int:
         """Bytes of the adapters."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return sum(p.numel() * p.element_size() for p in trained) if self.job.has_adapters else 0
+        return sum(p.numel() * p.element_size() for p in trained)
 
     def model_bytes(self) -> int | None:
         """Weights, optimizer state and gradients as they are stored between backward and the optimizer's step."""

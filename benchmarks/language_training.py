@@ -1,8 +1,9 @@
 """The jobs `accuracy` and `lora_accuracy` of bench_language.py: whether training still works.
 
 `accuracy`: a GPT of 30M parameters (8 layers, width 512, tied embeddings, 8192 tokens of a byte-level BPE that is trained on both corpora)
-learns State of the Union addresses from scratch: AdamW, bf16 autocast, 3000 steps of 16 x 256 tokens, all ways in eager mode. The last 5 % of
-the corpus are the validation split. Runs of one seed start with the same weights and see the same batches.
+learns State of the Union addresses from scratch: AdamW, bf16 autocast, 3000 steps of 16 x 256 tokens, all ways in eager mode, since compiled
+steps leave weights unpacked. The last 5 % of the corpus are the validation split. Runs of one seed start with the same weights and see the
+same batches.
 
 `lora_accuracy`: adapters of rank 16 (PEFT, in float32) adapt the baseline model of each seed to the Python manual in 400 steps, over a base
 in bfloat16 and over the same base in nf4. Their states of `accuracy:baseline` must be in the same folder of states.
@@ -36,6 +37,7 @@ VALIDATION_SHARE, NUM_VALIDATION = 0.05, 24  # of the tokens; batches
 SAVE_EVERY, CHECK_EVERY = 500, 500
 LORA_TARGETS = ["qkv", "project", "mlp.0", "mlp.2"]
 TOKENS = "tokens.npz"
+GPT_30M = GPTConfig(dim=512, num_layers=8, num_heads=8, vocabulary=VOCABULARY, context=256)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Setting:
     learning_rate: float
     size: int = 16
     length: int = 256
-    config: GPTConfig = GPTConfig(dim=512, num_layers=8, num_heads=8, vocabulary=VOCABULARY, context=256)
+    config: GPTConfig = GPT_30M
 
     def rate(self, step: int) -> float:
         """Linear warm-up over the first 5 % of the steps, then a cosine to a tenth."""
@@ -95,7 +97,8 @@ def write_tokens(data: Path, to: Path) -> None:
     tokenizer.train_from_iterator((line for part in lines.values() for line in part), trainer)
     encoded = {name: np.concatenate([one.ids for one in tokenizer.encode_batch(part)]) for name, part in lines.items()}
     to.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(to, **{name: ids.astype(np.uint16) for name, ids in encoded.items()})
+    arrays: dict[str, Any] = {name: ids.astype(np.uint16) for name, ids in encoded.items()}
+    np.savez_compressed(to, **arrays)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def step_fields(step: Step, num_steps: int, ready: Callable[[], None], *, has_la
     fields |= cuda_times(step, num_steps) if step.device == "cuda" else cpu_times(step, num_steps)
     shape = step.job.tokens(is_quick=step.is_quick)
     fields |= {"shape": list(shape), "model_bytes": step.model_bytes(), "num_steps": num_steps}
-    fields["base_bytes"] = step.base_bytes or None
+    fields["base_bytes"] = step.base_bytes
     fields["num_changes"] = None if step.session is None else len(step.session.changes)
     if has_largest and step.device == "cuda":
         fields |= largest_fields(step, shape[1], fields["peak_bytes"])
@@ -81,7 +81,14 @@ def limit_fields(step: Step, limit_bytes: int | None) -> dict[str, Any]:
     if step.device == "cuda":
         peaks = {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
     shape = list(step.job.tokens(is_quick=step.is_quick))
-    return {"shape": shape, "limit_bytes": limit_bytes, "first_loss": losses[0], "last_loss": losses[-1], "num_steps": len(losses), **peaks}
+    return {
+        "shape": shape,
+        "limit_bytes": limit_bytes,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "num_steps": len(losses),
+        **peaks,
+    }
 
 
 # --- the largest length -----------------------------------------------------------------------------------------------
@@ -130,7 +137,10 @@ def largest_fields(step: Step, length: int, peak: int) -> dict[str, Any]:
     while len(tries) < NUM_TRIES and (size := next_length(peaks, too_long, idle, LARGEST_BYTES)) is not None:
         found = peak_at(step, size)
         tries.append((size, found is not None))
-        print(f"{step.way.name}: {size} tokens {'do not fit' if found is None else f'peak at {found[0] / GIB:.2f} GiB'}", file=sys.stderr)
+        print(
+            f"{step.way.name}: {size} tokens {'do not fit' if found is None else f'peak at {found[0] / GIB:.2f} GiB'}",
+            file=sys.stderr,
+        )
         if found is None:
             too_long = size
         else:
