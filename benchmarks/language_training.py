@@ -1,9 +1,9 @@
 """The jobs `accuracy` and `lora_accuracy` of bench_language.py: whether training still works.
 
 `accuracy`: a GPT of 30M parameters (8 layers, width 512, tied embeddings, 8192 tokens of a byte-level BPE that is trained on both corpora)
-learns State of the Union addresses from scratch: AdamW, bf16 autocast, 3000 steps of 16 x 256 tokens, all ways in eager mode, since compiled
-steps leave weights unpacked. The last 5 % of the corpus are the validation split. Runs of one seed start with the same weights and see the
-same batches.
+learns State of the Union addresses from scratch: AdamW, bf16 autocast, 3000 steps of 16 x 256 tokens. All ways run in eager mode, since
+compiled steps leave weights unpacked. The last 5 % of the corpus are the validation split. Runs of one seed start with the same weights
+and see the same batches.
 
 `lora_accuracy`: adapters of rank 16 (PEFT, in float32) adapt the baseline model of each seed to the Python manual in 400 steps, over a base
 in bfloat16 and over the same base in nf4. Their states of `accuracy:baseline` must be in the same folder of states.
