@@ -64,7 +64,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As it is printed."""
+        """Its name in print."""
         return f"{self.job}:{self.way}" + ("" if self.seed is None else f":{self.seed}")
 
 
@@ -78,8 +78,8 @@ class Row:
     shape: tuple[int, ...] | None = None  # examples and tokens; of the loss alone: tokens, classes and hidden size
     peak_bytes: int | None = None
     predicted_bytes: int | None = None  # of the peak, before the first step
-    base_bytes: int | None = None  # frozen weights as they are stored
-    model_bytes: int | None = None  # weights, optimizer state and gradients as they are stored
+    base_bytes: int | None = None  # frozen weights in their stored formats
+    model_bytes: int | None = None  # weights, optimizer state and gradients in their stored formats
     predicted_model_bytes: int | None = None
     reserved_bytes: int | None = None
     limit_bytes: int | None = None
@@ -148,7 +148,7 @@ def batches(cells: Sequence[Cell], num_jobs: int, limit_gib: float = LIMIT_GIB) 
     found: list[list[Cell]] = []
     for cell in cells:
         last = found[-1] if found else []
-        most = limit_gib / PREPARED_GIB.get(cell.job, 6)
+        most = int(limit_gib / PREPARED_GIB.get(cell.job, 6))
         if last and last[-1].job == cell.job and len(last) < min(num_jobs, most) and cell.job != "full-8GiB":
             last.append(cell)
         else:

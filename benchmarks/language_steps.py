@@ -283,7 +283,7 @@ class Step:
         return sum(p.numel() * p.element_size() for p in trained)
 
     def model_bytes(self) -> int | None:
-        """Weights, optimizer state and gradients as they are stored between backward and the optimizer's step."""
+        """Weights, optimizer state and gradients in their stored formats, between backward and the optimizer's step."""
         self()
         loss = self.backward()
         found = self.allocated() - sum(t.numel() * t.element_size() for t in (*self.batch.values(), loss))

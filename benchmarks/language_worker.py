@@ -4,26 +4,25 @@ The process replies by lines of JSON, as compile_worker.py does: {"ready": true}
 line, and takes its times while no other process computes. Trainings run without that: they reply once, when they are done.
 
 `largest`: the longest single text, in multiples of 1024 tokens, whose step runs with 24 GiB of memory in all (the allocator's limit), in at
-most six tries. The model stays as it is built for the timed steps; after a try that does not fit all tensors of the step are freed.
+most six tries. The model is that of the timed steps; after a try that does not fit all tensors of the step are freed.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from bench_session import cpu_times, cuda_times
+from compile_worker import serve
 from language_loss import loss_fields
 from language_steps import JOBS, Step, Way, import_peers
 from language_training import TRAININGS, training_fields
-from loops import GIB, failure
+from loops import GIB
 
 WARM_UP = 3
 LIMIT_STEPS = 20  # of the run within a limit of memory
@@ -186,21 +185,8 @@ def main() -> None:
     """Read the request, measure, print the row."""
     defaults = {"device": "cpu", "is_quick": True, "is_named": True, "num_steps": 3, "largest": False}
     request: dict[str, Any] = {**defaults, **json.loads(sys.argv[1])}
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes to the log
-
-    def ready() -> None:
-        replies.write(json.dumps({"ready": True}) + "\n")
-        if not sys.stdin.readline():
-            raise SystemExit("the benchmark that asked for this row has ended")
-
     import_peers()
-    try:
-        reply = fields_of(request, ready)
-    except Exception as error:
-        traceback.print_exc()
-        reply = {"error": failure(error)}
-    replies.write(json.dumps(reply) + "\n")
+    serve(lambda ready: fields_of(request, ready))
 
 
 if __name__ == "__main__":
