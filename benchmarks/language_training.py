@@ -1,7 +1,7 @@
 """The jobs `accuracy` and `lora_accuracy` of bench_language.py: whether training still works.
 
 `accuracy`: a GPT of 30M parameters (8 layers, width 512, tied embeddings, 8192 tokens of a byte-level BPE that is trained on both corpora)
-learns State of the Union addresses from scratch: AdamW, bf16 autocast, 3000 steps of 16 x 256 tokens. All ways run in eager mode, since
+learns State of the Union addresses from scratch: AdamW, bf16 autocast, 3000 steps of 8 x 256 tokens. All ways run in eager mode, since
 compiled steps leave weights unpacked. The last 5 % of the corpus are the validation split. Runs of one seed start with the same weights
 and see the same batches.
 
@@ -33,7 +33,7 @@ from paredown.optim import AdamW
 
 VOCABULARY = 8192
 CORPORA = {"accuracy": "sotu_en", "lora_accuracy": "pydoc_en"}
-VALIDATION_SHARE, NUM_VALIDATION = 0.05, 24  # of the tokens; batches
+VALIDATION_SHARE, NUM_VALIDATION = 0.05, 48  # of the tokens; batches
 SAVE_EVERY, CHECK_EVERY = 500, 500
 LORA_TARGETS = ["qkv", "project", "mlp.0", "mlp.2"]
 TOKENS = "tokens.npz"
@@ -46,7 +46,7 @@ class Setting:
 
     num_steps: int
     learning_rate: float
-    size: int = 16
+    size: int = 8
     length: int = 256
     config: GPTConfig = GPT_30M
 

@@ -94,21 +94,22 @@ def limit_fields(step: Step, limit_bytes: int | None) -> dict[str, Any]:
 
 
 def next_length(peaks: dict[int, int], too_long: int | None, base_bytes: int, limit_bytes: int) -> int | None:
-    """The length to try next: where the line from the base through the longest text that fits meets the limit; None at the end.
+    """The length to try next: where the line through the two longest texts that fit meets the limit, at first from the base; None at the end.
 
     >>> next_length({4096: 18}, None, 16, 24), next_length({4096: 18, 15360: 23}, 16384, 16, 24)
     (15360, None)
-    >>> next_length({4096: 18}, 15360, 16, 24)
-    9216
+    >>> next_length({4096: 18, 15360: 22}, None, 16, 24), next_length({4096: 18}, 15360, 16, 24)
+    (20480, 9216)
     """
-    low = max(peaks, default=0)
+    *_, before, low = 0, 0, *sorted(peaks)
     if too_long is not None:
         middle = (low + too_long) // 2 // GRAIN * GRAIN
         return middle if low < middle < too_long else None
     if not low:
         return 4 * GRAIN
-    ideal = (limit_bytes - base_bytes) * low / max(peaks[low] - base_bytes, 1)
-    return max(int(0.97 * ideal) // GRAIN * GRAIN, low + GRAIN)
+    slope = max(peaks[low] - (peaks[before] if before else base_bytes), 1) / (low - before)
+    ideal = low + (limit_bytes - peaks[low]) / slope
+    return max(int(ideal if before else 0.97 * ideal) // GRAIN * GRAIN, low + GRAIN)
 
 
 def peak_at(step: Step, length: int) -> tuple[int, float] | None:
