@@ -94,7 +94,9 @@ def limit_fields(step: Step, limit_bytes: int | None) -> dict[str, Any]:
 
 
 def next_length(peaks: dict[int, int], too_long: int | None, base_bytes: int, limit_bytes: int) -> int | None:
-    """The length to try next: where the line through the two longest texts that fit meets the limit, at first from the base; None at the end.
+    """The length to try next: where the line through the two longest texts that fit, at first from the base, meets the limit.
+
+    None if the longest text that fits is known.
 
     >>> next_length({4096: 18}, None, 16, 24), next_length({4096: 18, 15360: 23}, 16384, 16, 24)
     (15360, None)
