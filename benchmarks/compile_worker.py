@@ -433,9 +433,8 @@ def fields_of(worker: Worker, job: str, kind: str, known: dict[int, int]) -> dic
     return step_fields(worker, jobs()[name]) if kind == "steps" else largest_fields(worker, jobs()[name], known)
 
 
-def main() -> None:
-    """Read the request, measure, print the row."""
-    request: dict[str, Any] = {"kind": "steps", "device": "cpu", "num_steps": 10, "lock": os.devnull, **json.loads(sys.argv[1])}
+def serve(make: Callable[[Callable[[], None]], dict[str, Any]]) -> None:
+    """Print the fields that `make` returns, or its error; it calls its argument to block until no other process computes."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to the log
 
@@ -444,19 +443,29 @@ def main() -> None:
         if not sys.stdin.readline():
             raise SystemExit("the benchmark that asked for this row has ended")
 
-    way, lock = Way.parse(request["way"]), DeviceLock(request["lock"])
-    if way.budget is not None:
-        torch._functorch.config.activation_memory_budget = way.budget
     try:
-        if request["device"] == "cuda":
-            lock_autotuning(lock)
-        worker = Worker(way, request["device"], request["num_steps"], lock, ready, request.get("predicts", False))
-        known = {int(size): peak for size, peak in request.get("known", {}).items()}
-        reply = fields_of(worker, request["job"], request["kind"], known)
+        reply = make(ready)
     except Exception as error:
         traceback.print_exc()
         reply = {"error": failure(error)}
     replies.write(json.dumps(reply) + "\n")
+
+
+def main() -> None:
+    """Read the request, measure, print the row."""
+    request: dict[str, Any] = {"kind": "steps", "device": "cpu", "num_steps": 10, "lock": os.devnull, **json.loads(sys.argv[1])}
+    way, lock = Way.parse(request["way"]), DeviceLock(request["lock"])
+    if way.budget is not None:
+        torch._functorch.config.activation_memory_budget = way.budget
+
+    def make(ready: Callable[[], None]) -> dict[str, Any]:
+        if request["device"] == "cuda":
+            lock_autotuning(lock)
+        worker = Worker(way, request["device"], request["num_steps"], lock, ready, request.get("predicts", False))
+        known = {int(size): peak for size, peak in request.get("known", {}).items()}
+        return fields_of(worker, request["job"], request["kind"], known)
+
+    serve(make)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,48 @@ def compiled_largest() -> str:
     return titled("The largest batch whose step peaks below a limit:", head, cells)
 
 
+def language_rows(*, has_seed: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The newest rows of language models without an error, by job, way and seed; none before results/language.json exists."""
+    if not (RESULTS / "language.json").exists():
+        return {}
+    found = newest("language", ("job", "way", "seed", "error", "skipped"))
+    rows = [row for row in found.values() if not row["error"] and not row["skipped"] and (row["seed"] is not None) == has_seed]
+    return {(row["job"], row["way"], row["seed"]): row for row in rows}
+
+
+def language() -> str:
+    """Peaks, stored bytes, times and largest lengths of steps of language models."""
+    cells: list[tuple[str, ...]] = []
+    for row in language_rows(has_seed=False).values():
+        names = ("peak_bytes", "predicted_bytes", "base_bytes", "model_bytes")
+        sizes = (f"{row[name] / GIB:.2f}" if row[name] else "" for name in names)
+        times = (f"{1e3 * row[name]:.1f}" if row[name] else "" for name in ("median_seconds", "p20_seconds", "p80_seconds"))
+        largest = str(row["largest_length"]) if row["largest_length"] else ""
+        cells.append((row["job"], row["way"], *sizes, *times, largest, row["commit"]))
+    head = ("step", "way", "peak, GiB", "predicted", "base", "model", "ms", "p20", "p80", "largest length in 24 GiB", "commit")
+    return titled("Training steps of language models, ours and those of other libraries:", head, cells)
+
+
+def language_losses() -> str:
+    """Validation losses of trainings: means over seeds, and differences from the baseline of the same seed, with standard errors."""
+    rows = language_rows(has_seed=True)
+    cells: list[tuple[str, ...]] = []
+    for job, way in dict.fromkeys((job, way) for job, way, _ in rows):
+        base = next(other for one, other, _ in rows if one == job)  # the first way of a job is its baseline
+        losses = {seed: row["validation_loss"] for (*key, seed), row in rows.items() if key == [job, way]}
+        pairs = [loss - rows[job, base, seed]["validation_loss"] for seed, loss in losses.items() if (job, base, seed) in rows]
+        shown = (mean_with_error(list(losses.values()), ""), mean_with_error(pairs, "+") if way != base else "")
+        cells.append((job, way, str(len(losses)), *shown, next(rows[job, way, seed]["commit"] for seed in losses)))
+    head = ("training", "way", "seeds", "validation loss (standard error)", "difference, paired by seed (standard error)", "commit")
+    return titled("Validation losses of trainings:", head, cells)
+
+
+def mean_with_error(values: list[float], sign: str) -> str:
+    """A mean and its standard error, which needs two values."""
+    error = f"{statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else "-"
+    return f"{statistics.mean(values):{sign}.4f} ({error})" if values else ""
+
+
 def optimizers() -> str:
     """Bytes per parameter and time of one optimizer step over GPT-2 medium's 292 tensors."""
     rows = {way: row for (job, way), row in newest("optim", ("job", "way")).items() if job == "355M" and not row.get("error")}
@@ -199,7 +241,18 @@ def planning() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     made.__name__: made
-    for made in (activations, compiled, compiled_losses, compiled_largest, optimizers, footprints, sweeps, planning)
+    for made in (
+        activations,
+        compiled,
+        compiled_losses,
+        compiled_largest,
+        language,
+        language_losses,
+        optimizers,
+        footprints,
+        sweeps,
+        planning,
+    )
 }  # the names that the marks of docs/benchmarks.md have
 README_TABLES: dict[str, Callable[[], str]] = {"headline": headline}
 
