@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -276,6 +277,21 @@ def test_checkpointed_blocks(is_reentrant: bool | None) -> None:
         for _ in range(2):
             assert_same(step(model), expected)
             assert all(type(p) is PackedParameter for p in large(model).values())
+
+
+def test_inputs_of_checkpointed_blocks_are_freed_without_a_garbage_collection() -> None:
+    model = made()
+    model.is_reentrant = False
+    inputs: list[StorageWeakRef] = []
+    model.blocks[0].register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+    gc.collect()
+    gc.disable()
+    try:
+        with apply(NF4, model):
+            step(model)
+            assert [ref.expired() for ref in inputs] == [True, True]  # of both forward passes
+    finally:
+        gc.enable()
 
 
 def test_a_state_dict_has_plain_tensors_and_can_be_loaded() -> None:

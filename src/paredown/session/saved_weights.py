@@ -173,12 +173,13 @@ class CheckpointedSaves:
     the second forward pass then stores nothing for it, and backward decodes it.
     """
 
-    __slots__ = ("_context", "_memory", "_outer")
+    __slots__ = ("__weakref__", "_memory", "_outer")
 
     def __init__(self, outer: tuple[Any, Any], weights: Iterable[Weight]) -> None:
         self._outer, self._memory = outer, {weight.address: weight for weight in weights}
-        self._context = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        self._context.__enter__()
+        # not torch.autograd.graph.saved_tensors_hooks: this object and that one would refer to each other, and hold the saved tensors of
+        # the checkpoint until the next garbage collection
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
         """A `DeferredWeight` for a frozen weight or a view of it; for other tensors what checkpointing returns."""
@@ -195,7 +196,7 @@ class CheckpointedSaves:
         """Remove the hooks, unless other code has removed them."""
         hooks = top_hooks(True)
         if hooks is not None and hooks[0] == self.pack:
-            self._context.__exit__()
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def keeps_objects(hook: Any) -> bool:
