@@ -161,14 +161,14 @@ class Session:
 
         self._watch.detach()
         self._view_outputs.detach()
-        self._head.detach(is_compiled=True)
+        self._head.detach()
         if self._compiled is None:
             self._weights.detach()  # hooks that decode a weight just in time would break the graphs
             self._weights = Weights(self.plan, model, is_compiled=True)
             self._weights.attach()
         if self._compiled is None:
             signals = self._guard.signals if self._guard is not None else None
-            self._compiled = CompiledGraphs(self.plan, self.seed, calls=self.forwards, signals=signals)
+            self._compiled = CompiledGraphs(self.plan, self.seed, calls=self.forwards, signals=signals, head=self._head)
         if self._guard is not None:
             self._guard.format_of = self._compiled.format_of
         return self._compiled.compile(model, **options)
