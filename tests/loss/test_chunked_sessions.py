@@ -14,7 +14,7 @@ from paredown import Plan, Role, footprint, trace_step
 from paredown.errors import ApplyError, PlanError
 from paredown.loss import chunked_loss
 from paredown.loss.chunked_cross_entropy import CHUNK_BYTES
-from paredown.loss.output_head import ADAPTED, COMPILED, OutputHead, find_head
+from paredown.loss.output_head import ADAPTED, OutputHead, find_head
 from tests.loss.largest import LargestTensor
 from tests.loss.test_deferred_logits import NUM_CLASSES, Model, flat, step, tokens
 from tests.programs.compiling import compiles_quickly
@@ -191,14 +191,6 @@ def test_subclasses_and_sharded_models_are_left_unmodified() -> None:
     with apply(Plan.uniform(), (model := Sharded())) as session:
         assert type(model(tokens())) is Tensor
         assert "fully_shard" in head_rows(session)[0].reason
-
-
-def test_compiled_models_compute_all_logits() -> None:
-    for compile in (lambda model, session: session.compile(), lambda model, session: torch.compile(model, backend="eager")):
-        with compiles_quickly(), apply(Plan.uniform(), (model := Model())) as session:
-            compiled = compile(model, session)
-            assert type(compiled(tokens())) is Tensor
-            assert [(row.given, row.reason) for row in head_rows(session)] == [("unmodified", COMPILED)]
 
 
 def test_a_compiled_loss_reads_deferred_logits() -> None:

@@ -80,7 +80,9 @@ class Elementwise:
         while len(results) > 1:
             (name, value), result = self.calls[len(results) - 2], results.pop()
             factor = 1 - result.square() if name == "tanh" else value
-            gradient = gradient.to(results[-1].dtype) if name == "to" else ELEMENTWISE["div" if name == "div" else "mul"](gradient, factor)
+            gradient = (
+                gradient.to(results[-1].dtype) if name == "to" else ELEMENTWISE["div" if name == "div" else "mul"](gradient, factor)
+            )
         return gradient
 
 

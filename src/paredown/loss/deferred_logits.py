@@ -59,8 +59,8 @@ CHANGED = (
 class HeadUse:
     """What became of the logits of the head at `path`.
 
-    The number of times they were deferred, of losses in chunks and of compiled graphs that have the head (losses inside of them count once),
-    and the functions that needed all logits.
+    The number of times they were deferred, of losses in chunks (those inside of compiled graphs count once), of compiled graphs that have
+    the head, and the functions that needed all logits.
     """
 
     path: str

@@ -121,7 +121,8 @@ class HeadGraph:
 
     def __init__(self, gm: fx.GraphModule, linear: fx.Node, use: HeadUse) -> None:
         self.graph, self.linear, self.use = gm.graph, linear, use
-        self.hidden, self.weight, self.bias = (*linear.args, None)[:3]
+        arguments: tuple[Any, ...] = (*linear.args, None)
+        self.hidden, self.weight, self.bias = arguments[:3]
         self.num_classes = linear.meta["example_value"].shape[-1]
         self.size = self.hidden.meta["example_value"].shape[-1]
         self.losses: list[tuple[Followed, dict[str, Any]]] = []
@@ -163,7 +164,12 @@ class HeadGraph:
                 given = cross_entropy_arguments(user, logits)
                 self.losses += [(replace(logits, path=(*logits.path, user)), given)] if given is not None else []
                 self.readers += [name] if given is None else []
-            elif name == "size" and len(user.args) == 2 and user.args[1] in range(logits.value.dim() - 1) and not logits.is_class_first:
+            elif (
+                name == "size"
+                and len(user.args) == 2
+                and user.args[1] in range(logits.value.dim() - 1)
+                and not logits.is_class_first
+            ):
                 self.sizes.append((logits, user))
             elif (found := self._followed(logits, user, name)) is not None:
                 self._follow(found)
@@ -204,9 +210,7 @@ class HeadGraph:
             is_number = len(others) == 1 and type(others[0]) in (int, float) and not user.kwargs
             if not is_number or ("div" in name and user.args[0] is not logits.node):
                 return None
-        elif name == "tanh" and (others or user.kwargs):
-            return None
-        elif len(user.all_input_nodes) > 1 or "copy" in user.kwargs:
+        elif (name == "tanh" and (others or user.kwargs)) or len(user.all_input_nodes) > 1 or "copy" in user.kwargs:
             return None
         call = elementwise_call(name, others[0] if others else None, value.dtype)
         return replace(found, calls=(*logits.calls, call))

@@ -17,15 +17,19 @@ Arguments that are not tensors travel as one text.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paredown.loss.chunked_cross_entropy import (
+    CHUNK_BYTES,
+    KERNEL_DEVICES,
     ChunkSettings,
     CrossEntropy,
     Elementwise,
@@ -36,6 +40,8 @@ from paredown.loss.chunked_cross_entropy import (
     rows_of_chunk,
     run_chunks,
 )
+from paredown.trace.fake_tensors import DeviceForms, FakeTensors
+from paredown.trace.timeline import Timeline
 
 NAME = "chunked_loss"
 TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
@@ -79,11 +85,10 @@ class OperatorSettings:
         return Problem(target, options, ChunkSettings(self.product_dtype, transform, num_rows, device=self.device))
 
 
-@torch.library.custom_op(f"paredown::{NAME}", mutates_args=(), schema=f"({TENSORS}, str settings) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-def chunked_loss(
+def compute_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weights: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, factor of the gradients, gradients of `hidden` (num_rows, size), `weight` (num_classes, size) and `bias`; empty if not needed."""
+    """Loss, factor of gradients, gradients of `hidden` (num_rows, size), `weight` (num_classes, size) and `bias`, empty if not needed."""
     parsed = OperatorSettings.parse(settings)
     problem = parsed.problem(target, class_weights, weight.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
@@ -95,10 +100,7 @@ def chunked_loss(
     return loss, factor, *_filled(linear.gradients, hidden)
 
 
-@torch.library.custom_op(
-    "paredown::chunked_gradients", mutates_args=(), schema=f"({TENSORS}, Tensor grad, str settings) -> (Tensor, Tensor, Tensor)"
-)
-def chunked_gradients(
+def compute_gradients(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -120,6 +122,21 @@ def _filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor,
     """Gradients, with empty tensors in place of None."""
     of_hidden, of_weight, of_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
     return of_hidden, of_weight, of_bias
+
+
+chunked_loss = torch.library.custom_op(
+    f"paredown::{NAME}",
+    compute_loss,
+    mutates_args=(),
+    schema=f"({TENSORS}, str settings) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+chunked_gradients = torch.library.custom_op(
+    "paredown::chunked_gradients",
+    compute_gradients,
+    mutates_args=(),
+    schema=f"({TENSORS}, Tensor grad, str settings) -> (Tensor, Tensor, Tensor)",
+)
+SCRATCH: dict[str, Callable[..., tuple[Tensor, ...]]] = {NAME: compute_loss, "chunked_gradients": compute_gradients}
 
 
 # --- shapes, for tracing --------------------------------------------------------------------------------------------------------------
@@ -187,3 +204,32 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 
 
 chunked_loss.register_autograd(_backward, setup_context=_save)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------------------------
+
+
+def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
+    """The most bytes that an operator holds beside its inputs and results, from a run on fake tensors of these shapes and dtypes."""
+    device = OperatorSettings.parse(settings).device
+    return _scratch_bytes(name, tensors, settings, (CHUNK_BYTES.get(device), KERNEL_DEVICES.get(device)))
+
+
+@lru_cache(maxsize=64)
+def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
+    """`scratch_bytes`, once for each choice of the constants."""
+    device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
+    timeline = Timeline(lambda: "", is_cuda=device == "cuda")
+    with fakes.mode, torch.no_grad():
+        inputs = [
+            torch.empty(shape, dtype=dtype) if shape is not None else None for shape, dtype in (t or (None, None) for t in tensors)
+        ]
+        with DeviceForms(device, fakes), timeline:
+            results = SCRATCH[name](*inputs, settings)
+        num_results = sum(allocation.nbytes for t in results if (allocation := timeline.find(t)) is not None)
+    changes: Counter[int] = Counter()
+    for allocation in timeline.allocations:
+        changes[allocation.birth] += allocation.nbytes
+        if allocation.death is not None:
+            changes[allocation.death + 1] -= allocation.nbytes
+    return max(accumulate(changes[tick] for tick in sorted(changes)), default=0) - num_results

@@ -27,7 +27,9 @@ from paredown.trace.hooks import Hook
 MIN_CLASSES, MIN_RATIO = 8192, 2  # outputs of a head, and outputs per input
 ASKED, ALL, UNMODIFIED = "a chunked loss", "all logits", "unmodified"
 COMPILED = "torch.compile runs it, and the compiled graph computes all logits; call session.compile() instead"
-NOT_IN_GRAPHS = "no graph of torch.compile has it: its weight is no input of them, or they were compiled in eval mode or without gradients"
+NOT_IN_GRAPHS = (
+    "no graph of torch.compile has it: its weight is no input of them, or they were compiled in eval mode or without gradients"
+)
 ADAPTED = "an adapter such as LoRA adds to its output"
 SHARDED = "fully_shard frees its weight after the forward pass"
 LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # of a model that computes its loss

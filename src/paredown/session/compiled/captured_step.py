@@ -157,8 +157,10 @@ class GraphCapture:
         """A backend of torch.compile that traces and partitions, and runs the graphs with fake tensors."""
         partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
+        outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
         with functorch_config.patch(enable_autograd_cache=False), self._forms, _padding(self.step.device):
-            return compile_fx(gm, inputs, inner_compile=self._compile, config_patches=patches)  # type: ignore[return-value]
+            compiled: Any = compile_fx(gm, inputs, inner_compile=self._compile, config_patches=patches)  # type: ignore[return-value]
+        return compiled if outputs is None else lambda *args: outputs(compiled(*args))
 
     def _on_partition(self, graph: CapturedGraph) -> None:
         self._partitioned = graph
