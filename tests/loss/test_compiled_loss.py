@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 import paredown
-from paredown import Plan, Role, footprint, trace_step
+from paredown import Plan, Role, Trace, footprint, trace_step
 from paredown.loss.chunked_cross_entropy import CHUNK_BYTES, KERNEL_DEVICES
 from paredown.loss.loss_operator import OperatorSettings, chunked_gradients, chunked_loss, scratch_bytes
 from paredown.loss.output_head import COMPILED, NOT_IN_GRAPHS
@@ -252,10 +252,11 @@ def test_traces_of_compiled_steps(is_inside: bool, monkeypatch: pytest.MonkeyPat
     all_logits = ids.numel() * NUM_CLASSES * 4
     assert max(output.nbytes for output in trace.outputs) <= 1.02 * CHUNK_BYTES["cuda"] < all_logits / 3
     assert max(slot.nbytes for slot in trace.slots) < all_logits
-    for kept in (trace, trace.without_packing):
-        assert kept is not None
-        peak = footprint(kept, Plan()).peak_bytes
-        weight, hidden = model.head.weight.numel() * 4, ids.numel() * model.head.in_features * 4
-        assert CHUNK_BYTES["cuda"] + 3 * weight <= peak <= CHUNK_BYTES["cuda"] + 8 * (weight + hidden) + 64 * 2**20
+    weight, hidden = model.head.weight.numel() * 4, ids.numel() * model.head.in_features * 4
+    for plan in (INT8, Plan().set("activation", None), Plan().set("weight", "int8/64@bf16")):
+        peak = footprint(trace, plan).peak_bytes
+        assert CHUNK_BYTES["cuda"] + 2 * weight <= peak <= CHUNK_BYTES["cuda"] + 8 * (weight + hidden) + 64 * 2**20
+    assert footprint(trace).peak_bytes >= all_logits, "a plan without rules is the baseline"
+    assert Trace.from_json(trace.to_json()) == trace
     names = [slot.name for slot in trace.slots if slot.role is Role.ACTIVATION and slot.stays]
     assert not [name for name in names if "softmax" in name or "nll" in name]

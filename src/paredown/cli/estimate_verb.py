@@ -21,6 +21,7 @@ from paredown.cli.application import (
     AutocastOption,
     BudgetOption,
     CheckpointingOption,
+    ChunkedLossOption,
     CompiledOption,
     DeviceOption,
     Exit,
@@ -37,6 +38,7 @@ from paredown.cli.application import (
     ReportOption,
     app,
     command_text,
+    loss_flag,
     verb,
 )
 from paredown.cli.budget import Budget, read_budget
@@ -46,7 +48,7 @@ from paredown.cli.verdict import COMPILED, WORKSPACE, bars, has_colour, parts_at
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
-    from paredown.cli.subject import Subject
+    from paredown.cli.subject import Subject, SubjectOptions
     from paredown.plan.footprint import Footprint
     from paredown.plan.module_groups import Grouping
     from paredown.plan.plan import Plan
@@ -96,6 +98,7 @@ def estimate(
     device: DeviceOption = None,
     autocast: AutocastOption = None,
     compiled: CompiledOption = False,
+    chunked_loss: ChunkedLossOption = None,
     depth: DepthOption = None,
     report: ReportOption = None,
     is_json: JsonOption = False,
@@ -108,7 +111,8 @@ def estimate(
     with spinner("tracing one step"):
         from paredown.cli.subject import SubjectOptions, find_subject
 
-        subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer, compiled, lora, targets))
+        options = SubjectOptions(size, input, device, autocast, optimizer, compiled, lora, targets, chunked_loss)
+        subject = find_subject(model, options)
         plans = _plans(plan or _shown_plans(lora, frozen), frozen, _layers(subject) if checkpointing else ())
         feet = _footprints(subject, plans)
     allowed = None if within is None else _allowed(within, subject, feet)
@@ -117,9 +121,14 @@ def estimate(
     if report is not None:
         _write_report(report, subject, plans, value, requested=plan is not None)
     _show(value, within, requested=plan is not None, is_json=is_json)
-    where = {"input": input, "batch": size, "optimizer": optimizer, "device": device, "autocast": autocast, "compiled": compiled}
-    named = None if lora or checkpointing or frozen else command_text(model, **where)  # `paredown plan` has no such flags
+    named = None if lora or checkpointing or frozen else _arguments(model, options)  # `paredown plan` has no such flags
     _exit_if_too_large(value, requested=plan, model=named, budget=within)
+
+
+def _arguments(model: str, options: SubjectOptions) -> str:
+    """The arguments of `paredown plan` for the same step."""
+    fields = {name: getattr(options, name) for name in ("input", "batch", "optimizer", "device", "autocast", "compiled")}
+    return command_text(model, **fields, **loss_flag(options.chunked_loss))
 
 
 def _footprints(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Footprint]:

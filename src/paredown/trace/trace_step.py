@@ -60,7 +60,7 @@ def trace_step(
 
     `compiled`: torch.compile compiles the model. Its graphs are traced and not compiled; slots are the tensors that they save. This clears
     Dynamo's cache: what was compiled before in this process is compiled again at its next call. `chunked_loss`: as in `apply`: a session
-    computes the loss of a language model's output head in chunks, and all logits never exist.
+    computes the loss of a language model's output head in chunks, and all logits never exist; the baseline is in `unmodified`.
     """
     model = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     check_model(model)
@@ -70,10 +70,11 @@ def trace_step(
     loss_module = nn.ModuleDict({LOSS: loss}) if isinstance(loss, nn.Module) else nn.ModuleDict()  # its parameters train too
     state = state_of_optimizer(optimizer, {**dict(model.named_parameters()), **dict(loss_module.named_parameters())}, target, model)
 
-    head = import_module(OUTPUT_HEAD).OutputHead(model, traced_device=target) if chunked_loss else None
+    def traced(*, in_session: bool, head: Any = None) -> tuple[Trace, bool]:
+        """The trace, and whether in-place operations hide what they save; `in_session`: as sessions run the step, where that differs.
 
-    def traced(*, in_session: bool) -> tuple[Trace, bool]:
-        """The trace, and whether in-place operations hide what they save; `in_session`: as sessions run the step, where that differs."""
+        `head`: the output head whose loss is computed in chunks.
+        """
         fakes = FakeTensors()
         with with_fake_tensors(model, fakes), with_fake_tensors(loss_module, fakes):
             step = FakeStep(model, loss_module, fakes, target)
@@ -82,8 +83,16 @@ def trace_step(
             finish = _run(step, Arguments.of(fakes.batch(_as_dict(batch)), has_loss=loss is not None), loss, autocast, compiled)
             return finish(TraceBuilder(step).trace(state, batch, autocast)), bool(step.in_place_on_views)
 
-    trace, has_hidden = traced(in_session=False)
-    return replace(traced(in_session=True)[0], without_packing=trace) if has_hidden else trace
+    def complete(head: Any = None) -> Trace:
+        """The trace, with `without_packing` where that differs."""
+        trace, has_hidden = traced(in_session=False, head=head)
+        return replace(traced(in_session=True, head=head)[0], without_packing=trace) if has_hidden else trace
+
+    unmodified, head = complete(), import_module(OUTPUT_HEAD).OutputHead(model, traced_device=target) if chunked_loss else None
+    if head is None or not head.is_found or head.reason:
+        return unmodified
+    in_chunks = complete(head)
+    return replace(in_chunks, unmodified=unmodified) if head.use.num_losses else unmodified
 
 
 def _run(
