@@ -26,6 +26,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -65,6 +66,7 @@ class HeadUse:
 
     path: str
     device: str | None = None  # type of the device of the loss, where that is not the device of the tensors (traces)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of losses in chunks: traces record their memory
     num_deferred: int = 0
     num_losses: int = 0
     num_graphs: int = 0
@@ -442,7 +444,8 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     transform = transform_of(logits.calls, family.dtype)
     settings = ChunkSettings(family.dtype, transform, loss_dtype=logits.dtype, device=family.device)
     family.use.num_losses += 1
-    return chunked_cross_entropy(logits.rows, weight, target, bias=bias, options=options, settings=settings)
+    with family.use.around():
+        return chunked_cross_entropy(logits.rows, weight, target, bias=bias, options=options, settings=settings)
 
 
 def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Elementwise | None:

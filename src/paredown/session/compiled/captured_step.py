@@ -126,7 +126,7 @@ class GraphCapture:
     def forward(self, arguments: Arguments) -> Any:
         """The model's output."""
         torch._dynamo.reset()
-        with dynamo_config.patch(suppress_errors=False), self._evaluated_in_forms():
+        with dynamo_config.patch(suppress_errors=False), self._evaluated_in_forms(), self._recorded_loss():
             try:
                 compiled = torch.compile(self.step.model, backend=self._backend, dynamic=False)
                 output = compiled(*arguments.args, **arguments.keywords)
@@ -140,6 +140,19 @@ class GraphCapture:
                 "torch.compiler.disable or TORCHDYNAMO_DISABLE in use?"
             )
         return output
+
+    @contextmanager
+    def _recorded_loss(self) -> Generator[None]:
+        """Inside the context, a loss in chunks between two graphs is recorded operation by operation, as a loss behind them is."""
+        step = self.step
+
+        @contextmanager
+        def recording() -> Generator[None]:
+            with torch.device("cpu"), step.device_forms, step.timeline:
+                yield
+
+        with patch.object(step.head.use, "around", recording) if step.head is not None else nullcontext():
+            yield
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:
