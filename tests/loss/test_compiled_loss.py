@@ -113,6 +113,24 @@ def test_losses_outside_of_graphs(loss: Loss) -> None:
         value = loss(compiled(tokens()), tokens())
         value.backward()
         assert not head_rows(session) and session._head.use.num_losses == 1
+        assert type(compiled.eval()(tokens())) is Tensor and not head_rows(session)
+    torch.testing.assert_close([value.detach(), *gradients(model)], expected)
+    assert most_rows(graphs) == SIZE
+
+
+@pytest.mark.parametrize("frozen", ["head", "embedding"])
+def test_frozen_parts(frozen: str) -> None:
+    def by_keywords(logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(torch.flatten(logits, start_dim=0, end_dim=-2), labels.flatten())
+
+    model = Model()
+    model.get_submodule(frozen).requires_grad_(False)
+    expected = step(model, by_keywords)
+    model.zero_grad()
+    with compiled_graphs() as graphs, apply(Plan.uniform(), WithLoss(model, by_keywords)) as session:
+        value = session.compile()(tokens(), tokens())
+        value.backward()
+        assert not session.changes
     torch.testing.assert_close([value.detach(), *gradients(model)], expected)
     assert most_rows(graphs) == SIZE
 

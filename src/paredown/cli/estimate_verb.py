@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from paredown.plan.footprint import Footprint
     from paredown.plan.module_groups import Grouping
     from paredown.plan.plan import Plan
+    from paredown.trace.trace import Trace
 
 
 AUTO = "auto"
@@ -135,7 +136,12 @@ def _footprints(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Footpr
     """The footprint of the step under each plan."""
     from paredown.plan.footprint import footprint
 
-    return {name: footprint(subject.trace(plan), plan) for name, plan in plans.items()}
+    return {name: footprint(_step(subject.trace(plan), name), plan) for name, plan in plans.items()}
+
+
+def _step(trace: Trace, name: str) -> Trace:
+    """The step of the plan called `name`: the baseline has no session, also where its layers are checkpointed."""
+    return trace.unmodified or trace if name == BASELINE else trace
 
 
 def _shown_plans(lora: int | None, frozen: str | None) -> tuple[str, ...]:
@@ -189,7 +195,7 @@ def _largest_batches(subject: Subject, plans: Mapping[str, Plan], allowed: int) 
     with progress_bar("the largest batch") as progress:
         for number, (name, plan) in enumerate(plans.items()):
             progress(number, len(plans), name)
-            largest[name] = _largest(subject, plan, allowed)
+            largest[name] = _largest(subject, name, plan, allowed)
     return largest
 
 
@@ -251,15 +257,18 @@ def _write_report(to: Path, subject: Subject, plans: dict[str, Plan], value: dic
 
 def _allowed(budget: Budget, subject: Subject, feet: Mapping[str, Footprint]) -> int:
     """The bytes of the budget; a percentage is of the peak of the baseline, with activation checkpointing if the plans have it."""
+    from paredown.plan.footprint import peak_of
     from paredown.plan.plan import Plan
 
-    layers = next(iter(feet.values())).plan.recompute
-    return parse_bytes(budget.size, whole=subject.peak_bytes(Plan(recompute=layers)))
+    plan = Plan(recompute=next(iter(feet.values())).plan.recompute)
+    return parse_bytes(budget.size, whole=peak_of(_step(subject.trace(plan), BASELINE), plan))
 
 
-def _largest(subject: Subject, plan: Any, allowed: int) -> int:
+def _largest(subject: Subject, name: str, plan: Plan, allowed: int) -> int:
     """The largest batch size whose predicted peak is within `allowed` bytes; 0 if a batch of one does not fit."""
-    return largest_batch(lambda num: subject.peak_bytes(plan, num), allowed, start=subject.batch_size)
+    from paredown.plan.footprint import peak_of
+
+    return largest_batch(lambda num: peak_of(_step(subject.trace(plan, num), name), plan), allowed, start=subject.batch_size)
 
 
 def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class DeferredOutputs:
                 logits = made[id(hidden)] = defer(self.use, self.module, hidden, output.dtype)
             for call in output.calls:
                 logits = call(logits)
-            results[output.index] = logits
+            results[output.index] = logits if self.module.training else logits.logits()
         return results
 
 
@@ -199,7 +199,8 @@ class HeadGraph:
             return replace(found, rows=self._same(user, logits.rows)) if keeps_last(user.args[1], logits.value.dim()) else None
         if name == "contiguous":
             return found
-        return replace(found, rows=self._reshaped(user, logits.rows, name)) if name in VIEWS and not user.kwargs else None
+        is_view = name in VIEWS and not (name in SIZES and user.kwargs)
+        return replace(found, rows=self._reshaped(user, logits.rows, name)) if is_view else None
 
     def _elementwise(self, found: Followed, logits: Followed, user: fx.Node, name: str) -> Followed | None:
         others = [arg for arg in user.args if arg is not logits.node]
