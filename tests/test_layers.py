@@ -32,7 +32,7 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "assign": (STEP, frozenset({"numpy"})),
     "optim": (BASE | {"formats", "codec"}, TORCH),
     "loss": (STEP | {"codec", "optim"}, TORCH),
-    "session": (STEP | {"codec", "assign", "optim"}, frozenset({"torch"})),
+    "session": (STEP | {"codec", "assign", "optim", "loss"}, frozenset({"torch"})),
     "simulate": (STEP | {"codec", "session"}, frozenset({"torch"})),
     "apply": (STEP | {"codec", "assign", "optim", "loss", "session", "simulate"}, frozenset({"torch"})),
     "models": (frozenset(), frozenset({"torch"})),

@@ -122,3 +122,30 @@ def test_a_length_for_a_model_of_text() -> None:
     checkpointed = asked_json("estimate", "gpt", "--length", "32", "--plan", "baseline", "--device", "cpu", "--checkpointing")
     assert checkpointed["checkpointed"] == ["layers.0", "layers.1"]
     assert checkpointed["plans"][0]["by_role"]["activation"] < one["plans"][0]["by_role"]["activation"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_chunked_loss(folder: Path) -> None:
+    """The baseline, checkpointed or not, has no session and all logits; plans have chunks."""
+    (folder / "large").mkdir()
+    (folder / "large" / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 40_000, "num_hidden_layers": 1}))
+    step = (
+        "estimate",
+        "large",
+        "--length",
+        "4096",
+        "--device",
+        "cuda",
+        "--checkpointing",
+        "--plan",
+        "baseline",
+        "--plan",
+        "activations8",
+    )
+    all_logits, chunked = (
+        {row["plan"]: row["peak_bytes"] for row in asked_json(*step, flag)["plans"]}
+        for flag in ("--no-chunked-loss", "--chunked-loss")
+    )
+    logits = 4096 * 40_000 * 2
+    assert chunked["baseline"] == all_logits["baseline"] > 4 * logits
+    assert chunked["activations8"] < all_logits["activations8"] - logits

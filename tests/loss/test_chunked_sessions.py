@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 import paredown
 from paredown import Plan, Role, footprint, trace_step
-from paredown.errors import ApplyError, PlanError
+from paredown.errors import ApplyError, BudgetError, PlanError
 from paredown.loss import chunked_loss
 from paredown.loss.chunked_cross_entropy import CHUNK_BYTES
-from paredown.loss.output_head import ADAPTED, COMPILED, OutputHead, find_head
+from paredown.loss.output_head import ADAPTED, OutputHead, find_head
 from tests.loss.largest import LargestTensor
 from tests.loss.test_deferred_logits import NUM_CLASSES, Model, flat, step, tokens
 from tests.programs.compiling import compiles_quickly
 
 apply = partial(paredown.apply, chunked_loss=True)
 INT8 = "int8/64@bf16"
+IN_SESSION = Plan().set("activation", None)  # which packs nothing
 LENGTH = 32
 WIDTH = 8
 PLANS = {
@@ -193,14 +194,6 @@ def test_subclasses_and_sharded_models_are_left_unmodified() -> None:
         assert "fully_shard" in head_rows(session)[0].reason
 
 
-def test_compiled_models_compute_all_logits() -> None:
-    for compile in (lambda model, session: session.compile(), lambda model, session: torch.compile(model, backend="eager")):
-        with compiles_quickly(), apply(Plan.uniform(), (model := Model())) as session:
-            compiled = compile(model, session)
-            assert type(compiled(tokens())) is Tensor
-            assert [(row.given, row.reason) for row in head_rows(session)] == [("unmodified", COMPILED)]
-
-
 def test_a_compiled_loss_reads_deferred_logits() -> None:
     model = Model()
     expected = step(model, flat)
@@ -241,17 +234,18 @@ def test_traces_predict_chunks(device: str, autocast: torch.dtype | None) -> Non
     with torch.device("meta"):
         model, ids = Layers(), torch.empty(16, 2048, dtype=torch.int64)
     options: Any = {"loss": flat, "device": device, "autocast": autocast}
-    plain = trace_step(model, (ids, ids), **options)
-    with chunked_loss(model, traced_device=device) as head:
-        chunked = trace_step(model, (ids, ids), **options)
-    assert head.use.num_losses == 1 and not head.use.requests
+    plain = trace_step(model, (ids, ids), **options, chunked_loss=False)
+    chunked = trace_step(model, (ids, ids), **options, chunked_loss=True)
+    assert chunked.unmodified == plain and footprint(chunked).peak_bytes == footprint(plain).peak_bytes, (
+        "the baseline has all logits"
+    )
     dtype = "bfloat16" if autocast is not None else "float32"
     bytes_of_logits = ids.numel() * NUM_CLASSES * (2 if autocast is not None else 4)
     assert max(output.nbytes for output in plain.outputs) >= bytes_of_logits
     products = [output for output in chunked.outputs if output.op == "mm" and output.shape[-1] == NUM_CLASSES]
     limit = CHUNK_BYTES.get(device, 2**25)
     assert {output.dtype for output in products} == {dtype} and {output.nbytes for output in products} == {limit}
-    assert footprint(chunked).peak_bytes < footprint(plain).peak_bytes - bytes_of_logits
+    assert footprint(chunked, IN_SESSION).peak_bytes < footprint(plain).peak_bytes - bytes_of_logits
     assert max(slot.nbytes for slot in chunked.slots) < bytes_of_logits
     held = {slot.nbytes for slot in chunked.slots if slot.name.endswith(".held")}
     assert ids.numel() * WIDTH * (2 if autocast is not None else 4) in held, "the gradient of the hidden states"
@@ -264,3 +258,30 @@ def test_sessions_do_not_change_traces() -> None:
     plain = trace_step(model, (tokens(), tokens()), loss=flat, device="cpu")
     with apply(Plan.uniform(), model):
         assert trace_step(model, (tokens(), tokens()), loss=flat, device="cpu") == plain
+
+
+def test_traces_without_chunks() -> None:
+    """Where a session has all logits, so has the trace: in evaluation, without a head, with an adapter, and if a function reads them."""
+
+    def read(logits: Tensor, labels: Tensor) -> Tensor:
+        return flat(logits.softmax(-1), labels)
+
+    adapted = Model()
+    adapted.head = Adapter(adapted.head)  # type: ignore[assignment]
+    for model, loss in ((Model().eval(), flat), (nn.Linear(4, 8), nn.functional.mse_loss), (adapted, flat), (Model(), read)):
+        batch = (torch.empty(2, 4), torch.empty(2, 8)) if type(model) is nn.Linear else (tokens(), tokens())
+        traces = [trace_step(model, batch, loss=loss, device="cpu", chunked_loss=is_on) for is_on in (False, True)]
+        assert traces[0] == traces[1] and traces[1].unmodified is None
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_plans_within_budgets_that_the_logits_exceed(is_chunked: bool) -> None:
+    with torch.device("meta"):
+        model, ids = Layers(), torch.empty(16, 2048, dtype=torch.int64)
+    trace = trace_step(model, (ids, ids), loss=flat, device="cuda", autocast=torch.bfloat16, chunked_loss=is_chunked)
+    if is_chunked:
+        plan = paredown.assign(trace, "1.5GiB")
+        assert footprint(trace, plan).peak_bytes <= 1.5 * 2**30 < footprint(trace).peak_bytes and not plan.changes_nothing
+    else:
+        with pytest.raises(BudgetError):
+            paredown.assign(trace, "1.5GiB")

@@ -285,6 +285,12 @@ HereOption = Annotated[
 ]
 AutocastOption = Annotated[str | None, typer.Option("--autocast", metavar="DTYPE", help="bf16, fp16 or none.", show_default=False)]
 CompiledOption = Annotated[bool, typer.Option("--compiled", help="torch.compile compiles the model: session.compile().")]
+ChunkedLossOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--chunked-loss/--no-chunked-loss", help="Whether sessions compute the loss in chunks of rows.", show_default=False
+    ),
+]
 OptimizerOption = Annotated[
     str | None, typer.Option("--optimizer", help="sgd, sgdm, adamw, lion or muon. (default: the task's; adamw)", show_default=False)
 ]
@@ -343,6 +349,11 @@ ModeOption = Annotated[
     str,
     typer.Option("--mode", help="store: stored tensors are packed. simulate: arithmetic uses rounded values; no memory is saved."),
 ]
+
+
+def loss_flag(chunked_loss: bool | None) -> dict[str, bool]:
+    """`ChunkedLossOption` for `command_text`."""
+    return {} if chunked_loss is None else {"chunked-loss" if chunked_loss else "no-chunked-loss": True}
 
 
 def command_text(model: str, **options: object) -> str:

@@ -21,6 +21,7 @@ from paredown.cli.application import (
     AutocastOption,
     BudgetOption,
     CheckpointingOption,
+    ChunkedLossOption,
     CompiledOption,
     DeviceOption,
     Exit,
@@ -37,6 +38,7 @@ from paredown.cli.application import (
     ReportOption,
     app,
     command_text,
+    loss_flag,
     verb,
 )
 from paredown.cli.budget import Budget, read_budget
@@ -46,10 +48,11 @@ from paredown.cli.verdict import COMPILED, WORKSPACE, bars, has_colour, parts_at
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
-    from paredown.cli.subject import Subject
+    from paredown.cli.subject import Subject, SubjectOptions
     from paredown.plan.footprint import Footprint
     from paredown.plan.module_groups import Grouping
     from paredown.plan.plan import Plan
+    from paredown.trace.trace import Trace
 
 
 AUTO = "auto"
@@ -96,6 +99,7 @@ def estimate(
     device: DeviceOption = None,
     autocast: AutocastOption = None,
     compiled: CompiledOption = False,
+    chunked_loss: ChunkedLossOption = None,
     depth: DepthOption = None,
     report: ReportOption = None,
     is_json: JsonOption = False,
@@ -108,7 +112,8 @@ def estimate(
     with spinner("tracing one step"):
         from paredown.cli.subject import SubjectOptions, find_subject
 
-        subject = find_subject(model, SubjectOptions(size, input, device, autocast, optimizer, compiled, lora, targets))
+        options = SubjectOptions(size, input, device, autocast, optimizer, compiled, lora, targets, chunked_loss)
+        subject = find_subject(model, options)
         plans = _plans(plan or _shown_plans(lora, frozen), frozen, _layers(subject) if checkpointing else ())
         feet = _footprints(subject, plans)
     allowed = None if within is None else _allowed(within, subject, feet)
@@ -117,16 +122,26 @@ def estimate(
     if report is not None:
         _write_report(report, subject, plans, value, requested=plan is not None)
     _show(value, within, requested=plan is not None, is_json=is_json)
-    where = {"input": input, "batch": size, "optimizer": optimizer, "device": device, "autocast": autocast, "compiled": compiled}
-    named = None if lora or checkpointing or frozen else command_text(model, **where)  # `paredown plan` has no such flags
+    named = None if lora or checkpointing or frozen else _arguments(model, options)  # `paredown plan` has no such flags
     _exit_if_too_large(value, requested=plan, model=named, budget=within)
+
+
+def _arguments(model: str, options: SubjectOptions) -> str:
+    """The arguments of `paredown plan` for the same step."""
+    fields = {name: getattr(options, name) for name in ("input", "batch", "optimizer", "device", "autocast", "compiled")}
+    return command_text(model, **fields, **loss_flag(options.chunked_loss))
 
 
 def _footprints(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Footprint]:
     """The footprint of the step under each plan."""
     from paredown.plan.footprint import footprint
 
-    return {name: footprint(subject.trace(plan), plan) for name, plan in plans.items()}
+    return {name: footprint(_step(subject.trace(plan), name), plan) for name, plan in plans.items()}
+
+
+def _step(trace: Trace, name: str) -> Trace:
+    """The step of the plan called `name`: the baseline has no session, also where its layers are checkpointed."""
+    return trace.unmodified or trace if name == BASELINE else trace
 
 
 def _shown_plans(lora: int | None, frozen: str | None) -> tuple[str, ...]:
@@ -180,7 +195,7 @@ def _largest_batches(subject: Subject, plans: Mapping[str, Plan], allowed: int) 
     with progress_bar("the largest batch") as progress:
         for number, (name, plan) in enumerate(plans.items()):
             progress(number, len(plans), name)
-            largest[name] = _largest(subject, plan, allowed)
+            largest[name] = _largest(subject, name, plan, allowed)
     return largest
 
 
@@ -242,15 +257,18 @@ def _write_report(to: Path, subject: Subject, plans: dict[str, Plan], value: dic
 
 def _allowed(budget: Budget, subject: Subject, feet: Mapping[str, Footprint]) -> int:
     """The bytes of the budget; a percentage is of the peak of the baseline, with activation checkpointing if the plans have it."""
+    from paredown.plan.footprint import peak_of
     from paredown.plan.plan import Plan
 
-    layers = next(iter(feet.values())).plan.recompute
-    return parse_bytes(budget.size, whole=subject.peak_bytes(Plan(recompute=layers)))
+    plan = Plan(recompute=next(iter(feet.values())).plan.recompute)
+    return parse_bytes(budget.size, whole=peak_of(_step(subject.trace(plan), BASELINE), plan))
 
 
-def _largest(subject: Subject, plan: Any, allowed: int) -> int:
+def _largest(subject: Subject, name: str, plan: Plan, allowed: int) -> int:
     """The largest batch size whose predicted peak is within `allowed` bytes; 0 if a batch of one does not fit."""
-    return largest_batch(lambda num: subject.peak_bytes(plan, num), allowed, start=subject.batch_size)
+    from paredown.plan.footprint import peak_of
+
+    return largest_batch(lambda num: peak_of(_step(subject.trace(plan, num), name), plan), allowed, start=subject.batch_size)
 
 
 def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None) -> dict[str, Any]:

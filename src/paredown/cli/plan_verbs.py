@@ -12,6 +12,7 @@ from paredown.cli.application import (
     PLAN_FILE,
     AutocastOption,
     BudgetOption,
+    ChunkedLossOption,
     CompiledOption,
     DeviceOption,
     GpuOption,
@@ -24,6 +25,7 @@ from paredown.cli.application import (
     SeedOption,
     app,
     command_text,
+    loss_flag,
     verb,
 )
 from paredown.cli.budget import needed_budget
@@ -70,6 +72,7 @@ def make_plan(
     device: DeviceOption = None,
     autocast: AutocastOption = None,
     compiled: CompiledOption = False,
+    chunked_loss: ChunkedLossOption = None,
     seed: SeedOption = 0,
     is_json: JsonOption = False,
 ) -> None:
@@ -80,7 +83,9 @@ def make_plan(
         from paredown.cli.subject import SubjectOptions, find_subject
         from paredown.plan.footprint import footprint
 
-        subject = find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer, compiled))
+        subject = find_subject(
+            model, SubjectOptions(batch, input, device, autocast, optimizer, compiled, chunked_loss=chunked_loss)
+        )
         errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
         made = subject.plan_within(within.size, method=method, sensitivities=errors, seed=seed, recompute=recompute)
         foot, baseline = footprint(subject.trace(made), made), footprint(subject.trace())
@@ -91,9 +96,8 @@ def make_plan(
         value = {"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(out)}
         return emit({**value, "plan": made.to_json(), "deprecated": RENAMED})
     fit = repr(foot.fits(allowed))
-    arguments = command_text(
-        model, input=input, batch=batch, optimizer=optimizer, device=device, autocast=autocast, compiled=compiled
-    )
+    where = {"input": input, "batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast, "compiled": compiled}
+    arguments = command_text(model, **where, **loss_flag(chunked_loss))
     hint = f"The plan is in {out}. Slot by slot: paredown explain {out} --model {arguments}"
     tell(made.reason, fit[0].upper() + fit[1:], f"The budget is {within.say(allowed)}.", "", hint)
 
@@ -141,6 +145,7 @@ def explain(
     device: DeviceOption = None,
     autocast: AutocastOption = None,
     compiled: CompiledOption = False,
+    chunked_loss: ChunkedLossOption = None,
     is_json: JsonOption = False,
 ) -> None:
     """Print the rules of a plan; with --model every slot: quantized, pinned or unmodified, and why."""
@@ -153,7 +158,10 @@ def explain(
         with spinner("tracing one step"):
             from paredown.cli.subject import SubjectOptions, find_subject
 
-            value = _slots(find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer, compiled)), parsed)
+            value = _slots(
+                find_subject(model, SubjectOptions(batch, input, device, autocast, optimizer, compiled, chunked_loss=chunked_loss)),
+                parsed,
+            )
     if is_json:
         emit(value)
     else:

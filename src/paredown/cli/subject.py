@@ -58,7 +58,7 @@ from paredown.tasks.task import RULES, Task
 from paredown.tasks.task_trace import formats_state, resized, trace_task
 from paredown.trace.fake_step import LOSS_EXAMPLE, NO_LOSS, missing_loss
 from paredown.trace.trace import Trace
-from paredown.trace.trace_step import trace_step
+from paredown.trace.trace_step import CHUNKED_LOSS, trace_step
 
 NAME = "config.json"
 CONFIG_BATCH = 8  # the default batch size of transformers.Trainer
@@ -195,6 +195,7 @@ class SubjectOptions:
     compiled: bool = False
     lora: int | None = None  # the rank of LoRA adapters
     lora_targets: tuple[str, ...] = ()
+    chunked_loss: bool | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +211,7 @@ class Subject:
     device: str | None = None
     task: Task | None = None
     compiled: bool = False
+    chunked_loss: bool = CHUNKED_LOSS
     _traces: dict[tuple[int, bool], Trace] = field(default_factory=dict[tuple[int, bool], Trace])
     assumed: tuple[str, ...] = ()  # what the caller did not say of the batch, with the option that says it
     adapted: tuple[str, ...] = ()  # paths of layers with a LoRA adapter
@@ -236,13 +238,13 @@ class Subject:
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
         """The trace of the task, with the optimizer and autocast of the command line; of the model if there is no task."""
+        how: dict[str, Any] = {"device": self.device, "compiled": self.compiled, "chunked_loss": self.chunked_loss}
         if self.task is None:
-            batch = resized(self.batch, self.batch_size, batch_size)
-            where: dict[str, Any] = {"device": self.device, "autocast": self.autocast, "compiled": self.compiled}
-            return trace_step(self.model, batch, loss=self.loss, optimizer=self.optimizer, **where)
+            batch, how["autocast"] = resized(self.batch, self.batch_size, batch_size), self.autocast
+            return trace_step(self.model, batch, loss=self.loss, optimizer=self.optimizer, **how)
         task = self.task if self.autocast == self.task.autocast else replace(self.task, autocast=self.autocast)
         optimizer = None if self.optimizer == task.settings.optimizer else self.optimizer
-        return trace_task(task, plan, self.device, batch_size=batch_size, optimizer=optimizer, compiled=self.compiled)
+        return trace_task(task, plan, batch_size=batch_size, optimizer=optimizer, **how)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
         """The predicted peak under a plan."""
@@ -381,7 +383,8 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
     batch = subject.batch if changes.batch is None else resized(subject.batch, subject.batch_size, changes.batch)
     assumed = tuple(text for text in subject.assumed if changes.batch is None or not text.startswith("batch "))
     changed: dict[str, Any] = {"autocast": autocast, "optimizer": optimizer, "device": changes.device, "compiled": changes.compiled}
-    return replace(subject, assumed=assumed, batch=batch, _traces={}, **changed)
+    is_chunked = subject.chunked_loss if changes.chunked_loss is None else changes.chunked_loss
+    return replace(subject, assumed=assumed, batch=batch, _traces={}, chunked_loss=is_chunked, **changed)
 
 
 def _length_of(name: str, input: str | None) -> dict[str, Any]:

@@ -55,6 +55,46 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
+class Elementwise:
+    """Casts, products with numbers and tanh, as a transform of logits whose gradient needs no autograd, which operators do not have.
+
+    `calls`: ("to", the name of a dtype), ("mul", a number), ("div", a number) and ("tanh", None), in order.
+
+    >>> Elementwise((("div", 5.0), ("tanh", None), ("mul", 5.0)))(torch.tensor([1.0, 100.0]))
+    tensor([0.9869, 5.0000])
+    """
+
+    calls: tuple[tuple[str, Any], ...]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The transformed logits."""
+        for name, value in self.calls:
+            logits = ELEMENTWISE[name](logits, value)
+        return logits
+
+    def gradient(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of logits, from that of the transformed ones."""
+        results = [logits]  # before the first call, and of each call
+        for name, value in self.calls:
+            results.append(ELEMENTWISE[name](results[-1], value))
+        while len(results) > 1:
+            (name, value), result = self.calls[len(results) - 2], results.pop()
+            factor = 1 - result.square() if name == "tanh" else value
+            gradient = (
+                gradient.to(results[-1].dtype) if name == "to" else ELEMENTWISE["div" if name == "div" else "mul"](gradient, factor)
+            )
+        return gradient
+
+
+ELEMENTWISE: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "to": lambda x, dtype: x.to(getattr(torch, dtype)),
+    "mul": lambda x, factor: x * factor,
+    "div": lambda x, divisor: x / divisor,
+    "tanh": lambda x, _: x.tanh(),
+}
+
+
+@dataclass(frozen=True)
 class ChunkSettings:
     """How logits are computed. `dtype`: of the matrix products; `transform`: elementwise, such as soft-capping; `num_rows`: of a chunk.
 
@@ -211,12 +251,19 @@ class Linear:
         self.of_weight = torch.zeros_like(weight) if needs[1] else None
         self.of_bias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype)) if bias is not None and needs[2] else None
 
+    @property
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Those of hidden, weight and bias; None where they are not needed."""
+        return self.of_hidden, self.of_weight, self.of_bias
+
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
         """The logits of a chunk before and after the transform; with `tracks`, `add_gradients` can go back through it."""
         rows = self._hidden[part]
         logits = torch.addmm(self._bias, rows, self._weight.t()) if self._bias is not None else rows @ self._weight.t()
         if self._transform is None:
             return logits, logits
+        if isinstance(self._transform, Elementwise):
+            return logits, self._transform(logits)
         with torch.set_grad_enabled(tracks):
             return logits.requires_grad_(tracks), self._transform(logits)
 
@@ -224,7 +271,9 @@ class Linear:
         """Add the gradients of a chunk, from that of its logits."""
         before, after = logits
         gradient = gradient.to(after.dtype)
-        if after is not before:
+        if isinstance(self._transform, Elementwise):
+            gradient = self._transform.gradient(before, gradient)
+        elif after is not before:
             (gradient,) = torch.autograd.grad(after, before, gradient)
         if self.of_hidden is not None:
             torch.mm(gradient, self._weight, out=self.of_hidden[part])
@@ -248,12 +297,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias)
             return run_chunks(Linear(hidden, weight, bias, problem, (False,) * 3), problem, None)[0]
         linear = Linear(hidden, weight, bias, problem, ctx.needs_input_grad)
-        scale = scale_of_rows(problem, len(hidden)) if any(ctx.needs_input_grad) else None
-        losses, total = run_chunks(linear, problem, scale)
-        ctx.gradients = (linear.of_hidden, linear.of_weight, linear.of_bias)
-        divisor = total if problem.options.reduction == "mean" else torch.ones_like(total)
-        ctx.factor = 1 / (divisor * (scale or 1.0))
-        return losses.sum() / divisor
+        loss, ctx.factor = reduced_loss(linear, problem, has_gradients=any(ctx.needs_input_grad))
+        ctx.gradients = linear.gradients
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -262,8 +308,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             hidden, weight, bias = ctx.saved_tensors
             linear = Linear(hidden, weight, bias, ctx.problem, ctx.needs_input_grad)
             run_chunks(linear, ctx.problem, grad[:, None])
-            gradients = (linear.of_hidden, linear.of_weight, linear.of_bias)
-            return *(g.to(dtype) if g is not None else None for g, dtype in zip(gradients, ctx.dtypes, strict=True)), None
+            return *(g.to(dtype) if g is not None else None for g, dtype in zip(linear.gradients, ctx.dtypes, strict=True)), None
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward through a chunked loss a second time: its gradients were freed. Call backward(retain_graph=True) the first time."
@@ -309,6 +354,14 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
         empty = problem.target.new_zeros(0, dtype=accumulation_dtype(problem.settings.dtype))
         return empty, empty.sum()
     return torch.cat(losses), rows.total
+
+
+def reduced_loss(linear: Linear, problem: Problem, *, has_gradients: bool) -> tuple[Tensor, Tensor]:
+    """The sum or mean of all losses, and the factor of the gradients that are in `linear` afterwards."""
+    scale = scale_of_rows(problem, len(problem.target)) if has_gradients else None
+    losses, total = run_chunks(linear, problem, scale)
+    divisor = total if problem.options.reduction == "mean" else torch.ones_like(total)
+    return losses.sum() / divisor, 1 / (divisor * (scale or 1.0))
 
 
 def _parts(num_rows: int, size: int) -> Iterator[slice]:

@@ -25,7 +25,8 @@ import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -36,7 +37,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paredown.loss.chunked_cross_entropy import ChunkSettings, CrossEntropy, chunked_cross_entropy, product_dtype
+from paredown.loss.chunked_cross_entropy import ChunkSettings, CrossEntropy, Elementwise, chunked_cross_entropy, product_dtype
 from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES, Decoded, PackedParameter
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import owner_of
@@ -59,13 +60,16 @@ CHANGED = (
 class HeadUse:
     """What became of the logits of the head at `path`.
 
-    The number of times they were deferred, the number of losses in chunks, and the functions that needed all logits.
+    The number of times they were deferred, of losses in chunks (those inside of compiled graphs count once), of compiled graphs that have
+    the head, and the functions that needed all logits.
     """
 
     path: str
     device: str | None = None  # type of the device of the loss, where that is not the device of the tensors (traces)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of losses in chunks: traces record their memory
     num_deferred: int = 0
     num_losses: int = 0
+    num_graphs: int = 0
     requests: Counter[str] = field(default_factory=Counter[str])
 
 
@@ -116,11 +120,11 @@ class Layout:
 class LogitsFamily:
     """One output of the head, and all deferred tensors made from it."""
 
-    def __init__(self, use: HeadUse, module: nn.Linear, hidden: Tensor) -> None:
+    def __init__(self, use: HeadUse, module: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = None) -> None:
         self.use, self.module, self.hidden = use, module, hidden
         self.device = use.device or hidden.device.type
-        self.dtype = product_dtype(hidden, self.device)
-        self.is_autocast = torch.is_autocast_enabled(self.device)
+        self.dtype = dtype or product_dtype(hidden, self.device)
+        self.is_autocast = torch.is_autocast_enabled(self.device) if dtype is None else dtype is not hidden.dtype
         self.is_real = False  # whether all functions use real logits from now on
         self.members: list[weakref.ref[DeferredLogits]] = []
         self._versions = hidden._version, *map(version_of, self.parameters())
@@ -361,9 +365,9 @@ def keeps_last(index: Any, num_dims: int) -> bool:
     return items[-1:] == (slice(None),)
 
 
-def defer(use: HeadUse, module: nn.Linear, hidden: Tensor) -> DeferredLogits:
-    """The deferred output of `module`."""
-    family = LogitsFamily(use, module, hidden)
+def defer(use: HeadUse, module: nn.Linear, hidden: Tensor, dtype: torch.dtype | None = None) -> DeferredLogits:
+    """The deferred output of `module`; `dtype`: of its matrix product, if that is not the one of autocast at this moment."""
+    family = LogitsFamily(use, module, hidden, dtype)
     use.num_deferred += 1
     layout = Layout.contiguous(*hidden.shape[:-1], module.out_features, dtype=family.dtype)
 
@@ -440,26 +444,35 @@ def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | N
     transform = transform_of(logits.calls, family.dtype)
     settings = ChunkSettings(family.dtype, transform, loss_dtype=logits.dtype, device=family.device)
     family.use.num_losses += 1
-    return chunked_cross_entropy(logits.rows, weight, target, bias=bias, options=options, settings=settings)
+    with family.use.around():
+        return chunked_cross_entropy(logits.rows, weight, target, bias=bias, options=options, settings=settings)
 
 
-def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """The recorded elementwise calls as one function, without casts to float32 at the end, which the loss makes itself."""
-    layouts = [Layout.contiguous(1, dtype=dtype)]  # before each call
+def transform_of(calls: tuple[Call, ...], dtype: torch.dtype) -> Elementwise | None:
+    """The recorded elementwise calls as one function."""
+    found, layout = list[tuple[str, Any]](), Layout.contiguous(1, dtype=dtype)
     for call in calls:
-        layouts.append(layouts[-1].after(call))
-    before = [layout.dtype for layout in layouts]
-    while calls and calls[-1].name in CASTS and before[-1] is torch.float32 and before[-2] is not torch.float64:
-        calls, before = calls[:-1], before[:-1]
-    if not calls:
-        return None
+        layout = layout.after(call)
+        found.append(elementwise_call(call.name, call.args[0] if call.args else None, layout.dtype))
+    return without_last_casts(found, dtype)
 
-    def transform(logits: Tensor) -> Tensor:
-        for call in calls:
-            logits = call(logits)
-        return logits
 
-    return transform
+def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, Any]:
+    """A call in `Elementwise`: of a function of CASTS, SCALES or tanh with this number, whose result has this dtype."""
+    if name in CASTS:
+        return "to", str(dtype).removeprefix("torch.")
+    return ("tanh", None) if name == "tanh" else ("div" if "div" in name else "mul", number)
+
+
+def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Elementwise | None:
+    """The calls without casts to float32 at the end, which the loss makes itself; None if there are no others. `dtype`: of the logits."""
+    wide = [dtype is torch.float64]  # before each call
+    for name, value in calls:
+        wide.append(value == "float64" if name == "to" else wide[-1])
+    count = len(calls)
+    while count and calls[count - 1] == ("to", "float32") and not wide[count - 1]:
+        count -= 1
+    return Elementwise(tuple(calls[:count])) if count else None
 
 
 def parameter_values(parameter: nn.Parameter) -> Tensor:

@@ -9,23 +9,27 @@ deferred logits. That happens in training mode with gradients enabled; evaluatio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from paredown.errors import ApplyError
 from paredown.loss.deferred_logits import HeadUse, defer
+from paredown.loss.graph_head import rewrite_head
 from paredown.trace.autograd_graph import has_storage
 from paredown.trace.hooks import Hook
 
 MIN_CLASSES, MIN_RATIO = 8192, 2  # outputs of a head, and outputs per input
 ASKED, ALL, UNMODIFIED = "a chunked loss", "all logits", "unmodified"
-COMPILED = "torch.compile runs it, and the compiled graph computes all logits"
+COMPILED = "torch.compile runs it, and the compiled graph computes all logits; call session.compile() instead"
+NOT_IN_GRAPHS = (
+    "no graph of torch.compile has it: its weight is no input of them, or they were compiled in eval mode or without gradients"
+)
 ADAPTED = "an adapter such as LoRA adds to its output"
 SHARDED = "fully_shard frees its weight after the forward pass"
 LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # of a model that computes its loss
@@ -74,6 +78,7 @@ class OutputHead:
         self._hook = Hook(self._enter)
         self._hook.is_traced = traced_device is not None
         self._handles: list[Any] = []
+        self._num_compiled = 0  # graphs
 
     @property
     def is_found(self) -> bool:
@@ -91,15 +96,24 @@ class OutputHead:
         if module is not None and not self.reason:
             self._handles = [module.register_forward_pre_hook(self._hook)]
 
-    def detach(self, *, is_compiled: bool = False) -> None:
-        """Compute all logits from now on; `is_compiled`: because torch.compile runs the model, which is reported."""
+    def detach(self) -> None:
+        """Compute all logits from now on."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self.reason = [], self.reason or (COMPILED if is_compiled else "")
+        self._handles = []
+
+    def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any], Any] | None:
+        """Compute the loss in chunks in a graph of Dynamo; returns what its outputs have to pass through, None for unmodified outputs."""
+        module = self._module() if self._module is not None else None
+        if module is None or self.reason or self._is_sharded():
+            return None
+        self._num_compiled += 1
+        return rewrite_head(gm, inputs, module, self.use)
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
         """(path, asked, given, reason) where logits are not deferred, and where they were needed."""
-        reason = COMPILED if self._hook.was_compiled else self.reason
+        is_absent = self._num_compiled > 0 and not self.use.num_graphs
+        reason = COMPILED if self._hook.was_compiled else NOT_IN_GRAPHS if is_absent else self.reason
         if reason and self.is_found:
             yield self.use.path, ASKED, UNMODIFIED, reason
         if self.use.requests:
@@ -113,11 +127,13 @@ class OutputHead:
             return None
         if hidden.dim() < 1 or not hidden.is_floating_point() or not (hidden.requires_grad or module.weight.requires_grad):
             return None
+        return (HeadInput(hidden, self.use, module),) if not self._is_sharded() else None
+
+    def _is_sharded(self) -> bool:
         parts = [part for ref in self._modules if (part := ref()) is not None]
         if any(hasattr(type(part), "reshard") or hasattr(part, "_fsdp_wrapped_module") for part in parts):
             self.reason = SHARDED
-            return None
-        return (HeadInput(hidden, self.use, module),)
+        return self.reason == SHARDED
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:

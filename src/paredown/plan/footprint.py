@@ -189,7 +189,9 @@ class Footprint:
 
 
 def _step_under(trace: Trace, plan: Plan) -> Trace:
-    """The trace of the step under a plan: without packing, and compiled in few bits, autograd may save other tensors."""
+    """The trace of the step under a plan: without a session, without packing, and compiled in few bits, it may save other tensors."""
+    if trace.unmodified is not None and plan.changes_nothing:
+        return _step_under(trace.unmodified, plan)
     if trace.without_packing is not None and not plan.packs_activations:
         return trace.without_packing
     has_few_bits = all(format is not None and format.element.width <= 4 for format in plan.activation_formats)
@@ -210,6 +212,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     given, trace = trace, _step_under(trace, plan)
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     slots = given.slots if checkpointed is trace else (*given.slots, *checkpointed.slots)
+    slots += given.unmodified.slots if given.unmodified is not None else ()  # rules for logits are allowed
     missing = plan.check([*((slot.names, slot.role) for slot in slots), *residues, *frozen])
     held = intervals(checkpointed, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]

@@ -66,6 +66,7 @@ from paredown.sizes import say_bytes
 from paredown.trace.module_watch import Watch, is_wrapped_by_compile, unwrapped
 from paredown.trace.operations import MIN_PACKED_NUMEL
 from paredown.trace.trace import Trace
+from paredown.trace.trace_step import CHUNKED_LOSS
 
 if TYPE_CHECKING:
     from paredown.session.compiled.compiled_graphs import CompiledGraphs
@@ -84,9 +85,7 @@ NO_SUCH_TENSOR = "store mode has no such tensor"
 class Session:
     """A plan that is applied to a model in store mode, until `close`."""
 
-    awaits_optimizer = (
-        False  # whether an integration will make an optimizer of paredown.optim for the model: changes do not request one
-    )
+    awaits_optimizer = False  # whether an integration will make an optimizer of paredown.optim: changes do not request one
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Session:
         *,
         is_compiled: bool = False,
         guard: Guard | None = None,
-        chunked_loss: bool = False,
+        chunked_loss: bool = CHUNKED_LOSS,
     ) -> None:
         self.plan = self.applied = plan  # a guard changes `plan`
         self._model = weakref.ref(model)
@@ -161,14 +160,14 @@ class Session:
 
         self._watch.detach()
         self._view_outputs.detach()
-        self._head.detach(is_compiled=True)
+        self._head.detach()
         if self._compiled is None:
             self._weights.detach()  # hooks that decode a weight just in time would break the graphs
             self._weights = Weights(self.plan, model, is_compiled=True)
             self._weights.attach()
         if self._compiled is None:
             signals = self._guard.signals if self._guard is not None else None
-            self._compiled = CompiledGraphs(self.plan, self.seed, calls=self.forwards, signals=signals)
+            self._compiled = CompiledGraphs(self.plan, self.seed, calls=self.forwards, signals=signals, head=self._head)
         if self._guard is not None:
             self._guard.format_of = self._compiled.format_of
         return self._compiled.compile(model, **options)
@@ -385,7 +384,7 @@ def apply(
     seed: int = 0,
     mode: Literal["store"] = "store",
     guard: Guard | None = None,
-    chunked_loss: bool = False,
+    chunked_loss: bool = CHUNKED_LOSS,
 ) -> Session: ...
 @overload
 def apply(plan: Plan, model: nn.Module, *, seed: int = 0, mode: Literal["simulate", "peppp"] | Simulate) -> SimulatedSession: ...
@@ -396,7 +395,7 @@ def apply(
     seed: int = 0,
     mode: str | Simulate = "store",
     guard: Guard | None = None,
-    chunked_loss: bool = False,
+    chunked_loss: bool = CHUNKED_LOSS,
 ) -> Session | SimulatedSession:
     """Apply `plan` to `model`, in place, and return the session. `seed` is that of stochastic rounding.
 

@@ -41,7 +41,7 @@ from paredown.tasks.lookup import cached_task
 from paredown.tasks.task import Task
 from paredown.tasks.training import TrainingSetup, make_optimizer
 from paredown.trace.trace import Trace
-from paredown.trace.trace_step import trace_step
+from paredown.trace.trace_step import CHUNKED_LOSS, trace_step
 
 CPU = torch.device("cpu")
 
@@ -54,14 +54,15 @@ def trace_task(
     batch_size: int | None = None,
     optimizer: str | None = None,
     compiled: bool = False,
+    chunked_loss: bool = CHUNKED_LOSS,
 ) -> Trace:
     """The trace of one step of `task`, for the footprint of `plan` (None: the baseline). Random states are not changed.
 
     `device`: "cpu" or "cuda", with or without a number; CUDA if available when None. `batch_size` and the name `optimizer` replace the
-    task's own. `compiled`: torch.compile compiles the model. Traces are cached for the last few tasks.
+    task's own. `compiled` and `chunked_loss`: as in `trace_step`. Traces are cached for the last few tasks.
     """
     kind = None if device is None else device.partition(":")[0]
-    return _trace(task, kind, formats_state(plan or Plan()), batch_size, optimizer, compiled)
+    return _trace(task, kind, formats_state(plan or Plan()), batch_size, optimizer, (compiled, chunked_loss))
 
 
 def formats_state(plan: Plan) -> bool:
@@ -71,15 +72,17 @@ def formats_state(plan: Plan) -> bool:
 
 @lru_cache(maxsize=4)
 def _trace(
-    task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, compiled: bool
+    task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, step: tuple[bool, bool]
 ) -> Trace:
+    """`trace_task`; `step`: whether it is compiled, and whether its loss is computed in chunks."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         model, batch = TrainingSetup(task, Plan(), 0, CPU).model(), _first_batch(task)
     if batch_size is not None:
         batch = resized(batch, len(batch[0]), batch_size)
     # An optimizer by name has state and no temporaries; an instance has both.
     state: Any = optimizer or (task.settings.optimizer if has_state_formats else make_optimizer(task.settings, model))
-    return trace_step(model, batch, loss=task.loss, optimizer=state, device=device, autocast=task.autocast, compiled=compiled)
+    options: Any = {"device": device, "autocast": task.autocast, "compiled": step[0], "chunked_loss": step[1]}
+    return trace_step(model, batch, loss=task.loss, optimizer=state, **options)
 
 
 def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:

@@ -205,7 +205,7 @@ class TrainingSetup:
             return nullcontext()
         if self.mode != "store":
             return apply(self.plan, model, seed=self.seed, mode=self.mode)
-        return apply(self.plan, model, seed=self.seed, chunked_loss=False)  # traces of tasks, and earlier trials, have all logits
+        return apply(self.plan, model, seed=self.seed)
 
 
 @dataclass

@@ -128,6 +128,7 @@ class FakeStep:
         # from here on new fakes are made for tensors that the model uses and no module registers
         fakes.around = lambda: self.timeline.owned_by(Role.BUFFER)
         self.watches: list[Watch] = []
+        self.head: Any = None  # the output head whose loss is computed in chunks (loss/output_head.py), None without
         self.view_outputs: Any = None  # hooks of sessions on modules (session/view_outputs.py), None without
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: autograd hides what that saves
         self.backward_at = self.returned_bytes = 0
@@ -237,8 +238,9 @@ class FakeStep:
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
         self.watches.append(watch)
         watch.attach()
-        if self.view_outputs is not None:
-            self.view_outputs.attach()  # in front of the hooks of the watch
+        hooks = [part for part in (self.view_outputs, None if outside else self.head) if part is not None]
+        for part in hooks:
+            part.attach()  # in front of the hooks of the watch
         try:
             with self._explained(outside or "forward"):
                 yield
@@ -246,8 +248,8 @@ class FakeStep:
             self.watches.remove(watch)
             watch.detach()
             self.in_place_on_views |= set() if outside else watch.in_place_on_views
-            if self.view_outputs is not None:
-                self.view_outputs.detach()
+            for part in hooks:
+                part.detach()
 
     def _loss(self, output: Any, arguments: Arguments, loss: Callable[..., Tensor] | None) -> Tensor:
         if loss is None:

@@ -158,7 +158,8 @@ class Trace:
 
     The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
     activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`. The trace of an
-    eager step has `without_packing` where in-place operations on views hide what they save, unless a session packs activations.
+    eager step has `without_packing` where in-place operations on views hide what they save, unless a session packs activations. Where
+    sessions compute the loss in chunks, the trace is that of a session's step, and `unmodified` is the baseline, which has all logits.
     """
 
     model: str
@@ -175,6 +176,7 @@ class Trace:
     is_compiled: bool = False  # by torch.compile
     without_packing: Trace | None = None  # the step under a plan that packs no activations, where that is another one
     in_4_bits: Trace | None = None  # of a compiled step: the step under a plan that packs all activations in 4 bits or fewer
+    unmodified: Trace | None = None  # the step without a session, where sessions compute the loss in chunks
 
     @cached_property
     def activations(self) -> tuple[Slot, ...]:
@@ -284,7 +286,7 @@ def check_trace(trace: Trace) -> None:
     if trace.backward_at > trace.length:
         raise TraceError(f"backward begins at {trace.backward_at}, after the step's end at {trace.length}. Trace the step again.")
     check_rows(trace.slots, trace.outputs, trace.length)
-    for other in (trace.without_packing, trace.in_4_bits):
+    for other in (trace.without_packing, trace.in_4_bits, trace.unmodified):
         if other is not None:
             check_trace(other)
 

@@ -35,6 +35,8 @@ from paredown.trace.trace import DEVICES, Output, Slot, Trace
 __all__ = ["Slot", "Trace", "trace_step"]
 
 VIEW_OUTPUTS = "paredown.session.view_outputs"  # loaded for steps with in-place operations on views
+OUTPUT_HEAD = "paredown.loss.output_head"  # loaded for steps whose loss is computed in chunks
+CHUNKED_LOSS = False  # whether sessions, traces and tasks compute the loss of an output head in chunks by default
 COMPILED = "paredown.session.compiled.compiled_trace"  # graphs are partitioned as sessions do: loaded for compiled steps alone
 
 
@@ -47,6 +49,7 @@ def trace_step(
     device: Any = None,
     autocast: torch.dtype | None = None,
     compiled: bool = False,
+    chunked_loss: bool = CHUNKED_LOSS,
 ) -> Trace:
     """Every tensor that one step of `model` on `batch` stores on `device`; this machine need not have that device.
 
@@ -56,7 +59,8 @@ def trace_step(
     around forward and loss. The model, the batch and all random states are left unchanged.
 
     `compiled`: torch.compile compiles the model. Its graphs are traced and not compiled; slots are the tensors that they save. This clears
-    Dynamo's cache: what was compiled before in this process is compiled again at its next call.
+    Dynamo's cache: what was compiled before in this process is compiled again at its next call. `chunked_loss`: as in `apply`: a session
+    computes the loss of a language model's output head in chunks, and all logits never exist; the baseline is in `unmodified`.
     """
     model = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     check_model(model)
@@ -66,17 +70,29 @@ def trace_step(
     loss_module = nn.ModuleDict({LOSS: loss}) if isinstance(loss, nn.Module) else nn.ModuleDict()  # its parameters train too
     state = state_of_optimizer(optimizer, {**dict(model.named_parameters()), **dict(loss_module.named_parameters())}, target, model)
 
-    def traced(*, in_session: bool) -> tuple[Trace, bool]:
-        """The trace, and whether in-place operations hide what they save; `in_session`: as sessions run the step, where that differs."""
+    def traced(*, in_session: bool, head: Any = None) -> tuple[Trace, bool]:
+        """The trace, and whether in-place operations hide what they save; `in_session`: as sessions run the step, where that differs.
+
+        `head`: the output head whose loss is computed in chunks.
+        """
         fakes = FakeTensors()
         with with_fake_tensors(model, fakes), with_fake_tensors(loss_module, fakes):
             step = FakeStep(model, loss_module, fakes, target)
+            step.head = head
             step.view_outputs = import_module(VIEW_OUTPUTS).ViewOutputs(model, FakeTensor) if in_session else None
             finish = _run(step, Arguments.of(fakes.batch(_as_dict(batch)), has_loss=loss is not None), loss, autocast, compiled)
             return finish(TraceBuilder(step).trace(state, batch, autocast)), bool(step.in_place_on_views)
 
-    trace, has_hidden = traced(in_session=False)
-    return replace(traced(in_session=True)[0], without_packing=trace) if has_hidden else trace
+    def complete(head: Any = None) -> Trace:
+        """The trace, with `without_packing` where that differs."""
+        trace, has_hidden = traced(in_session=False, head=head)
+        return replace(traced(in_session=True, head=head)[0], without_packing=trace) if has_hidden else trace
+
+    unmodified, head = complete(), import_module(OUTPUT_HEAD).OutputHead(model, traced_device=target) if chunked_loss else None
+    if head is None or not head.is_found or head.reason:
+        return unmodified
+    in_chunks = complete(head)
+    return replace(in_chunks, unmodified=unmodified) if head.use.num_losses else unmodified
 
 
 def _run(

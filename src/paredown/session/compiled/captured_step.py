@@ -129,7 +129,7 @@ class GraphCapture:
     def forward(self, arguments: Arguments) -> Any:
         """The model's output."""
         torch._dynamo.reset()
-        with dynamo_config.patch(suppress_errors=False), self._evaluated_in_forms():
+        with dynamo_config.patch(suppress_errors=False), self._evaluated_in_forms(), self._recorded_loss():
             try:
                 compiled = torch.compile(self.step.model, backend=self._backend, dynamic=False)
                 output = compiled(*arguments.args, **arguments.keywords)
@@ -143,6 +143,19 @@ class GraphCapture:
                 "torch.compiler.disable or TORCHDYNAMO_DISABLE in use?"
             )
         return output
+
+    @contextmanager
+    def _recorded_loss(self) -> Generator[None]:
+        """Inside the context, a loss in chunks between two graphs is recorded operation by operation, as a loss behind them is."""
+        step = self.step
+
+        @contextmanager
+        def recording() -> Generator[None]:
+            with torch.device("cpu"), step.device_forms, step.timeline:
+                yield
+
+        with patch.object(step.head.use, "around", recording) if step.head is not None else nullcontext():
+            yield
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:
@@ -160,8 +173,10 @@ class GraphCapture:
         """A backend of torch.compile that traces and partitions, and runs the graphs with fake tensors."""
         partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
+        outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
         with functorch_config.patch(enable_autograd_cache=False), self._forms, _padding(self.step.device):
-            return compile_fx(gm, inputs, inner_compile=self._compile, config_patches=patches)  # type: ignore[return-value]
+            compiled: Any = compile_fx(gm, inputs, inner_compile=self._compile, config_patches=patches)  # type: ignore[return-value]
+        return compiled if outputs is None else lambda *args: outputs(compiled(*args))
 
     def _on_partition(self, graph: CapturedGraph) -> None:
         self._partitioned = graph

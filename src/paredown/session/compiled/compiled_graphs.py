@@ -13,12 +13,14 @@ the state of the session draws the same bits.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paredown.formats.format import Format
+from paredown.loss.output_head import OutputHead
 from paredown.plan.plan import Plan
 from paredown.session.changes import UNMODIFIED, Change
 from paredown.session.compiled.graph_decisions import GraphDecision, GraphReport
@@ -35,8 +37,11 @@ NOT_COMPILED = (
 class CompiledGraphs:
     """The compiled graphs of one session: the decisions made in them, their calls, and the bytes that are stored."""
 
-    def __init__(self, plan: Plan, seed: int, *, calls: int, signals: Signals | None = None) -> None:
+    def __init__(
+        self, plan: Plan, seed: int, *, calls: int, signals: Signals | None = None, head: OutputHead | None = None
+    ) -> None:
         self.plan, self.seed, self.calls = plan, seed, calls
+        self._head = head  # whose loss is computed in chunks
         self._signals = signals  # of a guard
         self.reports: list[GraphReport] = []
         self._steps: dict[torch.device, Tensor] = {}
@@ -56,7 +61,7 @@ class CompiledGraphs:
             on_call=self._called,
             options=options,
         )
-        return torch.compile(model, backend=backend, **options)
+        return torch.compile(model, backend=replace(backend, head=self._head), **options)
 
     @property
     def decisions(self) -> dict[str, GraphDecision]:

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from paredown.formats.format import Format
+from paredown.loss.loss_operator import NAME as LOSS_OPERATOR
 from paredown.roles import Role
 from paredown.session.compiled.captured_step import CapturedGraph, GraphCall, GraphCapture, Partition, has_tensor
 from paredown.session.compiled.graph_decisions import HELD, SHARED, fits_bits, is_boolean, obstacle
@@ -33,6 +34,7 @@ from paredown.trace.operations import MIN_PACKED_NUMEL, Use
 from paredown.trace.timeline import Allocation
 from paredown.trace.trace import Output, Part, Saver, Slot, Trace
 
+GRADIENT = "it is a gradient, which a loss in chunks computes in forward"
 EIGHT_BITS = Format.parse("int8/64@bf16")
 SMALL = f"it has fewer than {MIN_PACKED_NUMEL} values, or no floats"
 MASK_OF_SEVERAL = "it is a comparison of several packed tensors, in exact bits"
@@ -99,6 +101,15 @@ class GraphTimes:
         times = self.backward.reads(node) or [0]
         return self.call.backward_at + min(times), self.call.backward_at + max(times)
 
+    def is_overwritten(self, node: fx.Node) -> bool:
+        """Whether the kernel that is the last to read a saved node writes a result of the same size over it."""
+        placeholder = self.placeholder(node)
+        source = self.backward.of(placeholder) if self.backward is not None and placeholder is not None else None
+        if self.backward is None or source is None or not source.reads:
+            return False
+        found = (b for b in self.backward.buffers if b.birth == source.reads[-1] and b.kind == "pointwise" and source in b.sources)
+        return any(buffer.nbytes == source.nbytes for buffer in found)
+
 
 class StepSlots:
     """Slots and outputs of the calls of all graphs, for one kind of partition."""
@@ -144,7 +155,7 @@ class StepSlots:
 
     def _slot(self, node: fx.Node, buffer: Buffer, storage: int, times: GraphTimes) -> Slot:
         value: Tensor = node.meta["val"]
-        last = times.reads(node)[1]
+        last = times.reads(node)[1] - (_is_gradient(node) and times.is_overwritten(node))
         birth, dropped = times.born(buffer), max(times.read_in_forward(buffer), times.held_until(buffer))
         savers, stays = _savers(node, times)
         is_cast = value.is_floating_point() and node.name not in times.call.graph.joint.of_inputs
@@ -209,6 +220,8 @@ def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
     """The slots behind a saved node, and why no plan can pack it; "" where a plan can."""
     value: Tensor = node.meta["val"]
     own, place = _place(node), aten_name(node)
+    if _is_gradient(node):
+        return (Saver(f"{own.partition(':')[0]}:{LOSS_OPERATOR}", place, "output", Use.EXACT),), GRADIENT
     if is_boolean(node) and fits_bits(value):
         return (Saver(own, place, "mask", Use.MASK),), ""
     placeholder = times.placeholder(node)
@@ -222,6 +235,11 @@ def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
         return (Saver(own, place, "output", Use.EXACT),), stays
     pin, is_centered = slot.needs.pin, slot.needs.is_centered
     return tuple(Saver(name, place, name.rpartition(":")[2], Use.VALUE, pin, is_centered) for name in slot.names or (own,)), ""
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    """Whether a saved node is a gradient that a loss in chunks computed."""
+    return bool(node.all_input_nodes) and aten_name(node.all_input_nodes[0]) == LOSS_OPERATOR
 
 
 def _place(node: fx.Node) -> str:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paredown.loss.loss_operator import SCRATCH, scratch_bytes
 from paredown.session.compiled.graph_slots import hint
 from paredown.trace.device_ops import FLASH_COLUMNS, FLASH_ROWS, round_up
 
@@ -205,6 +206,8 @@ class GraphMemory:
         result = node.meta.get("val")
         if node.target is FLASH_BACKWARD:
             self.buffers.append(Buffer(node, _flash_workspace(node.args[1]), at, kind))
+        if _name(node) in SCRATCH:
+            self.buffers.append(Buffer(node, _loss_scratch(node), at, kind))
         if self._transposes and _name(node) in CONVOLUTIONS:
             self.buffers.append(Buffer(node, _transposed_bytes(node), at, kind))
         if isinstance(result, tuple | list):
@@ -312,6 +315,13 @@ def _flash_workspace(query: Any) -> int:
     """Bytes of the workspace of flash attention in backward."""
     num, heads, length, width = (hint(size) for size in query.meta["val"].shape)
     return 4 * num * heads * round_up(length, FLASH_ROWS) * (1 + round_up(width, FLASH_COLUMNS))
+
+
+def _loss_scratch(node: fx.Node) -> int:
+    """Bytes that an operator of a chunked loss holds beside its inputs and results."""
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args[:-1]]
+    tensors = tuple((tuple(hint(size) for size in v.shape), v.dtype) if v is not None else None for v in values)
+    return scratch_bytes(_name(node), tensors, str(node.args[-1]))
 
 
 def _keeps_layout(graph: fx.Graph) -> bool:

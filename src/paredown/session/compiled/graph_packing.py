@@ -40,6 +40,7 @@ from paredown.codec import backend
 from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
 from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding
+from paredown.loss.output_head import OutputHead
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, resolve_format
 from paredown.roles import Role
@@ -217,6 +218,7 @@ class PlanBackend:
     names: Callable[[], dict[int, str]]  # of parameters, by their id
     on_call: Callable[[GraphReport, Any, Tensor, int], None]  # after each call with gradients: outputs, numbers, number of calls
     inductor: Any  # torch's own backend, which resolved mode and options
+    head: OutputHead | None = None  # the loss of which is computed in chunks
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """The compiled graph."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from paredown.loss.loss_operator import NAME as LOSS_OPERATOR
 from paredown.trace.operations import NONLINEAR, ROWS, STATISTIC, UNKNOWN, Needs, Operand, OperationRow, Pin, Use, row_of
 
 NORMS = frozenset(("batch_norm", "layer_norm", "group_norm", "rms_norm"))
@@ -109,6 +110,8 @@ def read_joint_graph(
             joint.of_inputs |= set() if node in constant else {node.name}
             continue
         inputs = node.all_input_nodes
+        if aten_name(node) == LOSS_OPERATOR:
+            continue  # what it makes are a loss and gradients, no activations
         if not inputs or any(i.name in joint.of_inputs for i in inputs) or _is_random(node):
             joint.of_inputs.add(node.name)
         if is_backward(node) or node.op != "call_function":

@@ -1,0 +1,235 @@
+"""`paredown::chunked_loss`: an output head and its cross entropy as one operator of torch, which compiled graphs call.
+
+It computes what `chunked_cross_entropy` computes, with the same chunks. Its results are new tensors: the loss, the factor of the gradients,
+and the gradients of hidden states, weight and bias, which backward multiplies by the factor and by the incoming gradient: operations that
+Inductor fuses with their readers. With reduction "none" backward calls `paredown::chunked_gradients`, which computes the logits of each
+chunk a second time. To torch.compile both are opaque: no tensor of all logits exists in its graphs.
+
+Arguments that are not tensors travel as one text.
+
+>>> settings = OperatorSettings("float32", "cpu", (True, True, False)).text
+>>> hidden, weight, target = torch.eye(3)[:2], torch.eye(3), torch.tensor([0, 2])
+>>> loss, factor, of_hidden, of_weight, of_bias = chunked_loss(hidden, weight, None, target, None, settings)
+>>> loss, factor, of_weight.shape, of_bias.shape
+(tensor(1.0514), tensor(0.5000), torch.Size([3, 3]), torch.Size([0]))
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paredown.loss.chunked_cross_entropy import (
+    CHUNK_BYTES,
+    KERNEL_DEVICES,
+    ChunkSettings,
+    CrossEntropy,
+    Elementwise,
+    Linear,
+    Problem,
+    accumulation_dtype,
+    reduced_loss,
+    rows_of_chunk,
+    run_chunks,
+)
+from paredown.trace.fake_tensors import DeviceForms, FakeTensors
+from paredown.trace.timeline import Timeline
+
+NAME = "chunked_loss"
+TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
+
+
+@dataclass(frozen=True)
+class OperatorSettings:
+    """What of a loss is no tensor. `dtype`: of matrix products; `device`: its type; `needs`: gradients of hidden, weight and bias."""
+
+    dtype: str
+    device: str
+    needs: tuple[bool, bool, bool]
+    calls: tuple[tuple[str, Any], ...] = ()
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """As an argument of the operators."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def parse(text: str) -> OperatorSettings:
+        """The settings of a text."""
+        fields = json.loads(text)
+        fields["needs"], fields["calls"] = tuple(fields["needs"]), tuple((name, value) for name, value in fields["calls"])
+        return OperatorSettings(**fields)
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        return getattr(torch, self.dtype)
+
+    def problem(self, target: Tensor, class_weights: Tensor | None, num_classes: int) -> Problem:
+        """The loss for a target (num_rows,)."""
+        options = CrossEntropy(class_weights, self.ignore_index, self.reduction, self.label_smoothing)
+        num_rows = rows_of_chunk(num_classes, self.product_dtype, self.device)
+        transform = Elementwise(self.calls) if self.calls else None
+        return Problem(target, options, ChunkSettings(self.product_dtype, transform, num_rows, device=self.device))
+
+
+def compute_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weights: Tensor | None, settings: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, factor of gradients, gradients of `hidden` (num_rows, size), `weight` (num_classes, size) and `bias`, empty if not needed."""
+    parsed = OperatorSettings.parse(settings)
+    problem = parsed.problem(target, class_weights, weight.shape[0])
+    with torch.autocast(hidden.device.type, enabled=False):
+        if parsed.reduction == "none":
+            losses, total = run_chunks(Linear(hidden, weight, bias, problem, (False,) * 3), problem, None)
+            return losses, torch.ones_like(total), *_filled((None,) * 3, hidden)
+        linear = Linear(hidden, weight, bias, problem, parsed.needs)
+        loss, factor = reduced_loss(linear, problem, has_gradients=any(parsed.needs))
+    return loss, factor, *_filled(linear.gradients, hidden)
+
+
+def compute_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weights: Tensor | None,
+    grad: Tensor,
+    settings: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden, weight and bias, from those of each row's loss (num_rows,); empty if not needed."""
+    parsed = OperatorSettings.parse(settings)
+    problem = parsed.problem(target, class_weights, weight.shape[0])
+    with torch.autocast(hidden.device.type, enabled=False):
+        linear = Linear(hidden, weight, bias, problem, parsed.needs)
+        run_chunks(linear, problem, grad[:, None])
+    return _filled(linear.gradients, hidden)
+
+
+def _filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients, with empty tensors in place of None."""
+    of_hidden, of_weight, of_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
+    return of_hidden, of_weight, of_bias
+
+
+chunked_loss = torch.library.custom_op(
+    f"paredown::{NAME}",
+    compute_loss,
+    mutates_args=(),
+    schema=f"({TENSORS}, str settings) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+chunked_gradients = torch.library.custom_op(
+    "paredown::chunked_gradients",
+    compute_gradients,
+    mutates_args=(),
+    schema=f"({TENSORS}, Tensor grad, str settings) -> (Tensor, Tensor, Tensor)",
+)
+SCRATCH: dict[str, Callable[..., tuple[Tensor, ...]]] = {NAME: compute_loss, "chunked_gradients": compute_gradients}
+
+
+# --- shapes, for tracing --------------------------------------------------------------------------------------------------------------
+
+
+def _empty_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: OperatorSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    needs = settings.needs if bias is not None else (*settings.needs[:2], False)
+    shapes = [t.shape if t is not None and is_needed else (0,) for t, is_needed in zip((hidden, weight, bias), needs, strict=True)]
+    dtypes = [
+        settings.product_dtype if needs[0] else hidden.dtype,
+        weight.dtype if needs[1] else hidden.dtype,
+        accumulation_dtype(bias.dtype) if bias is not None and needs[2] else hidden.dtype,
+    ]
+    of_hidden, of_weight, of_bias = (hidden.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return of_hidden, of_weight, of_bias
+
+
+@chunked_loss.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, class_weights: Any, settings: str) -> tuple[Tensor, ...]:
+    parsed, empty = OperatorSettings.parse(settings), hidden.new_empty(0)
+    number = hidden.new_empty((), dtype=_loss_dtype(parsed))
+    if parsed.reduction == "none":
+        losses = hidden.new_empty(target.shape, dtype=number.dtype)
+        return losses, number, empty, hidden.new_empty(0), hidden.new_empty(0)
+    return number, torch.empty_like(number), *_empty_gradients(hidden, weight, bias, parsed)
+
+
+@chunked_gradients.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, class_weights: Any, grad: Tensor, settings: str
+) -> tuple[Tensor, ...]:
+    return _empty_gradients(hidden, weight, bias, OperatorSettings.parse(settings))
+
+
+def _loss_dtype(settings: OperatorSettings) -> torch.dtype:
+    """float64 for logits that the calls make float64, else float32."""
+    casts = [value for name, value in settings.calls if name == "to"]
+    return accumulation_dtype(getattr(torch, casts[-1] if casts else settings.dtype))
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, target, class_weights, settings = inputs
+    ctx.settings, ctx.dtypes = settings, [t.dtype if t is not None else None for t in (hidden, weight, bias)]
+    ctx.set_materialize_grads(False)
+    is_by_row = OperatorSettings.parse(settings).reduction == "none"
+    ctx.save_for_backward(*((hidden, weight, bias, target, class_weights) if is_by_row else output[1:]))
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    settings, saved = OperatorSettings.parse(ctx.settings), ctx.saved_tensors
+    if grad is None:
+        return (None,) * 6
+    if settings.reduction == "none":
+        gradients = chunked_gradients(*saved, grad, ctx.settings)
+    else:
+        factor = (grad * saved[0])[None]  # of one dimension: a number would be rounded to the dtype of the gradient
+        gradients = [(gradient * factor).to(gradient.dtype) for gradient in saved[1:]]
+    rows = zip(gradients, ctx.dtypes, settings.needs, strict=True)
+    return *(g.to(dtype) if dtype is not None and is_needed else None for g, dtype, is_needed in rows), None, None, None
+
+
+chunked_loss.register_autograd(_backward, setup_context=_save)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------------------------
+
+
+def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
+    """The most bytes that an operator holds beside its inputs and results, from a run on fake tensors of these shapes and dtypes."""
+    device = OperatorSettings.parse(settings).device
+    return _scratch_bytes(name, tensors, settings, (CHUNK_BYTES.get(device), KERNEL_DEVICES.get(device)))
+
+
+@lru_cache(maxsize=64)
+def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
+    """`scratch_bytes`, once for each choice of the constants."""
+    device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
+    timeline = Timeline(lambda: "", is_cuda=device == "cuda")
+    with fakes.mode, torch.no_grad():
+        inputs = [
+            torch.empty(shape, dtype=dtype) if shape is not None else None for shape, dtype in (t or (None, None) for t in tensors)
+        ]
+        with DeviceForms(device, fakes), timeline:
+            results = SCRATCH[name](*inputs, settings)
+        num_results = sum(allocation.nbytes for t in results if (allocation := timeline.find(t)) is not None)
+    changes: Counter[int] = Counter()
+    for allocation in timeline.allocations:
+        changes[allocation.birth] += allocation.nbytes
+        if allocation.death is not None:
+            changes[allocation.death + 1] -= allocation.nbytes
+    return max(accumulate(changes[tick] for tick in sorted(changes)), default=0) - num_results
