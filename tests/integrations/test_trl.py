@@ -1,0 +1,192 @@
+"""TRL's trainers and PEFT's adapters under plans: SFT, DPO and the loss step of GRPO, on a two-layer Llama of random weights.
+
+One file, since importing TRL takes seconds. Nothing is downloaded: the tokenizer is made from 64 words.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import paredown as pare
+
+trl = pytest.importorskip("trl", reason="trl is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+datasets = pytest.importorskip("datasets", reason="datasets is not installed, which TRL needs")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+
+from paredown.integrations.hugging_face import attach  # noqa: E402
+
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
+NF4 = "nf4/64@bf16"
+ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+TRAINERS = ("sft", "dpo", "grpo")
+SFT_QUICKLY = ("sft", *(pytest.param(kind, marks=pytest.mark.full) for kind in TRAINERS[1:]))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def tokenizer() -> Any:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def tiny(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **more, **changes}))
+
+
+def texts(count: int, length: int) -> list[str]:
+    generator = torch.Generator().manual_seed(1)
+    return [" ".join(WORDS[3 + int(i)] for i in torch.randint(61, (length,), generator=generator)) for _ in range(count)]
+
+
+def distinct_words(completions: list[str], **rest: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def trainer_in(folder: Path, kind: str = "sft", model: Any = None, lora: dict[str, Any] | None = ADAPTERS, **options: Any) -> Any:
+    """A trainer with two steps, of two batches each, and activation checkpointing, which is TRL's default."""
+    model = model if model is not None else tiny()
+    defaults = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
+    defaults |= {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "bf16": False}
+    arguments = {"args": {**defaults, **options}, "rows": texts(32, 20)}
+    own = {"model": model, "processing_class": tokenizer(), "peft_config": peft.LoraConfig(**lora) if lora else None}
+    return {"sft": _sft, "dpo": _dpo, "grpo": _grpo}[kind](str(folder), own, **arguments)
+
+
+def _sft(folder: str, own: dict[str, Any], args: dict[str, Any], rows: list[str]) -> Any:
+    return trl.SFTTrainer(args=trl.SFTConfig(folder, **args), train_dataset=datasets.Dataset.from_dict({"text": rows}), **own)
+
+
+def _dpo(folder: str, own: dict[str, Any], args: dict[str, Any], rows: list[str]) -> Any:
+    pairs = datasets.Dataset.from_dict({"prompt": rows[:16], "chosen": rows[16:], "rejected": rows[:16][::-1]})
+    reference = {} if own["peft_config"] or hasattr(own["model"], "peft_config") else {"ref_model": copy.deepcopy(own["model"])}
+    return trl.DPOTrainer(args=trl.DPOConfig(folder, **args), train_dataset=pairs, **own, **reference)
+
+
+def _grpo(folder: str, own: dict[str, Any], args: dict[str, Any], rows: list[str]) -> Any:
+    prompts = datasets.Dataset.from_dict({"prompt": rows[:16]})
+    settings = trl.GRPOConfig(folder, num_generations=2, max_completion_length=8, **args)
+    return trl.GRPOTrainer(args=settings, reward_funcs=distinct_words, train_dataset=prompts, **own)
+
+
+def state(model: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not different, different
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_adapters_over_a_base_in_4_bits_are_those_over_its_rounded_values(kind: str, tmp_path: Path) -> None:
+    """Bit for bit, with activation checkpointing and gradient accumulation; an unmodified trainer has the rounded base."""
+    rounded = tiny()
+    for p in rounded.parameters():
+        if p.numel() >= 4096:
+            p.data.copy_(pare.round_trip(p.detach(), NF4))
+    plain = trainer_in(tmp_path / "a", kind, rounded)
+    plain.train()
+    pared = trainer_in(tmp_path / "b", kind)
+    callback = attach(pared, pare.Plan.preset("frozen4"))
+    callback.prints_summary = False
+    packed = [p for name, p in pared.model.named_parameters() if "lora" not in name and p.numel() >= 4096]
+    assert len(packed) == 2 * 5 + 2 and not any(p.untyped_storage().nbytes() for p in packed)
+    pared.train()
+    assert_equal(state(pared.model), state(plain.model))
+    assert losses(pared) == losses(plain) and len(losses(plain)) == 2
+    assert type(pared.optimizer.optimizer) is type(plain.optimizer.optimizer)
+    assert not [row for row in callback.session.changes if "fewer than" not in row.slot]
+
+
+@pytest.mark.parametrize("kind", SFT_QUICKLY)
+def test_activations_in_8_bits_change_no_loss_of_the_first_step_and_little_after(kind: str, tmp_path: Path) -> None:
+    """Forward passes are exact; the adapters of two steps differ by the error of their gradients."""
+    plain = trainer_in(tmp_path / "a", kind)
+    before = state(plain.model)
+    plain.train()
+    pared = trainer_in(tmp_path / "b", kind)
+    callback = attach(pared, pare.Plan.preset("activations8"))
+    callback.prints_summary = False
+    pared.train()
+    assert losses(pared)[0] == losses(plain)[0]
+    assert losses(pared)[1] == pytest.approx(losses(plain)[1], abs=1e-3)
+    assert max(row.get("memory/activation_gib", 0.0) for row in pared.state.log_history) > 0
+    moved = {name: (after - before[name]).norm() for name, after in plain.model.state_dict().items() if "lora_B" in name}
+    assert len(moved) == 14 and all(size > 0 for size in moved.values())
+    off = {name: (pared.model.state_dict()[name] - plain.model.state_dict()[name]).norm() for name in moved}
+    assert all(off[name] < 0.25 * moved[name] for name in moved), {name: off[name] / moved[name] for name in moved}
+
+
+@pytest.mark.parametrize("kind", SFT_QUICKLY)
+@pytest.mark.parametrize("preset", ["lpmm", "fine_tune"])
+def test_all_parameters_train_under_packed_state(kind: str, preset: str, tmp_path: Path) -> None:
+    """The head's packed weight is read by TRL's loss and not by its module: it gets its gradient."""
+    trainer = trainer_in(tmp_path, kind, lora=None, optim="adamw_torch")
+    callback = attach(trainer, pare.Plan.preset(preset))
+    callback.prints_summary = False
+    before = state(trainer.model)
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, pare.optim.AdamW) and trainer.optimizer.optimizer.updates == 2
+    after = trainer.model.state_dict()
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+    assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.full)])
+def test_a_resumed_fine_tuning_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    plan = (
+        pare.Plan.preset("frozen4").set("activation", "int8/64@bf16").set("moment1", "int8/64@bf16").set("moment2", "uint8/64@bf16")
+    )
+    ends: list[Any] = []
+    for resumes in (False, True):
+        trainer = trainer_in(tmp_path, kind, save_strategy="steps", save_steps=1, max_steps=2)
+        attach(trainer, plan).prints_summary = False
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1") if resumes else None)
+        ends.append((state(trainer.model), losses(trainer)))
+    assert_equal(ends[1][0], ends[0][0])
+    assert ends[0][1] == ends[1][1]
+
+
+def test_saved_adapters_are_plain_peft_adapters(tmp_path: Path) -> None:
+    """During training, over a packed base, and after it; PEFT alone loads them on the base that was trained on."""
+    trainer = trainer_in(tmp_path, save_strategy="steps", save_steps=2)
+    callback = attach(trainer, pare.Plan.preset("frozen8"))
+    callback.prints_summary = False
+    trainer.train()
+    trainer.save_model(str(tmp_path / "end"))
+    base = tiny()
+    for p in base.parameters():
+        if p.numel() >= 4096:
+            p.data.copy_(pare.round_trip(p.detach(), "int8/64@bf16"))
+    tokens = torch.arange(24).reshape(2, 12)
+    trainer.model.eval()
+    with torch.no_grad():
+        wanted = trainer.model(input_ids=tokens).logits
+        for folder in ("checkpoint-2", "end"):
+            read = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / folder).eval()
+            assert torch.equal(read(input_ids=tokens).logits, wanted), folder
+            assert {type(p) for p in read.parameters()} == {torch.nn.Parameter}
+    assert not torch.equal(wanted, base.eval()(input_ids=tokens).logits)
