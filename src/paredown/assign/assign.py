@@ -209,12 +209,15 @@ def _quantized(slots: Sequence[Slot], formats: Formats) -> str:
 
 
 def _parameters(problem: AssignmentProblem, formats: Formats) -> str:
-    names = {name for (name, role), format in formats.items() if role is not Role.ACTIVATION and format is not None}
-    return (
-        f"{len(names)} of {len(problem.trace.of(Role.WEIGHT))} parameters or their state, which need paredown.optim"
-        if names
-        else ""
+    packed = {(name, role) for (name, role), format in formats.items() if role is not Role.ACTIVATION and format is not None}
+    frozen = {name for name, role in packed if role is Role.FROZEN}
+    trained = {name for name, _ in packed} - frozen
+    count = len(problem.trace.of(Role.WEIGHT))
+    texts = (
+        f"{len(frozen)} of {count} parameters, which are frozen" if frozen else "",
+        f"{len(trained)} of {count} parameters or their state, which need paredown.optim" if trained else "",
     )
+    return ", ".join(text for text in texts if text)
 
 
 # --- plan templates ----------------------------------------------------------------------------------------------------
@@ -291,7 +294,7 @@ def _why(item: Item, nbytes: int) -> str:
     """Why an item cannot be stored in fewer than the `nbytes` that it has at the peak."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
-        return slot.stays or "a parameter with its gradient and optimizer state"
+        return slot.stays or ("frozen" if slot.is_frozen else "a parameter with its gradient and optimizer state")
     pinned = next((s.pin for s in item.slots if s.pin is not None), None)
     if slot.stays:
         return slot.stays
@@ -328,7 +331,7 @@ def _unpinned(slot: Slot) -> Slot:
 
 def _other_method(problem: AssignmentProblem, budget_bytes: int) -> str:
     """A sentence if the default method reaches the budget, else an empty text."""
-    if problem.method.order is None:
+    if problem.method.order is None and not problem.method.keeps_residue:
         return ""
     peak = AssignmentProblem.of(problem.trace, METHODS["role"], ladder=problem.ladder).smallest.peak_bytes
     return f"Method 'role' reaches {say_bytes(peak)}." if peak <= budget_bytes else ""
