@@ -190,3 +190,60 @@ def test_saved_adapters_are_plain_peft_adapters(tmp_path: Path) -> None:
             assert torch.equal(read(input_ids=tokens).logits, wanted), folder
             assert {type(p) for p in read.parameters()} == {torch.nn.Parameter}
     assert not torch.equal(wanted, base.eval()(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "chunked_nll"])
+def test_the_chunked_loss_of_trl_is_left_with_a_row(loss_type: str, tmp_path: Path) -> None:
+    """TRL 1.16 computes both in tiles of logits, in a forward that does not call the head; older ones compute all logits for "nll"."""
+    plain = trainer_in(tmp_path / "a", model=tiny(vocab_size=8192), loss_type=loss_type, max_steps=1)
+    plain.train()
+    pared = trainer_in(tmp_path / "b", model=tiny(vocab_size=8192), loss_type=loss_type, max_steps=1)
+    callback = attach(pared, pare.Plan(), chunked_loss=True)
+    callback.prints_summary = False
+    pared.train()
+    assert_equal(state(pared.model), state(plain.model))
+    (row,) = callback.session.changes
+    assert row.slot == "base_model.model.lm_head" and row.given == "unmodified" and "forward is that of TRL" in row.reason
+
+
+def tokens_of(num: int, length: int, **more: Any) -> dict[str, Any]:
+    tokens = torch.arange(num * length).reshape(num, length) % 60
+    return {"input_ids": tokens, "labels": tokens, "use_cache": False, **more}
+
+
+def test_traces_count_the_loss_of_trl(tmp_path: Path) -> None:
+    """The bytes that autograd's hooks see in a real step, and no logits; the loss itself saves hidden states and three numbers a token."""
+    model = trainer_in(tmp_path, model=tiny(vocab_size=9000), gradient_checkpointing=False).model
+    batch = tokens_of(4, 20, fused_lm_head=True)
+    trace = pare.trace_step(model, batch, optimizer="adamw", device="cpu")
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    own |= {value.untyped_storage().data_ptr() for value in batch.values() if isinstance(value, Tensor)}
+    saved: dict[int, Tensor] = {}
+
+    def record(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        loss = model(**batch).loss
+    assert sum(t.untyped_storage().nbytes() for t in saved.values()) == pare.footprint(trace).by_role[pare.Role.ACTIVATION]
+    slots = {slot.name: slot.nbytes for slot in trace.slots if "ChunkedLogProb" in slot.name}
+    num_tokens = 4 * 19  # scored: each row but its last token
+    assert sorted(slots.values()) == sorted([num_tokens * 64 * 4, num_tokens * 8, num_tokens * 4, num_tokens * 4])
+    loss.backward()
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_on_cuda_the_loss_of_trl_takes_one_tile_of_logits(autocast: torch.dtype | None, tmp_path: Path) -> None:
+    """Its kernels change a tile in place; the CPU's operations make float32 copies of it. Tiles have the dtype of autocast."""
+    model = trainer_in(tmp_path, model=tiny(vocab_size=40_000), gradient_checkpointing=False).model
+    trace = pare.trace_step(model, tokens_of(4, 20, fused_lm_head=True), device="cuda", autocast=autocast)
+    tile = 4 * 19 * 32768 * (4 if autocast is None else 2)
+    large = [output for output in trace.outputs if output.nbytes > tile // 4 and output.shape[0] == 4 * 19]
+    assert [output.nbytes for output in large] == [tile, tile], "one in forward, one in backward"
+    on_cpu = pare.trace_step(model, tokens_of(4, 20, fused_lm_head=True), device="cpu", autocast=autocast)
+    assert pare.footprint(on_cpu).at_peak[pare.Role.TEMPORARY] > 2.5 * pare.footprint(trace).at_peak[pare.Role.TEMPORARY]
+    from trl.kernels import chunked_logprob
+
+    assert chunked_logprob._forward_tile.__module__ == chunked_logprob.__name__, "the trace has restored TRL's functions"

@@ -298,7 +298,7 @@ class DeviceForms(TorchFunctionMode):
         Off around backward: there checkpoints enter the autocast state of their forward pass.
         """
         if self._is_cuda:
-            with cuda_autocast(dtype, self._casts.clear):
+            with cuda_autocast(dtype, self._casts.clear), device_ops.trl_kernels():
                 yield
         elif dtype is None and not torch.is_autocast_enabled("cpu"):  # a context would keep casts until its own end
             yield
