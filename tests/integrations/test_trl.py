@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import paredown as pare
+from paredown.errors import ApplyError, BudgetError, OptimError
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -75,7 +76,8 @@ def _sft(folder: str, own: dict[str, Any], args: dict[str, Any], rows: list[str]
 
 
 def _dpo(folder: str, own: dict[str, Any], args: dict[str, Any], rows: list[str]) -> Any:
-    pairs = datasets.Dataset.from_dict({"prompt": rows[:16], "chosen": rows[16:], "rejected": rows[:16][::-1]})
+    spaced = [f" {row}" for row in rows]
+    pairs = datasets.Dataset.from_dict({"prompt": rows[:16], "chosen": spaced[16:], "rejected": spaced[:16][::-1]})
     reference = {} if own["peft_config"] or hasattr(own["model"], "peft_config") else {"ref_model": copy.deepcopy(own["model"])}
     return trl.DPOTrainer(args=trl.DPOConfig(folder, **args), train_dataset=pairs, **own, **reference)
 
@@ -208,7 +210,7 @@ def test_the_chunked_loss_of_trl_is_left_with_a_row(loss_type: str, tmp_path: Pa
 
 def tokens_of(num: int, length: int, **more: Any) -> dict[str, Any]:
     tokens = torch.arange(num * length).reshape(num, length) % 60
-    return {"input_ids": tokens, "labels": tokens, "use_cache": False, **more}
+    return {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False, **more}
 
 
 def test_traces_count_the_loss_of_trl(tmp_path: Path) -> None:
@@ -249,3 +251,128 @@ def test_on_cuda_the_loss_of_trl_takes_one_tile_of_logits(autocast: torch.dtype 
     from trl.kernels import chunked_logprob
 
     assert chunked_logprob._forward_tile.__module__ == chunked_logprob.__name__, "the trace has restored TRL's functions"
+
+
+# --- budgets --------------------------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(kind: str) -> tuple[int, int]:
+    """Rows and tokens of the longest batch: DPO has two rows for each pair, and GRPO adds the longest completion to a prompt."""
+    return {"sft": (4, 21), "dpo": (8, 41), "grpo": (4, 28)}[kind]
+
+
+def wide() -> Any:
+    """A model whose weights take more memory than TRL's tile of logits."""
+    return tiny(hidden_size=256, intermediate_size=1024)
+
+
+@pytest.mark.parametrize("kind", SFT_QUICKLY)
+def test_a_plan_is_made_for_the_trainers_own_step(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Within the budget for a batch of the longest rows, with the activation checkpointing that the trainer enables later."""
+    trainer = trainer_in(tmp_path, kind, wide(), max_steps=1)
+    assert not trainer.model.is_gradient_checkpointing
+    callback = attach(trainer, budget="90%")
+    callback.prints_summary = False
+    assert not trainer.model.is_gradient_checkpointing and callback.plan.rules and callback.plan.reason in caplog.text
+    assert callback.plan.made_for["batch"][0] == f"input_ids: {sizes_of(kind)} int64"
+    trainer.train()
+    assert trainer.state.global_step == 1 and not callback.is_open
+    again = trainer_in(tmp_path, kind, wide()).model
+    again.gradient_checkpointing_enable()
+    trace = pare.trace_step(again.train(), tokens_of(*sizes_of(kind), fused_lm_head=True), optimizer="adamw", device="cpu")
+    peaks = [pare.footprint(trace, plan).peak_bytes for plan in (None, callback.plan)]
+    assert peaks[1] <= callback.plan.made_for["budget_bytes"] == peaks[0] * 90 // 100
+
+
+def test_a_budget_that_no_plan_fits_names_the_nearest_that_one_does(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path)
+    with pytest.raises(
+        BudgetError, match=r"no plan .* fits 1\.00 MiB.*the smallest needs .*checkpointing is that of the trainer"
+    ) as caught:
+        attach(trainer, budget="1MiB")
+    nearest = caught.value.smallest_bytes
+    assert nearest is not None and f"attach(trainer, budget={nearest})" in str(caught.value)
+    with pytest.raises(BudgetError):
+        attach(trainer, budget=nearest - 1)
+    attach(trainer, budget=nearest).close()
+
+
+def test_at_small_learning_rates_trained_weights_keep_24_bits(tmp_path: Path) -> None:
+    found = []
+    for rate in (1e-5, 1e-3):
+        trainer = trainer_in(tmp_path, lora=None, model=wide(), learning_rate=rate)
+        callback = attach(trainer, budget="62%")
+        plan = callback.plan
+        callback.close()
+        found.append({bool(plan.find((name,), pare.Role.RESIDUE).format) for name, p in trainer.model.named_parameters() if p.dim() > 1
+                      if plan.find((name,), pare.Role.WEIGHT).format is not None})  # fmt: skip
+        assert plan.made_for["method"] == ("fine_tune" if rate == 1e-5 else "role")
+    assert found[0] == {True}
+
+
+def test_the_weights_of_a_reference_model_are_part_of_the_budget(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, "dpo", lora=None)
+    held = sum(p.numel() * p.element_size() for p in trainer.ref_model.parameters())
+    with pytest.raises(BudgetError, match=r"the reference model of DPOTrainer takes .* of a budget of .*train adapters"):
+        attach(trainer, budget=held)
+    with pytest.raises(BudgetError, match=r"for the weights of the reference model included"):
+        attach(trainer, budget=held + 2**20)
+
+
+def test_arguments_of_attach_that_contradict(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, optim="adafactor")
+    for arguments in ({}, {"plan": pare.Plan(), "budget": "1GiB"}):
+        with pytest.raises(ApplyError, match="attach takes a plan or a budget"):
+            attach(trainer, **arguments)
+    with pytest.raises(OptimError, match=r"a plan within a budget needs an optimizer whose state is known.*'adafactor'"):
+        attach(trainer, budget="1GiB")
+    with pytest.raises(ApplyError, match=r"returns a list, not a mapping of tensors.*batch="):
+        attach(trainer, budget="1GiB", batch=[1], optimizer="adamw")
+    callback = attach(trainer, budget="1GiB", batch=tokens_of(2, 16), optimizer="adamw")
+    assert callback.plan.made_for["batch"][0] == "input_ids: (2, 16) int64"
+    callback.close()
+
+
+# --- out of memory --------------------------------------------------------------------------------------------------------------------
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.20 GiB is free. Of the allocated "
+    "memory 19.00 GiB is allocated by PyTorch, and 3.10 GiB is reserved by PyTorch but unallocated."
+)
+
+
+def raise_in(layer: torch.nn.Module, error: BaseException) -> None:
+    def fail(module: Any, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():  # not while GRPO generates
+            handle.remove()
+            raise error
+
+    handle = layer.register_forward_hook(fail)
+
+
+@pytest.mark.parametrize("kind", SFT_QUICKLY)
+def test_out_of_memory_in_train_is_explained_without_a_context(kind: str, tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, kind, wide())
+    callback = attach(trainer, pare.Plan.preset("activations8"))
+    raise_in(trainer.model.base_model.model.model.layers[1], torch.OutOfMemoryError(MESSAGE))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train()
+    about, advice = caught.value.__notes__
+    assert about.startswith("paredown: temporary grew most, to ") and "The next plan down is 'frozen" in about
+    assert "\nAt the peak: temporary " in about and "weight " in about
+    assert (
+        advice.startswith("paredown: 3.10 GiB of 24.00 GiB is reserved by torch and not allocated")
+        and "expandable_segments" in advice
+    )
+    callback.close()
+    assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
+
+
+def test_other_errors_of_train_have_no_note(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path)
+    callback = attach(trainer, pare.Plan.preset("frozen8"))
+    raise_in(trainer.model.base_model.model.model.layers[1], RuntimeError("a shape is wrong"))
+    with pytest.raises(RuntimeError, match="a shape is wrong") as caught:
+        trainer.train()
+    assert not hasattr(caught.value, "__notes__")
+    callback.close()

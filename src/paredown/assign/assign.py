@@ -58,6 +58,7 @@ __all__ = ["assign"]
 
 
 NUM_NAMED_SLOTS = 3  # in an error
+NOT_ALLOWED = "Activation checkpointing was not allowed."
 TEMPLATE_FIELD = "recipe"  # of `made_for`; the name in files since version 0.1
 SEPARATOR = "; "
 
@@ -286,7 +287,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
     parts = [f"{head}.", f"Largest at the peak: {named}." if named else ""]
     parts += [f"In addition, which no plan changes: {', '.join(more)}."] if more else []
     parts.append(_other_method(problem, budget_bytes) or _without_pins(problem, budget_bytes))
-    parts.append("Activation checkpointing is included." if has_layers else "Activation checkpointing was not allowed.")
+    parts.append("Activation checkpointing is included." if has_layers else NOT_ALLOWED)
     return " ".join(part for part in [*parts, _advice(problem.trace)] if part)
 
 
