@@ -91,6 +91,7 @@ class FakeTensors:
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # a context entered while a fake is made
         # id of the original -> (original, fake); the original is held so that its id is not reused
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self._codes: dict[tuple[int, torch.Size], Tensor] = {}  # address and shape of quantized parameters -> fake
 
     def of(self, tensor: Tensor) -> Tensor:
         """The fake CPU tensor for `tensor`; `tensor` itself if it is a fake of this mode."""
@@ -106,11 +107,19 @@ class FakeTensors:
             raise TraceError(
                 f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}; only dense (strided) tensors can be traced."
             )
+        codes = (
+            self._codes.get((tensor.data_ptr(), tensor.shape)) if self._codes and type(tensor) in (Tensor, nn.Parameter) else None
+        )
+        if codes is not None:  # Linear8bitLt has its codes a second time, as the attribute of an object
+            with self.mode:
+                return codes.detach()
         with torch.device("cpu"), self.mode, self.around():
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                vars(parameter).update(vars(tensor) if type(tensor).__name__ in QUANTIZED else {})
+                if type(tensor).__name__ in QUANTIZED:
+                    vars(parameter).update(vars(tensor))
+                    self._codes[tensor.data_ptr(), tensor.shape] = fake  # not `parameter`: the layer sets its data
                 return parameter
             return fake.requires_grad_(tensor.requires_grad)
 
@@ -136,7 +145,8 @@ def check_model(model: nn.Module) -> None:
         is_plain = kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor)
         if not is_plain and kind.__name__ not in (PACKED, *QUANTIZED):
             raise TraceError(
-                f"{name!r} is a {kind.__name__}, not a plain tensor: trace the model before its tensors are converted."
+                f"{name!r} is a {kind.__name__}, not a plain tensor or one of bitsandbytes ({', '.join(sorted(QUANTIZED))}), and its bytes "
+                "are not known: trace the model before its tensors are converted."
             )
 
 
