@@ -6,6 +6,7 @@ One file, since importing TRL takes seconds. Nothing is downloaded: the tokenize
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import paredown as pare
 from paredown.errors import ApplyError, BudgetError, OptimError
+from tests.support.scripts import ROOT, run_script
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -376,3 +378,17 @@ def test_other_errors_of_train_have_no_note(tmp_path: Path) -> None:
         trainer.train()
     assert not hasattr(caught.value, "__notes__")
     callback.close()
+
+
+# --- the example and its page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_trains_within_its_budget_and_is_what_its_page_shows(tmp_path: Path) -> None:
+    ran = run_script(ROOT / "examples" / "sft.py", "--steps", "5", cwd=tmp_path)
+    assert ran.status == 0, ran.err
+    assert re.search(r"^plan: method role under .*parameters, which are frozen; peak .* instead of ", ran.out, re.MULTILINE)
+    assert re.search(r"^step 5: loss [\d.]+, weights [\d.]+ MiB$", ran.out, re.MULTILINE)
+    assert ran.out.endswith("PEFT alone loads the same adapters\n")
+    example = (ROOT / "examples" / "sft.py").read_text()
+    shown = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / "how_to" / "trl.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown and all(line.strip() in example for block in shown for line in block.splitlines())
