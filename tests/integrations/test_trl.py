@@ -145,7 +145,7 @@ def test_activations_in_8_bits_change_no_loss_of_the_first_step_and_little_after
 
 
 @pytest.mark.parametrize("kind", SFT_QUICKLY)
-@pytest.mark.parametrize("preset", ["lpmm", "fine_tune"])
+@pytest.mark.parametrize("preset", ["lpmm", pytest.param("fine_tune", marks=pytest.mark.full)])
 def test_all_parameters_train_under_packed_state(kind: str, preset: str, tmp_path: Path) -> None:
     """The head's packed weight is read by TRL's loss and not by its module: it gets its gradient."""
     trainer = trainer_in(tmp_path, kind, lora=None, optim="adamw_torch")
@@ -240,7 +240,7 @@ def test_traces_count_the_loss_of_trl(tmp_path: Path) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [pytest.param(None, marks=pytest.mark.full), torch.bfloat16])
 def test_on_cuda_the_loss_of_trl_takes_one_tile_of_logits(autocast: torch.dtype | None, tmp_path: Path) -> None:
     """Its kernels change a tile in place; the CPU's operations make float32 copies of it. Tiles have the dtype of autocast."""
     model = trainer_in(tmp_path, model=tiny(vocab_size=40_000), gradient_checkpointing=False).model
