@@ -153,6 +153,26 @@ def test_bases_of_bitsandbytes_are_left_and_counted(kind: str) -> None:
         assert all(dict(model.named_parameters())[name] is p for name, p in codes.items())
 
 
+def test_a_base_of_torchao_is_left_and_counted() -> None:
+    """Its tensors are made of codes, scales and zero points, each with a slot."""
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    base = block()
+    torchao.quantize_(base, torchao.Int8WeightOnlyConfig())
+    model = adapted(base.requires_grad_(False))
+    x = torch.randn(BATCH)
+    wanted = model(x)
+    num_bytes = 5 * (96 * 96 + 96 * 4 + 96) + sum(p.numel() * 4 for name, p in model.named_parameters() if "lora" in name)
+    for device in ("cpu", "cuda"):
+        trace = pare.trace_step(model, (x, x), loss=mean_square, optimizer="adamw", device=device)
+        assert pare.footprint(trace).by_role[pare.Role.WEIGHT] == num_bytes
+        with_plan = pare.footprint(trace, pare.Plan.preset("frozen4"))
+        assert with_plan.by_role[pare.Role.WEIGHT] == num_bytes
+    with pare.apply(pare.Plan.preset("frozen4"), model) as session:
+        assert torch.equal(model(x), wanted)
+        rows = [row for row in session.changes if "base_layer" in row.slot]
+        assert len(rows) == 5 and all("it is a Int8Tensor" in row.reason for row in rows)
+
+
 class Ternary(nn.Parameter):
     """A quantized parameter of an unknown library."""
 
@@ -161,7 +181,7 @@ def test_an_unknown_quantization_has_a_sentence() -> None:
     model = block()
     model.q.weight = Ternary(torch.zeros(96, 96), requires_grad=False)
     model = adapted(model)
-    with pytest.raises(TraceError, match=r"'base_model.model.q.base_layer.weight' is a Ternary.*bitsandbytes.*before its tensors"):
+    with pytest.raises(TraceError, match=r"'base_model.model.q.base_layer.weight' is a Ternary.*bitsandbytes.*torchao.*before its tensors"):
         pare.trace_step(model, (torch.empty(BATCH), torch.empty(BATCH)), loss=mean_square)
     with pare.apply(pare.Plan.preset("frozen8"), model) as session:
         (row,) = [row for row in session.changes if "q.base_layer" in row.slot]

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from paredown.errors import TraceError
 from paredown.roles import Role
 from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.fake_tensors import DeviceForms, FakeTensors
+from paredown.trace.fake_tensors import DeviceForms, FakeTensors, inner_tensors
 from paredown.trace.module_watch import Watch
 from paredown.trace.saved_lifetimes import Recorder
 from paredown.trace.timeline import Allocation, Timeline
@@ -228,7 +228,11 @@ class FakeStep:
     def _record_initial_tensors(self, arguments: Arguments) -> None:
         """Record what is allocated before the step: parameters, buffers and inputs."""
         for module in (self.model, self.loss_module):
-            self.initial_tensors += [(name, Role.WEIGHT, p) for name, p in module.named_parameters()]
+            for name, p in module.named_parameters():
+                parts = inner_tensors(p) or {"": p}
+                self.initial_tensors += [
+                    (f"{name}.{part}" if part else name, Role.WEIGHT, tensor) for part, tensor in parts.items()
+                ]
             self.initial_tensors += [(name, Role.BUFFER, buffer) for name, buffer in module.named_buffers()]
         inputs = [t for t in tree_leaves((arguments.args, arguments.keywords, arguments.targets)) if isinstance(t, Tensor)]
         for number, tensor in enumerate(dict.fromkeys(inputs)):
