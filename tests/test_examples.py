@@ -123,6 +123,6 @@ def test_a_sweep_without_ray_says_so_and_elsewhere_goes_on(tmp_path: Path) -> No
 
 
 def test_examples_are_short_and_say_what_they_show() -> None:
-    for name in ("cnn", "gpt", "hugging_face", "format_study", "ray_sweep"):
+    for name in ("cnn", "gpt", "hugging_face", "sft", "format_study", "ray_sweep"):
         lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
         assert len(lines) < 80 and lines[0].startswith('"""A ') and lines[0].endswith('"""')

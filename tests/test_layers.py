@@ -42,7 +42,7 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "papers": (STEP | {"simulate", "pick"}, frozenset({"numpy", "scipy"})),
     "report": (STEP | {"session", "apply", "tasks", "sweeps", "pick"}, frozenset({"sqlalchemy"})),
     "integrations": (
-        STEP | {"optim", "session", "apply", "simulate", "tasks", "pick"},
+        STEP | {"assign", "optim", "loss", "session", "apply", "simulate", "tasks", "pick"},
         frozenset({"torch", "transformers", "lightning"}),
     ),
     "cli": (

@@ -18,6 +18,7 @@ from paredown.assign.problem import AssignmentProblem, ladder_of
 from paredown.assign.strategies import METHODS, role_table_error
 from paredown.errors import BudgetError, PlanError
 from paredown.models import MODELS, random_batch
+from paredown.models.lora import add_lora
 from paredown.models.resnet import resnet50
 from paredown.models.transformer import ViT
 from paredown.plan import checkpointed_trace as checkpoints
@@ -332,3 +333,41 @@ def test_a_search_over_layers_checkpoints_each_of_them_few_times(monkeypatch: py
     monkeypatch.setattr(checkpoints, "_with_checkpoint", counted)
     assign(trace, "40%")
     assert len(layers) <= len(made) <= 2 * len(layers), "once alone, to see what it saves, and once after the layers before it"
+
+
+def mlp_trace(rank: int | None, optimizer: str = "adamw") -> Trace:
+    """Weights of 256 KiB each and activations of 16 KiB: a budget is reached by weights alone."""
+    model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(256, 256), nn.GELU())))
+    if rank is not None:
+        add_lora(model, rank)
+    return trace_step(model, (torch.empty(16, 256), torch.empty(16, 256)), loss=mse_loss, optimizer=optimizer, device="cpu")
+
+
+@pytest.mark.parametrize("method", ["role", "fine_tune"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+def test_frozen_weights_are_packed_in_8_bits_then_in_4(method: str, optimizer: str) -> None:
+    """With any optimizer, since none updates them; adapters of 4 x 256 values are too small to pack."""
+    trace = mlp_trace(4, optimizer)
+    found: list[set[str | None]] = []
+    for budget in ("80%", "50%"):
+        plan = assign(trace, budget, method=method)
+        assert footprint(trace, plan).fits(budget)
+        assert {key.partition("=")[0] for key, _ in plan.rules if "frozen" in key or "weight" in key} == {"frozen"}
+        assert "of 16 parameters, which are frozen" in plan.reason
+        assert "paredown.optim" not in plan.reason
+        names = [slot.name for slot in trace.of(Role.WEIGHT) if slot.is_frozen and len(slot.shape) == 2]
+        found.append({str(plan.find((name,), Role.FROZEN).format) for name in names} - {"None"})
+    assert found[0] == {"int8/64@bf16"} and "nf4/64@bf16" in found[1]
+
+
+@pytest.mark.parametrize("share", [70, 55])
+def test_method_fine_tune_packs_trained_weights_only_with_a_residue(share: int) -> None:
+    trace = mlp_trace(None)
+    names = [slot.name for slot in trace.of(Role.WEIGHT) if len(slot.shape) == 2]
+    plan = assign(trace, f"{share}%", method="fine_tune")
+    assert footprint(trace, plan).fits(f"{share}%")
+    stored = [(plan.find((name,), Role.WEIGHT).format, plan.find((name,), Role.RESIDUE).format) for name in names]
+    assert all(weight is None or residue is not None for weight, residue in stored)
+    with pytest.raises(BudgetError, match=r"no plan of method 'fine_tune' fits .*Method 'role' reaches"):
+        assign(trace, "40%", method="fine_tune")
+    assert footprint(trace, assign(trace, "40%")).fits("40%")

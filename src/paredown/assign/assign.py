@@ -58,6 +58,7 @@ __all__ = ["assign"]
 
 
 NUM_NAMED_SLOTS = 3  # in an error
+NOT_ALLOWED = "Activation checkpointing was not allowed."
 TEMPLATE_FIELD = "recipe"  # of `made_for`; the name in files since version 0.1
 SEPARATOR = "; "
 
@@ -209,12 +210,15 @@ def _quantized(slots: Sequence[Slot], formats: Formats) -> str:
 
 
 def _parameters(problem: AssignmentProblem, formats: Formats) -> str:
-    names = {name for (name, role), format in formats.items() if role is not Role.ACTIVATION and format is not None}
-    return (
-        f"{len(names)} of {len(problem.trace.of(Role.WEIGHT))} parameters or their state, which need paredown.optim"
-        if names
-        else ""
+    packed = {(name, role) for (name, role), format in formats.items() if role is not Role.ACTIVATION and format is not None}
+    frozen = {name for name, role in packed if role is Role.FROZEN}
+    trained = {name for name, _ in packed} - frozen
+    count = len(problem.trace.of(Role.WEIGHT))
+    texts = (
+        f"{len(frozen)} of {count} parameters, which are frozen" if frozen else "",
+        f"{len(trained)} of {count} parameters or their state, which need paredown.optim" if trained else "",
     )
+    return ", ".join(text for text in texts if text)
 
 
 # --- plan templates ----------------------------------------------------------------------------------------------------
@@ -283,7 +287,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
     parts = [f"{head}.", f"Largest at the peak: {named}." if named else ""]
     parts += [f"In addition, which no plan changes: {', '.join(more)}."] if more else []
     parts.append(_other_method(problem, budget_bytes) or _without_pins(problem, budget_bytes))
-    parts.append("Activation checkpointing is included." if has_layers else "Activation checkpointing was not allowed.")
+    parts.append("Activation checkpointing is included." if has_layers else NOT_ALLOWED)
     return " ".join(part for part in [*parts, _advice(problem.trace)] if part)
 
 
@@ -291,7 +295,7 @@ def _why(item: Item, nbytes: int) -> str:
     """Why an item cannot be stored in fewer than the `nbytes` that it has at the peak."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
-        return slot.stays or "a parameter with its gradient and optimizer state"
+        return slot.stays or ("frozen" if slot.is_frozen else "a parameter with its gradient and optimizer state")
     pinned = next((s.pin for s in item.slots if s.pin is not None), None)
     if slot.stays:
         return slot.stays
@@ -328,7 +332,7 @@ def _unpinned(slot: Slot) -> Slot:
 
 def _other_method(problem: AssignmentProblem, budget_bytes: int) -> str:
     """A sentence if the default method reaches the budget, else an empty text."""
-    if problem.method.order is None:
+    if problem.method.order is None and not problem.method.keeps_residue:
         return ""
     peak = AssignmentProblem.of(problem.trace, METHODS["role"], ladder=problem.ladder).smallest.peak_bytes
     return f"Method 'role' reaches {say_bytes(peak)}." if peak <= budget_bytes else ""

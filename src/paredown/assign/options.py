@@ -7,6 +7,7 @@ which none or some are packed (plan/replay.py).
     item                       options: unmodified, then of fewer and fewer bits; each has its bytes over time and a predicted error
     layers.0.mlp.1:input       unmodified | int8 | int4 | uint2;   layers.0.mlp.2:input is recomputed from it and takes no bytes
     layers.0.mlp.0.weight      full | moments8 | safe | half | lpmm | lpmm4, with packed or plain gradients
+    a frozen weight            full | frozen8 | frozen4
 
 The bytes come from the functions of plan/replay.py, so that they equal those of a footprint.
 
@@ -55,7 +56,8 @@ Ints = NDArray[np.int64]
 ErrorOf = Callable[[Slot, Format], float]
 LADDER: Ladder = (None, *(Format.parse(text) for text in ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")))
 MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more have the same one
-OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value)
+OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value, Role.FROZEN.value)
+Rows = Mapping[str, Mapping[str, str]]  # name -> role -> format
 _TIERS = {
     name: row for name, row in TIERS.items() if row and name != "fine_tune"
 }  # which differs from safe by the length of blocks
@@ -65,6 +67,14 @@ TIER_ROWS: Mapping[str, Mapping[str, str]] = {
     "moments8": {role: text for role, text in TIERS["safe"].items() if role in ("moment1", "moment2")},
     **{f"{name}, plain gradients": row for name, row in _PLAIN_GRADIENT.items()},
     **_TIERS,
+}
+FULL_ROWS = {"full": TIER_ROWS["full"]}
+# rows for small learning rates: a trained weight that is packed has a residue
+PRECISE_ROWS = {name: row for name, row in TIER_ROWS.items() if "weight" not in row or "residue" in row}
+FROZEN_ROWS: Mapping[str, Mapping[str, str]] = {
+    **FULL_ROWS,
+    "frozen8": {"frozen": "int8/64@bf16"},
+    "frozen4": {"frozen": "nf4/64@bf16"},
 }
 
 
@@ -193,22 +203,28 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 # --- parameters ------------------------------------------------------------------------------------------------------------------
 
 
-def parameter_items(trace: Trace, *, is_free: bool = True, known: KnownItems | None = None) -> Iterator[Item]:
-    """An item for each parameter with its gradient, moments and casts; `is_free`: it may be packed; `known`: as for activations."""
+def parameter_items(
+    trace: Trace, rows: Rows = TIER_ROWS, *, frozen_rows: Rows = FROZEN_ROWS, known: KnownItems | None = None
+) -> Iterator[Item]:
+    """An item for each parameter with its gradient, moments and casts, stored as one of `rows`; `known`: as for activations."""
     known = {} if known is None else known
-    rows = TIER_ROWS if is_free else {"full": TIER_ROWS["full"]}
-    if trace.is_compiled:  # weights of a compiled model are not packed
-        rows = {name: {role: text for role, text in row.items() if role not in OF_WEIGHT} for name, row in rows.items()}
-    tiers = [Tier.of(name, row) for name, row in rows.items()]
+    trained, frozen = _tiers(rows, trace), _tiers(frozen_rows, trace)
     for weight, slots in _by_parameter(trace).items():
         key = tuple(map(id, slots))
         if key not in known:
-            known[key] = Item(weight.name, slots, tuple(_ordered(_parameter_options(trace, weight, slots, tiers))))
+            options = _parameter_options(trace, weight, slots, frozen if weight.is_frozen else trained)
+            known[key] = Item(weight.name, slots, tuple(_ordered(options)))
         yield known[key]
 
 
+def _tiers(rows: Rows, trace: Trace) -> list[Tier]:
+    if trace.is_compiled:  # weights of a compiled model are not packed
+        rows = {name: {role: text for role, text in row.items() if role not in OF_WEIGHT} for name, row in rows.items()}
+    return [Tier.of(name, row) for name, row in rows.items()]
+
+
 class Tier(NamedTuple):
-    """A row of TIER_ROWS: its formats, and the plan that gives them to all parameters."""
+    """A row of TIER_ROWS or FROZEN_ROWS: its formats, and the plan that gives them to all parameters."""
 
     name: str
     formats: dict[Role, Format]

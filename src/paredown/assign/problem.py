@@ -19,7 +19,18 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf
 
-from paredown.assign.options import LADDER, KnownItems, Ladder, Ledger, activation_items, parameter_items
+from paredown.assign.options import (
+    FROZEN_ROWS,
+    FULL_ROWS,
+    LADDER,
+    PRECISE_ROWS,
+    TIER_ROWS,
+    KnownItems,
+    Ladder,
+    Ledger,
+    activation_items,
+    parameter_items,
+)
 from paredown.assign.sensitivity import Sensitivities
 from paredown.assign.strategies import (
     METHODS,
@@ -74,8 +85,10 @@ class AssignmentProblem:
         eligible = method.eligible(trace) if method.eligible is not None else None
         is_free = method.order is None
         items = list(activation_items(trace, ladder_for(eligible, formats), error_of, is_free=is_free, known=known))
-        packs_parameters = method.lowers_parameters and ladder is None and trace.optimizer in SUPPORTED_OPTIMIZERS
-        items += parameter_items(trace, is_free=packs_parameters, known=known)
+        packs_parameters = method.lowers_parameters and ladder is None
+        rows = PRECISE_ROWS if method.keeps_residue else TIER_ROWS
+        rows = rows if packs_parameters and trace.optimizer in SUPPORTED_OPTIMIZERS else FULL_ROWS
+        items += parameter_items(trace, rows, frozen_rows=FROZEN_ROWS if packs_parameters else FULL_ROWS, known=known)
         return AssignmentProblem(trace, method, Ledger.of(trace, items), ladder, seed)
 
     @cached_property
@@ -153,7 +166,7 @@ def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
     Rules for a role or a pattern also match small parameters, which are unmodified but then need `paredown.optim`.
     """
     rules = list(_activation_rules(trace, formats))
-    for role in (Role.WEIGHT, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
+    for role in (Role.WEIGHT, Role.FROZEN, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
         rules += _parameter_rules(trace, formats, role, is_short=is_short)
     return tuple(rules)
 
@@ -172,7 +185,8 @@ def _activation_rules(trace: Trace, formats: Formats) -> list[tuple[str, Assignm
 
 
 def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bool) -> list[tuple[str, Assignment]]:
-    slots = trace.of(Role.WEIGHT if role is Role.RESIDUE else role)
+    is_of_weight = role in (Role.WEIGHT, Role.FROZEN, Role.RESIDUE)
+    slots = [slot for slot in trace.of(Role.WEIGHT if is_of_weight else role) if slot.is_frozen == (role is Role.FROZEN)]
     large = [slot.name for slot in slots if not (is_small(slot.shape) or slot.stays)]
     format_of = {name: formats.get((name, role)) for name in large}
     if is_short and large and len(set(format_of.values())) == 1:

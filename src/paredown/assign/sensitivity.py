@@ -70,8 +70,11 @@ OP_FACTORS: Mapping[str, float] = MappingProxyType(
 # Backward subtracts a sum over the output from the gradient of every logit, and after some training the difference is small
 # (measured factors of 1 to 8 in 2 bits).
 OPERAND_FACTORS: Mapping[tuple[str, str], float] = MappingProxyType({("scaled_dot_product_attention", "output"): 3.0})
-# For parameters, not measured: the error of a weight enters every later forward pass, that of a moment the next updates.
-ROLE_FACTORS: Mapping[Role, float] = MappingProxyType({Role.WEIGHT: 16.0, Role.MOMENT1: 4.0, Role.MOMENT2: 4.0, Role.GRADIENT: 1.0})
+# For parameters, not measured: the error of a weight enters every later forward pass, that of a moment the next updates; a frozen weight
+# has the same error in all steps, and what is trained adapts to it.
+ROLE_FACTORS: Mapping[Role, float] = MappingProxyType(
+    {Role.WEIGHT: 16.0, Role.FROZEN: 4.0, Role.MOMENT1: 4.0, Role.MOMENT2: 4.0, Role.GRADIENT: 1.0}
+)
 RESIDUE_BITS = 8  # significant bits that a residue adds to its weight
 
 

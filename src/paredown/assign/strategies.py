@@ -306,6 +306,7 @@ class AssignMethod:
     eligible: Callable[[Trace], frozenset[str]] | None = None
     lowers_parameters: bool = True
     needs_sensitivities: bool = False
+    keeps_residue: bool = False  # whether trained weights are unmodified, or packed with a residue
 
     def points(self, ledger: Ledger, seed: int) -> list[AssignmentPoint]:
         """The points (peak, error) from which a budget selects one."""
@@ -345,6 +346,9 @@ ROWS = (
     ),
     AssignMethod("role", "the least expected error for each byte, by what backward does with a slot"),
     AssignMethod("sensitivity", "the least measured error for each byte (probe)", needs_sensitivities=True),
+    AssignMethod(
+        "fine_tune", "as role, with 24 bits or more for trained weights: learning rates of 5e-5 and less", keeps_residue=True
+    ),
     AssignMethod("random", "any order, by the seed", order=_shuffled),
 )
 METHODS: Mapping[str, AssignMethod] = MappingProxyType({row.name: row for row in ROWS})

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SHOWN_SLOTS = 40
 MethodOption = Annotated[
-    str, typer.Option(help="role, sensitivity (one forward and 16 backward passes), size, operator or random.")
+    str, typer.Option(help="role, fine_tune, sensitivity (one forward and 16 backward passes), size, operator or random.")
 ]
 RecomputeOption = Annotated[
     bool | None,

@@ -2,6 +2,7 @@
 
     trainer = Trainer(model=model, args=args, train_dataset=data)       # or a subclass of it
     callback = attach(trainer, plan)                                    # applies the plan, and logs which optimizer will run
+    callback = attach(trainer, budget="24GiB")                          # or makes a plan for the trainer's own step first
     trainer.train()                                                     # closes the session at its end: trainer.model is unmodified
 
 Clipping, gradient accumulation, schedulers, evaluation and checkpoints are the trainer's own. Checkpoints hold plain weights, which
@@ -10,6 +11,8 @@ with the same bits. Memory and update statistics (`monitor.py`) are in `trainer.
 
 Where the plan requests formats of the optimizer, `attach` replaces the one that `TrainingArguments.optim` names by its equal in
 paredown.optim, and refuses one that has none there; otherwise the trainer's optimizer is kept. `callback.optimizer` says which, and why.
+
+An out-of-memory error of `trainer.train()` gets a note: what the peak was made of, the next smaller plan, and advice on the allocator.
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportPrivateUsage=false
@@ -25,7 +28,9 @@ from transformers.trainer_callback import ExportableState
 from paredown import optim
 from paredown.errors import ApplyError, OptimError
 from paredown.formats.catalog import SMALL_LEARNING_RATE
-from paredown.integrations.monitor import AppliedPlan
+from paredown.integrations.monitor import AppliedPlan, unwrap_optimizer
+from paredown.integrations.out_of_memory import LastCall
+from paredown.integrations.trainer_step import autocast_of, plan_within
 from paredown.plan.plan import Plan
 from paredown.roles import Role
 from paredown.session.changes import requests_optimizer
@@ -75,6 +80,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         super().__init__(plan, seed=seed, mode=mode, guard=guard, chunked_loss=chunked_loss)
         self.is_simulated = mode != "store"
         self.optimizer = "the optimizer is the trainer's."  # a sentence: which optimizer runs, and why
+        self.last_call: LastCall | None = None  # of the model, for explanations of out-of-memory errors
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Apply the plan to the model, before the trainer makes an optimizer for it."""
@@ -113,6 +119,12 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         if state.is_world_process_zero:
             self.print_summary()
         self.close()
+
+    def close(self) -> None:
+        """Close the session, which restores the unmodified model; can be called more than once."""
+        if self.last_call is not None:
+            self.last_call.close()
+        super().close()
 
     def state(self) -> dict[str, Any]:
         """The session's state, which the trainer saves in trainer_state.json."""
@@ -169,18 +181,32 @@ def _optim(args: Any) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def attach(trainer: Any, plan: Plan, *, optimizer: str | None = None, verify: bool = False, **options: Any) -> TrainerPlanCallback:
+def attach(
+    trainer: Any,
+    plan: Plan | None = None,
+    *,
+    budget: int | str | None = None,
+    batch: Any = None,
+    optimizer: str | None = None,
+    verify: bool = False,
+    **options: Any,
+) -> TrainerPlanCallback:
     """Apply `plan` to a trainer's model, and log which optimizer will run. `options`: of TrainerPlanCallback.
 
+    `budget`, such as "24GiB": in place of a plan. It is made by `assign` from a trace of the trainer's own step, for the device that it
+    trains on, with the longest of its examples; `batch` gives others, as the data collator returns them.
     `optimizer`: "adamw", "lion", "sgd" or "muon" of paredown.optim; by default the one with the update rule of `TrainingArguments.optim`,
     if the plan requests formats of an optimizer, else the trainer's. An optimizer that the trainer has already is kept.
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
     they differ by more than the tolerance.
     """
-    _check_attached(trainer, plan)
+    _check_attached(trainer, plan, budget)
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
-    callback = TrainerPlanCallback(plan, **options)
+    if budget is not None:
+        has_chunks = bool(options.get("chunked_loss"))
+        plan = plan_within(trainer, budget, _traced_optimizer(trainer, optimizer), batch, has_chunked_loss=has_chunks)
+    callback = TrainerPlanCallback(plan or Plan(), **options)
     chosen, callback.optimizer = _choose_optimizer(trainer, callback, optimizer)
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     trainer.callback_handler.callbacks.insert(0, callback)  # before the loggers, so that they log its numbers
@@ -189,9 +215,11 @@ def attach(trainer: Any, plan: Plan, *, optimizer: str | None = None, verify: bo
         trainer.optimizer_cls_and_kwargs = optimizer_of(trainer.args, chosen, **of_model)
         if isinstance(callback.session, Session):
             callback.session.awaits_optimizer = True
-    for text in (callback.optimizer, _small_rate_hint(trainer.args.learning_rate, plan)):
+    made = callback.plan.reason if budget is not None else ""
+    for text in (made, callback.optimizer, _small_rate_hint(trainer.args.learning_rate, callback.plan)):
         if text and trainer.is_world_process_zero():
             log.warning("paredown: %s", text)
+    _explain_errors(trainer, callback, _traced_optimizer_name(trainer, chosen))
     if verify:
         _verify_first(trainer, callback)
     return callback
@@ -235,9 +263,51 @@ def _small_rate_hint(learning_rate: float, plan: Plan) -> str:
     )
 
 
-def _check_attached(trainer: Any, plan: Any) -> None:
-    """ApplyError unless the first of the two is a trainer."""
+def _traced_optimizer(trainer: Any, name: str | None) -> Any:
+    """What `trace_step` takes for the optimizer of the trainer: its name, or the instance that the trainer has."""
+    if trainer.optimizer is not None:
+        return unwrap_optimizer(trainer.optimizer)
+    found = _traced_optimizer_name(trainer, name)
+    if found is None:
+        raise OptimError(
+            f"a plan within a budget needs an optimizer whose state is known, and optim={_optim(trainer.args)!r} has no equal in "
+            f"paredown.optim (which has {', '.join(OPTIMIZERS)}). Name one, attach(trainer, budget=..., optimizer='adamw'), or pass a plan."
+        )
+    return found
+
+
+def _traced_optimizer_name(trainer: Any, name: str | None) -> str | None:
+    """The name of the trainer's optimizer as `trace_step` takes it; None if it has none."""
+    own = trainer.optimizer_cls_and_kwargs
+    equal = own[0].__name__.lower() if name is None and own is not None else name or EQUALS.get(_optim(trainer.args))
+    if equal == "sgd":
+        momentum = own[1].get("momentum") if own is not None else _sgd_arguments(trainer.args).get("momentum")
+        return "sgdm" if momentum else "sgd"
+    return equal if equal in (*OPTIMIZERS, "adam") else None
+
+
+def _explain_errors(trainer: Any, callback: TrainerPlanCallback, optimizer: str | None) -> None:
+    """Make `trainer.train` add an explanation to out-of-memory errors."""
+    train = trainer.train
+    call = callback.last_call = LastCall(unwrapped(trainer.model))
+    call.traced_as = {"optimizer": optimizer, "device": trainer.args.device.type, "autocast": autocast_of(trainer.args)}
+
+    def explained(*args: Any, **named: Any) -> Any:
+        try:
+            return train(*args, **named)
+        except (MemoryError, RuntimeError) as error:
+            if callback.is_open:
+                call.explain(error, callback.plan)
+            raise
+
+    trainer.train = explained
+
+
+def _check_attached(trainer: Any, plan: Any, budget: Any) -> None:
+    """ApplyError unless the first of the three is a trainer, and one of the others is given."""
     if hasattr(trainer, "callback_handler"):
+        if (plan is None) == (budget is None):
+            raise ApplyError("attach takes a plan or a budget: attach(trainer, plan), or attach(trainer, budget='24GiB').")
         return
     if isinstance(trainer, Plan) and hasattr(plan, "callback_handler"):
         raise ApplyError("attach takes the trainer first, then the plan: attach(trainer, plan).")

@@ -34,6 +34,8 @@ ADAPTED = "an adapter such as LoRA adds to its output"
 SHARDED = "fully_shard frees its weight after the forward pass"
 LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # of a model that computes its loss
 SUBCLASS = "its class is {}, not nn.Linear"
+FUSED = "the model's forward is that of {}, which computes the loss in chunks without calling it"
+FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forward that replaces a model's -> its name
 
 
 class HeadInput(Tensor):
@@ -75,6 +77,7 @@ class OutputHead:
         self._module = weakref.ref(module) if module is not None else None
         self._modules = [weakref.ref(part) for part in model.modules()] if module is not None else []
         self.reason = reason_to_leave(model, path, module)
+        self._fused_by = library_of_loss(model, path)
         self._hook = Hook(self._enter)
         self._hook.is_traced = traced_device is not None
         self._handles: list[Any] = []
@@ -114,6 +117,8 @@ class OutputHead:
         """(path, asked, given, reason) where logits are not deferred, and where they were needed."""
         is_absent = self._num_compiled > 0 and not self.use.num_graphs
         reason = COMPILED if self._hook.was_compiled else NOT_IN_GRAPHS if is_absent else self.reason
+        if self._fused_by and not self.use.num_deferred and not self._hook.was_compiled and not self.reason:
+            reason = FUSED.format(self._fused_by)
         if reason and self.is_found:
             yield self.use.path, ASKED, UNMODIFIED, reason
         if self.use.requests:
@@ -159,6 +164,19 @@ def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> st
     if any(hasattr(model.get_submodule(ancestor), "base_layer") for ancestor in ancestors):
         return ADAPTED
     return "" if type(module) is nn.Linear else SUBCLASS.format(type(module).__name__)
+
+
+def library_of_loss(model: nn.Module, path: str) -> str:
+    """The library that has replaced the forward of a module around the head, and computes its loss; "" if none has."""
+    ancestors = [model.get_submodule(path.rsplit(".", count)[0]) for count in range(1, path.count(".") + 1)] if path else []
+    for module in (model, *ancestors):
+        function: Any = getattr(module.forward, "__func__", module.forward)
+        while function is not None:  # decorators name the function that they wrap
+            package = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
+            if package in FUSED_LIBRARIES:
+                return FUSED_LIBRARIES[package]
+            function = getattr(function, "__wrapped__", None)
+    return ""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Operations of CUDA that CPU fake tensors do not describe: attention, RNNs, softmax, RMSNorm; workspaces; oneDNN's LSTM.
+"""Operations of CUDA that CPU fake tensors do not describe: attention, RNNs, softmax, RMSNorm, TRL's loss; workspaces; oneDNN's LSTM.
 
 The functions here are right in shapes, dtypes and memory, and compute no values. Each CUDA operation is an autograd function whose
 `stands_for` is (name of its autograd node on CUDA, names of the tensors that node saves, in autograd's order), so that `Watch` names slots
@@ -14,7 +14,9 @@ reductions (ATen/native/cuda/Reduce.cuh, torch 2.11), which split tensors of mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -42,6 +44,8 @@ PROCESSORS, THREADS = 132, 2048  # multiprocessors of an H100 or H200, and threa
 BLOCK, WARP = 512, 32  # most threads of a block; threads of a warp
 MIN_PER_THREAD, MAX_PER_THREAD = 16, 256  # values that a thread adds
 MAX_REDUCED_BYTES = 2**31 - 1  # most bytes that one kernel sums
+TRL_LOSS = "trl.kernels.chunked_logprob"  # the loss of TRL's trainers from 1.16 on: logits in tiles of 4096 x 32768
+TRL_KERNELS = ("_forward_tile", "_backward_tile", "_addmm_fp32")  # its functions that are kernels on CUDA
 
 
 def round_up(number: int, step: int) -> int:
@@ -228,6 +232,41 @@ def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Te
     hx, cx = states[0], states[1] if len(states) > 1 else None
     out, *new_states = Recurrent.apply(kind, (num_layers, width), time_first, hx, cx, *weights)
     return (out.transpose(0, 1) if batch_first else out, *new_states[: len(states)])
+
+
+@contextmanager
+def trl_kernels() -> Generator[None]:
+    """Inside the context, TRL's loss allocates what it does on CUDA: its kernels change a tile in place, and autocast is that of CUDA.
+
+    On CUDA it scores the tokens that have a label; a trace, which has no values, scores all.
+    """
+    module = sys.modules.get(TRL_LOSS)
+    function: Any = getattr(module, "ChunkedLogProbFunction", None)
+    if function is None or not all(hasattr(module, name) for name in TRL_KERNELS):
+        yield
+        return
+    forward, before = function.forward, {name: getattr(module, name) for name in TRL_KERNELS}
+
+    def in_autocast(ctx: Any, *args: Any) -> Any:
+        states = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        _set_cpu_autocast(torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+        try:
+            return forward(ctx, *args)
+        finally:
+            _set_cpu_autocast(*states)
+
+    function.forward = staticmethod(in_autocast)
+    vars(module).update(dict.fromkeys(TRL_KERNELS, lambda changed, *args, **named: changed.add_(0)))
+    try:
+        yield
+    finally:
+        function.forward = staticmethod(forward)
+        vars(module).update(before)
+
+
+def _set_cpu_autocast(is_enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled("cpu", is_enabled)
+    torch.set_autocast_dtype("cpu", dtype)
 
 
 def onednn_workspace(args: Any, outputs: Any) -> Any:

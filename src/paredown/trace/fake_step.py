@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,13 +28,15 @@ from torch.utils._pytree import tree_leaves
 from paredown.errors import TraceError
 from paredown.roles import Role
 from paredown.trace.autograd_graph import tensors_in
-from paredown.trace.fake_tensors import DeviceForms, FakeTensors
+from paredown.trace.fake_tensors import DeviceForms, FakeTensors, inner_tensors
 from paredown.trace.module_watch import Watch
 from paredown.trace.saved_lifetimes import Recorder
 from paredown.trace.timeline import Allocation, Timeline
 
 Span = tuple[int, int]
 LOSS = "loss"  # phase and name prefix of what the loss saves
+MASKS, FIND_PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
+POSITIONS = "position_ids"  # argument of Hugging Face models
 NO_GRADIENT = "no gradient reaches the loss: every parameter is frozen, or the model runs under no_grad."
 NO_LOSS, LOSS_EXAMPLE = "There is no loss", "loss=torch.nn.functional.cross_entropy"
 ADVICE = "Fake tensors have shapes and no values: move that decision out of the model, or make it depend on shapes alone."
@@ -154,6 +157,8 @@ class FakeStep:
         with ExitStack() as stack:
             for context in (_without_fake_tensor_log(), self._square_masks_are_causal(), torch.enable_grad(), self.fakes.mode):
                 stack.enter_context(context)
+            if compiled is None and POSITIONS not in arguments.keywords:
+                stack.enter_context(_without_packed_sequences())
             output: Any = None
             with self.device_forms.autocast(autocast):
                 if compiled is not None:
@@ -224,7 +229,11 @@ class FakeStep:
     def _record_initial_tensors(self, arguments: Arguments) -> None:
         """Record what is allocated before the step: parameters, buffers and inputs."""
         for module in (self.model, self.loss_module):
-            self.initial_tensors += [(name, Role.WEIGHT, p) for name, p in module.named_parameters()]
+            for name, p in module.named_parameters():
+                parts = inner_tensors(p) or {"": p}
+                self.initial_tensors += [
+                    (f"{name}.{part}" if part else name, Role.WEIGHT, tensor) for part, tensor in parts.items()
+                ]
             self.initial_tensors += [(name, Role.BUFFER, buffer) for name, buffer in module.named_buffers()]
         inputs = [t for t in tree_leaves((arguments.args, arguments.keywords, arguments.targets)) if isinstance(t, Tensor)]
         for number, tensor in enumerate(dict.fromkeys(inputs)):
@@ -369,6 +378,24 @@ def _loss_of(output: Any) -> Tensor:
 
 def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+@contextmanager
+def _without_packed_sequences() -> Generator[None]:
+    """Hugging Face models take each row for one sequence: positions that a model counts itself have no values to see that by.
+
+    Otherwise they would make an attention mask, which a real step does not have, and repeat keys and values for it. torch.compile has no
+    values either: compiled models do make it.
+    """
+    module: Any = sys.modules.get(MASKS)
+    before = getattr(module, FIND_PACKED, None)
+    if before is not None:
+        setattr(module, FIND_PACKED, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(module, FIND_PACKED, before)
 
 
 @contextmanager

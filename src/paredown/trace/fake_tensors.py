@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map, tree_map_only
 
 from paredown.errors import TraceError
@@ -45,6 +46,7 @@ HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
 PACKED = "PackedParameter"  # type of a packed weight of a session: it has shape, strides and dtype, which is all that a trace reads
 # types of parameters that bitsandbytes has quantized: a trace counts the bytes of their codes, and reads their attributes from the fakes
 QUANTIZED = frozenset({"Params4bit", "Int8Params"})
+WRAPPER_LIBRARIES = ("torchao",)
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
@@ -91,10 +93,12 @@ class FakeTensors:
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # a context entered while a fake is made
         # id of the original -> (original, fake); the original is held so that its id is not reused
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self._codes: dict[tuple[int, torch.Size], Tensor] = {}  # address and shape of quantized parameters -> fake
+        self._wrappers: dict[int, Tensor] = {}  # id -> tensor of another library's class, whose inner tensors are fake
 
     def of(self, tensor: Tensor) -> Tensor:
         """The fake CPU tensor for `tensor`; `tensor` itself if it is a fake of this mode."""
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+        if (isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode) or id(tensor) in self._wrappers:
             return tensor
         pair = self._made.get(id(tensor))
         if pair is None:
@@ -106,17 +110,53 @@ class FakeTensors:
             raise TraceError(
                 f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}; only dense (strided) tensors can be traced."
             )
+        if is_wrapper(tensor):
+            return self._wrapped(tensor)
+        is_plain = type(tensor) in (Tensor, nn.Parameter)
+        codes = self._codes.get((tensor.data_ptr(), tensor.shape)) if self._codes and is_plain else None
+        if codes is not None:  # Linear8bitLt has its codes a second time, as the attribute of an object
+            with self.mode:
+                return codes.detach()
         with torch.device("cpu"), self.mode, self.around():
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                vars(parameter).update(vars(tensor) if type(tensor).__name__ in QUANTIZED else {})
+                if type(tensor).__name__ in QUANTIZED:
+                    vars(parameter).update(vars(tensor))
+                    self._codes[tensor.data_ptr(), tensor.shape] = fake  # not `parameter`: the layer sets its data
                 return parameter
             return fake.requires_grad_(tensor.requires_grad)
+
+    def _wrapped(self, tensor: Any) -> Tensor:
+        """A tensor of the class of `tensor` with fakes for its inner tensors."""
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: self.of(getattr(tensor, name)) for name in names}
+        made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        made = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+        self._wrappers[id(made)] = made
+        return made
 
     def batch(self, batch: Any) -> Any:
         """`batch` with fake tensors in the same nested containers."""
         return tree_map_only(Tensor, self.of, batch)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is one of torchao, made of inner tensors."""
+    return type(tensor).__module__.partition(".")[0] in WRAPPER_LIBRARIES and is_traceable_wrapper_subclass(tensor)
+
+
+def inner_tensors(tensor: Any) -> dict[str, Tensor]:
+    """The tensors that a tensor of torchao is made of, by attribute; empty for other tensors."""
+    if not is_wrapper(tensor):
+        return {}
+    parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {path: part for name, value in parts.items() for path, part in _flat(name, value)}
+
+
+def _flat(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    parts = inner_tensors(tensor)
+    return [(f"{name}.{path}", part) for path, part in parts.items()] if parts else [(name, tensor)]
 
 
 def check_model(model: nn.Module) -> None:
@@ -133,10 +173,11 @@ def check_model(model: nn.Module) -> None:
             raise TraceError(
                 f"{name!r} is a DTensor: trace the model before fully_shard or distribute_tensor, with one rank's batch."
             )
-        is_plain = kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor)
+        is_plain = kind in (Tensor, nn.Parameter, nn.Buffer) or isinstance(tensor, FakeTensor) or is_wrapper(tensor)
         if not is_plain and kind.__name__ not in (PACKED, *QUANTIZED):
             raise TraceError(
-                f"{name!r} is a {kind.__name__}, not a plain tensor: trace the model before its tensors are converted."
+                f"{name!r} is a {kind.__name__}, not a plain tensor, and not one of bitsandbytes ({', '.join(sorted(QUANTIZED))}) or "
+                "torchao, and its bytes are not known: trace the model before its tensors are converted."
             )
 
 
@@ -298,7 +339,7 @@ class DeviceForms(TorchFunctionMode):
         Off around backward: there checkpoints enter the autocast state of their forward pass.
         """
         if self._is_cuda:
-            with cuda_autocast(dtype, self._casts.clear):
+            with cuda_autocast(dtype, self._casts.clear), device_ops.trl_kernels():
                 yield
         elif dtype is None and not torch.is_autocast_enabled("cpu"):  # a context would keep casts until its own end
             yield

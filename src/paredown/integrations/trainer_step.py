@@ -1,0 +1,215 @@
+"""The training step of a Hugging Face trainer as `trace_step` takes it: arguments of the model, device, autocast and optimizer.
+
+    arguments = model_arguments(trainer)         # what compute_loss passes to the model for the longest of up to 1024 examples
+    trace = traced_step(trainer, "adamw")
+    plan = plan_within(trainer, "24GiB", optimizer="adamw")
+
+`compute_loss` runs up to its first call of the model with gradients enabled, so that trainers with their own arguments, such as those of
+TRL, need no code here. GRPO and RLOO generate what they train on: their batch has the longest prompt and `max_completion_length` tokens.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from paredown.assign.assign import NOT_ALLOWED, assign
+from paredown.errors import ApplyError, BudgetError
+from paredown.formats.catalog import SMALL_LEARNING_RATE
+from paredown.loss.output_head import chunked_loss
+from paredown.plan.footprint import footprint
+from paredown.plan.plan import Plan
+from paredown.sizes import parse_bytes, say_bytes
+from paredown.trace.module_watch import unwrapped
+from paredown.trace.trace import Trace
+from paredown.trace.trace_step import trace_step
+
+MOST_ROWS = 1024  # examples of which the longest make the batch
+LABELS, MASK = "labels", "attention_mask"
+OF_TRANSFORMERS = ("every_n_layers", "offload")  # gradient_checkpointing_kwargs that torch's checkpoint does not take
+
+
+def plan_within(
+    trainer: Any, budget: int | str, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False
+) -> Plan:
+    """The plan of `assign` for the trainer's own step, on the device that it trains on, within `budget`.
+
+    At learning rates of 5e-5 and less, trained weights keep 24 bits or more. The weights of a reference model are part of the budget.
+    """
+    trace = traced_step(trainer, optimizer, batch, has_chunked_loss=has_chunked_loss)
+    reference = reference_bytes(trainer)
+    budget_bytes = parse_bytes(budget, whole=footprint(trace).peak_bytes + reference)
+    if reference >= budget_bytes:
+        raise BudgetError(
+            f"the reference model of {type(trainer).__name__} takes {say_bytes(reference)} of a budget of {say_bytes(budget_bytes)}. Raise "
+            "the budget, or train adapters: then the base without adapters is the reference."
+        )
+    is_small_rate = 0 < trainer.args.learning_rate <= SMALL_LEARNING_RATE
+    recompute = False if getattr(trainer.args, "gradient_checkpointing", False) else None
+    try:
+        return assign(trace, budget_bytes - reference, method="fine_tune" if is_small_rate else "role", recompute=recompute)
+    except BudgetError as error:
+        raise _with_nearest(error, reference) from None
+
+
+def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
+    """The error with the smallest budget that `attach` would find a plan for."""
+    if error.smallest_bytes is None:
+        return error
+    smallest = error.smallest_bytes + reference
+    text = str(error).replace(NOT_ALLOWED, "Activation checkpointing is that of the trainer.")
+    with_reference = f", {say_bytes(reference)} for the weights of the reference model included" if reference else ""
+    made = BudgetError(f"{text} The nearest plan: attach(trainer, budget={smallest}), {say_bytes(smallest)}{with_reference}.")
+    made.smallest_bytes = smallest
+    return made
+
+
+def traced_step(trainer: Any, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False) -> Trace:
+    """The trace of one step of the trainer; `batch`: what its data collator returns, by default for the longest examples."""
+    model = unwrapped(trainer.model)
+    device = trainer.args.device.type
+    arguments = model_arguments(trainer, batch)
+    chunks = chunked_loss(model, traced_device=device) if has_chunked_loss else nullcontext()
+    with _as_in_training(trainer, model), chunks:
+        return trace_step(model, arguments, optimizer=optimizer, device=device, autocast=autocast_of(trainer.args))
+
+
+def autocast_of(args: Any) -> torch.dtype | None:
+    """The dtype of autocast by TrainingArguments; None without autocast."""
+    return torch.bfloat16 if getattr(args, "bf16", False) else torch.float16 if getattr(args, "fp16", False) else None
+
+
+def reference_bytes(trainer: Any) -> int:
+    """Bytes of the weights of a reference model (DPO, GRPO) that are not those of the trained model."""
+    reference = getattr(trainer, "ref_model", None)
+    if not isinstance(reference, nn.Module):
+        return 0
+    own = {id(p) for p in trainer.model.parameters()}
+    return sum(p.numel() * p.element_size() for p in reference.parameters() if id(p) not in own)
+
+
+@contextmanager
+def _as_in_training(trainer: Any, model: nn.Module) -> Generator[None]:
+    """Inside the context, the model is in training mode, with the activation checkpointing that `train` would enable."""
+    was_training = model.training
+    enables = getattr(trainer.args, "gradient_checkpointing", False) and not getattr(model, "is_gradient_checkpointing", True)
+    model.train()
+    if enables:
+        options = dict(trainer.args.gradient_checkpointing_kwargs or {})
+        own = {name: options.pop(name) for name in OF_TRANSFORMERS if name in options}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **own)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        if enables:
+            model.gradient_checkpointing_disable()  # type: ignore[operator]
+        model.train(was_training)
+
+
+# --- the arguments of the model ---------------------------------------------------------------------------------------
+
+
+def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
+    """The keyword arguments of the model in one step; `batch`: what the data collator returns, by default for the longest examples.
+
+    An attention mask of ones is left out, since models make none from it.
+    """
+    if batch is None:
+        batch = longest_batch(trainer)
+    if not isinstance(batch, Mapping):
+        raise ApplyError(
+            f"the data collator of {type(trainer).__name__} returns a {type(batch).__name__}, not a mapping of tensors, and its step "
+            "cannot be traced from that. Pass the arguments of the model: attach(trainer, budget=..., batch={'input_ids': ..., "
+            "'labels': ...})."
+        )
+    found = _recorded_call(trainer, dict(batch))
+    if LABELS in batch and LABELS not in found:  # a loss of the trainer's own: the model's has about the same memory
+        found[LABELS] = batch[LABELS]
+    mask = found.get(MASK)
+    if isinstance(mask, Tensor) and bool(mask.all()):
+        del found[MASK]
+    return found
+
+
+def longest_batch(trainer: Any) -> Any:
+    """What the data collator returns for the longest examples among the first 1024; for trainers that generate, tokens of that length."""
+    if getattr(trainer, "train_dataset", None) is None:
+        raise ApplyError("the trainer has no train_dataset to make a batch of: attach(trainer, budget=..., batch={...}).")
+    count = trainer.args.per_device_train_batch_size
+    rows = sorted(islice(iter(_dataset(trainer)), MOST_ROWS), key=_num_tokens, reverse=True)
+    if rows and isinstance(rows[0], Mapping) and "prompt" in rows[0] and hasattr(trainer.args, "max_completion_length"):
+        return _generated(trainer, [row["prompt"] for row in rows[:count]], count)
+    rows = (rows * count)[:count]
+    with torch.random.fork_rng(devices=[]):  # a collator may draw masks
+        return trainer.data_collator(rows)
+
+
+def _dataset(trainer: Any) -> Any:
+    """The training data without the columns that the trainer removes."""
+    dataset = trainer.train_dataset
+    is_of_datasets = type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "column_names")
+    return trainer._remove_unused_columns(dataset, description="training") if is_of_datasets else dataset
+
+
+def _num_tokens(row: Any) -> int:
+    """The number of values in an example, which orders examples by length."""
+    values = row.values() if isinstance(row, Mapping) else row if isinstance(row, list | tuple) else ()
+    return sum(value.numel() if isinstance(value, Tensor) else len(value) if hasattr(value, "__len__") else 1 for value in values)
+
+
+def _generated(trainer: Any, prompts: list[Any], count: int) -> dict[str, Any]:
+    """Arguments of the model for `count` of the longest prompts with completions of the greatest length."""
+    ids = trainer._tokenize_prompts(prompts)[0]
+    length = max(map(len, ids)) + trainer.args.max_completion_length
+    tokens = torch.zeros(count, length, dtype=torch.int64)
+    return {"input_ids": tokens, LABELS: tokens.clone(), "use_cache": False, "fused_lm_head": True}
+
+
+@final
+class _Called(Exception):
+    """Ends `compute_loss` at its call of the model."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+@final
+class _Recorder:
+    """Stands for the model in `compute_loss`: a call with gradients ends it, all else is the model's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._model(*args, **arguments)
+        raise _Called(arguments if not args else {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _recorded_call(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that `compute_loss` passes to the model for a batch; the batch itself if that cannot be seen."""
+    if "fused_lm_head" in batch:
+        return batch
+    try:
+        _run_loss(trainer, dict(batch))
+    except _Called as call:
+        return call.arguments or batch
+    except Exception:  # a loss that needs more than the model: the model's own loss is traced
+        return batch
+    return batch
+
+
+def _run_loss(trainer: Any, batch: dict[str, Any]) -> None:
+    with torch.enable_grad():
+        trainer.compute_loss(_Recorder(unwrapped(trainer.model)), trainer._prepare_input(batch))
