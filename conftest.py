@@ -65,3 +65,8 @@ def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of garbage collection: each gc.collect() would visit these objects again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free them at its end; some extensions report objects that are not."""
+    gc.unfreeze()
