@@ -75,12 +75,13 @@ def pick(
     prior_data = _prior_data(prior, mode)
     torch_device = find_device(device)
     step = task_step(task, torch_device.type, mode, prior_data)
-    budget_bytes = parse_bytes(budget or (BUDGET if max_error_increase is None else "100%"), whole=step.full_bytes)
+    limit = budget if budget is not None else BUDGET if max_error_increase is None else "100%"
+    budget_bytes = parse_bytes(limit, whole=step.full_bytes)
     source = measurer(Runner(task, mode, None if device is None else str(torch_device)), store, f"pick {budget_bytes} bytes")
     try:
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
-        rows = candidates(step, prior_data, budget or BUDGET, tried_plans)
+        rows = candidates(step, prior_data, BUDGET if budget is None else budget, tried_plans)
         loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data, _family(task)), torch_device)
         loop.max_error_increase, loop.confidence = max_error_increase, confidence
         loop.learn(own_trials, other_trials)
