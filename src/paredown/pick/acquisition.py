@@ -12,7 +12,7 @@ However many runs are made, they are worth no more than knowing all means a:
 
 When that is small relative to the noise of a run, no measurement changes the choice by a noticeable amount.
 
-`propose` chooses the next plan for one budget by a rule of DESIGNS; TURNS names the rule of the first trial, and that of all others:
+`propose` chooses the next plan for one budget by a rule of DESIGNS; TURNS names those of the first trials, the last one is of all others:
 
     knowledge    the plan whose measurement lowers the sum of the levels' variances most
     choice       the plan whose measurement is expected to lower the error of the picked plan most
@@ -109,7 +109,8 @@ def variance_reduction(kinds: TaskKinds) -> Array:
 
 
 DESIGNS = {"knowledge": variance_reduction, "choice": expected_gains}
-TURNS = ("knowledge", "choice")  # designs: the first one for the first trial, the second for all others
+# On PEPPP's 87 tasks under 22 %, six trials: 0.014 standard deviations of a run above the best with two of knowledge, 0.152 with one.
+TURNS = ("knowledge", "knowledge", "choice")
 
 
 def propose(design: str, prior: Prior, posterior: Posterior, plans: Indices, memory: Array, *, tried: Collection[int] = ()) -> int:
