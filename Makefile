@@ -35,12 +35,12 @@ test-all: $(READY)
 	$(BIN)/python .ci/browser.py
 	PAREDOWN_TEST_SCALE=100 $(MAKE) check
 
-# One thread each: two workers with two threads each are slower than either alone.
+# One thread each: two workers with two threads each are slower than either alone. Bytecode is kept: tests start over a hundred processes.
 check:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
 
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean

@@ -6,6 +6,7 @@ run in `make test-all` alone and are counted skips elsewhere. Random examples ar
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -58,3 +59,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of garbage collection: each gc.collect() would visit these objects again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free them at its end; some extensions report objects that are not."""
+    gc.unfreeze()

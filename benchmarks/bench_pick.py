@@ -24,6 +24,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,11 @@ class Case:
         """Those within the budget."""
         return np.array([c for c in self.columns if self.earlier.memory[self.row, c] <= self.budget_bytes])
 
+    @cached_property
+    def task_prior(self) -> TaskPrior:
+        """What was known before; fitted once for all picks of this task."""
+        return TaskPrior.of(self.before, self.earlier.tasks[self.row].family)
+
     def picking(self) -> PickLoop:
         """A pick of this task that knows what was known before."""
         task, memory = self.earlier.tasks[self.row], self.earlier.memory[self.row]
@@ -91,8 +97,7 @@ class Case:
         rows = tuple(Candidate(self.earlier.plans[c].label, plans[c], int(memory[c]), c, points[c]) for c in self.columns)
         step = TaskStep(lambda plan: 0, None, int(task.full_bytes or 0))
         unit = task.blind or random_guess_error(task.metric, task.answers)
-        task_prior = TaskPrior.of(self.before, task.family)
-        return PickLoop(task.name, task.metric, unit, self.budget_bytes, step, Candidates(rows, points), task_prior)
+        return PickLoop(task.name, task.metric, unit, self.budget_bytes, step, Candidates(rows, points), self.task_prior)
 
     def looked(self, picking: PickLoop, draw: int) -> Looked:
         """Where trials come from."""

@@ -44,6 +44,18 @@ def test_what_failed_is_told_without_where_it_lay(folder: Path, prior: str, monk
     assert str(folder) not in written
 
 
+def test_a_margin_of_error_takes_the_budget_of_the_baseline_unless_one_is_given(folder: Path, prior: str) -> None:
+    words = ("pick", MLP, "--evaluations", "0", "--prior", prior, "--device", "cpu", "--max-error-increase")
+    value = asked_json(*words, "1", "--out", "a.json")
+    assert value["budget_bytes"] == value["full_bytes"] and "at most 1 above the baseline's" in value["reason"]
+    labels = {point["label"]: point["predicted_bytes"] for point in value["frontier"]["points"]}
+    assert labels[value["label"]] == min(labels.values()), "every error is within 1 of the baseline's"
+    sure = asked_json(*words, "0.001", "--confidence", "0.99", "--budget", "100%", "--out", "b.json")
+    assert labels[sure["label"]] > labels[value["label"]] and "a probability of 99 % or more" in sure["reason"]
+    status, _, err = ask(*words, "0.1", "--confidence", "1.5", "--out", "c.json")
+    assert status == 1 and "confidence is 1.5; it is a probability above 0.5 and below 1" in err
+
+
 # --- one number for one peak ----------------------------------------------------------------------------------------------
 
 

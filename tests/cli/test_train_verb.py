@@ -58,12 +58,12 @@ def test_the_weights_that_are_kept_are_those_that_were_judged(folder: Path) -> N
 
 
 def test_verify_compares_gradients_before_the_training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("train", "digits#steps=2", "--plan", "activations8", "--device", "cpu")
+    words = ("train", "digits#model=mlp,steps=2", "--plan", "activations8", "--device", "cpu")
     plain, checked = asked_json(*words), asked_json(*words, "--verify")
     found = pare.Verification.from_json(checked.pop("verification"))
     assert found.ok and found.rows and checked["runs"][0]["loss"] == plain["runs"][0]["loss"], "the training is the same"
     status, out, _ = ask(*words, "--verify")
-    assert status == 0 and out.index("Verification of ResNet: ok") < out.index("peak, measured")
+    assert status == 0 and out.index("Verification of MLP: ok") < out.index("peak, measured")
     monkeypatch.setattr(StoredValues, "_unpacked", lambda self: torch.zeros(self.numel, dtype=self.dtype))
     status, out, err = ask(*words, "--verify")
     assert status == 4 and "not ok" in out and "off under the exact plan" in out and "peak, measured" not in out

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paredown.pick.acquisition import (
-    TURNS,
+    DESIGNS,
     TaskKinds,
     expected_gains,
     is_settled,
@@ -93,7 +93,7 @@ def test_plans_that_always_do_the_same_need_no_run() -> None:
     assert is_settled(same, same.after([]), np.arange(3))
 
 
-@pytest.mark.parametrize("design", TURNS)
+@pytest.mark.parametrize("design", DESIGNS)
 def test_only_plans_that_may_be_taken_are_proposed(design: str) -> None:
     prior = prior_of(made().means[0], made().spreads[0], 1e-3)
     for plans in (np.array([1, 3]), np.array([4])):
@@ -127,7 +127,7 @@ def test_a_tried_plan_would_run_with_another_seed() -> None:
     assert found.noise[0, 2] == pytest.approx(noise), "a plan that was not tried runs with the seed of all"
 
 
-@pytest.mark.parametrize("design", TURNS)
+@pytest.mark.parametrize("design", DESIGNS)
 def test_a_new_plan_is_tried_before_another_seed_of_an_old_one(design: str) -> None:
     """Plan 0 is a little less known than plan 1: with noise alone it is proposed again, with seed effects the other is."""
     prior = prior_of(np.full(2, 0.3), np.diag([0.0102, 0.0100]), 2e-3)

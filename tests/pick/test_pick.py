@@ -194,6 +194,40 @@ def test_a_new_family_says_so(tried: Any, family: str, monkeypatch: pytest.Monke
     assert f"No prior task is of family {family!r}" in reason
 
 
+# --- the smallest plan within a margin of the baseline's error ------------------------------------------------------------
+
+
+def test_a_margin_of_error_is_kept_and_a_wider_one_takes_less_memory(tried: Any) -> None:
+    task, found = make_task(), list[Picked]()
+    for increase in (0.01, 0.05, 1.0):
+        ran = tried()
+        picked = pick(task, evaluations=6, max_error_increase=increase, prior=PRIOR, device="cpu")
+        assert picked.plan is not None and picked.budget_bytes == picked.full_bytes
+        assert ran[0] == (Plan(), 0) and len(ran) <= 6, "the baseline is measured first"
+        excess = 0.02 * float(features_of(picked.plan)[:3].sum())  # of `as_in_prior` without its noise
+        assert (
+            excess <= increase and f"at most {increase:g} above the baseline's with a probability of 90 % or more" in picked.reason
+        )
+        found.append(picked)
+    peaks = [picked.point.predicted_bytes for picked in found if picked.point is not None]
+    assert peaks == sorted(peaks, reverse=True) and peaks[1] < peaks[0]
+    assert peaks[2] == min(point.predicted_bytes for point in found[2].frontier.points), "anything is allowed: the smallest of all"
+    assert len(found[2].trials) == 2 and "Stopped early" in found[2].reason
+
+
+def test_a_margin_within_a_budget_that_the_baseline_exceeds(tried: Any) -> None:
+    ran = tried()
+    picked = pick(make_task(), "60%", 2, max_error_increase=0.5, confidence=0.8, prior=PRIOR, device="cpu")
+    assert picked.point is not None and picked.point.predicted_bytes <= picked.budget_bytes < picked.full_bytes
+    assert ran and all(not plan.changes_nothing for plan, _ in ran), "only plans that fit are tried"
+    nothing = pick(make_task(), "60%", 0, max_error_increase=0.0, confidence=0.999, prior=PRIOR, device="cpu")
+    assert nothing.plan is None
+    assert nothing.reason == (
+        "no plan that fits has an error at most 0 above the baseline's with a probability of 99.9 % or more. "
+        "Raise the budget or the margin."
+    )
+
+
 # --- arguments ------------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +236,9 @@ def test_a_new_family_says_so(tried: Any, family: str, monkeypatch: pytest.Monke
     [
         ({"evaluations": -1}, "evaluations is -1; it is a whole number from 0 up"),
         ({"evaluations": 2.5}, "evaluations is 2.5"),
+        ({"max_error_increase": -0.1}, "max_error_increase is -0.1; it is a number from 0 up"),
+        ({"max_error_increase": "1%"}, "max_error_increase is '1%'"),
+        ({"confidence": 0.5}, "confidence is 0.5; it is a probability above 0.5 and below 1"),
         ({"mode": "dream"}, "mode 'dream' is unknown. Allowed: store, simulate, peppp"),
         ({"device": "tpu"}, "device 'tpu' is not available on this machine"),
     ],

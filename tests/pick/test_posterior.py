@@ -10,7 +10,8 @@ import pytest
 from paredown.errors import BudgetError, PlanError
 from paredown.papers.peppp_cross_validation import SETTINGS, Matrices, PickerScores, held_out_tasks, judge
 from paredown.papers.peppp_experiment_design import PICKERS, Pooled, TaskKnowledge, luck
-from paredown.pick.posterior import Estimate, Prior
+from paredown.pick.acquisition import propose_for_margin
+from paredown.pick.posterior import ErrorMargin, Estimate, Prior
 from tests.papers.released import needs_matrices, released_trials
 from tests.support.scale import SCALE
 
@@ -146,3 +147,67 @@ def test_an_unmeasured_plan_is_taken_if_it_is_better_by_its_standard_deviation()
         estimate = Estimate.of(Prior.of(errors, np.arange(4)), np.ones(4), measured)
         added = [0.0 if plan in measured or not measured else estimate.deviations[plan] for plan in range(4)]
         assert estimate.best(1.0).plan == int(np.argmin(estimate.means + added))
+
+
+# --- the smallest plan within a margin of the baseline's error --------------------------------------------------------
+
+
+@cache
+def after_three() -> Estimate:
+    """Plans whose memory rises with their numbers, three of them measured."""
+    known = synthetic()
+    prior = Prior.of(known.errors[1:], None)
+    return Estimate.of(prior, np.arange(1.0, known.errors.shape[1] + 1), {plan: float(known.errors[0, plan]) for plan in (0, 4, 7)})
+
+
+@pytest.mark.parametrize("increase", [0.0, 0.02, 0.1])
+def test_chances_of_a_margin_are_shares_of_draws(increase: float) -> None:
+    """Within five standard errors of 40,000 draws of all means from the posterior."""
+    estimate, rng, num = after_three(), np.random.default_rng(0), 40_000
+    baseline, levels = len(estimate.means) - 1, estimate.prior.levels
+    kinds = rng.choice(len(estimate.posterior.weights[0]), num, p=estimate.posterior.weights[0])
+    means = np.empty((num, len(levels)))
+    for kind in np.unique(kinds):
+        spread, rows = estimate.posterior.spreads[0][kind], np.flatnonzero(kinds == kind)
+        means[rows] = rng.multivariate_normal(estimate.posterior.means[0][kind], spread, len(rows))[:, levels]
+    means += estimate.prior.offsets + np.sqrt(estimate.prior.doubt) * rng.standard_normal(means.shape)
+    shares = (means <= means[:, [baseline]] + increase).mean(axis=0)
+    found = estimate.within_margin(ErrorMargin(increase, 0.9, baseline))
+    assert np.abs(found - shares).max() < 5 * 0.5 / np.sqrt(num)
+    assert found[baseline] == 1.0
+
+
+def test_the_smallest_plan_within_a_margin_is_taken() -> None:
+    estimate = after_three()
+    baseline = len(estimate.means) - 1
+    for increase, confidence in ((0.0, 0.9), (0.02, 0.6), (0.05, 0.9), (0.2, 0.99), (9.0, 0.99)):
+        margin = ErrorMargin(increase, confidence, baseline)
+        chances = estimate.within_margin(margin)
+        expected = next(plan for plan in range(baseline + 1) if chances[plan] >= confidence)
+        assert estimate.smallest(baseline + 1.0, margin).plan == expected
+    assert estimate.smallest(baseline + 1.0, ErrorMargin(9.0, 0.99, baseline)).plan == 0
+    with pytest.raises(BudgetError, match=r"no plan that fits 0\.5 has an error at most 0\.1 above that of plan"):
+        estimate.smallest(0.5, ErrorMargin(0.1, 0.9, baseline))
+
+
+def test_measurements_for_a_margin() -> None:
+    estimate = after_three()
+    baseline = len(estimate.means) - 1
+    margin = ErrorMargin(0.05, 0.9, baseline)
+    runs = {0: 1, 4: 1, 7: 1}
+
+    def proposed(
+        runs: dict[int, int], margin: ErrorMargin = margin, budget: float = baseline + 1.0, is_last: bool = False
+    ) -> int | None:
+        return propose_for_margin(estimate, margin, budget, runs, is_last=is_last)
+
+    assert proposed(runs) == baseline, "nothing is compared before it is measured"
+    taken, chances = estimate.smallest(baseline + 1.0, margin).plan, estimate.within_margin(margin)
+    values = {plan: chances[plan] * (taken - plan) for plan in range(taken) if chances[plan] > 0.1}
+    best = max(values, key=lambda plan: values[plan]) if values else taken
+    assert proposed({**runs, baseline: 1, best: 1}) == best
+    assert proposed({**runs, baseline: 1, best: 2}) == baseline, "as many runs of one as of the other"
+    assert proposed({baseline: 1}, is_last=True) == taken, "the last measurement is of what is taken"
+    anything = ErrorMargin(9.0, 0.9, baseline)
+    assert (proposed({baseline: 1}, anything), proposed({0: 1, baseline: 1}, anything)) == (0, None), "and then no plan is smaller"
+    assert proposed({0: 1}, margin, budget=5.0) in range(5), "a baseline that does not fit is not measured"

@@ -34,6 +34,7 @@ def make_engine(kind: str, slots: int) -> Engine:
 
 def main(address: str, kind: str = "inline", slots: str = "1") -> None:
     """Work until all is done."""
+    assert "torch" not in sys.modules, "what hands out trials starts without torch"
     if jump := os.environ.get("CLOCK_JUMPS"):
         clock = time.time
         time.time = lambda: clock() + float(jump) * (int(clock() * 5) % 2)  # back and forth, five times a second

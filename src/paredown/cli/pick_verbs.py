@@ -42,6 +42,16 @@ if TYPE_CHECKING:
     from paredown.tasks.task import Task
 
 EvaluationsOption = Annotated[int, typer.Option(min=0, help="Trials at most; 0: decide by the prior alone.")]
+MaxErrorIncreaseOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="ERROR",
+        help="Pick the smallest plan whose error is at most this much above the baseline's, such as 0.01.",
+        show_default=False,
+    ),
+]
+ConfidenceOption = Annotated[float, typer.Option(help="The least probability of that, above 0.5 and below 1.")]
 PriorOption = Annotated[
     str | None, typer.Option(help="The prior, by name or file. (default: all installed priors)", show_default=False)
 ]
@@ -63,6 +73,8 @@ def pick(
     budget: DefaultBudget = None,
     gpu: GpuOption = None,
     evaluations: EvaluationsOption = 8,
+    max_error_increase: MaxErrorIncreaseOption = None,
+    confidence: ConfidenceOption = 0.9,
     prior: PriorOption = None,
     store: StoreOption = None,
     mode: ModeOption = "store",
@@ -74,8 +86,11 @@ def pick(
     report: ReportOption = None,
     is_json: JsonOption = False,
 ) -> None:
-    """Pick the plan of least expected error within a budget, from a prior and a few trials; with --store it resumes."""
-    within = needed_budget(budget, gpu, default=BUDGET)
+    """Pick the plan of least expected error within a budget, from a prior and a few trials; with --store it resumes.
+
+    With --max-error-increase, pick the smallest plan whose error is that near to the baseline's; the budget is then 100% unless given.
+    """
+    within = needed_budget(budget, gpu, default=BUDGET if max_error_increase is None else "100%")
     check_new(out, may_overwrite=overwrite)
     check_places({"--out": out, "--record": record, "--report": report})
     with spinner("reading the task"):
@@ -88,7 +103,9 @@ def pick(
         place = find_device(device)
     with kept_in_store(store is not None), suited_threads(named_task, place), progress_bar("picking") as progress:
         options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
-        picked = pick_plan(named_task, within.size, evaluations, progress=progress, **options)
+        options |= {"max_error_increase": max_error_increase, "confidence": confidence}
+        size = None if budget is None and gpu is None else within.size
+        picked = pick_plan(named_task, size, evaluations, progress=progress, **options)
     written = write_outputs(picked, named_task, device, plan=out, record=record, report=report)
     if is_json:
         from paredown.cli.inputs import answer_json

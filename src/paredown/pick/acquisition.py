@@ -12,11 +12,12 @@ However many runs are made, they are worth no more than knowing all means a:
 
 When that is small relative to the noise of a run, no measurement changes the choice by a noticeable amount.
 
-`propose` chooses the next plan for one budget by a rule of DESIGNS; TURNS names the rule of the first trial, and that of all others:
+`propose` chooses the next plan for one budget by a rule of DESIGNS; TURNS names those of the first trials, the last one is of all others:
 
     knowledge    the plan whose measurement lowers the sum of the levels' variances most
     choice       the plan whose measurement is expected to lower the error of the picked plan most
 
+`propose_for_margin` chooses for the smallest plan whose error is within a margin of the baseline's.
 `propose_for_front` chooses for the whole Pareto front, by `knowledge` or by the improvement that a measurement is expected to bring: what
 it adds to the area that the measured front dominates.
 
@@ -30,14 +31,14 @@ Within a level they take the plan of least memory that was not measured yet.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paredown.pick.mixture import Posterior
-from paredown.pick.posterior import Prior
+from paredown.pick.posterior import ErrorMargin, Estimate, Prior
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -108,7 +109,8 @@ def variance_reduction(kinds: TaskKinds) -> Array:
 
 
 DESIGNS = {"knowledge": variance_reduction, "choice": expected_gains}
-TURNS = ("knowledge", "choice")  # designs: the first one for the first trial, the second for all others
+# On PEPPP's 87 tasks under 22 %, six trials: 0.014 standard deviations of a run above the best with two of knowledge, 0.152 with one.
+TURNS = ("knowledge", "knowledge", "choice")
 
 
 def propose(design: str, prior: Prior, posterior: Posterior, plans: Indices, memory: Array, *, tried: Collection[int] = ()) -> int:
@@ -123,6 +125,34 @@ def is_settled(prior: Prior, posterior: Posterior, plans: Indices) -> bool:
     kinds = kinds_of(prior, posterior, plans)
     noise = (1 + prior.shared) * (kinds.weights @ kinds.noise)[int(kinds.mean.argmin())]
     return value_of_perfect_information(kinds) <= ENOUGH * float(np.sqrt(noise))
+
+
+# --- for the smallest plan within a margin of error ------------------------------------------------------------------
+
+
+def propose_for_margin(
+    estimate: Estimate, margin: ErrorMargin, budget: float, num_runs: Mapping[int, int], *, is_last: bool
+) -> int | None:
+    """The plan to measure next, so that the smallest plan within the margin is found; None when every smaller plan is decided.
+
+    The baseline is first. Then, of the plans smaller than the smallest one within the margin, the one for which probability times saved
+    bytes is largest, in turn with the baseline; a plan is out when the probability that it is within is 1 - confidence or less. The last
+    measurement is of the plan that is about to be taken.
+    """
+    chances, memory = estimate.within_margin(margin), estimate.memory
+    has_baseline = bool(memory[margin.baseline] <= budget)
+    if has_baseline and not num_runs.get(margin.baseline):
+        return margin.baseline
+    allowed = np.flatnonzero((memory <= budget) & (chances >= margin.confidence))
+    taken = int(allowed[np.argmin(memory[allowed])]) if len(allowed) else None
+    open_plans = np.flatnonzero((memory < (budget if taken is None else memory[taken])) & (chances > 1 - margin.confidence))
+    if taken is not None and not num_runs.get(taken) and (is_last or not len(open_plans)):
+        return taken
+    if not len(open_plans):
+        return None
+    saved = (budget if taken is None else memory[taken]) - memory[open_plans]
+    plan = int(open_plans[np.argmax(chances[open_plans] * saved)])
+    return margin.baseline if has_baseline and num_runs.get(plan, 0) > num_runs[margin.baseline] else plan
 
 
 # --- for the whole front ---------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from paredown.pick.task_prior import TaskPrior, random_guess_error
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
+from paredown.serial import SUMMED
 from paredown.simulate.outline import Outline
 from paredown.simulate.peppp import plan_bytes
 from paredown.sizes import parse_bytes
@@ -42,14 +43,17 @@ from paredown.tasks.task import Task
 from paredown.tasks.task_trace import outline_task, trace_task
 from paredown.trace.trace import Trace
 
+BUDGET = "40%"
 PRIOR_MODES = {"store": "store", "simulate": "simulate", "peppp": "simulate"}  # mode of `pick` -> mode of the prior that it reads
 
 
 def pick(
     task: Task | str,
-    budget: int | str = "40%",
+    budget: int | str | None = None,
     evaluations: int = 8,
     *,
+    max_error_increase: float | None = None,
+    confidence: float = 0.9,
     prior: str | os.PathLike[str] | PriorData | None = None,
     store: str | Path | None = None,
     mode: str = "store",
@@ -57,24 +61,29 @@ def pick(
     device: Any = None,
     progress: TrialCallback | None = None,
 ) -> Picked:
-    """The plan of least expected error whose predicted peak is within `budget`, after at most `evaluations` trials.
+    """The plan of least expected error whose predicted peak is within `budget` (by default 40 %), after at most `evaluations` trials.
 
+    With `max_error_increase` it is the smallest plan whose mean error is, with the probability `confidence`, at most that much above the
+    baseline's, in the task's metric: 0.01 is one percentage point of error. The budget is then 100 % unless one is given.
     `prior`: the name or file of a prior, or its data; without one, all priors of this mode are joined. `store`: path or URL of the
     database that keeps the trials; with one, an interrupted pick continues. `seed`: of the first trial of each plan. `progress` is
     called with (trials done, most trials, a sentence).
     """
     start = time.perf_counter()
     task = _checked_task(task, evaluations, mode)
+    _check_margin(max_error_increase, confidence)
     prior_data = _prior_data(prior, mode)
     torch_device = find_device(device)
     step = task_step(task, torch_device.type, mode, prior_data)
-    budget_bytes = parse_bytes(budget, whole=step.full_bytes)
+    limit = budget if budget is not None else BUDGET if max_error_increase is None else "100%"
+    budget_bytes = parse_bytes(limit, whole=step.full_bytes)
     source = measurer(Runner(task, mode, None if device is None else str(torch_device)), store, f"pick {budget_bytes} bytes")
     try:
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
-        rows = candidates(step, prior_data, budget, tried_plans)
+        rows = candidates(step, prior_data, BUDGET if budget is None else budget, tried_plans)
         loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data, _family(task)), torch_device)
+        loop.max_error_increase, loop.confidence = max_error_increase, confidence
         loop.learn(own_trials, other_trials)
         loop.search(source, evaluations, seed=seed, progress=progress)
     finally:
@@ -115,6 +124,15 @@ def _checked_task(task: Any, evaluations: Any, mode: Any) -> Task:
     if not isinstance(task, Task):
         raise TaskError(f"pick takes a Task, or its name, and a budget, not {type(task).__name__}.")
     return task
+
+
+def _check_margin(increase: Any, confidence: Any) -> None:
+    if increase is not None and not (SUMMED.holds(increase) and increase >= 0):
+        raise TaskError(
+            f"max_error_increase is {increase!r}; it is a number from 0 up, in the task's metric: 0.01 is one point of error."
+        )
+    if not (SUMMED.holds(confidence) and 0.5 < confidence < 1):
+        raise TaskError(f"confidence is {confidence!r}; it is a probability above 0.5 and below 1, such as 0.9.")
 
 
 def _family(task: Task) -> str:

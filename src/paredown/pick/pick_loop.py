@@ -7,6 +7,7 @@ The answer is a `Picked`: the plan, the Pareto front, and sentences for why this
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, TaskError
-from paredown.pick.acquisition import ENOUGH, TURNS, is_settled, propose
+from paredown.pick.acquisition import ENOUGH, TURNS, is_settled, propose, propose_for_margin
 from paredown.pick.answer import Frontier, Picked, Point
 from paredown.pick.candidates import Candidates, TaskStep
 from paredown.pick.pareto import undominated
-from paredown.pick.posterior import BudgetChoice, Estimate, Prior
+from paredown.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior
 from paredown.pick.seed_effects import SeedRun
 from paredown.pick.task_prior import WORST, TaskPrior
+from paredown.plan.plan import Plan
 from paredown.sizes import say_bytes, say_bytes_twice
 from paredown.sweeps.measurement import Measurer, TrialCallback
 from paredown.tasks.trial import Status, Trial
@@ -32,6 +34,7 @@ UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)  # trials with
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 MOST_USED = 8  # prior tasks that an answer names
+DECIDED = "Stopped early: every smaller plan is within the margin with too small a probability."
 SMALLEST = "smallest"  # label of a plan that is added to the front where nothing fits
 MOST_FAILURES = 3  # failed trials without a successful one: then the task is at fault, not the plan
 
@@ -43,6 +46,8 @@ class PickLoop:
     `unit`: the error of random guessing, relative to which posteriors count; where it is None, the first trial sets it: its error
     equals the prior's mean for its plan. `is_strict`: a measured peak above the budget does not fit either, as on a GPU. `device`:
     name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
+    `max_error_increase`: not the least error is looked for, but the smallest plan whose error is at most that much above the baseline's,
+    with the probability `confidence`.
     """
 
     task: str
@@ -54,6 +59,8 @@ class PickLoop:
     task_prior: TaskPrior
     is_strict: bool = False
     device: str = ""
+    max_error_increase: float | None = None
+    confidence: float = 0.9
     prior: Prior = field(init=False)
     trials: list[Trial] = field(default_factory=list[Trial])
     num_done: int = 0  # trials that count as evaluations
@@ -191,10 +198,10 @@ class PickLoop:
         fits, runs = self.fits(), self.runs()
         if not len(fits):
             return self._smallest_untried()
+        if (margin := self.margin()) is not None:
+            return self._next_for_margin(margin, is_last=num_left == 1)
         posterior, memory = self.prior.after(runs), self.candidates.memory
-        best = (
-            self.estimate().best(self.budget_bytes, is_cautious=False).plan
-        )  # worth a trial, even if it would not be picked without
+        best = self.estimate().best(self.budget_bytes, is_cautious=False).plan  # it may be one that is picked only after a trial
         tried = {run.plan for run in runs}
         known_twins = {self._twin(plan) for plan in tried}
         if self._twin(best) in known_twins and is_settled(self.prior, posterior, fits):
@@ -205,6 +212,12 @@ class PickLoop:
         informative = np.array([plan for plan in fits if plan in tried or self._twin(plan) not in known_twins], dtype=np.intp)
         turn = TURNS[min(len(self.known), len(TURNS) - 1)]
         return propose(turn, self.prior, posterior, informative, memory, tried=tried) if len(informative) else None
+
+    def _next_for_margin(self, margin: ErrorMargin, *, is_last: bool) -> int | None:
+        num_runs = Counter(run.plan for run in self.runs())
+        plan = propose_for_margin(self.estimate(), margin, self.budget_bytes, num_runs, is_last=is_last)
+        self.is_settled = plan is None
+        return plan
 
     def _smallest_untried(self) -> int | None:
         """The untried plan of least expected peak: before the answer is that nothing fits, it is measured."""
@@ -227,9 +240,19 @@ class PickLoop:
         """The posterior of every plan's error, relative to random guessing."""
         return Estimate.after(self.prior, self.needed(), self.runs())
 
+    def margin(self) -> ErrorMargin | None:
+        """The margin above the baseline's error, relative to random guessing; None where the least error is looked for."""
+        if self.max_error_increase is None:
+            return None
+        return ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
+
     def choice(self) -> BudgetChoice:
-        """The plan of least expected error within the budget; BudgetError where nothing fits."""
-        return self.estimate().best(self.budget_bytes)
+        """The plan of least expected error within the budget, or the smallest within the margin; BudgetError where nothing fits."""
+        return self._choice(self.estimate())
+
+    def _choice(self, estimate: Estimate) -> BudgetChoice:
+        margin = self.margin()
+        return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
 
     def answer(self, seconds: float) -> Picked:
         """The answer after the trials so far; `seconds`: what the pick took."""
@@ -248,15 +271,37 @@ class PickLoop:
             used=tuple(self.task_prior.used(estimate.posterior)[:MOST_USED]),
         )
         try:
-            choice = estimate.best(self.budget_bytes)
+            choice = self._choice(estimate)
         except BudgetError:
+            if len(self.fits()):
+                return replace(
+                    answer, reason=f"no plan that fits has an error {self._said_margin()}. Raise the budget or the margin."
+                )
             smallest, reason = self._infeasible(points)
             return replace(answer, frontier=self._frontier([*points, *smallest]), reason=reason)
-        return self._with_choice(answer, points[choice.plan], tuple(points[plan].label for plan in choice.ties))
+        ties = tuple(points[plan].label for plan in choice.ties)
+        margin, num_fits = self.margin(), len(self.fits())
+        if margin is None:
+            certainty = _ties(ties, num_fits)
+        else:
+            chance = float(estimate.within_margin(margin)[choice.plan])
+            certainty = self._of_margin(points[margin.baseline], points[choice.plan], chance)
+        return self._with_choice(answer, points[choice.plan], ties, certainty)
 
-    def _with_choice(self, answer: Picked, point: Point, ties: tuple[str, ...]) -> Picked:
+    def _said_margin(self) -> str:
+        return f"at most {self.max_error_increase:g} above the baseline's with a probability of {100 * self.confidence:g} % or more"
+
+    def _of_margin(self, baseline: Point, point: Point, chance: float) -> str:
+        """Why this plan, where the smallest one within a margin is taken."""
+        if point is baseline:
+            return f"No smaller plan has an error {self._said_margin()}."
+        known = f"the baseline has {baseline.mean:.4f} +- {baseline.deviation:.4f} (standard deviation)"
+        return f"It is the smallest plan that fits with an error {self._said_margin()}: {100 * chance:.0f} %; {known}."
+
+    def _with_choice(self, answer: Picked, point: Point, ties: tuple[str, ...], certainty: str) -> Picked:
         text = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.task_prior, tuple(self.others))
-        reason = text.reason(point, ties, len(self.fits()), is_settled=self.is_settled)
+        early = "" if not self.is_settled else _stopped_early() if self.max_error_increase is None else DECIDED
+        reason = text.reason(point, certainty, early)
         notes = text.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
         return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)
 
@@ -335,8 +380,8 @@ class AnswerText:
     task_prior: TaskPrior
     others: tuple[Trial, ...] = ()
 
-    def reason(self, point: Point, ties: Sequence[str], num_fits: int, *, is_settled: bool) -> str:
-        """Why this plan: its peak, its expected error, and how many other plans may be as good."""
+    def reason(self, point: Point, certainty: str, early: str) -> str:
+        """Why this plan: its peak, its expected error, how certain the choice is, and why trials ended early, if they did."""
         share = f"{100 * point.predicted_bytes / max(self.full_bytes, 1):.0f} % of the baseline"
         peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(self.budget_bytes)} ({share})"
         error = f"error {point.mean:.4f} +- {point.deviation:.4f} (standard deviation), {self._evidence(point)}"
@@ -345,8 +390,7 @@ class AnswerText:
             if point.needs > point.predicted_bytes
             else ""
         )
-        parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", _ties(ties, num_fits), self._family()]
-        parts += [_stopped_early()] if is_settled else []
+        parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", certainty, self._family(), early]
         return " ".join(part for part in parts if part)
 
     def notes(self, point: Point, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:

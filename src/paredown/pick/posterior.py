@@ -91,6 +91,15 @@ class BudgetChoice:
 
 
 @dataclass(frozen=True)
+class ErrorMargin:
+    """How far a mean error may lie above that of the plan `baseline`, and the least probability that it does not lie further."""
+
+    increase: float
+    confidence: float
+    baseline: int
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Posterior means of the errors of all plans, and standard deviations of these means; `noise`: that of one run about its mean."""
 
@@ -154,20 +163,40 @@ class Estimate:
         ties = tuple(int(other) for other in fits if other != plan and chances[other] >= TIE_PROBABILITY)
         return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties, self._reason(plan, ties, len(fits)))
 
+    def smallest(self, budget: float, margin: ErrorMargin) -> BudgetChoice:
+        """The plan of least memory within the budget whose error is within the margin; of equals the one with the least mean error."""
+        chances = self.within_margin(margin)
+        allowed = np.flatnonzero((self.memory <= budget) & (chances >= margin.confidence))
+        sure = f"with a probability of {100 * margin.confidence:g} % or more"
+        said = f"at most {margin.increase:.4g} above that of plan {margin.baseline} {sure}"
+        if not len(allowed):
+            raise BudgetError(f"no plan that fits {budget:.6g} has an error {said}.")
+        plan = int(allowed[np.lexsort((self.means[allowed], self.memory[allowed]))[0]])
+        reason = (
+            f"the smallest plan whose mean error, {self._text(plan)} (standard deviation), is {said}: {100 * chances[plan]:.0f} %."
+        )
+        return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), (), reason)
+
+    def within_margin(self, margin: ErrorMargin) -> Array:
+        """Probability that each plan's mean error is at most the margin above that of the baseline; 1 for the baseline, (plans,)."""
+        chances = self.chance_below(margin.baseline, margin.increase)
+        chances[margin.baseline] = 1.0
+        return chances
+
     def _cautious(self, plans: NDArray[np.intp]) -> Array:
         """Mean errors of these plans, with a standard deviation added to those of plans that are not measured, if others are."""
         is_measured = np.isin(plans, list(self.measured))
         return self.means[plans] + (~is_measured & is_measured.any()) * self.deviations[plans]
 
-    def chance_below(self, plan: int) -> Array:
-        """Probability that each plan's mean error is below this plan's; one half where nothing tells them apart."""
+    def chance_below(self, plan: int, increase: float = 0.0) -> Array:
+        """Probability that each plan's mean error is below this plan's plus `increase`; one half where nothing tells them apart."""
         levels, own_level = self.prior.levels, self.prior.levels[plan]
         spreads, means = self.posterior.spreads[0], self.posterior.means[0]  # (kinds, levels, levels), (kinds, levels)
         variances = np.diagonal(spreads, axis1=-2, axis2=-1)
         variance = (variances + variances[:, own_level, None] - 2 * spreads[:, own_level])[:, levels]
         variance = variance + self.prior.doubt + self.prior.doubt[plan]
         difference = (means[:, own_level, None] - means)[:, levels] + self.prior.offsets[plan] - self.prior.offsets
-        return self.posterior.weights[0] @ _normal_cdf(difference / np.sqrt(np.maximum(variance, 1e-18)))
+        return self.posterior.weights[0] @ _normal_cdf((difference + increase) / np.sqrt(np.maximum(variance, 1e-18)))
 
     def _text(self, plan: int) -> str:
         return f"{self.means[plan]:.2f} +- {self.deviations[plan]:.2f}"

@@ -66,7 +66,6 @@ from paredown.errors import ParedownError, SweepError
 from paredown.plan.labels import TaskPlan, distinct_labels, plan_label
 from paredown.plan.plan import Plan
 from paredown.serial import brief
-from paredown.simulate.peppp import parse_peppp, peppp_plan
 
 if TYPE_CHECKING:
     from paredown.tasks.trial import Trial
@@ -437,6 +436,8 @@ def _templates(table: dict[str, Any], folder: Path) -> list[PlanTemplate]:
 
 
 def _peppp(table: dict[str, Any], folder: Path) -> list[Plan]:
+    from paredown.simulate.peppp import parse_peppp, peppp_plan  # it imports torch, which other sweeps need in their trials alone
+
     words = ("peppp_low", "peppp_high")
     if missing := [word for word in words if word not in table]:
         raise SweepError(f"{missing[0]} is missing; a configuration of PEPPP has a low and a high format.")
