@@ -351,11 +351,6 @@ ModeOption = Annotated[
 ]
 
 
-def loss_flag(chunked_loss: bool | None) -> dict[str, bool]:
-    """`ChunkedLossOption` for `command_text`."""
-    return {} if chunked_loss is None else {"chunked-loss" if chunked_loss else "no-chunked-loss": True}
-
-
 def command_text(model: str, **options: object) -> str:
     """The arguments that name `model` and the options that are not None or False, for a command in a hint.
 
@@ -364,3 +359,10 @@ def command_text(model: str, **options: object) -> str:
     """
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     return " ".join([model, *(f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())])
+
+
+def step_text(model: str, options: Any) -> str:
+    """The arguments that name `model` and the `SubjectOptions` that `paredown plan` and `explain` take."""
+    fields = {name: getattr(options, name) for name in ("input", "batch", "optimizer", "device", "autocast", "compiled")}
+    is_chunked = options.chunked_loss
+    return command_text(model, **fields, **({} if is_chunked is None else {f"{'' if is_chunked else 'no-'}chunked-loss": True}))

@@ -37,8 +37,7 @@ from paredown.cli.application import (
     PlanOption,
     ReportOption,
     app,
-    command_text,
-    loss_flag,
+    step_text,
     verb,
 )
 from paredown.cli.budget import Budget, read_budget
@@ -48,7 +47,7 @@ from paredown.cli.verdict import COMPILED, WORKSPACE, bars, has_colour, parts_at
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
-    from paredown.cli.subject import Subject, SubjectOptions
+    from paredown.cli.subject import Subject
     from paredown.plan.footprint import Footprint
     from paredown.plan.module_groups import Grouping
     from paredown.plan.plan import Plan
@@ -105,10 +104,9 @@ def estimate(
     is_json: JsonOption = False,
 ) -> None:
     """Does it fit? Predicted bytes of a training step by role, module and plan, before anything runs."""
-    within = read_budget(budget, gpu)
     check_places({"--report": report})
-    size, device = _batch(batch, within), device or ("cuda" if gpu else None)
-    input, targets = _input(input, length), _targets(lora, lora_targets)
+    within, device, input = read_budget(budget, gpu), device or ("cuda" if gpu else None), _input(input, length)
+    size, targets = _batch(batch, within), _targets(lora, lora_targets)
     with spinner("tracing one step"):
         from paredown.cli.subject import SubjectOptions, find_subject
 
@@ -122,14 +120,8 @@ def estimate(
     if report is not None:
         _write_report(report, subject, plans, value, requested=plan is not None)
     _show(value, within, requested=plan is not None, is_json=is_json)
-    named = None if lora or checkpointing or frozen else _arguments(model, options)  # `paredown plan` has no such flags
+    named = None if lora or checkpointing or frozen else step_text(model, options)  # `paredown plan` has no such flags
     _exit_if_too_large(value, requested=plan, model=named, budget=within)
-
-
-def _arguments(model: str, options: SubjectOptions) -> str:
-    """The arguments of `paredown plan` for the same step."""
-    fields = {name: getattr(options, name) for name in ("input", "batch", "optimizer", "device", "autocast", "compiled")}
-    return command_text(model, **fields, **loss_flag(options.chunked_loss))
 
 
 def _footprints(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Footprint]:

@@ -24,8 +24,7 @@ from paredown.cli.application import (
     PlanFileOption,
     SeedOption,
     app,
-    command_text,
-    loss_flag,
+    step_text,
     verb,
 )
 from paredown.cli.budget import needed_budget
@@ -83,9 +82,8 @@ def make_plan(
         from paredown.cli.subject import SubjectOptions, find_subject
         from paredown.plan.footprint import footprint
 
-        subject = find_subject(
-            model, SubjectOptions(batch, input, device, autocast, optimizer, compiled, chunked_loss=chunked_loss)
-        )
+        options = SubjectOptions(batch, input, device, autocast, optimizer, compiled, chunked_loss=chunked_loss)
+        subject = find_subject(model, options)
         errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
         made = subject.plan_within(within.size, method=method, sensitivities=errors, seed=seed, recompute=recompute)
         foot, baseline = footprint(subject.trace(made), made), footprint(subject.trace())
@@ -96,9 +94,7 @@ def make_plan(
         value = {"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(out)}
         return emit({**value, "plan": made.to_json(), "deprecated": RENAMED})
     fit = repr(foot.fits(allowed))
-    where = {"input": input, "batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast, "compiled": compiled}
-    arguments = command_text(model, **where, **loss_flag(chunked_loss))
-    hint = f"The plan is in {out}. Slot by slot: paredown explain {out} --model {arguments}"
+    hint = f"The plan is in {out}. Slot by slot: paredown explain {out} --model {step_text(model, options)}"
     tell(made.reason, fit[0].upper() + fit[1:], f"The budget is {within.say(allowed)}.", "", hint)
 
 

@@ -206,14 +206,9 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
             f"footprint takes a Trace and a Plan, in this order, not {types}: footprint(trace_step(model, batch), plan)."
         )
     plan = plan or BASELINE
-    residues = [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
-    frozen = [(slot.names, Role.FROZEN) for slot in trace.of(Role.WEIGHT) if slot.is_frozen]
-    allocator = DEVICES[trace.device]
-    given, trace = trace, _step_under(trace, plan)
+    allocator, given, trace = DEVICES[trace.device], trace, _step_under(trace, plan)
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
-    slots = given.slots if checkpointed is trace else (*given.slots, *checkpointed.slots)
-    slots += given.unmodified.slots if given.unmodified is not None else ()  # rules for logits are allowed
-    missing = plan.check([*((slot.names, slot.role) for slot in slots), *residues, *frozen])
+    missing = plan.check(_slots_of(given, *([] if checkpointed is trace else [checkpointed])))
     held = intervals(checkpointed, plan)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)
@@ -239,6 +234,14 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
         _kept=kept,
         _at_peak=tuple(at_peak),
     )
+
+
+def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]]:
+    """Names and roles of what a plan for `trace` may have rules for: its slots, those of the baseline and of `others`."""
+    steps = [trace, *([trace.unmodified] if trace.unmodified is not None else []), *others]
+    names = [(slot.names, slot.role) for step in steps for slot in step.slots]
+    names += [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
+    return [*names, *((slot.names, Role.FROZEN) for slot in trace.of(Role.WEIGHT) if slot.is_frozen)]
 
 
 def library_workspace(trace: Trace) -> int:

@@ -13,7 +13,7 @@ fake tensors (trace/fake_step.py) records the lifetime of each; `footprint(trace
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -69,30 +69,41 @@ def trace_step(
         raise TraceError(f"autocast is a dtype such as torch.bfloat16, or None, not {autocast!r}.")
     loss_module = nn.ModuleDict({LOSS: loss}) if isinstance(loss, nn.Module) else nn.ModuleDict()  # its parameters train too
     state = state_of_optimizer(optimizer, {**dict(model.named_parameters()), **dict(loss_module.named_parameters())}, target, model)
-
-    def traced(*, in_session: bool, head: Any = None) -> tuple[Trace, bool]:
-        """The trace, and whether in-place operations hide what they save; `in_session`: as sessions run the step, where that differs.
-
-        `head`: the output head whose loss is computed in chunks.
-        """
-        fakes = FakeTensors()
-        with with_fake_tensors(model, fakes), with_fake_tensors(loss_module, fakes):
-            step = FakeStep(model, loss_module, fakes, target)
-            step.head = head
-            step.view_outputs = import_module(VIEW_OUTPUTS).ViewOutputs(model, FakeTensor) if in_session else None
-            finish = _run(step, Arguments.of(fakes.batch(_as_dict(batch)), has_loss=loss is not None), loss, autocast, compiled)
-            return finish(TraceBuilder(step).trace(state, batch, autocast)), bool(step.in_place_on_views)
-
-    def complete(head: Any = None) -> Trace:
-        """The trace, with `without_packing` where that differs."""
-        trace, has_hidden = traced(in_session=False, head=head)
-        return replace(traced(in_session=True, head=head)[0], without_packing=trace) if has_hidden else trace
-
-    unmodified, head = complete(), import_module(OUTPUT_HEAD).OutputHead(model, traced_device=target) if chunked_loss else None
+    tracer = StepTracer(model, loss_module, target, state, batch, loss, (autocast, compiled))
+    unmodified, head = tracer.trace(), import_module(OUTPUT_HEAD).OutputHead(model, traced_device=target) if chunked_loss else None
     if head is None or not head.is_found or head.reason:
         return unmodified
-    in_chunks = complete(head)
+    in_chunks = tracer.trace(head)
     return replace(in_chunks, unmodified=unmodified) if head.use.num_losses else unmodified
+
+
+@dataclass(frozen=True, eq=False)
+class StepTracer:
+    """Traces one step: unmodified, and as sessions run it where that differs. `options`: the dtype of autocast, whether it is compiled."""
+
+    model: nn.Module
+    loss_module: nn.Module
+    device: str
+    state: OptimizerState
+    batch: Any
+    loss: Callable[..., Tensor] | None
+    options: tuple[torch.dtype | None, bool]
+
+    def trace(self, head: Any = None) -> Trace:
+        """The trace, with `without_packing` where that differs; `head`: the output head whose loss is computed in chunks."""
+        trace, has_hidden = self._trace(head, in_session=False)
+        return replace(self._trace(head, in_session=True)[0], without_packing=trace) if has_hidden else trace
+
+    def _trace(self, head: Any, *, in_session: bool) -> tuple[Trace, bool]:
+        """The trace, and whether in-place operations hide what they save; `in_session`: as sessions run the step, where that differs."""
+        fakes = FakeTensors()
+        with with_fake_tensors(self.model, fakes), with_fake_tensors(self.loss_module, fakes):
+            step = FakeStep(self.model, self.loss_module, fakes, self.device)
+            step.head = head
+            step.view_outputs = import_module(VIEW_OUTPUTS).ViewOutputs(self.model, FakeTensor) if in_session else None
+            arguments = Arguments.of(fakes.batch(_as_dict(self.batch)), has_loss=self.loss is not None)
+            finish = _run(step, arguments, self.loss, *self.options)
+            return finish(TraceBuilder(step).trace(self.state, self.batch, self.options[0])), bool(step.in_place_on_views)
 
 
 def _run(
