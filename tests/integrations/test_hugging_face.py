@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import paredown as pare
-from paredown.errors import ApplyError, OptimError, VerificationError
+from paredown.errors import ApplyError, BudgetError, OptimError, VerificationError
 from paredown.session.stored_tensors import StoredValues
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -410,3 +410,35 @@ def test_adapters_over_a_frozen_base_in_4_bits(checkpointing: bool, tmp_path: Pa
     assert type(pared.optimizer.optimizer) is torch.optim.AdamW
     assert not [row for row in callback.session.changes if "fewer than" not in row.slot]
     assert_equal(state(model), state(plain))
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["the model's loss", "the trainer's loss"])
+def test_a_plan_within_a_budget_has_the_batch_of_the_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    """Of the examples the longest, in a batch of the trainer's size; a loss of the trainer's own is traced as the model's."""
+    trainer = trainer_in(tmp_path, max_steps=1, **options)
+    trainer.train_dataset = [{name: row[name][: 8 + i] for name in row} for i, row in enumerate(data())]  # 8 to 39 tokens
+    trainer.data_collator = transformers.DataCollatorForSeq2Seq(padded(), padding=True)
+    batch = trainer.data_collator(trainer.train_dataset[-4:])
+    trace = pare.trace_step(tiny().train(), dict(batch), optimizer="adamw", device="cpu")
+    callback = attach(trainer, budget="60%")
+    assert callback.plan.made_for["batch"] == list(trace.batch) and "input_ids: (4, 39) int64" in trace.batch
+    assert pare.footprint(trace, callback.plan).fits("60%")
+    assert "runs as paredown.optim.AdamW" in callback.optimizer
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def padded() -> Any:
+    """A tokenizer that only pads."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
+
+
+def test_a_chunked_loss_is_part_of_the_plan_within_a_budget(tmp_path: Path) -> None:
+    """All logits of 16 Ki classes do not fit; in chunks they do."""
+    config = transformers.GPT2Config(vocab_size=16384, n_positions=64, n_embd=16, n_layer=1, n_head=2, use_cache=False)
+    whole, chunked = (trainer_in(tmp_path, transformers.GPT2LMHeadModel(config), per_device_train_batch_size=16) for _ in range(2))
+    with pytest.raises(BudgetError, match=r"no plan .* fits 96.00 MiB"):
+        attach(whole, budget="96MiB")
+    attach(chunked, budget="96MiB", chunked_loss=True).close()

@@ -181,7 +181,9 @@ def test_an_unknown_quantization_has_a_sentence() -> None:
     model = block()
     model.q.weight = Ternary(torch.zeros(96, 96), requires_grad=False)
     model = adapted(model)
-    with pytest.raises(TraceError, match=r"'base_model.model.q.base_layer.weight' is a Ternary.*bitsandbytes.*torchao.*before its tensors"):
+    with pytest.raises(
+        TraceError, match=r"'base_model.model.q.base_layer.weight' is a Ternary.*bitsandbytes.*torchao.*before its tensors"
+    ):
         pare.trace_step(model, (torch.empty(BATCH), torch.empty(BATCH)), loss=mean_square)
     with pare.apply(pare.Plan.preset("frozen8"), model) as session:
         (row,) = [row for row in session.changes if "q.base_layer" in row.slot]
