@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
@@ -67,7 +66,7 @@ def compiled_graphs() -> Generator[list[fx.GraphModule]]:
         found.append(gm)
         return run_graph(gm, inputs)
 
-    with compiles_quickly(), patch.object(graph_packing, "compile_fx", partial(compile_fx, inner_compile=record)):  # type: ignore[arg-type]
+    with compiles_quickly(), patch.object(graph_packing, "compile_fx_inner", record):
         yield found
 
 

@@ -25,7 +25,7 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "torch._functorch.compile_utils": {"fx_graph_cse": ("fx_g",)},
     "torch._functorch._aot_autograd.utils": {"_is_primal": ("node",), "_is_tangent": ("node",)},
-    "torch._inductor.compile_fx": {"compile_fx": ("config_patches",)},
+    "torch._inductor.compile_fx": {"compile_fx": ("inner_compile", "config_patches"), "compile_fx_inner": ()},
     "torch._inductor.custom_graph_pass": {"CustomPartitionerFn": ()},
     "torch._inductor.decomposition": {"select_decomp_table": ()},
     "torch._dynamo.source": {"ConstantSource": ("source_name",)},
