@@ -24,7 +24,6 @@ from bench_session import gpt2, texts
 from torch import Tensor, nn
 
 import paredown as pare
-from paredown.loss import chunked_loss
 from paredown.optim import AdamW
 
 PEERS = Path(__file__).parent.parent / "peers"
@@ -303,11 +302,9 @@ def traced(job: Job, way: Way, *, is_quick: bool) -> pare.Trace:
     tokens = torch.zeros(size, length, dtype=torch.int64)
     optimizer: Any = AdamW(model.parameters(), release=True) if way.releases else "adamw"
     autocast = torch.bfloat16 if job.has_autocast else None
-    with ExitStack() as stack:
-        if way.formats is not None:
-            stack.enter_context(chunked_loss(model, traced_device="cuda"))
-        batch = {"input_ids": tokens, "labels": tokens}
-        return pare.trace_step(model, batch, optimizer=optimizer, device="cuda", autocast=autocast, compiled=way.is_compiled)
+    batch, is_chunked = {"input_ids": tokens, "labels": tokens}, way.formats is not None
+    options: dict[str, Any] = {"device": "cuda", "autocast": autocast, "compiled": way.is_compiled, "chunked_loss": is_chunked}
+    return pare.trace_step(model, batch, optimizer=optimizer, **options)
 
 
 def predicted(job: Job, way: Way, *, is_quick: bool) -> dict[str, Any]:
