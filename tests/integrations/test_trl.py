@@ -211,7 +211,7 @@ def test_saved_adapters_are_plain_peft_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss_type", ["nll", "chunked_nll"])
 def test_the_chunked_loss_of_trl_is_left_with_a_row(loss_type: str, tmp_path: Path) -> None:
-    """TRL 1.16 computes both in tiles of logits, in a forward that does not call the head; older ones compute all logits for "nll"."""
+    """TRL 1.16 computes both in tiles of logits, in a forward that does not call the head; before 1.15 there are all logits for "nll"."""
     plain = trainer_in(tmp_path / "a", model=tiny(vocab_size=8192), loss_type=loss_type, max_steps=1)
     plain.train()
     pared = trainer_in(tmp_path / "b", model=tiny(vocab_size=8192), loss_type=loss_type, max_steps=1)
