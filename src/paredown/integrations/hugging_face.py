@@ -203,10 +203,11 @@ def attach(
     _check_attached(trainer, plan, budget)
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
+    chosen_plan: Any = plan
     if budget is not None:
         has_chunks = bool(options.get("chunked_loss"))
-        plan = plan_within(trainer, budget, _traced_optimizer(trainer, optimizer), batch, has_chunked_loss=has_chunks)
-    callback = TrainerPlanCallback(plan or Plan(), **options)
+        chosen_plan = plan_within(trainer, budget, _traced_optimizer(trainer, optimizer), batch, has_chunked_loss=has_chunks)
+    callback = TrainerPlanCallback(chosen_plan, **options)
     chosen, callback.optimizer = _choose_optimizer(trainer, callback, optimizer)
     callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
     trainer.callback_handler.callbacks.insert(0, callback)  # before the loggers, so that they log its numbers
@@ -215,14 +216,18 @@ def attach(
         trainer.optimizer_cls_and_kwargs = optimizer_of(trainer.args, chosen, **of_model)
         if isinstance(callback.session, Session):
             callback.session.awaits_optimizer = True
-    made = callback.plan.reason if budget is not None else ""
-    for text in (made, callback.optimizer, _small_rate_hint(trainer.args.learning_rate, callback.plan)):
-        if text and trainer.is_world_process_zero():
-            log.warning("paredown: %s", text)
+    _log_choices(trainer, callback, callback.plan.reason if budget is not None else "")
     _explain_errors(trainer, callback, _traced_optimizer_name(trainer, chosen))
     if verify:
         _verify_first(trainer, callback)
     return callback
+
+
+def _log_choices(trainer: Any, callback: TrainerPlanCallback, reason: str) -> None:
+    """Log the reason of a plan that was made, the optimizer, and a hint on small learning rates."""
+    for text in (reason, callback.optimizer, _small_rate_hint(trainer.args.learning_rate, callback.plan)):
+        if text and trainer.is_world_process_zero():
+            log.warning("paredown: %s", text)
 
 
 def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | None) -> tuple[str | None, str]:

@@ -44,7 +44,7 @@ PROCESSORS, THREADS = 132, 2048  # multiprocessors of an H100 or H200, and threa
 BLOCK, WARP = 512, 32  # most threads of a block; threads of a warp
 MIN_PER_THREAD, MAX_PER_THREAD = 16, 256  # values that a thread adds
 MAX_REDUCED_BYTES = 2**31 - 1  # most bytes that one kernel sums
-TRL_LOSS = "trl.kernels.chunked_logprob"  # the loss of TRL's trainers from 1.16 on: logits in tiles of 4096 x 32768
+TRL_LOSS = "trl.kernels.chunked_logprob"  # the loss of the trainers of TRL 1.16: logits in tiles of 4096 x 32768
 TRL_KERNELS = ("_forward_tile", "_backward_tile", "_addmm_fp32")  # its functions that are kernels on CUDA
 
 
