@@ -133,6 +133,7 @@ def test_compiled_sessions(is_inside: bool, has_kernel: bool, monkeypatch: pytes
     assert predicted.low_bytes * 0.85 <= peak <= 1.1 * predicted.high_bytes + 2**25
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("has_kernel", [False, True], ids=["torch", "kernel"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_operator_does_not_synchronize(reduction: str, has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from paredown.loss import ChunkSettings, CrossEntropy, chunked_cross_entropy
-from paredown.loss.chunked_cross_entropy import KERNEL_DEVICES, Problem, Rows
+from paredown.loss.chunked_cross_entropy import KERNEL_DEVICES, ROW_ALIGNMENT, Problem, Rows
 from tests.loss.largest import LargestTensor
 from tests.loss.test_chunked_cross_entropy import gradients, inputs, oracle
 
@@ -44,9 +44,10 @@ def test_losses_and_gradient(smoothing: float, weighted: bool, num_classes: int)
     assert torch.equal(rows.fused_(part, slice(1, 4), 1.0), rows.fused_(logits.clone(), slice(0, NUM_ROWS), 1.0)[1:4])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_losses_by_the_kernel(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("reduction", "alignment"), [("mean", 1), ("mean", 64), ("none", 64)])
+def test_losses_by_the_kernel(reduction: str, alignment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNEL_DEVICES, "cpu", True)
+    monkeypatch.setitem(ROW_ALIGNMENT, DEVICE, alignment)
     *leaves, target = (t.detach().to(DEVICE) for t in inputs(torch.float32) if t is not None)
     hidden, weight, offset = (leaf.requires_grad_() for leaf in leaves)
     options = CrossEntropy(reduction=reduction, label_smoothing=0.1)

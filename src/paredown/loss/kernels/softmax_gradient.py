@@ -46,6 +46,7 @@ def softmax_gradient(
     weights_sum_ptr,
     losses_ptr,
     num_classes,
+    row_stride,
     scale,
     HAS_SMOOTH: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -54,7 +55,7 @@ def softmax_gradient(
 ):
     """Loss and gradient of one row: see the file's text."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * num_classes
+    logits_ptr += row * row_stride
     columns = tl.arange(0, TILE)
     target = tl.load(target_ptr + row)
     own = tl.load(own_ptr + row)
@@ -102,10 +103,10 @@ def losses_and_gradient_(
     weights: tuple[Tensor, Tensor] | None,
     scale: float | None,
 ) -> Tensor:
-    """The losses (num_rows,) of contiguous `logits`, which the gradient times `scale` replaces; None leaves them unmodified.
+    """The losses (num_rows,) of `logits`, which the gradient times `scale` replaces; None leaves them unmodified.
 
-    `own` and `smooth` have one float32 value for each row, `weights` are one for each class, and
-    their sum.
+    The values of a row of `logits` are contiguous. `own` and `smooth` have one float32 value for each row, `weights` are one for each
+    class, and their sum.
     """
     num_rows, num_classes = logits.shape
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -119,6 +120,7 @@ def losses_and_gradient_(
             *(weights if weights is not None else (own, own)),
             losses,
             num_classes,
+            logits.stride(0),
             scale if scale is not None else 1.0,
             HAS_SMOOTH=smooth is not None,
             HAS_WEIGHTS=weights is not None,
