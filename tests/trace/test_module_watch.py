@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from paredown.models import MODELS, random_batch
 from paredown.trace.autograd_graph import Pass, Saved, kind_of
@@ -166,3 +167,30 @@ def test_a_storage_that_was_a_weights_is_an_activation() -> None:
     assert (kind_of(weight, "other", forward), kind_of(buffer, "other", forward)) == ("weight", "buffer")
     layer.weight.data = torch.ones(8)
     assert (kind_of(weight, "other", forward), kind_of(buffer, "other", forward)) == ("activation", "buffer")
+
+
+class SharedInside(nn.Module):
+    """A checkpointed layer, and a module that runs inside the layer and again after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Sigmoid()
+        self.layer = nn.Sequential(nn.Linear(8, 8), self.shared, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(checkpoint(self.layer, x, use_reentrant=False))
+
+
+def test_the_inside_of_a_checkpointed_layer_is_reported_once() -> None:
+    model, x = SharedInside(), torch.randn(4, 8)
+    reported: list[Saved] = []
+    watch = Watch(model, reported.append, min_numel=1)
+    watch.attach()
+    passes: list[list[str]] = []
+    for _ in range(3):
+        model(x).sum().backward()
+        passes.append([saved.name for saved in reported])
+        reported.clear()
+    kept = [name for name in passes[0] if not name.startswith(("layer.", "shared:"))]
+    assert any("checkpoint" in name for name in kept) and "shared@2:output" in kept
+    assert len(kept) < len(passes[0]) and passes[1] == passes[2] == kept

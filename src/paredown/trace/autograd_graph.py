@@ -10,7 +10,7 @@ after autograd's check that it was not modified in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
@@ -73,6 +73,7 @@ class ModuleCall:
     counts: dict[str, int] = field(default_factory=dict)  # operation -> number of nodes that saved tensors
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
     checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
+    times: dict[str, int] | None = None  # calls of modules before that checkpoint, if it is the first pass through it
 
 
 @dataclass(eq=False, slots=True)
@@ -301,3 +302,18 @@ def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
 def has_storage(tensor: Tensor) -> bool:
     """Whether the storage of `tensor` holds its values; False for wrapper subclasses such as DTensor."""
     return type(tensor) in PLAIN_TYPES or hasattr(tensor, "fake_mode")
+
+
+def hops_from(start: Any, created: Mapping[int, Any]) -> dict[int, tuple[int, ...]]:
+    """Sequence number -> indices of the edges from `start`, for the nodes `created` in one call."""
+    paths: dict[int, tuple[int, ...]] = {}
+    stack: list[tuple[Any, tuple[int, ...]]] = [(start, ())]
+    while stack:
+        node, path = stack.pop()
+        if node is None:
+            continue
+        number = node._sequence_nr()
+        if number in created and number not in paths:
+            paths[number] = path
+            stack.extend((before, (*path, i)) for i, (before, _) in enumerate(node.next_functions))
+    return paths

@@ -21,7 +21,8 @@ Not reported: nodes that no output of a module reaches, until one does; tensors 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -38,6 +39,7 @@ from paredown.trace.autograd_graph import (
     attributes,
     describe,
     has_storage,
+    hops_from,
     kind_of,
     new_nodes,
     next_number,
@@ -116,6 +118,7 @@ class Watch:
         self.collects_small = True
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         self.reports_checkpoint_inputs = True
+        self._inside_checkpoints: dict[str, dict[str, int]] = {}  # checkpointed layer -> calls of modules inside, by path
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of a checkpoint input, whether it needs a gradient) -> reason
         # modules called in the first pass: inside of those (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
@@ -198,7 +201,7 @@ class Watch:
             self._enter_hidden(current, module, path, args)
         current.calls.append(ModuleCall(module, path, is_plain_leaf, next_number()))
         self._find_checkpoint(current, args)
-        if module in self.passed_over and not self.collects_small:
+        if (module in self.passed_over and not self.collects_small) or self._repeats_checkpoint(current):
             current.over = module
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -311,6 +314,20 @@ class Watch:
         keys = {key_of(tensor) for tensor in args if isinstance(tensor, Tensor) and has_storage(tensor)}
         is_passed_on = any(key_of(tensor) in keys for _, tensor in inputs_of(frame) if has_storage(tensor))
         call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
+        call.times = dict(current.times) if is_passed_on and call.path not in self._inside_checkpoints else None
+
+    def _repeats_checkpoint(self, current: Pass) -> bool:
+        """Whether the module that was just entered is a checkpointed layer of an earlier pass: its inside needs no second report.
+
+        Hooks of torch.utils.checkpoint hold all that is saved there. The calls of modules inside are counted as in that pass.
+        """
+        call = current.calls[-1]
+        if call.checkpoint is None or not call.checkpoint[1].startswith(f"{call.path}:") or not self._min_numel:
+            return False
+        inside = self._inside_checkpoints.get(call.path)
+        for path, count in (inside or {}).items():
+            current.times[path] = current.times.get(path, 0) + count
+        return inside is not None
 
     def _report_checkpoint(self, current: Pass, call: ModuleCall, output: Any) -> None:
         """Report the inputs of the checkpoint in which `call` was the first module."""
@@ -318,6 +335,8 @@ class Watch:
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         self._report_inputs(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
+        if call.times is not None:
+            self._inside_checkpoints[call.path] = dict(Counter(current.times) - Counter(call.times))
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
         """Note a module that runs under no_grad, as the layer of a reentrant checkpoint, and what reads its arguments."""
@@ -366,7 +385,7 @@ class Watch:
         if len(created) != next_number() - call.first or not is_plain:
             self._call_caches.pop(call.path, None)
             return
-        hops = _hops(output.grad_fn, created)
+        hops = hops_from(output.grad_fn, created)
         trails: list[SavedTrail] = []
         for number, saved in saved_here:
             if saved.kind == "activation" and number in hops:
@@ -422,21 +441,6 @@ def _place_in(call: ModuleCall) -> str:
 def _can_be_cached(node: Any, saved: Saved) -> bool:
     """Whether a saved tensor can be read by attribute name from a later node: it has no bound and is not in a list."""
     return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
-
-
-def _hops(start: Any, created: Mapping[int, Any]) -> dict[int, tuple[int, ...]]:
-    """Sequence number -> indices of the edges from `start`, for the nodes `created` in one call."""
-    paths: dict[int, tuple[int, ...]] = {}
-    stack: list[tuple[Any, tuple[int, ...]]] = [(start, ())]
-    while stack:
-        node, path = stack.pop()
-        if node is None:
-            continue
-        number = node._sequence_nr()
-        if number in created and number not in paths:
-            paths[number] = path
-            stack.extend((before, (*path, i)) for i, (before, _) in enumerate(node.next_functions))
-    return paths
 
 
 def _follow(last: Any, trails: list[SavedTrail]) -> list[tuple[Saved, Any, Any, Tensor]] | None:
