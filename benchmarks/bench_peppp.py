@@ -165,7 +165,7 @@ def append(run: dict[str, object]) -> None:
 def proposal(errors: Array, memory: Array, levels: NDArray[np.intp] | None) -> int:
     """From matrices to the plan to measure first."""
     prior, seen = Prior.of(errors, levels), np.full(errors.shape[1], np.nan)
-    return propose_for_front("knowledge", prior, prior.given(seen), memory / memory.max(), seen)
+    return propose_for_front(prior, prior.given(seen), memory / memory.max(), seen)
 
 
 def speeds() -> Iterable[dict[str, object]]:

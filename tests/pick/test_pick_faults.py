@@ -144,10 +144,12 @@ def test_only_trials_that_came_to_an_end_are_counted(tried: Any) -> None:
 # --- stores ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("question", [{"budget": "60%"}, {"max_error_increase": 0.05}])
+def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path, question: dict[str, Any]) -> None:
     pytest.importorskip("sqlalchemy")
     tried()
-    whole = pick(make_task(), "60%", 5, prior=PRIOR, device="cpu")
+    options: dict[str, Any] = {"evaluations": 5, "prior": PRIOR, "device": "cpu", **question}
+    whole = pick(make_task(), **options)
     assert len(whole.trials) >= 3
     count = 0
 
@@ -160,13 +162,13 @@ def test_an_interrupted_pick_goes_on(tried: Any, tmp_path: Path) -> None:
 
     tried(rule)
     with pytest.raises(KeyboardInterrupt):
-        pick(make_task(), "60%", 5, prior=PRIOR, device="cpu", store=tmp_path / "trials.db")
+        pick(make_task(), **options, store=tmp_path / "trials.db")
     ran = tried()
-    resumed = pick(make_task(), "60%", 5, prior=PRIOR, device="cpu", store=tmp_path / "trials.db")
+    resumed = pick(make_task(), **options, store=tmp_path / "trials.db")
     assert len(ran) == len(whole.trials) - 2, "what was measured is in the store"
     assert resumed.label == whole.label and {t.plan for t in resumed.trials} == {t.plan for t in whole.trials}
     again = tried()
-    assert pick(make_task(), "60%", 5, prior=PRIOR, device="cpu", store=tmp_path / "trials.db").label == whole.label
+    assert pick(make_task(), **options, store=tmp_path / "trials.db").label == whole.label
     assert not again, "nothing runs twice"
 
 

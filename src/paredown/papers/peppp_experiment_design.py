@@ -337,9 +337,8 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pooled:
-    """This library's picker: a posterior over levels. `turns`: the designs that choose the next plan, in turn."""
+    """This library's picker: a posterior over levels, and the plan that is expected to improve the front most is measured next."""
 
-    turns: tuple[str, ...] = ("knowledge", "improvement")
     num_kinds: int = 2
 
     def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
@@ -353,7 +352,7 @@ class Pooled:
             if count in wanted:
                 predictions[count] = predicted(prior, posterior, chosen, measured)
             if len(chosen) < len(measured) and count < max(wanted):
-                chosen.append(propose_for_front(self.turns[count % len(self.turns)], prior, posterior, known.memory, measured))
+                chosen.append(propose_for_front(prior, posterior, known.memory, measured))
                 measured[chosen[-1]] = prior.finite(measure(chosen[-1]))
         return predictions
 

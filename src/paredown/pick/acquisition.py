@@ -18,8 +18,8 @@ When that is small relative to the noise of a run, no measurement changes the ch
     choice       the plan whose measurement is expected to lower the error of the picked plan most
 
 `propose_for_margin` chooses for the smallest plan whose error is within a margin of the baseline's.
-`propose_for_front` chooses for the whole Pareto front, by `knowledge` or by the improvement that a measurement is expected to bring: what
-it adds to the area that the measured front dominates.
+`propose_for_front` chooses for the whole Pareto front, by the improvement that a measurement is expected to bring: what it adds to the area
+that the measured front dominates.
 
 Within a level they take the plan of least memory that was not measured yet.
 
@@ -158,14 +158,9 @@ def propose_for_margin(
 # --- for the whole front ---------------------------------------------------------------------------------------------
 
 
-def propose_for_front(design: str, prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> int:
-    """The plan to measure next: the largest gain of "knowledge" or "improvement"; among equals, the least memory."""
-    if design == "knowledge":
-        levels = TaskKinds(posterior.weights[0], posterior.means[0], posterior.spreads[0], posterior.noise)
-        gains = variance_reduction(levels)[prior.levels]
-    else:
-        gains = _improvement(prior, posterior, memory, measured)
-    gains = np.where(np.isnan(measured), gains, -np.inf)
+def propose_for_front(prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> int:
+    """The plan to measure next: the largest improvement; among equals, the least memory."""
+    gains = np.where(np.isnan(measured), _improvement(prior, posterior, memory, measured), -np.inf)
     best = np.flatnonzero(gains >= gains.max() - 1e-12 * abs(gains.max()))
     return int(best[np.argmin(memory[best])])
 

@@ -77,7 +77,9 @@ def pick(
     step = task_step(task, torch_device.type, mode, prior_data)
     limit = budget if budget is not None else BUDGET if max_error_increase is None else "100%"
     budget_bytes = parse_bytes(limit, whole=step.full_bytes)
-    source = measurer(Runner(task, mode, None if device is None else str(torch_device)), store, f"pick {budget_bytes} bytes")
+    margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
+    sweep = f"pick {budget_bytes} bytes{margin}"
+    source = measurer(Runner(task, mode, None if device is None else str(torch_device)), store, sweep)
     try:
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
