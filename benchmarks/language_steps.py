@@ -119,7 +119,6 @@ LORA_WAYS = (
     Way("peft-liger", liger="loss"),
     Way("peft-liger-all", liger="all"),
     Way("paredown", **OURS),
-    Way("paredown-4bit-half", {"activation": INT4}, tier="half", optimizer="paredown"),
     Way("paredown-frozen8", {"activation": INT8, "frozen": INT8}),
     Way("qlora", liger="loss", base="nf4"),
     Way("qlora-double", liger="loss", base="nf4-double"),

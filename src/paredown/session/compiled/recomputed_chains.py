@@ -164,10 +164,7 @@ def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outpu
     for unused in [p for p in backward.graph.find_nodes(op="placeholder") if not p.users and _is_tensor(p) and not _is_tangent(p)]:
         returned[num_outputs:] = [node for node in returned[num_outputs:] if node is not computed[unused.name]]
         backward.graph.erase_node(unused)
-    output.args = (tuple(returned),)
-    for module in (forward, backward):
-        module.graph.lint()
-        module.recompile()
+    output.args = (tuple(returned),)  # the modules' code is generated when their graphs are finished
 
 
 def _is_tensor(node: Any) -> bool:
