@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from tests.support.scale import SCALE
 
@@ -60,14 +64,21 @@ def _status(path: Path) -> int:
 
 @contextlib.contextmanager
 def _as_program(path: Path, arguments: tuple[str, ...], cwd: Path, variables: Mapping[str, str]) -> Generator[None]:
-    """Arguments, path, working directory and environment of a program; afterwards those of the tests, without the script's modules."""
+    """Arguments, path, working directory and environment of a program; afterwards those of the tests, without the script's modules.
+
+    What the script sets for all of the process is restored: the level of paredown's logger, the number of threads, filters of warnings.
+    """
     before = sys.argv, list(sys.path), dict(os.environ), set(sys.modules)
+    logger, num_threads = logging.getLogger("paredown"), torch.get_num_threads()
+    level = logger.level
     sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
     os.environ.update(variables)
     try:
-        with contextlib.chdir(cwd):
+        with contextlib.chdir(cwd), warnings.catch_warnings():
             yield
     finally:
+        logger.setLevel(level)
+        torch.set_num_threads(num_threads)
         sys.argv, sys.path[:] = before[0], before[1]
         os.environ.clear()
         os.environ.update(before[2])
