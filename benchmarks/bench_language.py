@@ -22,7 +22,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from language_steps import predicted as prediction
 from language_training import TOKENS, TRAININGS, write_tokens
 from language_verdicts import loss_table, verdict_table
 from loops import Log, failure, gib, training_options
-from measure import RESULTS
+from measure import RESULTS, version
 
 from paredown.tables import Table
 
@@ -287,14 +286,6 @@ def run(options: argparse.Namespace, device: str) -> None:
         outcome = reply.get("error") or reply.get("skipped") or f"{reply.get('median_seconds') or 0:.4f} s"
         print(f"{cell.name}: {outcome}", flush=True)
     print_tables(rows, cells, is_quick=options.quick)
-
-
-def version(package: str) -> str | None:
-    """The version of a peer; None if it is not there."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def main() -> None:

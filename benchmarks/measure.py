@@ -83,7 +83,7 @@ def machine(device: str, packages: tuple[str, ...], commit: str | None = None) -
         "commit": commit or _commit(),
         "device": name,
         "threads": torch.get_num_threads(),
-        "versions": {p: _version(p) for p in packages},
+        "versions": {p: version(p) for p in packages},
     }
 
 
@@ -96,7 +96,8 @@ def append(file: str, where: dict[str, object], rows: list[Row], folder: Path = 
     path.write_text(json.dumps(runs, indent=1) + "\n")
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import paredown as pare
 from paredown.errors import TraceError
+from tests.support.memory import saved_bytes
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
@@ -49,22 +50,6 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Bytes of all storages that autograd saves in a real step, but for parameters and the input."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), x)}
-    saved: dict[int, Tensor] = {}
-
-    def record(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        output = model(x)
-    assert output.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_adapters_with_the_same_input_share_a_slot_unless_they_have_dropout(dropout: float) -> None:
     """The frozen layers save no input. Dropout gives each adapter an input of its own, and a mask of the input's size."""
@@ -76,7 +61,8 @@ def test_adapters_with_the_same_input_share_a_slot_unless_they_have_dropout(drop
     assert not [slot.name for slot in trace.activations if "base_layer" in slot.name]
     of_loss = 2 * 64 * 96 * 4  # the difference, which the square saves, and the target, which is an input
     in_model = pare.footprint(trace).by_role[pare.Role.ACTIVATION]
-    assert saved_bytes(model, torch.randn(BATCH)) == in_model - of_loss // 2
+    x = torch.randn(BATCH)
+    assert saved_bytes(lambda: model(x), (*model.parameters(), x)) == in_model - of_loss // 2
     with pare.apply(pare.Plan.preset("activations8"), model) as session:
         output = model(torch.randn(BATCH))
         num_stored = session.stored_bytes / pare.Format.parse("int8/64@bf16").nbytes(BATCH)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import paredown as pare
 from paredown.errors import ApplyError, BudgetError, OptimError
-from tests.support.memory import peak_bytes
+from tests.support.memory import peak_bytes, saved_bytes
 from tests.support.scripts import ROOT, run_script
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -27,6 +27,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not install
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
 from paredown.integrations.hugging_face import attach  # noqa: E402
+from tests.integrations.test_hugging_face import assert_equal, state  # noqa: E402
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
 NF4 = "nf4/64@bf16"
@@ -89,16 +90,6 @@ def _grpo(folder: str, own: dict[str, Any], args: dict[str, Any], rows: list[str
     prompts = datasets.Dataset.from_dict({"prompt": rows[:16]})
     settings = trl.GRPOConfig(folder, num_generations=2, max_completion_length=8, **args)
     return trl.GRPOTrainer(args=settings, reward_funcs=distinct_words, train_dataset=prompts, **own)
-
-
-def state(model: Any) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
-    assert not different, different
 
 
 def losses(trainer: Any) -> list[float]:
@@ -233,24 +224,14 @@ def test_traces_count_the_loss_of_trl(tmp_path: Path) -> None:
     model = trainer_in(tmp_path, model=tiny(vocab_size=9000), gradient_checkpointing=False).model
     batch = tokens_of(4, 20, fused_lm_head=True)
     trace = pare.trace_step(model, batch, optimizer="adamw", device="cpu")
-    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    own |= {value.untyped_storage().data_ptr() for value in batch.values() if isinstance(value, Tensor)}
-    saved: dict[int, Tensor] = {}
-
-    def record(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        loss = model(**batch).loss
+    inputs = (value for value in batch.values() if isinstance(value, Tensor))
+    real_bytes = saved_bytes(lambda: model(**batch).loss, (*model.parameters(), *model.buffers(), *inputs))
     num_tokens = 4 * 19  # scored: each row but its last token
     of_entropy = num_tokens  # a bool of each token, saved for the gradient of the entropy, which is freed with the output
-    real_bytes = sum(t.untyped_storage().nbytes() for t in saved.values())
     assert real_bytes == pare.footprint(trace).by_role[pare.Role.ACTIVATION] + of_entropy
     slots = {slot.name: slot.nbytes for slot in trace.slots if "ChunkedLogProb" in slot.name}
     assert sorted(slots.values()) == sorted([num_tokens * 64 * 4, num_tokens * 8, num_tokens * 4, num_tokens * 4])
-    loss.backward()
+    model(**batch).loss.backward()
 
 
 @pytest.mark.parametrize("checkpoints", [True, pytest.param(False, marks=pytest.mark.full)])

@@ -14,7 +14,7 @@ from paredown.loss import ChunkSettings, CrossEntropy, chunked_cross_entropy, ch
 from paredown.loss.chunked_cross_entropy import CHUNK_BYTES, KERNEL_DEVICES
 from paredown.loss.loss_operator import OperatorSettings
 from paredown.loss.loss_operator import chunked_loss as loss_operator
-from tests.loss.test_chunked_sessions import head_rows
+from tests.loss.test_chunked_sessions import Layers, head_rows
 from tests.loss.test_compiled_loss import WithLoss
 
 pytestmark = pytest.mark.gpu
@@ -78,21 +78,6 @@ BATCH, LENGTH = 8, 512  # NUM_ROWS tokens
 ALL_LOGITS = NUM_ROWS * NUM_CLASSES * 2
 
 
-class Layers(nn.Module):
-    """An embedding, a layer, and a head that shares the embedding's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.layer = nn.Embedding(NUM_CLASSES, SIZE), nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU())
-        self.head = nn.Linear(SIZE, NUM_CLASSES, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.05)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.layer(self.embedding(ids)))
-
-
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
@@ -114,7 +99,8 @@ def test_compiled_sessions(is_inside: bool, has_kernel: bool, monkeypatch: pytes
     monkeypatch.setitem(KERNEL_DEVICES, "cuda", has_kernel)
     monkeypatch.setitem(CHUNK_BYTES, "cuda", 256 * NUM_CLASSES * 2)
     ids = torch.randint(NUM_CLASSES, (BATCH, LENGTH), device="cuda")
-    model = Layers().cuda()
+    model = Layers(NUM_CLASSES, SIZE).cuda()
+    nn.init.normal_(model.embedding.weight, std=0.05)
     expected, plain_peak = step_peak(model, lambda x, y: token_loss(model(x), y), ids, ids)
     expected = [t.clone() for t in expected]
     traced: nn.Module = WithLoss(model, token_loss) if is_inside else model

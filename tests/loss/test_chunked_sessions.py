@@ -35,11 +35,11 @@ PLANS = {
 class Layers(nn.Module):
     """An embedding, a layer and a head that shares the embedding's weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_classes: int = NUM_CLASSES, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.layer = nn.Embedding(NUM_CLASSES, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
-        self.head = nn.Linear(WIDTH, NUM_CLASSES, bias=False)
+        self.embedding, self.layer = nn.Embedding(num_classes, width), nn.Sequential(nn.Linear(width, width), nn.GELU())
+        self.head = nn.Linear(width, num_classes, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:

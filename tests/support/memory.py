@@ -7,10 +7,11 @@ running sum, less what the result itself keeps, is scratch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 MIB = 2**20
@@ -35,3 +36,19 @@ def scratch_bytes(call: Callable[[], object], result_bytes: int, folder: Path) -
     """The peak beyond the result."""
     with torch.no_grad():
         return peak_bytes(call, folder) - result_bytes
+
+
+def saved_bytes(call: Callable[[], Tensor], others: Iterable[Tensor]) -> int:
+    """Bytes of all storages that autograd saves in `call`, which returns a tensor with a gradient; without those of `others`."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in others}
+    saved: dict[int, Tensor] = {}
+
+    def record(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        output = call()
+    assert output.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
