@@ -102,7 +102,7 @@ def test_compiled_sessions(is_inside: bool, has_kernel: bool, monkeypatch: pytes
     model = Layers(NUM_CLASSES, SIZE).cuda()
     nn.init.normal_(model.embedding.weight, std=0.05)
     expected, plain_peak = step_peak(model, lambda x, y: token_loss(model(x), y), ids, ids)
-    expected = [t.clone() for t in expected]
+    expected = [t.cpu() for t in expected]
     traced: nn.Module = WithLoss(model, token_loss) if is_inside else model
     plan = Plan.uniform(activation="int8/64@bf16")
     with apply(plan, traced, chunked_loss=True) as session:
@@ -111,7 +111,7 @@ def test_compiled_sessions(is_inside: bool, has_kernel: bool, monkeypatch: pytes
         found, peak = step_peak(model, run, ids, ids)
         assert not head_rows(session) and session._head.use.num_losses > 0
     for mine, other in zip(found, expected, strict=True):
-        assert (mine.double() - other.double()).norm() <= 0.05 * other.double().norm()  # bf16, and int8 activations
+        assert (mine.cpu().double() - other.double()).norm() <= 0.05 * other.double().norm()  # bf16, and int8 activations
     assert peak < plain_peak - ALL_LOGITS
     options: Any = {"loss": None if is_inside else token_loss, "device": "cuda", "autocast": torch.bfloat16, "compiled": True}
     trace = trace_step(traced, (ids, ids), **options, chunked_loss=True)

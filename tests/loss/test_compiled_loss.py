@@ -277,3 +277,86 @@ def test_traces_of_compiled_steps(is_inside: bool, monkeypatch: pytest.MonkeyPat
     assert Trace.from_json(trace.to_json()) == trace
     names = [slot.name for slot in trace.slots if slot.role is Role.ACTIVATION and slot.stays]
     assert not [name for name in names if "softmax" in name or "nll" in name]
+
+
+# --- functions that a graph of Dynamo may have besides ------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Tokens to hidden states to a loss by `function(model, hidden, labels)`; counts its calls in a buffer, in place."""
+
+    def __init__(self, function: Any, *, is_frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layer = nn.Embedding(64, SIZE), nn.Linear(SIZE, SIZE)
+        self.head = nn.Linear(SIZE, NUM_CLASSES, bias=False).requires_grad_(not is_frozen)
+        self.count = nn.Buffer(torch.zeros(()))
+        self.function = function
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        self.count.add_(1.0)
+        return self.function(self, self.layer(self.embedding(ids)), labels)
+
+
+def written_before(model: Written, hidden: Tensor, labels: Tensor) -> Tensor:
+    hidden = hidden * 1.0
+    hidden.add_(3.0 * torch.arange(SIZE).remainder(2))
+    return flat(model.head(hidden), labels)
+
+
+def relu_before(model: Written, hidden: Tensor, labels: Tensor) -> Tensor:
+    hidden = hidden * 1.0
+    functional.relu(hidden, inplace=True)
+    return flat(model.head(hidden), labels)
+
+
+def written_after(model: Written, hidden: Tensor, labels: Tensor) -> Tensor:
+    hidden = hidden * 1.0
+    logits = model.head(hidden)
+    hidden.add_(3.0 * torch.arange(SIZE).remainder(2))
+    return flat(logits, labels) + 0.0 * hidden.sum()
+
+
+def by_keyword(model: Written, hidden: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(torch.flatten(input=model.head(hidden), start_dim=0, end_dim=1), labels.flatten())
+
+
+def unflattened(model: Written, hidden: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(model.head(hidden).unflatten(-1, (1, NUM_CLASSES)).view(-1, NUM_CLASSES), labels.flatten())
+
+
+def backward(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("function", "is_frozen", "reader"),
+    [
+        (written_before, False, ""),
+        (relu_before, False, ""),
+        (written_after, True, "add_ in place"),
+        (by_keyword, False, "flatten"),
+        (unflattened, False, "unflatten"),
+    ],
+)
+def test_functions_in_place_and_by_keyword(function: Any, is_frozen: bool, reader: str) -> None:
+    ids, labels = torch.arange(16).view(2, 8), torch.arange(16, 32).view(2, 8)
+    model, plain = (Written(function, is_frozen=is_frozen) for _ in range(2))
+    expected = backward(plain, plain(ids, labels))
+    with compiles_quickly(), apply(Plan.uniform(activation="fp32"), model) as session:
+        found = backward(model, session.compile()(ids, labels))
+        rows = " ".join(str(row) for row in head_rows(session))
+    torch.testing.assert_close(found, expected)
+    assert model.count == plain.count == 1
+    assert reader in rows and bool(reader) == bool(rows)
+
+
+def test_logits_of_mixed_dtypes_outside_of_the_graph() -> None:
+    """Hidden states have the dtype of autocast already, and the weight has not."""
+    ids = torch.arange(16).view(2, 8)
+    model, plain = (Written(lambda model, hidden, labels: model.head(hidden), is_frozen=False) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(ids, ids).argmax(-1)
+        with compiles_quickly(), apply(Plan.uniform(activation="fp32"), model) as session:
+            assert torch.equal(session.compile()(ids, ids).argmax(-1), expected)

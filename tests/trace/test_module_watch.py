@@ -169,13 +169,29 @@ def test_a_storage_that_was_a_weights_is_an_activation() -> None:
     assert (kind_of(weight, "other", forward), kind_of(buffer, "other", forward)) == ("activation", "buffer")
 
 
+class Repeated(nn.Module):
+    """Calls a module as often as `num_calls` says."""
+
+    num_calls = 1
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(8, 8), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.num_calls):
+            x = self.inner(x)
+        return x
+
+
 class SharedInside(nn.Module):
     """A checkpointed layer, and a module that runs inside the layer and again after it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shared = nn.Sigmoid()
-        self.layer = nn.Sequential(nn.Linear(8, 8), self.shared, nn.Linear(8, 8))
+        self.layer = Repeated(self.shared)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.shared(checkpoint(self.layer, x, use_reentrant=False))
@@ -187,10 +203,12 @@ def test_the_inside_of_a_checkpointed_layer_is_reported_once() -> None:
     watch = Watch(model, reported.append, min_numel=1)
     watch.attach()
     passes: list[list[str]] = []
-    for _ in range(3):
+    for num_calls in (1, 1, 1, 2):
+        model.layer.num_calls = num_calls
         model(x).sum().backward()
         passes.append([saved.name for saved in reported])
         reported.clear()
     kept = [name for name in passes[0] if not name.startswith(("layer.", "shared:"))]
     assert any("checkpoint" in name for name in kept) and "shared@2:output" in kept
     assert len(kept) < len(passes[0]) and passes[1] == passes[2] == kept
+    assert passes[3] == [name.replace("shared@2", "shared@3") for name in kept], "calls inside are counted in every pass"

@@ -38,7 +38,7 @@ from torch import Tensor
 CHUNK_BYTES = {"cuda": 128 * 2**20}  # of one chunk's logits, by device type
 OTHER_CHUNK_BYTES = 32 * 2**20
 ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of matrix products
-# The rows of a chunk's logits begin at multiples of so many values, by device type: GPT-2 has 50,257 classes, and cuBLAS is several times
+# The rows of a chunk's logits begin at multiples of so many values, by device type: GPT-2 has 50,257 classes, and cuBLAS is
 # slower where rows are not aligned to 16 bytes. torch.compile pads such products too.
 ROW_ALIGNMENT = {"cuda": 64}
 NO_BACKWARD = -1  # id of the current graph task outside backward

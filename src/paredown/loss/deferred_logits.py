@@ -124,7 +124,8 @@ class LogitsFamily:
         self.use, self.module, self.hidden = use, module, hidden
         self.device = use.device or hidden.device.type
         self.dtype = dtype or product_dtype(hidden, self.device)
-        self.is_autocast = torch.is_autocast_enabled(self.device) if dtype is None else dtype is not hidden.dtype
+        mixed = any(t.dtype is not dtype for t in (hidden, *self.parameters()))
+        self.is_autocast = torch.is_autocast_enabled(self.device) if dtype is None else mixed
         self.is_real = False  # whether all functions use real logits from now on
         self.members: list[weakref.ref[DeferredLogits]] = []
         self._versions = hidden._version, *map(version_of, self.parameters())

@@ -41,6 +41,7 @@ from paredown.loss.loss_operator import OperatorSettings, chunked_loss
 LINEARS = (functional.linear, torch._C._nn.linear)
 DYNAMIC = "{} with dynamic sizes"
 SIZES = ("view", "reshape")  # take the sizes of their result
+IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,7 @@ def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, u
     outputs = [output for node in heads for output in HeadGraph(gm, node, use).rewrite()]
     use.num_graphs += bool(heads)
     if heads:
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
+        gm.recompile()  # without eliminate_dead_code: Dynamo's graphs have in-place functions, which FX takes for pure ones
     return DeferredOutputs(use, module, tuple(outputs)) if outputs else None
 
 
@@ -123,17 +123,18 @@ class HeadGraph:
         self.graph, self.linear, self.use = gm.graph, linear, use
         arguments: tuple[Any, ...] = (*linear.args, None)
         self.hidden, self.weight, self.bias = arguments[:3]
-        self.num_classes = linear.meta["example_value"].shape[-1]
         self.size = self.hidden.meta["example_value"].shape[-1]
         self.losses: list[tuple[Followed, dict[str, Any]]] = []
         self.sizes: list[tuple[Followed, fx.Node]] = []
         self.returned: list[tuple[Followed, fx.Node]] = []
         self.readers: list[str] = []
+        self.followed: list[fx.Node] = []
 
     def rewrite(self) -> list[DeferredOutput]:
         """Replace all logits, unless something reads them; returns the outputs of the graph that were logits."""
         before = list(self.graph.nodes)
         self._follow(Followed(self.linear, self.hidden))
+        self.readers += self._writers(before[before.index(self.linear) + 1 :])
         if self.readers or not (self.losses or self.returned):
             self.use.requests.update(dict.fromkeys(self.readers, 1))
             self._erase(before)
@@ -144,17 +145,27 @@ class HeadGraph:
             with self.graph.inserting_before(node):
                 node.replace_all_uses_with(self.graph.call_method("size", (logits.rows, *node.args[1:])))
         self.use.num_losses += len(self.losses)
-        return [output for logits, node in self.returned for output in self._replace_output(logits, node)]
+        outputs = [output for logits, node in self.returned for output in self._replace_output(logits, node)]
+        self._erase([node for node in before if node not in self.followed])
+        return outputs
 
-    def _erase(self, before: list[fx.Node]) -> None:
-        known = set(before)
+    def _erase(self, kept: list[fx.Node]) -> None:
+        """Erase nodes that have no users, but for `kept`."""
+        known = set(kept)
         for node in reversed(list(self.graph.nodes)):
-            if node not in known:
+            if node not in known and not node.users and node.op != "output":
                 self.graph.erase_node(node)
+
+    def _writers(self, later: list[fx.Node]) -> list[str]:
+        """The in-place functions behind the head that write to what the head read: the loss in chunks would read what they wrote."""
+        read = {storage_of(t.meta["example_value"]) for t in (self.hidden, self.weight, self.bias) if t is not None}
+        tensors = [(node, [i.meta.get("example_value") for i in node.all_input_nodes]) for node in later if is_in_place(node)]
+        return [f"{name_of(node)} in place" for node, values in tensors if any(storage_of(value) in read for value in values)]
 
     # --- reading ---
 
     def _follow(self, logits: Followed) -> None:
+        self.followed.append(logits.node)
         for user in list(logits.node.users):
             if user.op == "output":
                 self._add_output(logits, user)
@@ -163,6 +174,7 @@ class HeadGraph:
             if user.target is functional.cross_entropy:
                 given = cross_entropy_arguments(user, logits)
                 self.losses += [(replace(logits, path=(*logits.path, user)), given)] if given is not None else []
+                self.followed.append(user)
                 self.readers += [name] if given is None else []
             elif (
                 name == "size"
@@ -171,6 +183,7 @@ class HeadGraph:
                 and not logits.is_class_first
             ):
                 self.sizes.append((logits, user))
+                self.followed.append(user)
             elif (found := self._followed(logits, user, name)) is not None:
                 self._follow(found)
             else:
@@ -186,6 +199,8 @@ class HeadGraph:
         value = user.meta.get("example_value")
         if not isinstance(value, Tensor) or logits.is_class_first or value.device != logits.value.device:
             return None
+        if logits.node not in user.args or is_in_place(user):
+            return None
         found = replace(logits, node=user, path=(*logits.path, user))
         if name in SWAPS:
             return replace(found, is_class_first=True) if is_class_first(value, logits.value) else None
@@ -199,7 +214,7 @@ class HeadGraph:
             return replace(found, rows=self._same(user, logits.rows)) if keeps_last(user.args[1], logits.value.dim()) else None
         if name == "contiguous":
             return found
-        is_view = name in VIEWS and not (name in SIZES and user.kwargs)
+        is_view = name in VIEWS and name != "unflatten" and not (name in SIZES and user.kwargs)
         return replace(found, rows=self._reshaped(user, logits.rows, name)) if is_view else None
 
     def _elementwise(self, found: Followed, logits: Followed, user: fx.Node, name: str) -> Followed | None:
@@ -277,6 +292,18 @@ def name_of(node: fx.Node) -> str:
     """The name of the function that a node calls, as deferred logits name it."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return {"truediv": "div"}.get(name, name)
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a node may write to one of its arguments."""
+    name = name_of(node)
+    has_mark = (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE or "out" in node.kwargs
+    return has_mark or node.kwargs.get("inplace") is True or (callable(node.target) and True in node.args and name != "getitem")
+
+
+def storage_of(value: Any) -> int | None:
+    """The address of a traced tensor's storage; None for other values."""
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def is_class_first(value: Tensor, before: Tensor) -> bool:

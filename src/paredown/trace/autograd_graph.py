@@ -73,7 +73,6 @@ class ModuleCall:
     counts: dict[str, int] = field(default_factory=dict)  # operation -> number of nodes that saved tensors
     needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
     checkpoint: tuple[Any, str] | None = None  # the checkpoint that it is the first module in, and the name of its inputs' slots
-    times: dict[str, int] | None = None  # calls of modules before that checkpoint, if it is the first pass through it
 
 
 @dataclass(eq=False, slots=True)
@@ -87,6 +86,7 @@ class Pass:
     unreached: int = 0  # nodes created so far that no output reached when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
     over: nn.Module | None = None  # the running module that is not followed inside
+    is_repeated: bool = False  # whether that is a checkpointed layer, whose calls inside are counted
     # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
     of_threads: set[Any] = field(default_factory=set)
     checkpoints: set[Any] = field(default_factory=set)  # seen so far, and one around the whole pass

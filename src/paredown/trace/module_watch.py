@@ -21,7 +21,6 @@ Not reported: nodes that no output of a module reaches, until one does; tensors 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -118,7 +117,7 @@ class Watch:
         self.collects_small = True
         self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
         self.reports_checkpoint_inputs = True
-        self._inside_checkpoints: dict[str, dict[str, int]] = {}  # checkpointed layer -> calls of modules inside, by path
+        self._checkpointed: set[str] = set()  # layers whose inside was reported once
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of a checkpoint input, whether it needs a gradient) -> reason
         # modules called in the first pass: inside of those (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
@@ -190,6 +189,9 @@ class Watch:
     def _enter(self, module: nn.Module, args: Any) -> None:
         current = self._current() or self._branch(module, args)
         if current is None or current.over is not None:
+            if current is not None and current.is_repeated:  # slots of later calls keep their names
+                path = (self._paths.get(module) or ("", False))[0]
+                current.times[path] = current.times.get(path, 0) + 1
             return
         if self.passed_over and self.collects_small:
             self._called[any(call.module in self.passed_over for call in current.calls)].add(module)
@@ -201,7 +203,8 @@ class Watch:
             self._enter_hidden(current, module, path, args)
         current.calls.append(ModuleCall(module, path, is_plain_leaf, next_number()))
         self._find_checkpoint(current, args)
-        if (module in self.passed_over and not self.collects_small) or self._repeats_checkpoint(current):
+        current.is_repeated = self._repeats_checkpoint(current.calls[-1])
+        if (module in self.passed_over and not self.collects_small) or current.is_repeated:
             current.over = module
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -314,20 +317,14 @@ class Watch:
         keys = {key_of(tensor) for tensor in args if isinstance(tensor, Tensor) and has_storage(tensor)}
         is_passed_on = any(key_of(tensor) in keys for _, tensor in inputs_of(frame) if has_storage(tensor))
         call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
-        call.times = dict(current.times) if is_passed_on and call.path not in self._inside_checkpoints else None
 
-    def _repeats_checkpoint(self, current: Pass) -> bool:
-        """Whether the module that was just entered is a checkpointed layer of an earlier pass: its inside needs no second report.
+    def _repeats_checkpoint(self, call: ModuleCall) -> bool:
+        """Whether a checkpointed layer was reported in an earlier pass: its inside needs no second report.
 
-        Hooks of torch.utils.checkpoint hold all that is saved there. The calls of modules inside are counted as in that pass.
+        Hooks of torch.utils.checkpoint hold all that is saved there; calls of modules inside are counted.
         """
-        call = current.calls[-1]
-        if call.checkpoint is None or not call.checkpoint[1].startswith(f"{call.path}:") or not self._min_numel:
-            return False
-        inside = self._inside_checkpoints.get(call.path)
-        for path, count in (inside or {}).items():
-            current.times[path] = current.times.get(path, 0) + count
-        return inside is not None
+        is_layer = call.checkpoint is not None and call.checkpoint[1].startswith(f"{call.path}:")
+        return is_layer and self._min_numel > 0 and call.path in self._checkpointed
 
     def _report_checkpoint(self, current: Pass, call: ModuleCall, output: Any) -> None:
         """Report the inputs of the checkpoint in which `call` was the first module."""
@@ -335,8 +332,7 @@ class Watch:
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         self._report_inputs(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
-        if call.times is not None:
-            self._inside_checkpoints[call.path] = dict(Counter(current.times) - Counter(call.times))
+        self._checkpointed.add(call.path)
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
         """Note a module that runs under no_grad, as the layer of a reentrant checkpoint, and what reads its arguments."""

@@ -154,7 +154,7 @@ def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outpu
     """Let forward save tensors that backward recomputes, and no longer those that only the recomputation reads."""
     output, computed = forward.graph.output_node(), {node.name: node for node in forward.graph.nodes}
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    for node in [node for node in backward.graph.nodes if node.name in names and node.op == "call_function"]:
+    for node in [node for node in backward.graph.nodes if node.name in names & computed.keys() and node.op == "call_function"]:
         at = next((i for i in range(num_outputs, len(returned)) if not _is_tensor(returned[i])), len(returned))
         returned.insert(at, computed[node.name])
         last = [p for p in backward.graph.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
