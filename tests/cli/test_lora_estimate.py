@@ -107,6 +107,8 @@ def test_targets_are_chosen(config: str) -> None:
         (("gpt", "--lora", "4", "--lora-targets", "k_proj"), "k_proj matches none of"),
         (("digits", "--lora", "4"), "digits is a task, which makes its own model"),
         (("gpt", "--frozen", "nf5/64"), "nf5"),
+        (("gpt", "--frozen", "nf4/64@bf16"), "no weight of this model is frozen"),
+        (("digits", "--length", "64"), "is a task, which has its own batch"),
         (("mlp", "--checkpointing"), "MLP has no list of layers to checkpoint"),
     ],
 )

@@ -310,6 +310,34 @@ def test_a_budget_that_no_plan_fits_names_the_nearest_that_one_does(tmp_path: Pa
     attach(trainer, budget=nearest).close()
 
 
+def test_a_loss_that_cannot_run_up_to_the_model_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_in(tmp_path, model=wide())
+
+    def compute_loss(model: Any, inputs: Any, **more: Any) -> Tensor:
+        raise KeyError("teacher")
+
+    trainer.compute_loss = compute_loss
+    attach(trainer, budget="90%").close()
+    assert any("since it raises KeyError before it calls the model: 'teacher'" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_out_of_memory_is_explained_with_the_loss_that_ran(is_chunked: bool, tmp_path: Path) -> None:
+    model = tiny(vocab_size=9000)
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=1)
+    rows = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(8)]
+    trainer = transformers.Trainer(model, args, train_dataset=rows)
+    callback = attach(trainer, pare.Plan.preset("activations8"), chunked_loss=is_chunked)
+    raise_in(model.model.layers[1], torch.OutOfMemoryError(MESSAGE))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train()
+    callback.close()
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    trace = pare.trace_step(model, batch, optimizer="adamw", device="cpu", chunked_loss=is_chunked)
+    peak = pare.footprint(trace, pare.Plan.preset("activations8")).peak_bytes
+    assert f" of {pare.sizes.say_bytes(peak)} at the predicted peak" in caught.value.__notes__[0]
+
+
 def test_at_small_learning_rates_trained_weights_keep_24_bits(tmp_path: Path) -> None:
     found = []
     for rate in (1e-5, 1e-3):

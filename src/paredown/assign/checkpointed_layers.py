@@ -1,6 +1,6 @@
 """Activation checkpointing in `assign`: which repeated layers to checkpoint where quantization alone is not enough, or slower.
 
-Checkpointing adds no error and costs a forward pass of each layer, so it follows a policy (`recompute` of `assign`), not a price:
+Checkpointing adds no error and costs a forward pass of each layer, so it follows the argument `recompute` of `assign`, not a price:
 
     None     where formats would be slower or their errors large (`quickest_plan`). With `levels` of the caller, or a method that only
              serves comparisons: only if no plan without it fits, and then as few layers as bring the error to that of all activations

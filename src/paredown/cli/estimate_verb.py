@@ -113,6 +113,7 @@ def estimate(
         options = SubjectOptions(size, input, device, autocast, optimizer, compiled, lora, targets, chunked_loss)
         subject = find_subject(model, options)
         plans = _plans(plan or _shown_plans(lora, frozen), frozen, _layers(subject) if checkpointing else ())
+        _check_applicable(subject, length, frozen)
         feet = _footprints(subject, plans)
     allowed = None if within is None else _allowed(within, subject, feet)
     largest = _largest_batches(subject, plans, allowed or 0) if batch == AUTO else {}
@@ -155,6 +156,20 @@ def _input(input: str | None, length: int | None) -> str | None:
     if input is not None and length is not None:
         raise typer.BadParameter(f"--input {input} has the length already: leave one of them out.", param_hint="--length")
     return input if length is None else f"tokens:{length}"
+
+
+def _check_applicable(subject: Subject, length: int | None, frozen: str | None) -> None:
+    """BadParameter for options that would change nothing."""
+    if subject.task is not None and length is not None:
+        raise typer.BadParameter(
+            f"{subject.name} is a task, which has its own batch: --length needs a config.json or a model of text.",
+            param_hint="--length",
+        )
+    if frozen is not None and all(parameter.requires_grad for parameter in subject.model.parameters()):
+        raise typer.BadParameter(
+            "no weight of this model is frozen: add --lora 16, or freeze weights in the function that makes the model.",
+            param_hint="--frozen",
+        )
 
 
 def _targets(lora: int | None, text: str | None) -> tuple[str, ...]:

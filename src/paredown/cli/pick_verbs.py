@@ -93,19 +93,10 @@ def pick(
     within = needed_budget(budget, gpu, default=BUDGET if max_error_increase is None else "100%")
     check_new(out, may_overwrite=overwrite)
     check_places({"--out": out, "--record": record, "--report": report})
-    with spinner("reading the task"):
-        from paredown.cli.subject import find_any_task
-        from paredown.pick.pick import pick as pick_plan
-        from paredown.tasks.evaluate import find_device
-        from paredown.tasks.threads import suited_threads
-
-        named_task = find_any_task(task)
-        place = find_device(device)
-    with kept_in_store(store is not None), suited_threads(named_task, place), progress_bar("picking") as progress:
-        options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
-        options |= {"max_error_increase": max_error_increase, "confidence": confidence}
-        size = None if budget is None and gpu is None else within.size
-        picked = pick_plan(named_task, size, evaluations, progress=progress, **options)
+    size = None if budget is None and gpu is None else within.size
+    options: dict[str, Any] = {"prior": prior, "store": store, "mode": mode, "seed": seed, "device": device}
+    options |= {"max_error_increase": max_error_increase, "confidence": confidence}
+    named_task, picked = _picked(task, size, evaluations, options)
     written = write_outputs(picked, named_task, device, plan=out, record=record, report=report)
     if is_json:
         from paredown.cli.inputs import answer_json
@@ -115,6 +106,19 @@ def pick(
         size = f"The budget is {within.say(picked.budget_bytes)}."
         tell(*in_words(picked), size, *(f"The {what} is in {file}." for what, file in written.items()))
     _exit_if_nothing_fits(picked, within)
+
+
+def _picked(name: str, size: int | str | None, evaluations: int, options: dict[str, Any]) -> tuple[Task, Picked]:
+    """The task of that name, and the plan picked for it; `options`: the others of `paredown.pick`."""
+    with spinner("reading the task"):
+        from paredown.cli.subject import find_any_task
+        from paredown.pick.pick import pick as pick_plan
+        from paredown.tasks.evaluate import find_device
+        from paredown.tasks.threads import suited_threads
+
+        task, place = find_any_task(name), find_device(options["device"])
+    with kept_in_store(options["store"] is not None), suited_threads(task, place), progress_bar("picking") as progress:
+        return task, pick_plan(task, size, evaluations, progress=progress, **options)
 
 
 def _exit_if_nothing_fits(picked: Picked, within: Budget) -> None:

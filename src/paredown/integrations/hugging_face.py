@@ -39,6 +39,7 @@ from paredown.session.session import Session
 from paredown.simulate.rounded_values import Simulate
 from paredown.simulate.simulated_session import SimulatedSession
 from paredown.trace.module_watch import unwrapped
+from paredown.trace.trace_step import CHUNKED_LOSS
 
 BETAS = "betas"
 # name: (class, its arguments by fields of TrainingArguments); lr is always set
@@ -75,10 +76,10 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         seed: int = 0,
         mode: str | Simulate = "store",
         guard: Guard | None = None,
-        chunked_loss: bool = False,
+        chunked_loss: bool = CHUNKED_LOSS,
     ) -> None:
         super().__init__(plan, seed=seed, mode=mode, guard=guard, chunked_loss=chunked_loss)
-        self.is_simulated = mode != "store"
+        self.is_simulated, self.has_chunked_loss = mode != "store", chunked_loss
         self.optimizer = "the optimizer is the trainer's."  # a sentence: which optimizer runs, and why
         self.last_call: LastCall | None = None  # of the model, for explanations of out-of-memory errors
 
@@ -205,7 +206,7 @@ def attach(
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     chosen_plan: Any = plan
     if budget is not None:
-        has_chunks = bool(options.get("chunked_loss"))
+        has_chunks = bool(options.get("chunked_loss", CHUNKED_LOSS))
         chosen_plan = plan_within(trainer, budget, _traced_optimizer(trainer, optimizer), batch, has_chunked_loss=has_chunks)
     callback = TrainerPlanCallback(chosen_plan, **options)
     chosen, callback.optimizer = _choose_optimizer(trainer, callback, optimizer)
@@ -296,6 +297,7 @@ def _explain_errors(trainer: Any, callback: TrainerPlanCallback, optimizer: str 
     train = trainer.train
     call = callback.last_call = LastCall(unwrapped(trainer.model))
     call.traced_as = {"optimizer": optimizer, "device": trainer.args.device.type, "autocast": autocast_of(trainer.args)}
+    call.traced_as["chunked_loss"] = callback.has_chunked_loss
 
     def explained(*args: Any, **named: Any) -> Any:
         try:

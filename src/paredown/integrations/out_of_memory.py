@@ -162,7 +162,7 @@ def allocator_advice(message: str) -> str:
 class LastCall:
     """Shapes and dtypes of the arguments of a model's last call with gradients, from which a step is traced if memory runs out.
 
-    `traced_as`: optimizer, device and autocast of `trace_step`.
+    `traced_as`: optimizer, device, autocast and chunked_loss of `trace_step`.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -12,6 +12,7 @@ TRL, need no code here. GRPO and RLOO generate what they train on: their batch h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -31,9 +32,14 @@ from paredown.trace.module_watch import unwrapped
 from paredown.trace.trace import Trace
 from paredown.trace.trace_step import trace_step
 
+log = logging.getLogger("paredown")
 MOST_ROWS = 1024  # examples of which the longest make the batch
 LABELS, MASK = "labels", "attention_mask"
 OF_TRANSFORMERS = ("every_n_layers", "offload")  # gradient_checkpointing_kwargs that torch's checkpoint does not take
+NOT_SEEN = (
+    "paredown: what compute_loss of %s passes to the model is not known, since %s. The plan is for the model's own loss on the batch. Pass "
+    "attach(trainer, budget=..., batch=...) with the arguments of the model to choose them."
+)
 
 
 def plan_within(
@@ -198,15 +204,19 @@ class _Recorder:
 
 
 def _recorded_call(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `compute_loss` passes to the model for a batch; the batch itself if that cannot be seen."""
+    """The arguments that `compute_loss` passes to the model for a batch; the batch itself, with a warning, if that cannot be seen."""
     if "fused_lm_head" in batch:
         return batch
+    reason = "it does not call the model"
     try:
         _run_loss(trainer, dict(batch))
     except _Called as call:
-        return call.arguments or batch
-    except Exception:  # a loss that needs more than the model: the model's own loss is traced
-        return batch
+        if call.arguments:
+            return call.arguments
+        reason = "it calls the model with positional arguments"
+    except Exception as error:  # a loss that needs more than the model
+        reason = f"it raises {type(error).__name__} before it calls the model: {error}"
+    log.warning(NOT_SEEN, type(trainer).__name__, reason)
     return batch
 
 

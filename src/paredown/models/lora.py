@@ -49,10 +49,9 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[s
     chosen = [path for path in layers if _is_target(path, targets)] if targets else _without_head(model, layers)
     if not chosen:
         names = ", ".join(list(dict.fromkeys(path.rpartition(".")[2] for path in layers))[:SHOWN])
-        raise ValueError(
-            f"no linear layer of {type(model).__name__} can have an adapter"
-            + (f": {', '.join(targets)} matches none of {len(layers)}, which are named {names}." if targets else ": it has none.")
-        )
+        missed = f"{', '.join(targets)} matches none of {len(layers)}, which are named {names}. Name some of these."
+        reason = missed if targets else "it has none, and LoRA needs nn.Linear."
+        raise ValueError(f"no linear layer of {type(model).__name__} can have an adapter: {reason}")
     model.requires_grad_(False)
     for path in chosen:
         parent, _, name = path.rpartition(".")

@@ -77,8 +77,7 @@ def pick(
     step = task_step(task, torch_device.type, mode, prior_data)
     limit = budget if budget is not None else BUDGET if max_error_increase is None else "100%"
     budget_bytes = parse_bytes(limit, whole=step.full_bytes)
-    margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
-    sweep = f"pick {budget_bytes} bytes{margin}"
+    sweep = _sweep_name(budget_bytes, max_error_increase, confidence)
     source = measurer(Runner(task, mode, None if device is None else str(torch_device)), store, sweep)
     try:
         own_trials, other_trials = source.known()
@@ -91,6 +90,12 @@ def pick(
     finally:
         source.close()
     return loop.answer(time.perf_counter() - start)
+
+
+def _sweep_name(budget_bytes: int, max_error_increase: float | None, confidence: float) -> str:
+    """The name of the trials in a store: an interrupted pick continues under it."""
+    margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
+    return f"pick {budget_bytes} bytes{margin}"
 
 
 def _pick_loop(
