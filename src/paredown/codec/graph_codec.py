@@ -308,7 +308,7 @@ def _stored_dtype(element: Element) -> torch.dtype:
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-def _lanes_per_block(format: Format) -> int:
+def lanes_per_block(format: Format) -> int:
     """Values of a block that share a byte; 1 if each has its own, or if bytes hold neighbours, as in the reference."""
     per_byte = 8 // format.element.width
     assert format.block
@@ -322,7 +322,7 @@ def _lanes(x: Tensor, format: Format, fill: float) -> list[Tensor]:
     the next ones only if their shape is the same.
     """
     assert format.block
-    num_blocks, lanes = _ceil_div(x.shape[0], format.block), _lanes_per_block(format)
+    num_blocks, lanes = _ceil_div(x.shape[0], format.block), lanes_per_block(format)
     padded = _padded(x, num_blocks * format.block, fill).view(num_blocks, lanes, format.block // lanes)
     return [padded.select(1, lane) for lane in range(lanes)]
 
@@ -349,7 +349,7 @@ def _unpacked(packed: Tensor, format: Format, numel: int, in_order: bool) -> Ten
     width, is_signed = format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return packed.to(torch.int8) if is_signed else packed
-    lanes = 1 if in_order else _lanes_per_block(format)
+    lanes = 1 if in_order else lanes_per_block(format)
     part = format.block // lanes if format.block and lanes > 1 else 1
     first = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device).view(-1, 1)  # the lowest bit of each
     words = packed.to(torch.int32).view(-1, 1, part)

@@ -1,6 +1,8 @@
-"""`paredown::encode`: an operation of torch that runs the Triton kernels, for compiled graphs on a GPU.
+"""Operations of torch for compiled graphs: `paredown::encode`, `paredown::decode` and `paredown::unpack_bits`.
 
-Codes have the layout of the reference. The step of the random bits is a tensor, which the kernel reads when it runs.
+`encode` runs the Triton kernels, on a GPU. Its codes have the layout of the reference, and the step of the random bits is a tensor, which
+the kernel reads when it runs. The other two stand for the functions of graph_codec.py, each in one node: Inductor fuses them into their
+readers (session/compiled/decode_lowering.py), and a graph of some twenty nodes for each would take longer to compile.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paredown.codec import backend
+from paredown.codec.graph_codec import decode_in_graph, unpack_mask_in_graph
 from paredown.codec.packed import encode_flat
 from paredown.codec.reference import COVER, Encoding
 from paredown.formats.format import Format
@@ -20,6 +23,10 @@ from paredown.formats.rounding import Overflow, Rounding, Seed
 NAMESPACE = "paredown"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define("encode(Tensor x, Tensor step, str format, str rounding, str overflow, int seed, int tensor_id) -> Tensor[]")
+_LIBRARY.define(
+    "decode(Tensor codes, Tensor scales, Tensor? minimums, str format, int numel, ScalarType dtype, bool in_order) -> Tensor"
+)
+_LIBRARY.define("unpack_bits(Tensor bits, int numel) -> Tensor")
 
 
 def encode(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
@@ -44,6 +51,20 @@ def _parts(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, s
     return [part.view(-1) for part in parts.tensors()]
 
 
+def decode(
+    codes: Tensor, scales: Tensor, minimums: Tensor | None, format: str, numel: int, dtype: torch.dtype, in_order: bool
+) -> Tensor:
+    """`decode_in_graph` of a format with a block."""
+    parts = (codes, scales) if minimums is None else (codes, scales, minimums)
+    return decode_in_graph(parts, Format.parse(format), numel, dtype, in_order=in_order)
+
+
+def _decoded(
+    codes: Tensor, scales: Tensor, minimums: object, format: str, numel: int, dtype: torch.dtype, in_order: bool
+) -> Tensor:
+    return codes.new_empty(numel, dtype=dtype)
+
+
 @lru_cache(maxsize=64)
 def _encoding(format: str, rounding: str, overflow: str) -> Encoding:
     return Encoding(Format.parse(format), Rounding(rounding), Overflow(overflow))
@@ -51,4 +72,8 @@ def _encoding(format: str, rounding: str, overflow: str) -> Encoding:
 
 for _device in ("CUDA", "CPU"):
     _LIBRARY.impl("encode", encode, _device)
+    _LIBRARY.impl("decode", decode, _device)
+    _LIBRARY.impl("unpack_bits", unpack_mask_in_graph, _device)
 torch.library.register_fake(f"{NAMESPACE}::encode", _parts, lib=_LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::decode", _decoded, lib=_LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::unpack_bits", lambda bits, numel: bits.new_empty(numel, dtype=torch.bool), lib=_LIBRARY)

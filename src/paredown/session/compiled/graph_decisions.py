@@ -159,8 +159,13 @@ def mask_codec(value: Tensor) -> tuple[Callable[[Tensor], tuple[Tensor]], Callab
     sizes, inverse = sizes_in_memory(value, order), inverse_order(order)
     return (
         lambda x: (pack_mask_in_graph(x.permute(order).reshape(-1)),),
-        lambda bits: unpack_mask_in_graph(bits, num_values(value, bits, None)).reshape(sizes).permute(inverse),
+        lambda bits: _unpacked(bits, num_values(value, bits, None)).reshape(sizes).permute(inverse),
     )
+
+
+def _unpacked(bits: Tensor, numel: int) -> Tensor:
+    is_known = isinstance(numel, int)  # pyright: ignore[reportUnnecessaryIsInstance]  (a SymInt is no int)
+    return torch.ops.paredown.unpack_bits(bits, numel) if is_known else unpack_mask_in_graph(bits, numel)
 
 
 def nbytes_of(node: fx.Node) -> int:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.utils import _is_primal, _is_tangent
-from torch._functorch.partitioners import get_default_op_list
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
@@ -28,6 +27,7 @@ from paredown.codec.packed import default_overflow
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
+from paredown.session.compiled.decode_lowering import lowers
 from paredown.session.compiled.graph_checks import NUM_NUMBERS, Check, check_of
 from paredown.session.compiled.graph_decisions import (
     GraphReport,
@@ -87,6 +87,9 @@ class GraphCodec:
 
     def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         """The flat values of the parts."""
+        if lowers(self.format, numel, dtype):
+            codes, scales, minimums = (*parts, None)[:3]
+            return torch.ops.paredown.decode(codes, scales, minimums, str(self.format), numel, dtype, self.uses_kernel)
         return decode_in_graph(parts, self.format, numel, dtype, in_order=self.uses_kernel)
 
 
@@ -193,7 +196,7 @@ class GraphEditor:
         def insert(function: Callable[..., Tensor], arguments: list[fx.Node], before: fx.Node) -> fx.Node:
             return self._insert_traced(self.backward.graph, function, lambda *t: (function(*t),), arguments, before=before)[0]
 
-        RecomputedChains(self.backward.graph, of_tangents(self.backward.graph), get_default_op_list()).delay(self._scales, insert)
+        RecomputedChains(self.backward.graph, of_tangents(self.backward.graph)).delay(self._scales, insert)
 
     def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
         """Measure packed tensors in forward for a guard; the numbers are the last ones of the graph. Not where sizes are dynamic."""

@@ -64,8 +64,9 @@ POINTWISE = _names("""
     scalar_tensor arange fill rev inductor_seeds inductor_seed inductor_lookup_seed inductor_random inductor_randint full_like
     zeros_like ones_like empty_like broadcast_in_dim slice_scatter select_scatter as_strided_scatter avg_pool2d avg_pool2d_backward
     _low_memory_max_pool_offsets_to_indices max_pool2d_with_indices_backward _unsafe_masked_index repeat flip roll _to_copy copy_
-    bernoulli masked_fill device_put
+    bernoulli masked_fill device_put decode unpack_bits
 """)
+OPERATIONS = {"decode": 14, "unpack_bits": 4}  # in the kernel of one node; 1 for others
 
 
 def kind_of(node: fx.Node) -> str:
@@ -214,7 +215,7 @@ class GraphMemory:
             return tuple(self._buffered(node, part, kind, sources, at) for part in result)
         if kind != "pointwise":
             return self._buffered(node, result, kind, sources, at)
-        value = Value(node, None, sources, 1 + sum(v.operations for v in inputs if v.buffer is None))
+        value = Value(node, None, sources, OPERATIONS.get(_name(node), 1) + sum(v.operations for v in inputs if v.buffer is None))
         if self._is_stored(value, node):
             self._realize(value, at)
         return value

@@ -33,7 +33,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import get_default_op_list, min_cut_rematerialization_partition
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -202,7 +202,7 @@ def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[
 
 def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
     """The names of recomputed tensors that are better saved (recomputed_chains.py); `bits`: of a value of each packed tensor."""
-    return RecomputedChains(backward, of_tangents(backward), get_default_op_list()).to_save(bits)
+    return RecomputedChains(backward, of_tangents(backward)).to_save(bits)
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
@@ -336,5 +336,6 @@ def holds_tensors(node: Any) -> bool:
 def _source_hash() -> str:
     folder = Path(__file__).parent
     package = folder.parent.parent
-    files = (*sorted(folder.glob("*.py")), package / "codec" / "graph_codec.py", package / "trace" / "operations.py")
+    others = ("codec/graph_codec.py", "codec/graph_ops.py", "trace/operations.py")
+    files = (*sorted(folder.glob("*.py")), *(package / name for name in others))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

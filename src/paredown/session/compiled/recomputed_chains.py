@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.utils import _is_tangent
+from torch._functorch.partitioners import get_default_op_list
 
 from paredown.session.compiled.graph_slots import hint
 
@@ -37,11 +38,12 @@ MIN_GAIN = 2.0  # bytes that are in memory early over bytes stored instead
 class RecomputedChains:
     """The recomputed tensors of one backward graph that operations read from memory.
 
-    `of_tangents`: the nodes that depend on gradients. `operations`: torch's lists of operations (`is_fusible`, `is_view`, `is_random`).
+    `of_tangents`: the nodes that depend on gradients.
     """
 
-    def __init__(self, graph: fx.Graph, of_tangents: set[fx.Node], operations: Any) -> None:
-        self._graph, self._of_tangents, self._operations = graph, of_tangents, operations
+    def __init__(self, graph: fx.Graph, of_tangents: set[fx.Node]) -> None:
+        self._graph, self._of_tangents, self._operations = graph, of_tangents, get_default_op_list()
+        self._operations.fusible_ops |= {torch.ops.paredown.decode, torch.ops.paredown.unpack_bits}
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._constants = set[fx.Node]()
         for node in graph.nodes:
