@@ -34,12 +34,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 CHUNK_BYTES = {"cuda": 128 * 2**20}  # of one chunk's logits, by device type
 OTHER_CHUNK_BYTES = 32 * 2**20
 ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of matrix products
-# The rows of a chunk's logits begin at multiples of so many values, by device type: GPT-2 has 50,257 classes, and cuBLAS is
-# slower where rows are not aligned to 16 bytes. torch.compile pads such products too.
+# Zero rows pad the weight to a multiple of so many classes, by device type: GPT-2 has 50,257 classes, and cuBLAS is slower for products
+# of such sizes. torch.compile pads them too.
 ROW_ALIGNMENT = {"cuda": 64}
 NO_BACKWARD = -1  # id of the current graph task outside backward
 KERNEL_DEVICES = {"cuda": True}  # by type
@@ -251,48 +252,54 @@ class Linear:
         self._bias = bias.to(dtype) if bias is not None else None
         self._transform = problem.settings.transform
         alignment = ROW_ALIGNMENT.get(problem.settings.device or "", 1)
-        self._row_length = ceil(len(weight) / alignment) * alignment
+        self.num_classes, num_added = len(weight), -len(weight) % alignment
+        if num_added:
+            self._weight = pad(self._weight, (0, 0, 0, num_added))
+            self._bias = pad(self._bias, (0, num_added)) if self._bias is not None else None
         self.of_hidden = torch.empty_like(self._hidden) if needs[0] else None
-        self.of_weight = torch.zeros_like(weight) if needs[1] else None
+        self._of_weight = torch.zeros_like(self._weight, dtype=weight.dtype) if needs[1] else None
         self.of_bias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype)) if bias is not None and needs[2] else None
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Those of hidden, weight and bias; None where they are not needed."""
-        return self.of_hidden, self.of_weight, self.of_bias
+        of_weight = self._of_weight[: self.num_classes] if self._of_weight is not None else None
+        return self.of_hidden, of_weight, self.of_bias
 
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
-        """The logits of a chunk before and after the transform; with `tracks`, `add_gradients` can go back through it."""
-        rows = self._hidden[part]
-        logits = rows.new_empty(len(rows), self._row_length)[:, : len(self._weight)]
-        if self._bias is not None:
-            torch.addmm(self._bias, rows, self._weight.t(), out=logits)
-        else:
-            torch.mm(rows, self._weight.t(), out=logits)
+        """The logits of a chunk before and after the transform; with `tracks`, `add_gradients` can go back through it.
+
+        Without a transform they have the columns of the padded weight; those behind `num_classes` are zero.
+        """
+        rows, weight = self._hidden[part], self._weight.t()
+        logits = rows @ weight if self._bias is None else torch.addmm(self._bias, rows, weight)
         if self._transform is None:
             return logits, logits
+        logits = logits[:, : self.num_classes]
         if isinstance(self._transform, Elementwise):
             return logits, self._transform(logits)
         with torch.set_grad_enabled(tracks):
             return logits.requires_grad_(tracks), self._transform(logits)
 
     def add_gradients(self, part: slice, logits: tuple[Tensor, Tensor], gradient: Tensor) -> None:
-        """Add the gradients of a chunk, from that of its logits."""
+        """Add the gradients of a chunk, from that of its logits, with or without the columns of the padding."""
         before, after = logits
         gradient = gradient.to(after.dtype)
         if isinstance(self._transform, Elementwise):
             gradient = self._transform.gradient(before, gradient)
         elif after is not before:
             (gradient,) = torch.autograd.grad(after, before, gradient)
+        num_columns = gradient.shape[1]
         if self.of_hidden is not None:
-            torch.mm(gradient, self._weight, out=self.of_hidden[part])
-        if self.of_weight is not None:
-            if self.of_weight.dtype is gradient.dtype:
-                self.of_weight.addmm_(gradient.t(), self._hidden[part])
+            torch.mm(gradient, self._weight[:num_columns], out=self.of_hidden[part])
+        if self._of_weight is not None:
+            of_weight = self._of_weight[:num_columns]
+            if of_weight.dtype is gradient.dtype:
+                of_weight.addmm_(gradient.t(), self._hidden[part])
             else:
-                self.of_weight += gradient.t() @ self._hidden[part]
+                of_weight += gradient.t() @ self._hidden[part]
         if self.of_bias is not None:
-            self.of_bias += gradient.sum(0, dtype=self.of_bias.dtype)
+            self.of_bias += gradient[:, : self.num_classes].sum(0, dtype=self.of_bias.dtype)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -345,12 +352,13 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
     rows, losses, is_fused = None, list[Tensor](), problem.is_fused
     for part in _parts(len(problem.target), problem.settings.num_rows or 1):
         logits = linear.logits(part, tracks=scale is not None)
-        values = logits[1].detach()
+        values = logits[1].detach()[:, : linear.num_classes]
         dtype = accumulation_dtype(values.dtype)
         rows = rows or Rows(problem, values.shape[1], dtype)
         own_scale = scale[part] if isinstance(scale, Tensor) else scale
         if is_fused:
             losses.append(rows.fused_(values, part, own_scale))
+            values = logits[1]
         else:
             log_probs = torch.log_softmax(values, 1, dtype=dtype)
             losses.append(rows.losses(log_probs, part))
