@@ -15,6 +15,7 @@ FORMATS = [f"{name}/{block}@{scale}" for name, block, scale in (
     ("int8", 64, "bf16"), ("int4", 64, "bf16"), ("int2", 32, "fp32"), ("uint8", 64, "bf16+bf16"), ("uint4", 64, "bf16+bf16"),
     ("uint2", 64, "fp32+fp32"), ("int4", 8, "fp32"),
 )]  # fmt: skip
+SIZES, DIMS = [4, 15, 32], [0, 2, 1]
 NUMEL = 1920
 
 
@@ -40,15 +41,14 @@ def test_compiled_decode_equals_the_codec() -> None:
     def decode(inputs: list[tuple[Tensor, ...]]) -> list[Tensor]:
         found: list[Tensor] = []
         for (text, order, dtype), parts in zip(cases, inputs, strict=True):
-            codes, scales, minimums = (*parts, None)[:3]
-            found.append(torch.ops.paredown.decode(codes, scales, minimums, text, NUMEL, dtype, order))
+            found.append(torch.ops.paredown.decode(list(parts), text, order, dtype, SIZES, DIMS))
         return found
 
     for (text, order, dtype), parts, result in zip(cases, inputs, decode(inputs), strict=True):
         format = Format.parse(text)
         assert lowers(format, NUMEL, dtype)
-        expected = decode_in_graph(parts, format, NUMEL, dtype, in_order=order)
-        assert result.dtype is dtype
+        expected = decode_in_graph(parts, format, NUMEL, dtype, in_order=order).view(SIZES).permute(DIMS)
+        assert result.dtype is dtype and result.stride() == expected.stride()
         tolerance = 2.0 * torch.finfo(dtype).eps * 4 if format.minimum else 0.0
         torch.testing.assert_close(result, expected, rtol=0, atol=tolerance)
 
@@ -57,7 +57,7 @@ def test_compiled_bits_equal_the_mask() -> None:
     """Sizes that are no multiple of eight have a last byte of fewer flags."""
     for numel in (64, 77):
         mask = torch.rand(numel, generator=torch.Generator().manual_seed(1)) < 0.5
-        unpack = torch.compile(lambda bits, numel=numel: torch.ops.paredown.unpack_bits(bits, numel).clone(), fullgraph=True)
+        unpack = torch.compile(lambda bits, numel=numel: torch.ops.paredown.unpack_bits(bits, [numel], [0]).clone(), fullgraph=True)
         assert torch.equal(unpack(pack_mask_in_graph(mask)), mask)
 
 

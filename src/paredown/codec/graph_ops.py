@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -23,10 +24,8 @@ from paredown.formats.rounding import Overflow, Rounding, Seed
 NAMESPACE = "paredown"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define("encode(Tensor x, Tensor step, str format, str rounding, str overflow, int seed, int tensor_id) -> Tensor[]")
-_LIBRARY.define(
-    "decode(Tensor codes, Tensor scales, Tensor? minimums, str format, int numel, ScalarType dtype, bool in_order) -> Tensor"
-)
-_LIBRARY.define("unpack_bits(Tensor bits, int numel) -> Tensor")
+_LIBRARY.define("decode(Tensor[] parts, str format, bool in_order, ScalarType dtype, int[] sizes, int[] dims) -> Tensor")
+_LIBRARY.define("unpack_bits(Tensor bits, int[] sizes, int[] dims) -> Tensor")
 
 
 def encode(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
@@ -51,18 +50,18 @@ def _parts(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, s
     return [part.view(-1) for part in parts.tensors()]
 
 
-def decode(
-    codes: Tensor, scales: Tensor, minimums: Tensor | None, format: str, numel: int, dtype: torch.dtype, in_order: bool
-) -> Tensor:
-    """`decode_in_graph` of a format with a block."""
-    parts = (codes, scales) if minimums is None else (codes, scales, minimums)
-    return decode_in_graph(parts, Format.parse(format), numel, dtype, in_order=in_order)
+def decode(parts: list[Tensor], format: str, in_order: bool, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
+    """`decode_in_graph` of a format with a block, as the permutation `dims` of a contiguous tensor of `sizes`."""
+    return decode_in_graph(tuple(parts), Format.parse(format), prod(sizes), dtype, in_order=in_order).view(sizes).permute(dims)
 
 
-def _decoded(
-    codes: Tensor, scales: Tensor, minimums: object, format: str, numel: int, dtype: torch.dtype, in_order: bool
-) -> Tensor:
-    return codes.new_empty(numel, dtype=dtype)
+def unpack_bits(bits: Tensor, sizes: list[int], dims: list[int]) -> Tensor:
+    """`unpack_mask_in_graph`, as the permutation `dims` of a contiguous tensor of `sizes`."""
+    return unpack_mask_in_graph(bits, prod(sizes)).view(sizes).permute(dims)
+
+
+def _empty(source: Tensor, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
+    return source.new_empty(sizes, dtype=dtype).permute(dims)
 
 
 @lru_cache(maxsize=64)
@@ -73,7 +72,7 @@ def _encoding(format: str, rounding: str, overflow: str) -> Encoding:
 for _device in ("CUDA", "CPU"):
     _LIBRARY.impl("encode", encode, _device)
     _LIBRARY.impl("decode", decode, _device)
-    _LIBRARY.impl("unpack_bits", unpack_mask_in_graph, _device)
+    _LIBRARY.impl("unpack_bits", unpack_bits, _device)
 torch.library.register_fake(f"{NAMESPACE}::encode", _parts, lib=_LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::decode", _decoded, lib=_LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::unpack_bits", lambda bits, numel: bits.new_empty(numel, dtype=torch.bool), lib=_LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::decode", lambda parts, *t: _empty(parts[0], *t[-3:]), lib=_LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::unpack_bits", lambda bits, *t: _empty(bits, torch.bool, *t), lib=_LIBRARY)

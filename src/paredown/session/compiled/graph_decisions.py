@@ -157,15 +157,13 @@ def mask_codec(value: Tensor) -> tuple[Callable[[Tensor], tuple[Tensor]], Callab
         return lambda x: (x.clone(),), lambda saved: saved.clone()
     order = memory_order(value)
     sizes, inverse = sizes_in_memory(value, order), inverse_order(order)
-    return (
-        lambda x: (pack_mask_in_graph(x.permute(order).reshape(-1)),),
-        lambda bits: _unpacked(bits, num_values(value, bits, None)).reshape(sizes).permute(inverse),
-    )
 
+    def unpack(bits: Tensor) -> Tensor:
+        if isinstance(value.numel(), int):  # pyright: ignore[reportUnnecessaryIsInstance]  (a SymInt is no int)
+            return torch.ops.paredown.unpack_bits(bits, sizes, inverse)
+        return unpack_mask_in_graph(bits, num_values(value, bits, None)).reshape(sizes).permute(inverse)
 
-def _unpacked(bits: Tensor, numel: int) -> Tensor:
-    is_known = isinstance(numel, int)  # pyright: ignore[reportUnnecessaryIsInstance]  (a SymInt is no int)
-    return torch.ops.paredown.unpack_bits(bits, numel) if is_known else unpack_mask_in_graph(bits, numel)
+    return lambda x: (pack_mask_in_graph(x.permute(order).reshape(-1)),), unpack
 
 
 def nbytes_of(node: fx.Node) -> int:

@@ -87,9 +87,6 @@ class GraphCodec:
 
     def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         """The flat values of the parts."""
-        if lowers(self.format, numel, dtype):
-            codes, scales, minimums = (*parts, None)[:3]
-            return torch.ops.paredown.decode(codes, scales, minimums, str(self.format), numel, dtype, self.uses_kernel)
         return decode_in_graph(parts, self.format, numel, dtype, in_order=self.uses_kernel)
 
 
@@ -178,15 +175,7 @@ class GraphEditor:
         if codec.format.block:
             self._scales.add(new[1])
         self._parts[node.name] = parts
-        sizes, back, dtype = sizes_in_memory(value, order), inverse_order(order), value.dtype
-        (result,) = self._insert_traced(
-            self.backward.graph,
-            ("decode", *codec.names, codec.uses_kernel, value.shape, value.stride(), dtype),
-            lambda *p: (codec.decode(p, num_values(value, p[0], codec.format), dtype).reshape(sizes).permute(back),),
-            new,
-            before=min(old.users, key=lambda user: self._order.get(user, 0)),
-        )
-        old.replace_all_uses_with(result)
+        old.replace_all_uses_with(self._decoded(new, codec, value, min(old.users, key=lambda user: self._order.get(user, 0))))
         self.backward.graph.erase_node(old)
         return sum(nbytes_of(part) for part in parts)
 
@@ -243,6 +232,21 @@ class GraphEditor:
         traced = _trace(lambda step: (keys_in_graph(step, codec.seed, codec.tensor_id),), self._step.meta["val"])
         keys = _insert(graph, traced, [self._step], _after([flat, self._step]))
         return self._insert_traced(graph, ("encode", *codec.names), lambda x, keys: codec.encode(x, keys), [flat, *keys])
+
+    def _decoded(self, parts: list[fx.Node], codec: GraphCodec, value: Tensor, before: fx.Node) -> fx.Node:
+        """The decoded parts in the backward graph, of the sizes and strides of `value`."""
+        order = memory_order(value)
+        sizes, dims, dtype = sizes_in_memory(value, order), inverse_order(order), value.dtype
+        if lowers(codec.format, value.numel(), dtype):
+            arguments = (parts, str(codec.format), codec.uses_kernel, dtype, sizes, dims)
+            return _insert_call(self.backward.graph, torch.ops.paredown.decode.default, arguments, before)
+        return self._insert_traced(
+            self.backward.graph,
+            ("decode", *codec.names, codec.uses_kernel, value.shape, value.stride(), dtype),
+            lambda *p: (codec.decode(p, num_values(value, p[0], codec.format), dtype).reshape(sizes).permute(dims),),
+            parts,
+            before=before,
+        )[0]
 
     def _insert_traced(
         self, graph: fx.Graph, name: Any, function: Callable[..., Any], arguments: list[fx.Node], before: fx.Node | None = None
@@ -394,6 +398,15 @@ def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[An
     for node, value in zip(nodes, results, strict=True):
         node.meta["val"] = value
     return nodes
+
+
+def _insert_call(graph: fx.Graph, target: Any, arguments: tuple[Any, ...], before: fx.Node) -> fx.Node:
+    """The call of an operation on a list of tensors that returns a tensor, before a node."""
+    values: tuple[Any, ...] = fx.map_arg(arguments, lambda node: node.meta["val"])
+    with values[0][0].fake_mode, graph.inserting_before(before):
+        call = graph.call_function(target, arguments)
+        call.meta["val"] = target(*values)
+    return call
 
 
 def _after(nodes: list[fx.Node]) -> fx.Node:
