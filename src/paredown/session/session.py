@@ -283,7 +283,7 @@ class Session:
             )
         if guard is not None and self._guard is not None:
             self._guard.load_state_dict(guard, Plan.from_json(state["plan"]))
-        self._activations.seed, self._activations.forwards = int(state["seed"]), int(state["forwards"])
+        self._activations.resume(int(state["seed"]), int(state["forwards"]))
         if self._compiled is not None:
             self._compiled.resume(self.seed, self._activations.forwards)
 
