@@ -5,7 +5,7 @@
     python benchmarks/bench_session.py --quick                      # tiny shapes on the CPU: whether it runs, no figures
 
 All under bf16 autocast with fused optimizers. Beside each step stand the host's microseconds per packed tensor and those of an empty
-eager operation (an addition in place to one value, issued 2000 times), so that a slow host can be told from slow code. The former is the
+eager operation (an addition in place to one value, issued 2000 times), which distinguish a slow host from slow code. The former is the
 difference of the steps of a session and of the baseline, both with a small batch that leaves the device idle, divided by the number of
 saved tensors that the session packs in a step.
 

@@ -155,9 +155,14 @@ def depends_on_values(saved: Saved) -> bool:
     return saved.is_centered and not _lies_in_rows(tensor, saved.op)
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def check_is_warm(what: str) -> None:
     """Raise ApplyError if a CUDA graph is being captured: `what` a session does in its first forward passes only."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise ApplyError(
             f"a CUDA graph is being captured, and the session {what} for the first time, which a capture forbids. Run three training "
             "steps on a side stream with inputs of the same shapes before the capture (docs/how_to/cuda_graphs.md)."
