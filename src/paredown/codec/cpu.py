@@ -10,8 +10,8 @@ argument clamped at 2^min_exponent, where both agree; their sum less that common
 (torch.where alone took half of the time).
 
 All of it runs on one thread. An operation on a piece takes microseconds; torch would start threads for each of some thirty operations and
-join them again, and where other programs keep the cores busy a join lasts as long as the scheduler's time slice: beside ten busy
-processes on two cores, encoding 2^20 values took 1200 ms on two threads and 86 ms on one.
+join them again, and where other programs keep the cores busy a join lasts as long as the scheduler's time slice: on two cores with a load
+average of 11, encoding 2^20 values took 1200 ms on two threads and 86 ms on one.
 
 Values that this arithmetic cannot round (NaN, values past the largest, exponents at the end of float32) are computed by the
 reference, value by value. This module also serves tensors on a GPU for which there is no kernel.
