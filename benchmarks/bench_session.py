@@ -4,7 +4,12 @@
     python benchmarks/bench_session.py --model resnet50 --plan int8 # some of it; the baseline always runs
     python benchmarks/bench_session.py --quick                      # tiny shapes on the CPU: whether it runs, no figures
 
-All under bf16 autocast with fused optimizers. Each way is a fresh model; after warm-up a run of steps is timed by events between them,
+All under bf16 autocast with fused optimizers. Beside each step stand the host's microseconds per packed tensor and those of an empty
+eager operation (an addition in place to one value, issued 2000 times), which distinguish a slow host from slow code. The former is the
+difference of the steps of a session and of the baseline, both with a small batch that leaves the device idle, divided by the number of
+saved tensors that the session packs in a step.
+
+Each way is a fresh model; after warm-up a run of steps is timed by events between them,
 and the peak is torch.cuda.max_memory_allocated over those steps. Ratios are to the baseline in the same run. `predicted` is
 footprint's peak. The largest batch is found under a real limit of the allocator, by bisection on multiples of 32; give it
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or scattered memory decides.
@@ -38,6 +43,7 @@ from loops import (
     pictures,
     release,
 )
+from networks import AttentionUNet, llama
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -46,6 +52,7 @@ from paredown.models import MODELS
 
 LIMIT_BYTES = 16 * GIB
 WARM_UP = 4
+SMALL = 32  # the small batch is this many times smaller
 GRAIN = 32  # the largest batch is a multiple of this
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "unable to find an engine")  # what torch, cuBLAS and cuDNN say
 
@@ -79,6 +86,10 @@ class Row:
     p20_seconds: float | None = None
     p80_seconds: float | None = None
     host_seconds: float | None = None  # to issue one step
+    small_step_seconds: float | None = None  # of a step with a small batch: host time
+    num_packed: int | None = None  # saved tensors that are packed in such a step
+    host_us_per_packed: float | None = None
+    empty_op_us: float | None = None
     peak_ratio: float | None = None
     time_ratio: float | None = None
     size_ratio: float | None = None
@@ -114,13 +125,23 @@ def gpt2(**changes: int) -> nn.Module:
     return GPT2LMHeadModel(config).train()
 
 
+def images(size: int, device: str, *, side: int = 64) -> Batch:
+    """Pictures, and a class for each pixel."""
+    return torch.randn(size, 3, side, side, device=device), torch.randint(3, (size, side, side), device=device)
+
+
 def full_jobs() -> tuple[Job, ...]:
     """The jobs of the table, for a GPU."""
+    words = lambda size, device: texts(size, device, vocabulary=32000)  # noqa: E731
     last = lambda size, device: pictures(size, device, channels_last=True)  # noqa: E731
     return (
         Job("resnet50", 256, lambda: torchvision_model("resnet50"), last, "sgdm", channels_last=True),
         Job("gpt2", 16, gpt2, texts, "adamw", has_checkpointing=True),
         Job("vit", 128, lambda: torchvision_model("vit_b_16"), pictures, "sgdm"),
+        Job("swin", 128, lambda: torchvision_model("swin_t"), pictures, "adamw"),
+        Job("llama", 8, llama, words, "adamw", has_checkpointing=True),
+        Job("densenet121", 128, lambda: torchvision_model("densenet121"), last, "adamw", channels_last=True),
+        Job("attention_unet", 32, AttentionUNet, images, "adamw"),
     )
 
 
@@ -129,11 +150,14 @@ def quick_jobs() -> tuple[Job, ...]:
     last = lambda size, device: pictures(size, device, side=32, num_classes=10, channels_last=True)  # noqa: E731
     small = lambda size, device: pictures(size, device, side=32, num_classes=10)  # noqa: E731
     words = lambda size, device: texts(size, device, length=32, vocabulary=128)  # noqa: E731
+    small_llama = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128}
     tiny = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 128, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
     return (
         Job("resnet50", 8, MODELS["resnet50"], last, "sgdm", channels_last=True),
         Job("gpt2", 4, lambda: gpt2(**tiny), words, "adamw", has_checkpointing=True),
         Job("vit", 8, MODELS["vit"], small, "sgdm"),
+        Job("llama", 4, lambda: llama(**small_llama), words, "adamw", has_checkpointing=True),
+        Job("attention_unet", 2, lambda: AttentionUNet(16), lambda size, device: images(size, device, side=16), "adamw"),
     )
 
 
@@ -152,7 +176,49 @@ def measure(job: Job, way: Way, device: str, num_steps: int) -> Row:
         first, *_ = [step() for _ in range(WARM_UP)]
         times = cuda_times(step, num_steps) if device == "cuda" else cpu_times(step, num_steps)
         changes = None if session is None else len(session.changes)
+        small = make_step(model, job.batch(max(2, job.size // SMALL), device), optimizer, device)
+        host = small_step_seconds(small, device)
+        num_packed = None if session is None else count_packed(session, small)
+    row = replace(row, small_step_seconds=host, num_packed=num_packed, empty_op_us=empty_op_us(device))
     return replace(row, first_loss=float(first), num_changes=changes, **times)
+
+
+def count_packed(session: Any, step: Callable[[], Tensor]) -> int:
+    """The number of saved tensors that a step packs."""
+    packed, activations = list[str](), session._activations
+    before = activations.on_packed
+    activations.on_packed = lambda saved, piece, form: packed.append(saved.name)
+    try:
+        step()
+    finally:
+        activations.on_packed = before
+    return len(packed)
+
+
+def small_step_seconds(step: Callable[[], Tensor], device: str, num_steps: int = 10) -> float:
+    """Median seconds of a step that ends when the device has finished; the host is slower than the device if the batch is small."""
+    seconds: list[float] = []
+    for _ in range(WARM_UP + num_steps):
+        begun = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[WARM_UP:])
+
+
+def empty_op_us(device: str, num_ops: int = 2000) -> float:
+    """Host microseconds to issue an eager operation on one value."""
+    x = torch.zeros(1, device=device)
+    best = float("inf")
+    for _ in range(5):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(num_ops // 5):
+            x.add_(1)
+        best = min(best, (time.perf_counter() - begun) / (num_ops // 5))
+    return 1e6 * best
 
 
 def cuda_times(step: Callable[[], Tensor], num_steps: int) -> dict[str, Any]:
@@ -228,6 +294,8 @@ def compared(row: Row, plain: Row) -> Row:
     slower = row.median_seconds / plain.median_seconds
     larger = row.size / plain.size
     peak = row.peak_bytes / plain.peak_bytes if row.peak_bytes and plain.peak_bytes else None
+    if row.num_packed and row.small_step_seconds is not None and plain.small_step_seconds is not None:
+        row = replace(row, host_us_per_packed=1e6 * (row.small_step_seconds - plain.small_step_seconds) / row.num_packed)
     return replace(row, peak_ratio=peak, time_ratio=slower, size_ratio=larger, examples_per_second_ratio=larger / slower)
 
 
@@ -327,9 +395,11 @@ def line(row: Row) -> str:
     )
     more = f"  {times(row.size_ratio)} examples, {times(row.examples_per_second_ratio)} as fast" if row.limit_bytes else ""
     changes = "" if row.num_changes is None else f" changes {row.num_changes}"
+    host = "" if row.host_us_per_packed is None else f" host {row.host_us_per_packed:.1f} us x {row.num_packed} packed"
+    host += "" if row.empty_op_us is None else f", empty op {row.empty_op_us:.1f} us"
     return (
         f"{head} {gib(row.peak_bytes)} {times(row.peak_ratio)} {gib(row.predicted_peak_bytes)} {milliseconds} {times(row.time_ratio)}"
-        f"  loss {row.first_loss:.3f} to {row.last_loss:.3f}{changes}{more}"
+        f"  loss {row.first_loss:.3f} to {row.last_loss:.3f}{changes}{host}{more}"
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paredown.codec import cpu
 from paredown.codec.packed import encode
+from paredown.codec.recompute import NO_BOUND, pack_mask, unpack_mask
 from paredown.codec.reference import Encoding
 from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
@@ -123,3 +126,31 @@ def test_a_wrong_path_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_nearest", lambda x, element, out, scratch: out.copy_(x))
     with pytest.raises(AssertionError):
         assert_paths_agree(normal(2, 50), make_encoding("e4m3fn", "nearest_even", "saturate"))
+
+
+def test_the_codec_runs_on_one_thread_and_leaves_the_number_unchanged() -> None:
+    """Operations on pieces would start threads and join them, which takes long where other programs keep the cores busy."""
+    before, numbers = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            numbers.append(torch.get_num_threads())
+            return func(*args, **(kwargs or {}))
+
+    try:
+        x = torch.randn(1 << 17)
+        packed, mask = encode(x, "int4/64@bf16", rounding="stochastic"), pack_mask(x, 0.0, NO_BOUND)
+        with Seen():
+            torch.abs(x)
+            outside = numbers.copy()
+            encode(x, "int4/64@bf16", rounding="stochastic")
+            packed.decode()
+            pack_mask(x, 0.0, NO_BOUND)
+            unpack_mask(mask, torch.empty_like(x), inside=1.0, outside=0.0)
+        assert outside == [3]
+        # operations that only allocate or view do not start threads, and run before and after
+        assert numbers.count(1) > 0.8 * len(numbers)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paredown.codec.packed import default_overflow, encode, encode_flat
-from paredown.codec.reference import COVER
+from paredown.codec.packed import FlatEncoder, default_overflow, encode, encode_flat
+from paredown.codec.reference import COVER, PackedParts
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, Seed
 
@@ -45,3 +45,41 @@ def test_encode_flat_is_encode(text: str) -> None:
     theirs = encode(x, text, rounding="stochastic", seed=SEED)
     assert mine.nbytes == theirs.nbytes
     assert torch.equal(mine.decode(), theirs.decode())
+
+
+@pytest.mark.parametrize("text", [*FORMATS, "bf16", "e2m1fn/16@e4m3fn"])
+def test_an_encoder_for_one_size_is_encode_in_every_step(text: str) -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(2))
+    encoder = FlatEncoder(x, 1000, Format.parse(text), (Rounding.STOCHASTIC, None), Seed(7, tensor=3))
+    for step in (1, 2):
+        mine, theirs = encoder(x, step), encode(x, text, rounding="stochastic", seed=Seed(7, tensor=3, step=step))
+        assert mine.nbytes == theirs.nbytes
+        assert torch.equal(mine.decode(), theirs.decode())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("text", FORMATS)
+def test_repeated_calls_of_the_kernels_give_the_bits_of_encode(text: str, dtype: torch.dtype) -> None:
+    """On a GPU the second call and later ones pass addresses to the compiled kernel; the tensor need not be flat."""
+    device, format = "cuda" if torch.cuda.is_available() else "cpu", Format.parse(text)
+    how = (format, Rounding.STOCHASTIC, default_overflow(format), COVER)
+    encoder = flat.FlatEncoder(2500, how, Seed(7, tensor=3), is_row=True)
+    for step in (1, 2, 3):
+        x = torch.randn(50, 50, generator=torch.Generator().manual_seed(step)).to(dtype)
+        expected = encode(x.view(-1), format, rounding=Rounding.STOCHASTIC, seed=Seed(7, tensor=3, step=step))
+        parts = encoder(x.to(device).t(), torch.tensor([step], dtype=torch.int32, device=device))
+        for mine, theirs in zip(parts, expected.parts.tensors(), strict=True):
+            assert mine.shape == theirs.shape and mine.dtype is theirs.dtype
+            assert torch.equal(mine.cpu().view(torch.uint8), theirs.view(torch.uint8))
+        out = torch.empty(2500, dtype=dtype, device=device)
+        assert torch.equal(flat.decode_flat(PackedParts(*parts), format, out).cpu(), expected.decode())
+
+
+def test_repeated_masks_are_those_of_other_bounds_and_values() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for number in range(3):
+        x = torch.randn(2500, generator=torch.Generator().manual_seed(number))
+        for low in (0.0, 0.5):
+            bits = flat.pack_mask(x.to(device), low, float("nan"), torch.empty(313, dtype=torch.uint8, device=device))
+            values = flat.unpack_mask(bits, torch.empty(2500, device=device), low + 1, -1.0)
+            assert torch.equal(values.cpu(), torch.where(x > low, low + 1, -1.0))

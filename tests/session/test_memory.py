@@ -51,8 +51,8 @@ def test_a_cache_by_address_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> N
     """The naive variant, so that the test above is known to be able to fail: the key is where the data lies."""
     piece = stored_tensors.StoragePiece.__init__
 
-    def naive(self: stored_tensors.StoragePiece, tensor: Tensor) -> None:
-        piece(self, tensor)
+    def naive(self: stored_tensors.StoragePiece, tensor: Tensor, known: Any = None) -> None:
+        piece(self, tensor, known)
         self.key = (tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     monkeypatch.setattr(stored_tensors.StoragePiece, "__init__", naive)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paredown.models import MODELS, random_batch
+from paredown.trace import module_watch
 from paredown.trace.autograd_graph import Pass, Saved, kind_of
 from paredown.trace.module_watch import Watch
 from paredown.trace.operations import ROWS, Use, row_of
@@ -212,3 +213,69 @@ def test_the_inside_of_a_checkpointed_layer_is_reported_once() -> None:
     assert any("checkpoint" in name for name in kept) and "shared@2:output" in kept
     assert len(kept) < len(passes[0]) and passes[1] == passes[2] == kept
     assert passes[3] == [name.replace("shared@2", "shared@3") for name in kept], "calls inside are counted in every pass"
+
+
+class Between(nn.Module):
+    """Operations between the calls of modules; `changed` replaces one of them by another, with as many nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.changed = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        a, b = h.sigmoid(), h.tanh()
+        mixed = a + b if self.changed == "add" else a * b
+        y = self.second(mixed)
+        last = torch.sin(y) if self.changed == "sin" else torch.exp(y)
+        return last if self.changed != "views" else last.view(-1).view_as(y).exp()
+
+
+CHANGES = ("", "", "", "add", "", "sin", "", "", "views", "views", "views", "", "")
+
+
+def test_passes_that_are_replayed_report_what_a_first_pass_reports() -> None:
+    model = Between()
+    reported: list[Saved] = []
+    watch = Watch(model, reported.append, min_numel=1)
+    watch.attach()
+    for number, changed in enumerate(CHANGES):
+        model.changed = changed
+        x = torch.randn(4 + number % 2, 8)
+        model(x).sum()
+        found = [(saved.name, saved.use, saved.kind) for saved in reported if saved.kind == "activation"]
+        reported.clear()
+        watch.detach()
+        fresh = watched_again(model, x)
+        watch.attach()
+        assert sorted(found, key=str) == sorted(fresh, key=str), f"pass {number}, {changed or 'unchanged'}"
+
+
+def watched_again(model: nn.Module, x: Tensor) -> list[tuple[str, Use, str]]:
+    """The activations that a new Watch reports."""
+    reported: list[Saved] = []
+    watch = Watch(model, reported.append, min_numel=1)
+    watch.attach()
+    model(x).sum()
+    watch.detach()
+    return [(saved.name, saved.use, saved.kind) for saved in reported if saved.kind == "activation"]
+
+
+def test_later_passes_do_not_search_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, searched = Between(), torch.randn(4, 8), list[int]()
+    watch = Watch(model, lambda saved: None, min_numel=1)
+    search = module_watch.new_nodes
+
+    def counted(values: Any, forward: Pass) -> list[tuple[int, Any]]:
+        searched.append(1)
+        return search(values, forward)
+
+    monkeypatch.setattr(module_watch, "new_nodes", counted)
+    watch.attach()
+    numbers: list[int] = []
+    for _ in range(4):
+        model(x).sum()
+        numbers.append(len(searched))
+        searched.clear()
+    assert numbers[0] > 0 and numbers[2:] == [0, 0]

@@ -178,6 +178,33 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
     )
 
 
+class FlatEncoder:
+    """`encode_flat` for tensors of one size, dtype and device, called in every step: what depends on those is looked up once."""
+
+    __slots__ = ("_how", "_kernel", "_seed", "dtype", "format", "shape")
+
+    def __init__(self, like: Tensor, numel: int, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> None:
+        self.format, self.shape, self.dtype = format, torch.Size((numel,)), like.dtype
+        rounding, overflow = how
+        self._how, self._seed = (rounding, overflow or default_overflow(format)), seed
+        kernels = backend.find_kernels() if like.is_cuda else None
+        is_covered = kernels is not None and format.block is not None and kernels.covers_recompute(format)
+        self._kernel = (
+            kernels.FlatEncoder(numel, (format, *self._how, COVER), seed, is_row=True) if kernels and is_covered else None
+        )
+
+    @property
+    def takes_address(self) -> bool:
+        """Whether the values are read from the address of the argument on, whatever its shape; otherwise it is flat and contiguous."""
+        return self._kernel is not None
+
+    def __call__(self, x: Tensor, step: Any) -> PackedTensor:
+        """`x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU."""
+        if self._kernel is not None:
+            return PackedTensor(self.format, self.shape, self.dtype, FLAT, PackedParts(*self._kernel(x, step)))
+        return encode_flat(x, self.format, *self._how, Seed(self._seed.value, self._seed.tensor, step))
+
+
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
     """A function that decodes `packed` into any contiguous float tensor of its shape, for tensors that are decoded repeatedly.
 

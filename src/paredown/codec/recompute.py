@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paredown.codec import backend
+from paredown.codec.cpu import one_thread
 from paredown.codec.packed import PackedTensor
 
 NO_BOUND = nan
@@ -46,13 +47,14 @@ def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
     if kernels is not None:
         return kernels.pack_mask(x, low, high, out)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
-    for start in range(0, x.numel(), PIECE):
-        piece = x[start : start + PIECE]
-        bits = (piece != 0 if piece.dtype is torch.bool else ~(piece <= low)).to(torch.uint8)
-        if not isnan(high):
-            bits &= ~(piece >= high)
-        bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-        out[start // 8 : start // 8 + len(bits)] = (bits * weights).sum(1, dtype=torch.uint8)
+    with one_thread(x):
+        for start in range(0, x.numel(), PIECE):
+            piece = x[start : start + PIECE]
+            bits = (piece != 0 if piece.dtype is torch.bool else ~(piece <= low)).to(torch.uint8)
+            if not isnan(high):
+                bits &= ~(piece >= high)
+            bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+            out[start // 8 : start // 8 + len(bits)] = (bits * weights).sum(1, dtype=torch.uint8)
     return out
 
 
@@ -63,10 +65,11 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
         return kernels.unpack_mask(bits, out, inside, outside)
     shifts = torch.arange(8, dtype=torch.uint8, device=out.device)
     values = torch.tensor([outside, inside], dtype=out.dtype, device=out.device)
-    for start in range(0, out.numel(), PIECE):
-        piece = out[start : start + PIECE]
-        codes = (bits[start // 8 : (start + PIECE) // 8, None] >> shifts) & 1
-        piece.copy_(values[codes.view(-1)[: piece.numel()].int()])
+    with one_thread(out):
+        for start in range(0, out.numel(), PIECE):
+            piece = out[start : start + PIECE]
+            codes = (bits[start // 8 : (start + PIECE) // 8, None] >> shifts) & 1
+            piece.copy_(values[codes.view(-1)[: piece.numel()].int()])
     return out
 
 

@@ -77,6 +77,11 @@ def _pack(codes: Tensor, width: int) -> Tensor:
         return codes.to(torch.uint8)
     num_values, num_bytes = _group(width)
     row_bytes = -(-codes.shape[1] * width // 8)
+    if num_bytes == 1 and codes.shape[1] % num_values == 0:  # whole bytes: in the dtype of the codes, with less scratch memory
+        words = codes[:, ::num_values].clone()
+        for place in range(1, num_values):
+            words |= codes[:, place::num_values] << (place * width)
+        return words.to(torch.uint8)
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % num_values)).unflatten(1, (-1, num_values))
     words = (codes << torch.arange(0, num_values * width, width, device=codes.device)).sum(2)
     shifts = torch.arange(0, 8 * num_bytes, 8, device=codes.device)

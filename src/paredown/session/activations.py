@@ -30,22 +30,21 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import isfinite
-from time import perf_counter
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from paredown.codec.packed import encode_flat
-from paredown.codec.recompute import NO_BOUND, pack_mask
+from paredown.codec.packed import FlatEncoder, PackedTensor
+from paredown.codec.recompute import pack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
 from paredown.roles import Role
 from paredown.session.stored_tensors import (
+    PackingTime,
     RecomputedValues,
     StoragePiece,
     StoredForm,
@@ -56,12 +55,12 @@ from paredown.session.stored_tensors import (
     StoredView,
     decode_steps_of,
 )
-from paredown.session.value_bounds import ValueBounds
+from paredown.session.value_bounds import Bounds, ValueBounds, check_is_warm, depends_on_values, use_and_detail
 from paredown.trace.autograd_graph import IN_PLACE_ON_VIEW, Saved, tensors_in
 from paredown.trace.operations import CANCELS, EXPONENT, MIN_PACKED_NUMEL, Use
 from paredown.trace.rematerialization import SOURCE_OPS, rematerialization_of
-from paredown.trace.trace import index_dtype
 
+FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of the others may differ from call to call
 LOGIT_PINS = (EXPONENT, CANCELS)  # the pins of query, key and value
 REASONS = {
     "hooked": "other saved-tensor hooks hold it, such as those of activation checkpointing",
@@ -91,14 +90,6 @@ class StorageDecision:
     tensor_id: int
 
 
-class Bounds(NamedTuple):
-    """How a mask is stored: the bit is `low < value < high`; `values` are decoded for 1 and 0, None if no two values serve backward."""
-
-    low: float
-    high: float
-    values: tuple[float, float] | None
-
-
 Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 
 
@@ -106,7 +97,7 @@ Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 class ForwardStorage:
     """State of one running forward pass: the stored forms so far, and the storages that are not packed."""
 
-    forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `_use_and_detail`
+    forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
     names: dict[Any, str] = field(default_factory=dict)  # key in `forms` -> name of the first slot that saved it
     originals: dict[int, int] = field(default_factory=dict)  # storage address -> bytes of the original that forms replace
@@ -129,52 +120,62 @@ class ActivationBytes(NamedTuple):
     baseline: int = 0
 
 
-class PackingTime:
-    """The seconds that encoding and decoding took on a CPU, and those of the steps around them, by `clock`.
+class SlotStorage:
+    """What is decided once for the saved tensors of a slot, and replayed while they have this layout and the plan does not change."""
 
-    A step lasts from the start of one forward pass to the start of the next one; it counts if backward decoded something in between. On a
-    GPU nothing is measured: operations run after the call that starts them has returned, and waiting for them would slow every step
-    down. The time in which saved tensors are found is not counted as packing.
-    """
+    __slots__ = (
+        *(
+            "by_address",
+            "checks_values",
+            "decision",
+            "detail",
+            "dtype",
+            "encode",
+            "is_centered",
+            "is_fixed",
+            "is_source",
+            "is_whole",
+        ),
+        *("layout", "nbytes", "needs", "numel", "offset", "pin", "size", "stride", "sufficient", "use"),
+    )
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self.clock = clock
-        self._steps = [0.0, 0.0]  # seconds of packing, and all seconds, of the steps that count
-        self._started, self._packing, self._has_decoded = 0.0, 0.0, False  # of the current step
-        self._lock = threading.Lock()  # backward may decode in several threads
+    def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any]) -> None:
+        tensor = piece.tensor
+        self.dtype, self.size, self.stride, self.offset = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.nbytes, self.numel, self.is_whole, self.layout = piece.storage.nbytes(), piece.numel, piece.is_whole, piece.layout()
+        self.use, self.pin, self.is_centered, self.needs = saved.use, saved.pin, saved.is_centered, saved.needs
+        self.detail = detail  # use and detail of the stored form: part of its key
+        self.is_fixed = saved.use in FIXED_USES or (tensor.is_cuda and saved.use is Use.MASK)
+        if saved.use is Use.VALUE and saved.op == "mul" and not tensor.is_cuda:
+            self.is_fixed = False  # its values decide
+        self.checks_values = depends_on_values(saved)
+        self.is_source = saved.op in SOURCE_OPS and saved.operand in ("input", "output")
+        self.decision: StorageDecision | None = None
+        self.encode: FlatEncoder | None = None
+        self.sufficient: Format | None = None  # a format that is precise enough for the operation
+        self.by_address = False  # whether `encode` takes the saved tensor itself
 
-    @property
-    def share(self) -> float | None:
-        """Packing's share of the time of the steps that count; None if there is none."""
-        packing, whole = self._steps
-        return packing / whole if whole > 0 else None
-
-    def begin_step(self) -> None:
-        """Start of a forward pass, which ends the step before."""
-        now = self.clock()
-        if self._has_decoded:
-            self._steps = [self._steps[0] + self._packing, self._steps[1] + now - self._started]
-        self._started, self._packing, self._has_decoded = now, 0.0, False
-
-    def add_since(self, start: float) -> None:
-        """Count the time since `start` as packing."""
-        with self._lock:
-            self._packing += self.clock() - start
-
-    def unpacked(self, view: StoredView) -> Tensor:
-        """The unpacked saved tensor of a view on the CPU, its time counted."""
-        start = self.clock()
-        tensor = view.tensor()
-        self.add_since(start)
-        self._has_decoded = True
-        return tensor
+    def fits(self, saved: Saved, tensor: Tensor, nbytes: int) -> bool:
+        """Whether the decisions hold for this saved tensor."""
+        return (
+            tensor.dtype is self.dtype
+            and nbytes == self.nbytes
+            and tensor.size() == self.size
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+            and saved.use is self.use
+            and saved.pin is self.pin
+            and saved.is_centered is self.is_centered
+        )
 
 
 class Activations:
     """Packs the tensors that one model saves for backward."""
 
     def __init__(self, plan: Plan, seed: int) -> None:
-        self.plan, self.seed, self.forwards = plan, seed, 0
+        self.plan, self.seed = plan, seed
+        self._forwards, self._steps = 0, dict[int, Tensor]()  # by device: the number of forward passes, which kernels read
+        self._is_captured = False  # whether a CUDA graph counts forward passes on the device
         self.is_sharded = False  # whether parameters are freed between forward and backward
         self.names: set[str] = set()  # of all slots reported so far
         self.decisions: dict[str, StorageDecision] = {}
@@ -186,11 +187,23 @@ class Activations:
         self.min_numel = MIN_PACKED_NUMEL
         self.on_packed: Observer = lambda saved, piece, form: None  # called after each saved tensor is packed
         self._decided: dict[tuple[Any, ...], StorageDecision] = {}
+        self._slots: dict[str, SlotStorage] = {}
         self._forms: list[weakref.ref[StoredForm]] = []  # of all forward passes whose backward may still run
         self._local = threading.local()
         self._running: list[ForwardStorage] = []  # of the forward passes that are running, in all threads
         self._bounds = ValueBounds()
         self._lock = threading.Lock()  # threads of one forward pass share its ForwardStorage: each storage is packed once
+
+    @property
+    def forwards(self) -> int:
+        """Number of forward passes so far; if a CUDA graph was captured, it is read from the device."""
+        if self._is_captured:
+            self._forwards = max(self._forwards, *(int(step) for step in self._steps.values()))
+        return self._forwards
+
+    @forwards.setter
+    def forwards(self, count: int) -> None:
+        self._forwards, self._is_captured = count, False
 
     @property
     def stored_bytes(self) -> int:
@@ -207,15 +220,43 @@ class Activations:
         """Use `plan` from the next forward pass on."""
         self.plan = plan
         self._decided.clear()
+        self._slots.clear()
+
+    def resume(self, seed: int, forwards: int) -> None:
+        """Draw the random bits of `seed` that follow `forwards` forward passes."""
+        self.seed, self.forwards = seed, forwards
+        self._slots.clear()
 
     def begin(self, *, is_sharded: bool) -> None:
         """Start of a forward pass."""
-        self.forwards += 1
+        self._count_forward()
         self.packing_time.begin_step()
         self.is_sharded = is_sharded
         self.stored_forms()  # drops dead references
         self._local.storage = ForwardStorage()
         self._running.append(self._local.storage)
+
+    def _count_forward(self) -> None:
+        """Count a forward pass: on the host and on the devices, or, while a CUDA graph is captured, in the graph alone."""
+        if self._steps and torch.cuda.is_current_stream_capturing():
+            self._is_captured = True
+            for step in self._steps.values():
+                step.add_(1)
+            return
+        self._forwards = self.forwards + 1
+        for step in self._steps.values():
+            step.fill_(self._forwards)
+
+    def _step(self, tensor: Tensor) -> Any:
+        """The number of forward passes as the codec takes it: on a GPU one int32 in its memory, so that replayed graphs draw new bits."""
+        if not tensor.is_cuda:
+            return self._forwards
+        step = self._steps.get(tensor.get_device())
+        if step is None:
+            check_is_warm("packs a tensor on this device")
+            step = torch.full((1,), self._forwards, dtype=torch.int32, device=tensor.device)
+            self._steps[tensor.get_device()] = step
+        return step
 
     def end(self, output: Any) -> None:
         """End of a forward pass: forms whose original storage stays alive anyway refer to it instead of a packed copy.
@@ -248,48 +289,69 @@ class Activations:
     def save(self, saved: Saved) -> None:
         """Replace one saved tensor by its stored form, if it can be packed."""
         tensor = saved.tensor
-        self.names.add(saved.name)
         if saved.kind != "activation" or tensor is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            self.names.add(saved.name)
             if saved.name not in self.not_packed and saved.operand != "weight":
                 self.not_packed[saved.name] = REASONS.get(saved.kind) or f"it is a {type(tensor).__name__}"
             return
-        piece = StoragePiece(tensor)
+        slot = self._slots.get(saved.name)
+        if slot is None or not slot.fits(saved, tensor, tensor.untyped_storage().nbytes()):
+            slot, piece = None, StoragePiece(tensor)
+            self.names.add(saved.name)
+        else:
+            piece = StoragePiece(tensor, (slot.is_whole, slot.numel))
         storage = self._current_storage()
         if piece.numel < self.min_numel or piece.address in storage.unpacked:
             return
+        if tensor.is_cuda:
+            with self._lock:
+                self._store(saved, piece, slot, storage)
+            return
         start = self.packing_time.clock()
         with self._lock:
-            self._store(saved, tensor, piece, storage)
-        if tensor.device.type == "cpu":
-            self.packing_time.add_since(start)
+            self._store(saved, piece, slot, storage)
+        self.packing_time.add_since(start)
 
-    def _store(self, saved: Saved, tensor: Tensor, piece: StoragePiece, storage: ForwardStorage) -> None:
-        use, detail = _use_and_detail(saved, tensor)
-        key = (*piece.key, use, detail)
+    def _slot(self, saved: Saved, piece: StoragePiece) -> SlotStorage:
+        """Decide how the saved tensors of a slot are stored."""
+        slot = SlotStorage(saved, piece, use_and_detail(saved, piece.tensor))
+        self._slots[saved.name] = slot
+        return slot
+
+    def _store(self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, storage: ForwardStorage) -> None:
+        tensor = piece.tensor
+        slot = slot or self._slot(saved, piece)
+        use, detail = found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
+        key = (*piece.key, found)
         form = storage.forms.get(key)
         if form is None or use is Use.VALUE:
-            previous, form = form, MAKERS[use](self, saved, piece, form, detail)
+            previous, form = form, MAKERS[use](self, saved, piece, form, slot if use is Use.VALUE else detail)
             if form is None:
                 storage.unpacked[piece.address] = tensor.detach()
                 return
             if form is not previous:
-                storage.forms[key] = form
-                storage.names[key] = saved.name
-                storage.originals[piece.address] = piece.storage.nbytes()
-                if is_view_modified_in_place(tensor):
-                    storage.in_place.add(key)
-                self._forms.append(weakref.ref(form))
+                self._add(key, form, saved, piece, storage)
         if (
             tensor.grad_fn is not saved.node
         ):  # the output of the saving node itself arrives as a new tensor object that dies at once
             form.original = weakref.ref(tensor if tensor._base is None else tensor._base)
-        view = StoredView(form, *piece.layout())
-        if saved.op in SOURCE_OPS and saved.operand in ("input", "output"):
+        form.num_views += 1
+        view = StoredView(form, *(slot.layout if slot.is_whole else piece.layout()))
+        if slot.is_source:
             storage.sources[saved.node._sequence_nr()] = saved.node, view
-        saved.raw.register_hooks(lambda _: view, self.packing_time.unpacked if tensor.device.type == "cpu" else StoredView.tensor)
+        saved.raw.register_hooks(lambda _: view, StoredView.tensor if tensor.is_cuda else self.packing_time.unpacked)
         self.on_packed(saved, piece, form)
         if self.not_packed:
             self.not_packed.pop(saved.name, None)
+
+    def _add(self, key: Any, form: StoredForm, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> None:
+        """Record a new form."""
+        storage.forms[key] = form
+        storage.names[key] = saved.name
+        storage.originals[piece.address] = piece.storage.nbytes()
+        if is_view_modified_in_place(piece.tensor):
+            storage.in_place.add(key)
+        self._forms.append(weakref.ref(form))
 
     def _current_storage(self) -> ForwardStorage:
         """That of the forward pass of this thread; in a worker thread of a forward pass, that of the pass started last."""
@@ -314,12 +376,15 @@ class Activations:
 
     # --- one function for each use: the stored form, None to leave the tensor unmodified -----------------------------------------
 
-    def _values(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
-        decision = self.decide(saved, piece)
+    def _values(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, slot: SlotStorage) -> StoredForm | None:
+        decision = slot.decision
+        if decision is None:
+            decision = slot.decision = self.decide(saved, piece)
+        self.decisions[saved.name] = decision
         if decision.format is None:
             return previous if previous is not None and self._keeps_enough(previous, saved) else None
-        if saved.pin is not None or saved.is_centered:
-            reason = self._bounds.reason_to_keep(saved, decision.format, self.forwards)
+        if slot.checks_values:
+            reason = self._bounds.reason_to_keep(saved, decision.format, self._forwards)
             if reason:
                 self.decisions[saved.name] = replace(decision, format=None, reason=reason)
                 return None
@@ -328,19 +393,29 @@ class Activations:
         recomputed = self._recomputed(saved, piece) if previous is None else None
         if recomputed is not None:
             return recomputed
-        seed = Seed(self.seed, decision.tensor_id, self.forwards)
-        packed = encode_flat(piece.flat(), decision.format, decision.rounding, decision.overflow, seed)
+        packed = self._encoded(slot, decision, piece)
         if type(previous) is StoredValues:
             previous.packed = packed  # this operation needs more precision than the one that saved the tensor first
             return previous
         return StoredValues(piece, packed)
 
+    def _encoded(self, slot: SlotStorage, decision: StorageDecision, piece: StoragePiece) -> PackedTensor:
+        encode = slot.encode
+        if encode is None:
+            assert decision.format is not None
+            how, seed = (decision.rounding, decision.overflow), Seed(self.seed, decision.tensor_id)
+            encode = slot.encode = FlatEncoder(piece.tensor, piece.numel, decision.format, how, seed)
+            slot.by_address = encode.takes_address and piece.is_whole and slot.offset == 0
+        return encode(piece.tensor if slot.by_address else piece.flat(), self._step(piece.tensor))
+
     def _recomputed(self, saved: Saved, piece: StoragePiece) -> StoredForm | None:
         """A form that recomputes the tensor from one that is stored already; None if it cannot, or not precisely enough."""
         rematerialization = rematerialization_of(piece.tensor)
+        if rematerialization is None:
+            return None
         storage = self._current_storage()
-        view = storage.source(rematerialization.source) if rematerialization is not None else None
-        if rematerialization is None or view is None or not piece.is_whole:
+        view = storage.source(rematerialization.source)
+        if view is None or not piece.is_whole:
             return None
         source = view.form
         if type(source) is not StoredValues or source.packed is None or not self._keeps_enough(source, saved):
@@ -353,9 +428,16 @@ class Activations:
 
     def _keeps_enough(self, form: StoredForm, saved: Saved) -> bool:
         """Whether decoded values of `form` are precise enough for the operation of `saved`."""
-        values = form.source if isinstance(form, RecomputedValues) else form
-        packed = values.packed if isinstance(values, StoredValues) else None
-        return packed is None or keeps_enough(packed.format, self.plan.needs_of(saved.name, saved.needs))
+        values = form.source if type(form) is RecomputedValues else form
+        packed = values.packed if type(values) is StoredValues else None
+        if packed is None:
+            return True
+        slot = self._slots[saved.name]
+        if slot.sufficient is not packed.format:
+            if not keeps_enough(packed.format, self.plan.needs_of(saved.name, slot.needs)):
+                return False
+            slot.sufficient = packed.format
+        return True
 
     def _bits(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
         bounds: Bounds = detail
@@ -391,49 +473,3 @@ def is_view_modified_in_place(tensor: Tensor) -> bool:
     """Whether `tensor` is a view, and the last operation on the tensor behind it modified a view in place."""
     node = tensor._base.grad_fn if tensor._base is not None else None
     return node is not None and node.name() == IN_PLACE_ON_VIEW
-
-
-def _use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
-    """What backward needs of a saved tensor, and the bounds (masks) or dtype (indices) of its stored form; both are part of its key.
-
-    Several views of one storage may be saved. What depends on values is determined for one view only, so it must be part of the key: two
-    views may hold {0, 1} and {0, 2}, and they may share bits only if both decode to the same two values.
-    """
-    if saved.use is Use.INSIDE:
-        low, high = float(saved.node._saved_min_val), float(saved.node._saved_max_val)
-        return Use.INSIDE, Bounds(low, high, _inside_and_outside(low, high, tensor.dtype))
-    if saved.use is Use.SIGN or (saved.use is Use.MASK and not tensor.is_floating_point()):
-        return saved.use, Bounds(0.0, NO_BOUND, (1.0, 0.0))  # the same for every view: one bit, whatever the values
-    if saved.use is Use.MASK or (saved.use is Use.VALUE and saved.op == "mul" and not tensor.requires_grad):
-        positive = _only_positive_value(tensor)
-        if positive is not None or saved.use is Use.MASK:
-            return Use.MASK, Bounds(0.0, NO_BOUND, (positive, 0.0) if positive is not None else None)
-    # the width follows from a bound that the operation has checked, not from the values of this tensor
-    return saved.use, _index_dtype(saved, tensor) if saved.use is Use.INDEX else None
-
-
-def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:
-    """A value between two bounds, one of which may be infinite, and a value that is not; None if `dtype` has no value between them."""
-    middle = (
-        0.0 if low < 0 < high else (low + high) / 2 if isfinite(low + high) else 2 * high - 1 if isfinite(high) else 2 * low + 1
-    )
-    rounded = torch.tensor([low, middle, high], dtype=dtype)
-    return (middle, high if isfinite(high) else low) if rounded[0] < rounded[1] < rounded[2] else None
-
-
-def _only_positive_value(tensor: Tensor) -> float | None:
-    """The positive value of a float tensor that holds that value and 0 only: a dropout mask on the CPU, or a routing weight.
-
-    None for all other tensors, and on a GPU, where dropout has a boolean mask and reading values would synchronize with the device. The
-    answer is valid for this view: the caller keys the stored form by it. A negative zero counts as another value: one bit cannot encode it.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_floating_point() or not tensor.numel():
-        return None
-    largest = float(tensor.max())
-    is_two_valued = largest > 0 and bool(((tensor == 0) | (tensor == largest)).all()) and not bool(torch.signbit(tensor).any())
-    return largest if is_two_valued else None
-
-
-def _index_dtype(saved: Saved, tensor: Tensor) -> torch.dtype:
-    """The smallest integer dtype that holds an index."""
-    return getattr(torch, index_dtype(saved.bound, str(tensor.dtype).removeprefix("torch.")))

@@ -50,6 +50,7 @@ from paredown.session.activations import Activations
 from paredown.session.changes import THE_PROBE, THE_STEP, UNMODIFIED, Action
 from paredown.session.guard import UNSEEN, Guard, GuardState, OptimizerSteps, Signals, SlotSignal, check_model, total_norm
 from paredown.session.probe import probe
+from paredown.session.value_bounds import is_capturing
 from paredown.sizes import say_bytes, say_bytes_twice
 from paredown.trace.hooks import register_weakly
 from paredown.trace.trace import Trace
@@ -91,6 +92,15 @@ class GuardRunner:
     def terms(self) -> RepairTerms:
         """Trace, budget, sensitivities and levels of a repair."""
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
+
+    def passes_over(self) -> bool:
+        """Whether the forward pass that begins is part of a probe, and is not packed; ApplyError while a CUDA graph is captured."""
+        if is_capturing():
+            raise ApplyError(
+                "a CUDA graph is being captured, but the guard of this session reads measured errors on the host before each optimizer "
+                "step, which a capture forbids. Capture a session without a guard: apply(plan, model)."
+            )
+        return self.is_probing
 
     def close(self) -> None:
         """Remove the hooks."""

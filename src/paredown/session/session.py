@@ -58,7 +58,7 @@ from paredown.session.changes import (
 from paredown.session.checkpointing import CheckpointedModules
 from paredown.session.guard import Guard, checked_guard
 from paredown.session.guard_steps import GuardRunner
-from paredown.session.view_outputs import ViewOutputs
+from paredown.session.view_outputs import ViewOutputs, check_is_not_graphed
 from paredown.session.weights import Weights
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.simulate.simulated_session import SimulatedSession
@@ -165,7 +165,6 @@ class Session:
             self._weights.detach()  # hooks that decode a weight just in time would break the graphs
             self._weights = Weights(self.plan, model, is_compiled=True)
             self._weights.attach()
-        if self._compiled is None:
             signals = self._guard.signals if self._guard is not None else None
             self._compiled = CompiledGraphs(self.plan, self.seed, calls=self.forwards, signals=signals, head=self._head)
         if self._guard is not None:
@@ -283,7 +282,7 @@ class Session:
             )
         if guard is not None and self._guard is not None:
             self._guard.load_state_dict(guard, Plan.from_json(state["plan"]))
-        self._activations.seed, self._activations.forwards = int(state["seed"]), int(state["forwards"])
+        self._activations.resume(int(state["seed"]), int(state["forwards"]))
         if self._compiled is not None:
             self._compiled.resume(self.seed, self._activations.forwards)
 
@@ -329,7 +328,7 @@ class Session:
                 "a model with a paredown session was called inside torch.func (vmap, grad, jacrev ...), which forbids packing what it "
                 "saves. Call session.close() first, or use a copy: copy.deepcopy(model) has no session."
             )
-        if self._guard is not None and self._guard.is_probing:
+        if self._guard is not None and self._guard.passes_over():
             return False
         if not self._packs_activations:
             self._activations.forwards += 1
@@ -410,6 +409,7 @@ def apply(
         types = f"{type(plan).__name__} and {type(model).__name__}"
         raise ApplyError(f"apply takes a Plan and a torch.nn.Module, not {types}: apply(Plan.preset('activations8'), model).")
     is_compiled, model = is_wrapped_by_compile(model), unwrapped(model)
+    check_is_not_graphed(model)
     for other, session in [(other, ref()) for other, ref in list(_SESSIONS.items())]:
         owner = "this model" if other is model else "a part of this model" if _is_part(other, model) else None
         owner = owner or ("a model that this is a part of" if _is_part(model, other) else None)

@@ -15,14 +15,16 @@ A `StoredView` has the size, strides and offset of the saved tensor in that piec
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from paredown.codec.packed import PackedTensor
 from paredown.codec.recompute import DecodeSteps, Norm, recompute, unpack_mask
@@ -44,13 +46,16 @@ class StoragePiece:
 
     __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
+        """`known`: whether the piece is the whole storage, and its number of values, of an earlier tensor with the same layout."""
         self.tensor = tensor
         self.storage = tensor.untyped_storage()
         self.address = self.storage._cdata
-        storage_bytes = self.storage.nbytes()
-        self.is_whole = is_packed_whole(tensor, storage_bytes)
-        self.numel = storage_bytes // tensor.itemsize if self.is_whole else tensor.numel()
+        if known is None:
+            storage_bytes = self.storage.nbytes()
+            is_whole = is_packed_whole(tensor, storage_bytes)
+            known = is_whole, storage_bytes // tensor.itemsize if is_whole else tensor.numel()
+        self.is_whole, self.numel = known
         key = (self.address, tensor._version, tensor.dtype)
         self.key: tuple[Any, ...] = key if self.is_whole else (*key, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -67,16 +72,40 @@ class StoragePiece:
         return tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0
 
 
+class StorageRef:
+    """A weak reference to a storage; while it exists, the address of the storage is not reused."""
+
+    __slots__ = ("cdata",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.cdata: int = storage._weak_ref()
+
+    def __del__(self) -> None:
+        free_weak_ref(self.cdata)
+
+    def expired(self) -> bool:
+        """Whether the storage was freed."""
+        return bool(torch.UntypedStorage._expired(self.cdata))
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage; None if it was freed."""
+        return torch.UntypedStorage._new_with_weak_ptr(self.cdata)
+
+
+free_weak_ref = torch.UntypedStorage._free_weak_ref  # kept here: modules are cleared before the last objects at exit
+
+
 class StoredForm(ABC):
     """What is stored in place of a flat piece of memory."""
 
-    __slots__ = ("__weakref__", "dtype", "is_whole", "numel", "original", "plain_values", "storage", "version")
+    __slots__ = ("__weakref__", "dtype", "is_whole", "num_views", "numel", "original", "plain_values", "storage", "version")
 
     def __init__(self, piece: StoragePiece) -> None:
-        self.storage = StorageWeakRef(piece.storage)  # of the original; while this reference exists, its address is not reused
+        self.storage = StorageRef(piece.storage)  # of the original; while this reference exists, its address is not reused
         self.numel, self.dtype, self.is_whole = piece.numel, piece.tensor.dtype, piece.is_whole
         self.original, self.version = weakref.ref(piece.tensor), piece.tensor._version
         self.plain_values: Tensor | None = None
+        self.num_views = 0  # saved tensors that it stands for
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +151,7 @@ class StoredValues(StoredForm):
     def __init__(self, piece: StoragePiece, packed: PackedTensor) -> None:
         super().__init__(piece)
         self.packed: PackedTensor | None = packed
-        self._decoded: StorageWeakRef | None = None
+        self._decoded: StorageRef | None = None
 
     def _packed_bytes(self) -> int:
         return self.packed.nbytes if self.packed is not None else 0
@@ -130,12 +159,13 @@ class StoredValues(StoredForm):
     def _unpacked(self) -> Tensor:
         """The decoded values; the last decoded tensor while it is alive, so that q, k and v of one storage are decoded once."""
         if self._decoded is not None:
-            alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._decoded.cdata)
-            if alive is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            alive = self._decoded.storage()
+            if alive is not None:
                 return as_flat(alive, self.dtype)
         assert self.packed is not None
         decoded = self.packed.decode()
-        self._decoded = StorageWeakRef(decoded.untyped_storage())
+        if self.num_views > 1:
+            self._decoded = StorageRef(decoded.untyped_storage())
         return decoded
 
     def _drop(self) -> None:
@@ -239,6 +269,47 @@ class StoredView:
     def tensor(self) -> Tensor:
         """The unpacked saved tensor."""
         return self.form.values().as_strided(self.size, self.stride, self.offset)
+
+
+class PackingTime:
+    """The seconds that encoding and decoding took on a CPU, and those of the steps around them, by `clock`.
+
+    A step lasts from the start of one forward pass to the start of the next one; it counts if backward decoded something in between. On a
+    GPU nothing is measured: operations run after the call that starts them has returned, and waiting for them would slow every step
+    down. The time in which saved tensors are found is not counted as packing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.clock = clock
+        self._steps = [0.0, 0.0]  # seconds of packing, and all seconds, of the steps that count
+        self._started, self._packing, self._has_decoded = 0.0, 0.0, False  # of the current step
+        self._lock = threading.Lock()  # backward may decode in several threads
+
+    @property
+    def share(self) -> float | None:
+        """Packing's share of the time of the steps that count; None if there is none."""
+        packing, whole = self._steps
+        return packing / whole if whole > 0 else None
+
+    def begin_step(self) -> None:
+        """Start of a forward pass, which ends the step before."""
+        now = self.clock()
+        if self._has_decoded:
+            self._steps = [self._steps[0] + self._packing, self._steps[1] + now - self._started]
+        self._started, self._packing, self._has_decoded = now, 0.0, False
+
+    def add_since(self, start: float) -> None:
+        """Count the time since `start` as packing."""
+        with self._lock:
+            self._packing += self.clock() - start
+
+    def unpacked(self, view: StoredView) -> Tensor:
+        """The unpacked saved tensor of a view on the CPU, its time counted."""
+        start = self.clock()
+        tensor = view.tensor()
+        self.add_since(start)
+        self._has_decoded = True
+        return tensor
 
 
 def as_flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:

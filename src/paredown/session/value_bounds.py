@@ -34,16 +34,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isnan, sqrt
-from typing import Any
+from math import inf, isfinite, isnan, sqrt
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from paredown.codec.recompute import NO_BOUND
+from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.plan.storage import BLOCK, PINNED, significant_bits
 from paredown.trace.autograd_graph import Saved
-from paredown.trace.operations import CANCELLED, CANCELS, EXPONENT
+from paredown.trace.operations import CANCELLED, CANCELS, EXPONENT, Use
+from paredown.trace.trace import index_dtype
 
 ATTENTION_PINS = (EXPONENT, CANCELS, CANCELLED)
 MAX_LOGIT_ERROR = 0.05  # standard deviation of a logit's error: probabilities wrong by 5 %
@@ -68,14 +71,39 @@ class Reading:
     copied: Any = None  # the CUDA event recorded after the copy of `pending`
 
 
+class KnownReason(NamedTuple):
+    """A reason to keep a slot unmodified, or "", and what it follows from."""
+
+    reason: str
+    reading: Reading
+    values: list[float]
+    format: Format
+
+    def holds(self, format: Format) -> bool:
+        """Whether no other values were read or are being copied since."""
+        return self.reading.pending is None and self.reading.values is self.values and self.format is format
+
+
 class ValueBounds:
     """The readings of one model, by slot."""
 
     def __init__(self) -> None:
         self._readings: dict[str, Reading] = {}
+        self._known: dict[str, KnownReason] = {}  # on a GPU: valid until new values are read
+        self._last: Reading | None = None  # the one that `_read` returned last
 
     def reason_to_keep(self, saved: Saved, format: Format, forwards: int) -> str:
         """Why a saved tensor stays unmodified in this forward pass although `format` was chosen; "" if it may be packed."""
+        known = self._known.get(saved.name)
+        if known is not None and forwards % READ_INTERVAL and known.holds(format):
+            return known.reason
+        self._last = None
+        reason = self._reason(saved, format, forwards)
+        if self._last is not None and saved.tensor is not None and saved.tensor.is_cuda:
+            self._known[saved.name] = KnownReason(reason, self._last, self._last.values, format)
+        return reason
+
+    def _reason(self, saved: Saved, format: Format, forwards: int) -> str:
         if saved.pin in ATTENTION_PINS:
             return self._logits(saved, format, forwards)
         if saved.op in PERIODIC:
@@ -108,12 +136,37 @@ class ValueBounds:
         return reason_of_spread(spread)
 
     def _read(self, name: str, measure: Callable[[], Tensor], is_cuda: bool, forwards: int) -> list[float]:
-        reading = self._readings.get(name)
+        self._last = reading = self._readings.get(name)
+        if reading is None and is_cuda:
+            check_is_warm(f"reads values of {name}")
         if reading is None or (not is_cuda and reading.forwards != forwards):
-            reading = self._readings[name] = Reading(measure().reshape(-1).tolist(), forwards)
+            self._last = reading = self._readings[name] = Reading(measure().reshape(-1).tolist(), forwards)
         elif is_cuda and reading.forwards != forwards:
             update_reading(reading, measure, forwards)
         return reading.values
+
+
+def depends_on_values(saved: Saved) -> bool:
+    """Whether `ValueBounds.reason_to_keep` may have a reason for tensors of this layout."""
+    tensor = saved.tensor
+    assert tensor is not None
+    if saved.pin in ATTENTION_PINS or saved.op in PERIODIC:
+        return True
+    return saved.is_centered and not _lies_in_rows(tensor, saved.op)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def check_is_warm(what: str) -> None:
+    """Raise ApplyError if a CUDA graph is being captured: `what` a session does in its first forward passes only."""
+    if is_capturing():
+        raise ApplyError(
+            f"a CUDA graph is being captured, and the session {what} for the first time, which a capture forbids. Run three training "
+            "steps on a side stream with inputs of the same shapes before the capture (docs/how_to/cuda_graphs.md)."
+        )
 
 
 def reason_of_logits(bound: float, share: float, format: Format, head_dim: int) -> str:
@@ -228,12 +281,17 @@ def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
 
 def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
     """Whether a block of 64 values, in the order of memory, can hold values of several channels, rows or groups."""
-    if op != "batch_norm" and tensor.stride(-1) == 1 and tensor.shape[-1] % BLOCK == 0:
+    if _lies_in_rows(tensor, op):
         return False  # such norms take rows of the last dimension together, and a block lies in one of them
     if not tensor.is_contiguous():
         return num_groups > 1
     group_len = tensor.shape[2:].numel() if op == "batch_norm" else tensor.numel() // max(num_groups, 1)
     return num_groups > 1 and group_len % BLOCK != 0
+
+
+def _lies_in_rows(tensor: Tensor, op: str) -> bool:
+    """Whether a norm over rows of the last dimension has whole blocks in each of them."""
+    return op != "batch_norm" and tensor.dim() > 0 and tensor.stride(-1) == 1 and tensor.shape[-1] % BLOCK == 0
 
 
 def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: int) -> bool:
@@ -242,11 +300,70 @@ def update_reading(reading: Reading, measure: Callable[[], Tensor], forwards: in
     Returns whether there are new values. There is at most one pending copy, and none is started while a CUDA graph is captured.
     """
     reading.forwards = forwards
+    if torch.cuda.is_current_stream_capturing():
+        return False
     is_new = reading.pending is not None and reading.copied.query()
     if is_new and reading.pending is not None:
         reading.values, reading.pending = reading.pending.tolist(), None
-    if reading.pending is None and forwards % READ_INTERVAL == 0 and not torch.cuda.is_current_stream_capturing():
+    if reading.pending is None and forwards % READ_INTERVAL == 0:
         numbers = measure().reshape(-1)
         reading.pending = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
         reading.copied = torch.cuda.current_stream().record_event()
     return is_new
+
+
+# --- masks and indices -------------------------------------------------------------------------------------------------------------
+
+
+class Bounds(NamedTuple):
+    """How a mask is stored: the bit is `low < value < high`; `values` are decoded for 1 and 0, None if no two values serve backward."""
+
+    low: float
+    high: float
+    values: tuple[float, float] | None
+
+
+def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
+    """What backward needs of a saved tensor, and the bounds (masks) or dtype (indices) of its stored form; both are part of its key.
+
+    Several views of one storage may be saved. What depends on values is determined for one view only, so it must be part of the key: two
+    views may hold {0, 1} and {0, 2}, and they may share bits only if both decode to the same two values.
+    """
+    if saved.use is Use.INSIDE:
+        low, high = float(saved.node._saved_min_val), float(saved.node._saved_max_val)
+        return Use.INSIDE, Bounds(low, high, _inside_and_outside(low, high, tensor.dtype))
+    if saved.use is Use.SIGN or (saved.use is Use.MASK and not tensor.is_floating_point()):
+        return saved.use, Bounds(0.0, NO_BOUND, (1.0, 0.0))  # the same for every view: one bit, whatever the values
+    if saved.use is Use.MASK or (saved.use is Use.VALUE and saved.op == "mul" and not tensor.requires_grad):
+        positive = _only_positive_value(tensor)
+        if positive is not None or saved.use is Use.MASK:
+            return Use.MASK, Bounds(0.0, NO_BOUND, (positive, 0.0) if positive is not None else None)
+    # the width follows from a bound that the operation has checked, not from the values of this tensor
+    return saved.use, _index_dtype(saved, tensor) if saved.use is Use.INDEX else None
+
+
+def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:
+    """A value between two bounds, one of which may be infinite, and a value that is not; None if `dtype` has no value between them."""
+    middle = (
+        0.0 if low < 0 < high else (low + high) / 2 if isfinite(low + high) else 2 * high - 1 if isfinite(high) else 2 * low + 1
+    )
+    rounded = torch.tensor([low, middle, high], dtype=dtype)
+    return (middle, high if isfinite(high) else low) if rounded[0] < rounded[1] < rounded[2] else None
+
+
+def _only_positive_value(tensor: Tensor) -> float | None:
+    """The positive value of a float tensor that holds that value and 0 only: a dropout mask on the CPU, or a routing weight.
+
+    None for all other tensors, and on a GPU, where dropout has a boolean mask and reading values would synchronize with the device. The
+    answer is valid for this view: the caller keys the stored form by it. A negative zero counts as another value: one bit cannot encode it.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_floating_point() or not tensor.numel():
+        return None
+    largest = float(tensor.max())
+    is_two_valued = largest > 0 and bool(((tensor == 0) | (tensor == largest)).all()) and not bool(torch.signbit(tensor).any())
+    return largest if is_two_valued else None
+
+
+def _index_dtype(saved: Saved, tensor: Tensor) -> torch.dtype:
+    """The smallest integer dtype that holds an index."""
+    return getattr(torch, index_dtype(saved.bound, str(tensor.dtype).removeprefix("torch.")))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from paredown.errors import ApplyError
 from paredown.trace.hooks import Hook
 
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -58,3 +59,15 @@ def without_view(replaces: type[Tensor], module: nn.Module, args: Any, output: A
     if type(output) is not replaces or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
         return None
     return torch.ops.aten._unsafe_view(output, output.size())
+
+
+def check_is_not_graphed(model: nn.Module) -> None:
+    """Raise ApplyError if torch.cuda.make_graphed_callables replaced the forward of a module: a graph's saved tensors take no hooks."""
+    for path, module in model.named_modules():
+        if getattr(vars(module).get("forward"), "__qualname__", "").startswith("make_graphed_callables."):
+            name = f"its module {path!r}" if path else "this model"
+            raise ApplyError(
+                f"{name} went through torch.cuda.make_graphed_callables, whose graph holds saved tensors at fixed addresses, where they "
+                "cannot be packed; and torch refuses modules that have hooks, as a session's have. Apply the plan to the model without it, "
+                "and capture the whole step by torch.cuda.graph (docs/how_to/cuda_graphs.md)."
+            )

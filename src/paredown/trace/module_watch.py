@@ -3,8 +3,9 @@
 When a module returns, the autograd graph is read backward from its outputs (trace/autograd_graph.py), over the nodes that are new since
 the last time, in the order in which they were created. Autograd numbers its nodes; a node belongs to the innermost module that was running
 when its number was assigned. A module without children that creates as many nodes as in its last call is assumed to have saved the same
-tensors, and the graph is not read again. Nothing is intercepted: the model runs unmodified. Saved tensors that hooks of other code hold
-(as checkpointing does) are reported without their values, and are not read; of a checkpoint its inputs are reported.
+tensors, and so are the nodes between calls (`Segment`): the graph is not searched again. Nothing is intercepted: the model runs unmodified.
+Saved tensors that hooks of other code hold (as checkpointing does) are reported without their values, and are not read; of a checkpoint its
+inputs are reported.
 
     layer3.0.conv1:input     the input that `layer3.0.conv1`, a module of torch.nn without children, saved
     encoder.3:mul.other      an operand of a multiplication in the forward of `encoder.3`; of a second one, `encoder.3:mul#2.other`
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -32,13 +33,14 @@ from torch import Tensor, nn
 from paredown.trace.autograd_graph import (
     IN_PLACE_ON_VIEW,
     SAVES_NOTHING,
+    GraphPart,
     ModuleCall,
     Pass,
     Saved,
     attributes,
     describe,
     has_storage,
-    hops_from,
+    is_plain,
     kind_of,
     new_nodes,
     next_number,
@@ -50,37 +52,37 @@ from paredown.trace.checkpoint_inputs import (
     REENTRANT,
     HiddenLayer,
     describe_input,
+    has_default_hooks,
     inputs_of,
     key_of,
     reason_exact,
     running_checkpoint,
 )
 from paredown.trace.hooks import Hook
-from paredown.trace.operations import CHECKPOINT, Operand, row_of
-
-
-@dataclass(eq=False, slots=True)
-class SavedTrail:
-    """One saved tensor of a cached call: the edges that lead to its node from the node of the output, and its last description."""
-
-    hops: tuple[int, ...]
-    node_name: str
-    raw: str
-    tensor: str
-    saved: Saved
-    operand: Operand | None  # set where the use of the tensor depends on the node
+from paredown.trace.operations import CHECKPOINT, row_of
 
 
 @dataclass(eq=False, slots=True)
 class CallCache:
-    """What the last call of a module without children saved; while calls create as many nodes, the graph is not read again."""
+    """What the last call of a module without children saved; while calls create as many nodes, the graph is not searched again."""
 
     num_nodes: int
-    node_name: str
     size: torch.Size
     dtype: torch.dtype
     needs: tuple[bool, ...]  # what an operation saves depends on which of its arguments need a gradient
-    trails: list[SavedTrail]
+    part: GraphPart
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """What the nodes between the calls of modules saved, in the last pass: replayed at the same point of a pass with as many nodes."""
+
+    point: tuple[int, ...]  # nodes created, seen and unreached before it, and the number of running calls
+    layouts: list[tuple[torch.Size, torch.dtype]]  # of the tensors that it was read from
+    reached: list[int]  # numbers of its nodes, counted from the first node of the pass
+    unreached: int  # afterwards
+    counts: list[tuple[int, dict[str, int]]]  # index of a running call, its counts of operations afterwards
+    part: GraphPart
 
 
 class Watch:
@@ -110,6 +112,7 @@ class Watch:
             name for name, module in model.named_modules() if next(module.children(), None) is None and module is not model
         }
         self._call_caches: dict[str, CallCache] = {}
+        self._segments: dict[tuple[str, bool], Segment] = {}  # by the path of a call, and whether they are the nodes before it
         self._handles: dict[nn.Module, list[Any]] = {}
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
@@ -180,7 +183,7 @@ class Watch:
         try:
             if output is not None:  # None: the forward pass raised
                 del current.calls[1:]
-                self._report(current, output)
+                self._report_again(current, output)
         finally:
             self._running.current = None
             self._passes.remove(current)
@@ -202,8 +205,10 @@ class Watch:
         if not torch.is_grad_enabled():
             self._enter_hidden(current, module, path, args)
         current.calls.append(ModuleCall(module, path, is_plain_leaf, next_number()))
-        self._find_checkpoint(current, args)
-        current.is_repeated = self._repeats_checkpoint(current.calls[-1])
+        current.is_repeated = False
+        if has_default_hooks():
+            self._find_checkpoint(current, args)
+            current.is_repeated = self._repeats_checkpoint(current.calls[-1])
         if (module in self.passed_over and not self.collects_small) or current.is_repeated:
             current.over = module
 
@@ -219,12 +224,12 @@ class Watch:
             call.needs = tuple([arg.requires_grad for arg in args if isinstance(arg, Tensor)])
             cache = self._call_caches.get(call.path) if not current.is_branch else None
             if (cache or current.over) is not None and call.first - calls[0].first - len(current.seen) != current.unreached:
-                self._report(current, args, before=call.first)  # nodes that the parents created before this call
+                self._report_again(current, args, before=call.first)  # nodes that the parents created before this call
             if current.over is not None:
                 current.seen.update(range(call.first, next_number()))
                 current.over = None
             elif cache is None or not self._repeat(current, call, cache, output):
-                self._report(current, output)
+                self._report_again(current, output)
             if call.checkpoint is not None:
                 self._report_checkpoint(current, call, output)
             if current.hidden is not None and current.hidden.module is module:
@@ -257,17 +262,35 @@ class Watch:
 
     # --- the graph ---
 
+    def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
+        """`_report`; from the segment of the last pass where this one came to the same point."""
+        key = current.calls[-1].path, before is not None
+        segment = self._segments.get(key)
+        if segment is None or current.is_branch or not self._replay(current, values, before, segment):
+            self._segments.pop(key, None)
+            self._report(current, values, before)
+
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
         """Report the new nodes behind `values`, each under the innermost running call that created it.
 
         `before`: the first sequence number of the call whose arguments `values` are; None where they are outputs.
         """
+        point, counts = _point_of(current, before), [dict(call.counts) for call in current.calls]
         nodes = new_nodes(values, current)
         current.unreached = (next_number() if before is None else before) - current.calls[0].first - len(current.seen)
-        if not nodes:
-            return
         if current.is_branch:
             current.of_threads.update(node for _, node in nodes)
+        reported = self._report_nodes(current, nodes) if nodes else []
+        if not self._min_numel or current.is_branch or current.of_threads:
+            return
+        innermost = current.calls[-1]
+        is_leaf = innermost.path.partition("@")[0] in self._leaves
+        if is_leaf and before is None and nodes and isinstance(values, Tensor):
+            self._cache_call(innermost, nodes, reported, values)
+        elif (not is_leaf or before is not None) and current.hidden is None and is_plain(dict(nodes), reported):
+            self._segments[innermost.path, before is not None] = _segment(point, counts, current, (nodes, reported), values)
+
+    def _report_nodes(self, current: Pass, nodes: list[tuple[int, Any]]) -> list[tuple[int, Saved]]:
         innermost, reported = current.calls[-1], list[tuple[int, Saved]]()
         is_enabled = torch.is_grad_enabled()  # the model may have called this module under no_grad
         torch._C._set_grad_enabled(False)
@@ -277,9 +300,7 @@ class Watch:
                 reported += [(number, saved) for saved in self._report_node(node, current, call)]
         finally:
             torch._C._set_grad_enabled(is_enabled)
-        is_leaf = innermost.path.partition("@")[0] in self._leaves and not current.is_branch
-        if before is None and self._min_numel and is_leaf and isinstance(values, Tensor):
-            self._cache_call(innermost, nodes, reported, values)
+        return reported
 
     def _report_node(self, node: Any, current: Pass, call: ModuleCall) -> Iterator[Saved]:
         name = node.name()
@@ -375,26 +396,12 @@ class Watch:
     ) -> None:
         """Cache what this call of a module without children saved, if all of its nodes were reached and none is a custom function."""
         created = {number: node for number, node in nodes if number >= call.first}
-        is_plain = all(not isinstance(node, torch.autograd.function.BackwardCFunction) for node in created.values())
         saved_here = [(number, saved) for number, saved in reported if number >= call.first]
-        is_plain = is_plain and all(_can_be_cached(created[number], saved) for number, saved in saved_here)
-        if len(created) != next_number() - call.first or not is_plain:
+        if len(created) != next_number() - call.first or not is_plain(created, saved_here):
             self._call_caches.pop(call.path, None)
             return
-        hops = hops_from(output.grad_fn, created)
-        trails: list[SavedTrail] = []
-        for number, saved in saved_here:
-            if saved.kind == "activation" and number in hops:
-                template = replace(saved, node=None, raw=None, tensor=None)
-                attribute, name = saved.attribute, created[number].name()
-                operand = row_of(name).operands.get(attribute)
-                conditional = operand if operand is not None and operand.exact_if is not None else None
-                trails.append(
-                    SavedTrail(hops[number], name, f"_raw_saved_{attribute}", f"_saved_{attribute}", template, conditional)
-                )
-        self._call_caches[call.path] = CallCache(
-            len(created), output.grad_fn.name() if output.grad_fn else "", output.size(), output.dtype, call.needs, trails
-        )
+        part = GraphPart.of([output.grad_fn], created, saved_here)
+        self._call_caches[call.path] = CallCache(len(created), output.size(), output.dtype, call.needs, part)
 
     def _repeat(self, current: Pass, call: ModuleCall, cache: CallCache, output: Any) -> bool:
         """Report what this call saved from the cache of the last one; False, and no report, if the calls differ."""
@@ -403,19 +410,39 @@ class Watch:
             last is None
             or end - call.first != cache.num_nodes
             or call.first - current.calls[0].first - len(current.seen) != current.unreached
-        ):
-            return False
-        if (
-            last.name() != cache.node_name
             or output.dtype != cache.dtype
             or output.size() != cache.size
             or call.needs != cache.needs
         ):
             return False
-        tensors = _follow(last, cache.trails)
+        tensors = cache.part.follow((last,))
         if tensors is None:
             return False
         current.seen.update(range(call.first, end))
+        self._report_tensors(current, tensors)
+        return True
+
+    def _replay(self, current: Pass, values: Any, before: int | None, segment: Segment) -> bool:
+        """Report what a segment saved in the last pass; False, and no report, if this pass differs."""
+        if _point_of(current, before) != segment.point:
+            return False
+        tensors = list(tensors_in(values))
+        if [(tensor.size(), tensor.dtype) for tensor in tensors] != segment.layouts:
+            return False
+        found = segment.part.follow([tensor.grad_fn for tensor in tensors])
+        if found is None:
+            return False
+        first = current.calls[0].first
+        current.seen.update([first + number for number in segment.reached])
+        current.unreached = segment.unreached
+        for index, counts in segment.counts:
+            current.calls[index].counts.update(counts)
+        self._report_tensors(current, found)
+        return True
+
+    def _report_tensors(self, current: Pass, tensors: list[tuple[Saved, Any, Any, Tensor]]) -> None:
+        if not tensors:
+            return
         is_enabled = torch.is_grad_enabled()  # the model may have called this module under no_grad
         torch._C._set_grad_enabled(False)
         try:
@@ -425,43 +452,32 @@ class Watch:
                 self._on_saved(Saved(t.name, t.module, t.op, t.operand, *described, t.attribute, node, raw, tensor))
         finally:
             torch._C._set_grad_enabled(is_enabled)
-        return True
+
+
+def _point_of(current: Pass, before: int | None) -> tuple[int, ...]:
+    calls = current.calls
+    created = (next_number() if before is None else before) - calls[0].first
+    return created, len(current.seen), current.unreached, len(calls)
+
+
+Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]
+
+
+def _segment(point: tuple[int, ...], counts: list[dict[str, int]], current: Pass, found: Report, values: Any) -> Segment:
+    """What was read behind `values`; `counts`: of the running calls before. `found`: the nodes, and the saved tensors."""
+    nodes, reported = found
+    tensors = list(tensors_in(values))
+    changed = [(i, dict(call.counts)) for i, call in enumerate(current.calls) if call.counts != counts[i]]
+    part = GraphPart.of([tensor.grad_fn for tensor in tensors], dict(nodes), reported)
+    layouts = [(tensor.size(), tensor.dtype) for tensor in tensors]
+    first = current.calls[0].first
+    return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
 
 
 def _place_in(call: ModuleCall) -> str:
     """The name, up to the operand, of the inputs of the next checkpoint in the forward of a module."""
     call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
     return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."
-
-
-def _can_be_cached(node: Any, saved: Saved) -> bool:
-    """Whether a saved tensor can be read by attribute name from a later node: it has no bound and is not in a list."""
-    return saved.kind != "hooked" and saved.bound is None and hasattr(node, f"_raw_saved_{saved.attribute}")
-
-
-def _follow(last: Any, trails: list[SavedTrail]) -> list[tuple[Saved, Any, Any, Tensor]] | None:
-    """(description, node, handle, tensor) at the end of each trail from node `last`; None if one node differs or is hooked."""
-    tensors: list[tuple[Saved, Any, Any, Tensor]] = []
-    for trail in trails:
-        node = last
-        for hop in trail.hops:
-            edges = node.next_functions
-            node = edges[hop][0] if hop < len(edges) else None
-            if node is None:
-                return None
-        if trail.hops and node.name() != trail.node_name:
-            return None
-        raw = getattr(node, trail.raw)
-        if raw.unpack_hook is not None or (trail.operand is not None and trail.operand.at(node).use is not trail.saved.use):
-            return None
-        try:
-            tensor = getattr(node, trail.tensor)
-        except RuntimeError:  # modified in place since it was saved: backward raises the error
-            return None
-        if tensor is None:
-            return None
-        tensors.append((trail.saved, node, raw, tensor))
-    return tensors
 
 
 def is_plain_leaf(module: nn.Module) -> bool:

@@ -11,8 +11,10 @@ cast and viewed in between. Traces (trace/saved_lifetimes.py) and sessions (sess
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paredown.trace.autograd_graph import CAST_NODE, VIEWS
@@ -38,6 +40,8 @@ class Rematerialization:
 def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
     """How to recompute `tensor` from what a node before it saved; None where that is not known."""
     node = tensor.grad_fn
+    if node is None or (not _may_lead(node.name()) and not isinstance(node, torch.autograd.function.BackwardCFunction)):
+        return None
     passed: set[str] = set()
     while node is not None and node.name() in SAME_MEMORY_ORDER:
         passed.add(node.name())
@@ -54,6 +58,12 @@ def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
     if before is not None and _op(before) == "batch_norm" and _is_training(before):
         return Rematerialization("batch_norm", before, node)
     return None
+
+
+@cache
+def _may_lead(name: str) -> bool:
+    """Whether a result of nodes with this name may be recomputed."""
+    return name in SAME_MEMORY_ORDER or row_of(name).op in SOURCE_OPS
 
 
 def _op(node: Any) -> str:

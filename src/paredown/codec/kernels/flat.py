@@ -215,52 +215,109 @@ def encode_flat(x: Tensor, how: Any, seed: Seed) -> PackedParts:
     """Flat `x` encoded; `how`: format, rounding, overflow and "cover". The format has blocks and no tensor scale."""
     random = random_of(seed, x.numel(), how[1])
     flat = _flat(x.numel(), how, random.step_in_memory, random.wide)
-    return PackedParts(*(part.view(1, -1) for part in _launch_flat(flat, x, random.step, random.scalars)))
+    parts, pointers = _parts_and_pointers(flat, x, random.step)
+    for launch in flat.launches:
+        launch(pointers, random.scalars)
+    return PackedParts(*(part.view(1, -1) for part in parts))
+
+
+class Direct:
+    """Launches of one job on flat tensors. The first call goes through `Launch`; later ones pass addresses to the compiled kernels.
+
+    `scalars` follow the fixed arguments. Addresses are passed as numbers, which saves the launcher a call per tensor.
+    """
+
+    __slots__ = ("_compiled", "launches", "scalars")
+
+    def __init__(self, launches: list[Launch], scalars: tuple[int | float, ...] = ()) -> None:
+        self.launches, self.scalars = launches, scalars
+        self._compiled: dict[Any, list[tuple[int, Any, tuple[Any, ...]]] | None] = {}
+
+    def find(self, key: tuple[int, torch.dtype, torch.dtype], address: int) -> list[tuple[int, Any, tuple[Any, ...]]] | None:
+        """The compiled kernels for a device and the dtypes of the first two pointers; None if this call must go through `Launch`."""
+        compiled = self._compiled.get(key)
+        return None if compiled is None or address & 15 or has_hooks() or torch._C._cuda_getDevice() != key[0] else compiled
+
+    def launch(self, key: tuple[int, torch.dtype, torch.dtype], pointers: tuple[Tensor | None, ...]) -> None:
+        """Launch through `Launch`, and keep what it compiled under `key`."""
+        for launch in self.launches:
+            launch(pointers, self.scalars)
+        assert pointers[0] is not None and pointers[1] is not None
+        found = [(launch, launch.compiled_for(key[0], pointers[0].dtype, pointers[1].dtype)) for launch in self.launches]
+        kept = [(launch.grid, one[0], (*launch.fixed, *self.scalars, *one[1])) for launch, one in found if one is not None]
+        self._compiled[key] = kept if len(kept) == len(found) else None
+
+
+def run_direct(compiled: list[tuple[int, Any, tuple[Any, ...]]], index: int, addresses: tuple[int | None, ...]) -> None:
+    """Call compiled kernels of `Direct` on the current stream."""
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    for grid, kernel, rest in compiled:
+        kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *rest)
 
 
 class FlatEncoder:
-    """Encodes flat tensors of `numel` values, with a step in memory: [codes, scales] or [codes, scales, minimums], each flat.
+    """Encodes flat tensors of `numel` values, with a step in memory: [codes, scales] or [codes, scales, minimums].
 
-    The first call for a device and dtype goes through `Launch`; later ones pass addresses to the compiled kernels, which takes half the
-    host time. `how`: format, rounding, overflow and "cover".
+    The parts are flat, or have one row with `is_row`. `how`: format, rounding, overflow and "cover".
     """
 
-    def __init__(self, numel: int, how: Any, seed: Seed) -> None:
+    __slots__ = ("_direct", "_is_random", "_is_row", "flat")
+
+    def __init__(self, numel: int, how: Any, seed: Seed, *, is_row: bool = False) -> None:
         random = random_of(seed, numel, how[1])
-        self._is_random = random is not NOT_RANDOM
+        self._is_random, self._is_row = random is not NOT_RANDOM, is_row
         k0, k1 = (key - (1 << 32) if key >> 31 else key for key in seed.base_keys()) if self._is_random else (0, 0)
-        self._flat = _flat(numel, how, self._is_random, random.wide)
-        self._scalars = (seed.first_index, k0, k1)
-        self._compiled: dict[tuple[int, torch.dtype], list[tuple[int, Any, tuple[Any, ...]]]] = {}
+        self.flat = _flat(numel, how, self._is_random, random.wide)
+        self._direct = Direct(self.flat.launches, (seed.first_index, k0, k1))
 
     def __call__(self, x: Tensor, step: Tensor) -> list[Tensor]:
+        """The parts of the values that begin at the address of `x`, whatever its shape; `step`: one int32 on its device."""
         index, source = x.get_device(), x.data_ptr()
-        compiled = self._compiled.get((index, x.dtype))
-        if compiled is None or source & 15 or has_hooks() or torch.cuda.current_device() != index:
-            parts = _launch_flat(self._flat, x, step if self._is_random else None, self._scalars)
-            self._compiled[index, x.dtype] = self._compiled_launches(index, x, parts)
-            return parts
-        flat = self._flat
-        codes = _empty(flat.num_bytes, torch.uint8, x)
-        scales = lowest = _empty(flat.num_blocks, flat.scale, x)
+        key = (index, x.dtype, torch.uint8)
+        compiled = self._direct.find(key, source)
+        if compiled is None:
+            return self._first(key, x, step if self._is_random else None)
+        flat, empty = self.flat, _empty_row if self._is_row else _empty
+        codes = empty(flat.num_bytes, torch.uint8, x)
+        scales = lowest = empty(flat.num_blocks, flat.scale, x)
         parts = [codes, scales]
         if flat.minimum is not None:
-            lowest = _empty(flat.num_blocks, flat.minimum, x)
+            lowest = empty(flat.num_blocks, flat.minimum, x)
             parts.append(lowest)
         step_at = step.data_ptr() if self._is_random else None
-        pointers = (source, codes.data_ptr(), scales.data_ptr(), lowest.data_ptr(), source, source, step_at)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        for grid, kernel, rest in compiled:
-            kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *pointers, *rest)
+        addresses = (source, codes.data_ptr(), scales.data_ptr(), lowest.data_ptr(), source, source, step_at)
+        run_direct(compiled, index, addresses)
         return parts
 
-    def _compiled_launches(self, index: int, x: Tensor, parts: list[Tensor]) -> Any:
-        """What the direct launches take; None if `Launch` has no compiled kernel."""
-        dtype = torch.int16 if x.dtype is torch.bfloat16 else x.dtype
-        found = [(launch, launch.compiled_for(index, dtype, parts[0].dtype)) for launch in self._flat.launches]
-        if any(compiled is None for _, compiled in found):
-            return None
-        return [(launch.grid, kernel, (*launch.fixed, *self._scalars, *rest)) for launch, (kernel, rest) in found]
+    def _first(self, key: Any, x: Tensor, step: Tensor | None) -> list[Tensor]:
+        parts, pointers = _parts_and_pointers(self.flat, x, step)
+        self._direct.launch(key, pointers)
+        return [part.view(1, -1) for part in parts] if self._is_row else parts
+
+
+class FlatDecoder:
+    """Decodes parts of `numel` values of one format into flat tensors; `Direct` with the pointers of `decode_kernel`."""
+
+    __slots__ = ("_direct",)
+
+    def __init__(self, numel: int, format: Format) -> None:
+        self._direct = Direct(decodes(1, numel, format))
+
+    def __call__(self, parts: PackedParts, out: Tensor) -> Tensor:
+        """`out`, filled with decoded values."""
+        codes, scales, minimums = parts.codes, parts.scales, parts.minimums
+        assert codes is not None and scales is not None
+        index, target, code_at = out.get_device(), out.data_ptr(), codes.data_ptr()
+        key, scale_at = (index, torch.uint8, out.dtype), scales.data_ptr()
+        minimum_at = scale_at if minimums is None else minimums.data_ptr()
+        compiled = self._direct.find(key, code_at | target | scale_at | minimum_at)
+        if compiled is not None:
+            run_direct(compiled, index, (code_at, target, scale_at, minimum_at, target, target))
+            return out
+        scales = scales.view(AS_INTEGERS[scales.dtype])
+        minimums = scales if minimums is None else minimums.view(AS_INTEGERS[minimums.dtype])
+        self._direct.launch(key, (codes, out, scales, minimums, out, out))
+        return out
 
 
 _empty_on_gpu = getattr(
@@ -275,8 +332,15 @@ def _empty(size: int, dtype: torch.dtype, like: Tensor) -> Tensor:
     return _empty_on_gpu((size,), (1,), dtype)
 
 
-def _launch_flat(flat: Flat, x: Tensor, step: Tensor | None, scalars: tuple[int, int, int]) -> list[Tensor]:
-    """[codes, scales] or [codes, scales, minimums] of flat `x`, each flat."""
+def _empty_row(size: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """The same with one row."""
+    if _empty_on_gpu is None:
+        return torch.empty((1, size), dtype=dtype, device=like.device)
+    return _empty_on_gpu((1, size), (size, 1), dtype)
+
+
+def _parts_and_pointers(flat: Flat, x: Tensor, step: Tensor | None) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+    """[codes, scales] or [codes, scales, minimums] for flat `x`, each flat and empty, and the pointers of `encode_kernel`."""
     device = x.device
     codes = torch.empty(flat.num_bytes, dtype=torch.uint8, device=device)
     scales = torch.empty(flat.num_blocks, dtype=flat.scale, device=device)
@@ -286,19 +350,17 @@ def _launch_flat(flat: Flat, x: Tensor, step: Tensor | None, scalars: tuple[int,
         parts.append(lowest)
     source = x.view(torch.int16) if x.dtype is torch.bfloat16 else x
     shared = (scales.view(AS_INTEGERS[scales.dtype]), lowest.view(AS_INTEGERS[lowest.dtype]))
-    for launch in flat.launches:
-        launch((source, codes, *shared, source, source, step), scalars)
-    return parts
+    return parts, (source, codes, *shared, source, source, step)
 
 
 def decode_flat(parts: PackedParts, format: Format, out: Tensor) -> Tensor:
     """Flat `out`, filled with decoded values; the format has blocks and no tensor scale."""
-    assert parts.codes is not None and parts.scales is not None
-    scales = parts.scales.view(AS_INTEGERS[parts.scales.dtype])
-    minimums = scales if parts.minimums is None else parts.minimums.view(AS_INTEGERS[parts.minimums.dtype])
-    for launch in decodes(1, out.numel(), format):
-        launch((parts.codes, out, scales, minimums, out, out))
-    return out
+    return _decoder(out.numel(), format)(parts, out)
+
+
+@lru_cache(maxsize=4096)
+def _decoder(numel: int, format: Format) -> FlatDecoder:
+    return FlatDecoder(numel, format)
 
 
 @lru_cache(maxsize=4096)
@@ -314,32 +376,44 @@ def _flat(numel: int, how: Any, step_in_memory: bool, wide: bool) -> Flat:
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
-    """`out`: one bit for each value of flat `x`; see `codec/recompute.py`."""
-    x = x.view(torch.uint8) if x.dtype is torch.bool else bf16_as_integers(x)
-    return _launch_mask(pack_mask_kernel, x, out, (low, high), x.numel(), out)
+    """`out`: one bit for each of the values that begin at the address of `x`; see `codec/recompute.py`."""
+    return _launch_mask("pack_mask_kernel", (low, high), x.numel(), x, out, out)
 
 
 def unpack_mask(bits: Tensor, out: Tensor, inside: float, outside: float) -> Tensor:
     """`out`, flat: one of two values for each bit."""
-    plain = out.view(torch.uint8) if out.dtype is torch.bool else out
-    _launch_mask(unpack_mask_kernel, bits, plain, (inside, outside), out.numel(), out)
+    return _launch_mask("unpack_mask_kernel", (inside, outside), out.numel(), bits, out, out)
+
+
+def _launch_mask(name: str, values: tuple[float, float], numel: int, source: Tensor, target: Tensor, out: Tensor) -> Tensor:
+    if not numel:
+        return out
+    direct = _mask_launch(name, numel, float(values[0]), float(values[1]))
+    index, source_at, target_at = source.get_device(), source.data_ptr(), target.data_ptr()
+    key = (index, source.dtype, target.dtype)
+    compiled = direct.find(key, source_at | target_at)
+    if compiled is not None:
+        run_direct(compiled, index, (source_at, target_at))
+    else:
+        direct.launch(key, (_as_numbers(source), _as_numbers(target, stores=True)))
     return out
 
 
-def _launch_mask(kernel: Any, source: Tensor, target: Tensor, values: tuple[float, float], numel: int, out: Tensor) -> Tensor:
-    if numel:
-        _mask_launch(kernel.__name__, numel)((source, target), (float(values[0]), float(values[1])))
-    return out
+def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
+    """`x` in a dtype that the kernels of masks take."""
+    if x.dtype is torch.bool:
+        return x.view(torch.uint8)
+    return x if stores else bf16_as_integers(x)
 
 
 MASK_KERNELS = {"pack_mask_kernel": pack_mask_kernel, "unpack_mask_kernel": unpack_mask_kernel}
 
 
 @lru_cache(maxsize=1024)
-def _mask_launch(name: str, numel: int) -> Launch:
+def _mask_launch(name: str, numel: int, first: float, second: float) -> Direct:
     tile = 4096
     constants = {"MASKED": numel % tile != 0, "TILE": tile, "num_warps": 4}
-    return Launch(MASK_KERNELS[name], triton.cdiv(numel, tile), (numel,), constants)
+    return Direct([Launch(MASK_KERNELS[name], triton.cdiv(numel, tile), (numel,), constants)], (first, second))
 
 
 @cache
@@ -356,18 +430,28 @@ def covers_recompute(format: Format) -> bool:
 
 def recompute(packed: PackedTensor, steps: DecodeSteps, dtype: torch.dtype) -> Tensor:
     """The recomputed output from flat packed values; see `codec/recompute.py`."""
-    format, norm, numel = packed.format, steps.norm, packed.shape.numel()
+    norm, parts, numel = steps.norm, packed.parts, packed.shape.numel()
     out = torch.empty(numel, dtype=dtype, device=packed.device)
-    given = (norm.weight, norm.bias, norm.mean, norm.rstd) if norm else (None,) * 4
-    pointers = (packed.codes, out, *shared_of(packed.parts, out)[:2], *(out if t is None else t for t in (*given, steps.bits)))
     shape = (norm.channels, norm.inner, norm.by_row, norm.weight is not None, norm.bias is not None) if norm else None
-    for launch in _recomputes(numel, format, shape, steps.activation):
-        launch(pointers)
+    direct = _recomputes(numel, packed.format, shape, steps.activation)
+    given = (norm.weight, norm.bias, norm.mean, norm.rstd) if norm else (None,) * 4
+    tensors = (packed.codes, out, parts.scales, parts.minimums, *given, steps.bits)
+    target, index = out.data_ptr(), out.get_device()
+    scale_at = parts.scales.data_ptr() if parts.scales is not None else target
+    addresses = [target if t is None else t.data_ptr() for t in tensors]
+    key, together = (index, torch.uint8, dtype), scale_at
+    for address in addresses:
+        together |= address
+    compiled = direct.find(key, together)
+    if compiled is not None:
+        run_direct(compiled, index, tuple(addresses))
+    else:
+        direct.launch(key, (packed.codes, out, *shared_of(parts, out)[:2], *(out if t is None else t for t in tensors[4:])))
     return out
 
 
 @lru_cache(maxsize=1024)
-def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> list[Launch]:
+def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> Direct:
     """Launches for full tiles and for the rest; `norm`: channels, inner, by_row, has a weight, has a bias."""
     channels, inner, by_row, has_weight, has_bias = norm or (1, 1, False, False, False)
     kind = NO_NORM if norm is None else ROWS if by_row else CHANNELS
@@ -380,9 +464,13 @@ def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bo
     del constants["HAS_TENSOR_SCALE"]
     sizes = (numel, format.row_bytes(numel), format.blocks_per_row(numel))
     parts = ((0, numel // tile, False), (numel // tile, int(numel % tile > 0), True))
-    return [
-        Launch(recompute_kernel, count, (first, *sizes), {**constants, "MASKED": masked}) for first, count, masked in parts if count
-    ]
+    return Direct(
+        [
+            Launch(recompute_kernel, count, (first, *sizes), {**constants, "MASKED": masked})
+            for first, count, masked in parts
+            if count
+        ]
+    )
 
 
 def _recompute_tile(format: Format, norm: tuple[int, int, bool, bool, bool] | None) -> int:

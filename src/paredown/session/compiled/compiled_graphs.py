@@ -93,6 +93,8 @@ class CompiledGraphs:
         """The number of the next call, in a tensor that all graphs of a device read."""
         if device not in self._steps:
             self._steps[device] = torch.zeros(1, dtype=torch.int64, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self._steps[device].add_(1)  # in the user's CUDA graph of a whole step: each replay draws new bits
         return self._steps[device].fill_(self.calls + 1)
 
     def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
