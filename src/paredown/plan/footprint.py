@@ -21,7 +21,7 @@ from html import escape
 from itertools import accumulate
 
 from paredown.errors import PlanError, warn_renamed
-from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
+from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost, step_under
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.replay import BASELINE, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
@@ -188,16 +188,6 @@ class Footprint:
         return [f"{name} {say_bytes(size)}" for name, size in sizes.items()]
 
 
-def _step_under(trace: Trace, plan: Plan) -> Trace:
-    """The trace of the step under a plan: without a session, without packing, and compiled in few bits, it may save other tensors."""
-    if trace.unmodified is not None and plan.changes_nothing:
-        return _step_under(trace.unmodified, plan)
-    if trace.without_packing is not None and not plan.packs_activations:
-        return trace.without_packing
-    has_few_bits = all(format is not None and format.element.width <= 4 for format in plan.activation_formats)
-    return trace.in_4_bits if trace.in_4_bits is not None and has_few_bits else trace
-
-
 def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     """Predicted bytes of the traced step under `plan`; of the baseline without a plan, or with one that has no rules."""
     if not isinstance(trace, Trace) or not isinstance(plan, Plan | None):
@@ -206,7 +196,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
             f"footprint takes a Trace and a Plan, in this order, not {types}: footprint(trace_step(model, batch), plan)."
         )
     plan = plan or BASELINE
-    allocator, given, trace = DEVICES[trace.device], trace, _step_under(trace, plan)
+    allocator, given, trace = DEVICES[trace.device], trace, step_under(trace, plan)
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     missing = plan.check(_slots_of(given, *([] if checkpointed is trace else [checkpointed])))
     held = intervals(checkpointed, plan)
@@ -246,7 +236,7 @@ def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]
 
 def library_workspace(trace: Trace) -> int:
     """Bytes that libraries hold in the baseline beside its tensors: `workspace_bytes` of its footprint."""
-    return _workspace(_step_under(trace, BASELINE))
+    return _workspace(step_under(trace, BASELINE))
 
 
 def _workspace(trace: Trace) -> int:
