@@ -16,7 +16,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -168,7 +168,7 @@ def kernel_seconds(planner: Planner, plan: pare.Plan | None) -> float | None:
 
 def small_batch_seconds(planner: Planner, plan: pare.Plan | None) -> float:
     """Seconds of a step whose batch is small, one after the other without synchronization."""
-    step, session = step_of(planner, plan, 1 if "input_ids" in planner.job.batch(1, "cpu") else 4)
+    step, session = step_of(planner, plan, 1 if isinstance(planner.job.batch(1, "cpu"), Mapping) else 4)
     seconds: list[float] = []
     for _ in range(SMALL_STEPS):
         begun = time.perf_counter()

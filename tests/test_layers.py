@@ -47,7 +47,8 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"torch", "transformers", "lightning"}),
     ),
     "cli": (
-        STEP | {"__init__", "assign", "session", "apply", "models", "calibrate", "tasks", "sweeps", "pick", "report", "integrations"},
+        STEP
+        | {"__init__", "assign", "session", "apply", "models", "calibrate", "tasks", "sweeps", "pick", "report", "integrations"},
         frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),
     ),
     "__main__": (frozenset({"cli"}), frozenset()),

@@ -131,7 +131,7 @@ def _preferred(
     exact = exact_solutions(trace, budget_bytes, problem_of) if recompute is not False else ()
     solution, time = quickest_solution(trace, budget_bytes, problem_of, plan_of, preference, [accurate, *exact])
     plan = plan_of(solution)
-    by = f"by the costs of one H200, not of this device: {preference.note}" if preference.note else "as measured on this device"
+    by = f"by the costs of one H200, not of this device: {preference.note}" if preference.note else "as measured on this device."
     return replace(plan, reason=f"{plan.reason} Predicted step {time!r}, {by}")
 
 

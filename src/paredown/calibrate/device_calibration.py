@@ -31,7 +31,7 @@ def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_for
 
     `traces`: steps whose operations are timed one by one and added to the file. `is_forced`: measure again in any case.
     """
-    kind = _checked_device(device)
+    kind = checked_device(device)
     if not all(isinstance(trace, Trace) for trace in traces):
         raise CalibrationError(f"traces are results of trace_step(model, batch), in a list, not {brief(traces)}.")
     try:
@@ -68,7 +68,8 @@ def measure_device(device: str) -> Calibration:
     return replace(draft, host=host, formats={text: FormatCost(*rates[text], packed[text]) for text in FORMATS})
 
 
-def _checked_device(device: str | None) -> str:
+def checked_device(device: str | None) -> str:
+    """ "cuda" or "cpu", by default the GPU if there is one; CalibrationError for a device that is absent."""
     kind = str(device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     if kind not in DEVICES:
         raise CalibrationError(f"device {brief(device)} cannot be measured. Allowed: {', '.join(DEVICES)}.")

@@ -152,8 +152,8 @@ class Calibration:
         host, cost = self.host, self.format_cost(None)
         rate = max(point[1] for points in self.flops_per_second.values() for point in points)
         return (
-            f"{self.device_name}, torch {self.torch}: {rate / 1e12:.0f} TFLOP/s at most, "
-            f"{self.bytes_per_second[ELEMENTWISE] / 1e12:.2f} TB/s; host {1e6 * host.empty_operation:.1f} us per empty operation, "
+            f"{self.device_name}, torch {self.torch}: {rate / 1e12:.3g} TFLOP/s at most, "
+            f"{self.bytes_per_second[ELEMENTWISE] / 1e12:.3g} TB/s; host {1e6 * host.empty_operation:.1f} us per empty operation, "
             f"{1e6 * host.forward_operation:.1f} in forward, {1e6 * host.backward_operation:.1f} in backward, "
             f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.checkpoint:.0f} per checkpointed layer; "
             f"{len(self.timed)} operations timed"
