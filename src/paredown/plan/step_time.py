@@ -22,7 +22,7 @@ from paredown.errors import CalibrationError
 from paredown.plan.calibration import ELEMENTWISE, Calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace, is_of, modules_of, outermost, step_under
 from paredown.plan.plan import Plan
-from paredown.plan.replay import BASELINE, model_memory, slot_storages
+from paredown.plan.replay import BASELINE, model_memory, resolve_parameter_formats, slot_storages
 from paredown.roles import Role
 from paredown.trace.operations import Use
 from paredown.trace.trace import Operation, Trace, cached_on_trace
@@ -100,15 +100,14 @@ def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
         if storage.packs:
             cost, slot = calibration.format_cost(storage.format), slots[name]
             has_values = Use.VALUE in slot.uses and not storage.recomputed
-            device += cost.device_seconds(
-                slot.nbytes if has_values else slot.nbytes // 2
-            )  # bits and recomputed values are written once
+            # bits are few, and recomputed values are written once
+            device += cost.device_seconds(slot.nbytes if has_values else slot.nbytes // 2)
             host += cost.host_seconds
     return StepTime(device, host)
 
 
 def _weights(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    packed = [slot for slot in trace.of(Role.WEIGHT) if plan.find((slot.name,), Role.WEIGHT).format is not None]
+    packed = [slot for slot in trace.of(Role.WEIGHT) if resolve_parameter_formats(slot, plan).weight is not None]
     moved = sum(2 * slot.nbytes for slot in packed) / calibration.bytes_per_second[ELEMENTWISE]
     return StepTime(moved, calibration.host.packed_weight * len(packed))
 
