@@ -71,7 +71,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], allowed: int | None, *, requested
         tight = f"; at most {say_bytes(judged['high_bytes'])}" if judged["high_bytes"] > allowed else ""
         return f"{_begin(judged, 'fits')}: {of}{tight}."
     if fitting:
-        return f"{_begin(judged, 'does not fit')}: {of}. {_begin(fitting[0], 'fits')}: {_size(fitting[0])}{_time(fitting[0], rows, device)}."
+        other = f"{_begin(fitting[0], 'fits')}: {_size(fitting[0])}{_time(fitting[0], rows, device)}"
+        return f"{_begin(judged, 'does not fit')}: {of}. {other}."
     least = min(rows, key=lambda row: row["peak_bytes"])
     more = f" No plan here fits; the smallest, {least['plan']}, needs {_size(least)}." if least is not judged else ""
     return f"{_begin(judged, 'does not fit')}: {of}.{more}"
