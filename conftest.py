@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from importlib.util import find_spec
 
 # Some virtual machines announce AMX and cannot run it: products of bfloat16 would end the process. Read when torch is imported.
@@ -21,6 +22,10 @@ from tests.support.scale import SCALE
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+os.environ["PAREDOWN_CACHE"] = os.path.join(
+    tempfile.gettempdir(), "no calibration of paredown's tests"
+)  # no test predicts by a user's file
 
 torch.set_num_threads(1)  # tests run side by side, and tensors are small
 

@@ -9,6 +9,7 @@
     assign, activations     formats of activations alone, and layers where they do not suffice: torch's own optimizer
     assign, formats         assign(trace, P, recompute=False): formats of activations, weights and optimizer state
     assign, 8 bits          assign(trace, P, recompute=True): no more error than 8 bits everywhere; more layers are checkpointed
+    assign, speed           assign(trace, P, prefer="speed"): by the calibration of this device (paredown calibrate), if there is one
     int4                    all activations in 4 bits; its measured peak is Q
     checkpointing as int4   as few layers as bring the predicted peak to Q, all of them where they do not
 
@@ -163,6 +164,7 @@ ASSIGNED: dict[str, dict[str, Any]] = {
     "assign, activations": {"levels": LADDER},
     "assign, formats": {"recompute": False},
     "assign, 8 bits": {"recompute": True},
+    "assign, speed": {"prefer": "speed"},
 }
 
 

@@ -13,6 +13,7 @@ import paredown
 
 EXPORTS = {
     "CATALOG",
+    "Calibration",
     "Element",
     "Footprint",
     "Format",
@@ -35,6 +36,7 @@ EXPORTS = {
     "__version__",
     "apply",
     "assign",
+    "calibrate",
     "encode",
     "errors",
     "evaluate",

@@ -36,6 +36,7 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "simulate": (STEP | {"codec", "session"}, frozenset({"torch"})),
     "apply": (STEP | {"codec", "assign", "optim", "loss", "session", "simulate"}, frozenset({"torch"})),
     "models": (frozenset(), frozenset({"torch"})),
+    "calibrate": (STEP | {"codec", "optim", "apply", "models"}, frozenset({"torch"})),
     "tasks": (STEP | {"codec", "optim", "session", "apply", "simulate", "models"}, frozenset({"torch", "numpy", "PIL"})),
     "sweeps": (STEP | {"codec", "assign", "simulate", "tasks"}, frozenset({"torch", "numpy", "sqlalchemy"})),
     "pick": (STEP | {"assign", "simulate", "tasks", "sweeps"}, frozenset({"torch", "numpy", "scipy"})),
@@ -46,11 +47,12 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"torch", "transformers", "lightning"}),
     ),
     "cli": (
-        STEP | {"__init__", "assign", "session", "apply", "models", "tasks", "sweeps", "pick", "report", "integrations"},
+        STEP
+        | {"__init__", "assign", "session", "apply", "models", "calibrate", "tasks", "sweeps", "pick", "report", "integrations"},
         frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),
     ),
     "__main__": (frozenset({"cli"}), frozenset()),
-    "__init__": (STEP | {"codec", "assign", "optim", "session", "apply", "tasks", "pick"}, frozenset()),
+    "__init__": (STEP | {"codec", "assign", "optim", "session", "apply", "calibrate", "tasks", "pick"}, frozenset()),
 }
 ABOVE_ALL = "__init__"  # the public surface, which the command line may use
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paredown import errors, optim
     from paredown.assign.assign import assign
     from paredown.assign.sensitivity import Sensitivities
+    from paredown.calibrate.device_calibration import calibrate
     from paredown.codec.packed import PackedTensor, encode, round_trip
     from paredown.formats.catalog import CATALOG
     from paredown.formats.element import Element
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from paredown.formats.rounding import Overflow, Rounding, Seed
     from paredown.pick.answer import Frontier, Picked
     from paredown.pick.pick import pick
+    from paredown.plan.calibration import Calibration
     from paredown.plan.footprint import Footprint, footprint
     from paredown.plan.plan import Plan
     from paredown.roles import Role
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CATALOG",
+    "Calibration",
     "Element",
     "Footprint",
     "Format",
@@ -60,6 +63,7 @@ __all__ = [
     "__version__",
     "apply",
     "assign",
+    "calibrate",
     "encode",
     "errors",
     "evaluate",
@@ -75,6 +79,7 @@ __all__ = [
 _NAMES_OF = {
     "paredown.assign.assign": ("assign",),
     "paredown.assign.sensitivity": ("Sensitivities",),
+    "paredown.calibrate.device_calibration": ("calibrate",),
     "paredown.codec.packed": ("PackedTensor", "encode", "round_trip"),
     "paredown.formats.catalog": ("CATALOG",),
     "paredown.formats.element": ("Element",),
@@ -82,6 +87,7 @@ _NAMES_OF = {
     "paredown.formats.rounding": ("Overflow", "Rounding", "Seed"),
     "paredown.pick.answer": ("Frontier", "Picked"),
     "paredown.pick.pick": ("pick",),
+    "paredown.plan.calibration": ("Calibration",),
     "paredown.plan.footprint": ("Footprint", "footprint"),
     "paredown.plan.plan": ("Plan",),
     "paredown.roles": ("Role",),
@@ -100,7 +106,7 @@ _HOME = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 
 class _Package(ModuleType):
-    """This package: `paredown.assign` and `paredown.pick` stay the functions once the packages of the same names are imported."""
+    """This package: `paredown.assign`, `calibrate` and `pick` stay the functions once the packages of the same names are imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):  # importing a submodule sets it on its parent

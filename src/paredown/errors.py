@@ -28,6 +28,10 @@ class PlanError(ParedownError, ValueError):
     """A plan that is invalid, or a rule of it that matches no slot of the model."""
 
 
+class CalibrationError(ParedownError, RuntimeError):
+    """A calibration that is missing, is of another device or version, or cannot be measured."""
+
+
 class TraceError(ParedownError, RuntimeError):
     """A training step that cannot be traced with fake tensors."""
 

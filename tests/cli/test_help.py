@@ -20,7 +20,21 @@ from paredown.cli.application import Exit
 from tests.cli.commands import CONTROL, ROOT, ask, environment
 
 VERBS = {
-    *("env", "formats", "estimate", "explain", "plan", "pick", "train", "worker", "frontier", "report", "serve", "demo"),
+    *(
+        "env",
+        "calibrate",
+        "formats",
+        "estimate",
+        "explain",
+        "plan",
+        "pick",
+        "train",
+        "worker",
+        "frontier",
+        "report",
+        "serve",
+        "demo",
+    ),
     *(f"sweep {name}" for name in ("run", "status", "export", "merge")),
     *(f"prior {name}" for name in ("list", "show", "add", "make", "remove")),
 }

@@ -43,9 +43,11 @@ from paredown.assign.checkpointed_layers import Solution, quickest_plan, repeate
 from paredown.assign.options import LADDER, Item, KnownItems, Ladder
 from paredown.assign.problem import AssignmentProblem, Formats, Rules, check_sensitivities, ladder_of, method_named, rules_of
 from paredown.assign.sensitivity import Sensitivities
+from paredown.assign.speed import Preference, exact_solutions, quickest_solution
 from paredown.assign.strategies import METHODS, AssignmentPoint, AssignMethod
 from paredown.errors import BudgetError, PlanError
 from paredown.formats.format import Format
+from paredown.plan.calibration import Calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
@@ -72,6 +74,9 @@ def assign(
     levels: Sequence[str | Format | None] | None = None,
     seed: int = 0,
     recompute: bool | None = None,
+    prefer: str | None = None,
+    error_allowance: float | None = None,
+    calibration: Calibration | None = None,
 ) -> Plan:
     """The plan of least predicted error whose peak is within `budget`: bytes, "6GiB", or "50%" of the baseline's peak.
 
@@ -80,8 +85,13 @@ def assign(
     checkpointing), which costs time: None where formats would be slower or their errors large, True where their errors would be
     large, False never (assign/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only
     if nothing else fits. In a compiled step no layer is checkpointed.
+
+    `prefer`: "accuracy" for the least error, with checkpointed layers only if nothing else fits; "speed" for the least predicted step
+    time among plans whose predicted error is at most `error_allowance` (None: 1.1 times that of "accuracy"), by `calibration` (None: that
+    of `paredown calibrate`, or of one H200 where nothing was measured; the plan's reason says which).
     """
     recompute = _checked_recompute(trace, recompute)
+    preference = Preference.of(trace, prefer, error_allowance, calibration)
     strategy = method_named(method)
     check_sensitivities(trace, strategy, sensitivities)
     ladder = None if levels is None else ladder_of(levels)
@@ -97,11 +107,32 @@ def assign(
     def plan_of(solution: Solution) -> Plan:
         return _checked_plan(trace, solution, budget_bytes, _reason(*solution, budget_bytes, baseline_bytes), made_for)
 
+    if preference is not None:
+        return _preferred(trace, budget_bytes, problem_of, plan_of, preference, recompute)
     if recompute is None and ladder is None and strategy.order is None and repeated_layers(trace):
         quickest = quickest_plan(trace, budget_bytes, problem_of, plan_of)
         if quickest is not None:
             return plan_of(quickest)
     return plan_of(_solve(trace, budget_bytes, problem_of, tolerated_error(trace, ladder or LADDER, recompute), recompute))
+
+
+def _preferred(
+    trace: Trace,
+    budget_bytes: int,
+    problem_of: Callable[..., AssignmentProblem],
+    plan_of: Callable[[Solution], Plan],
+    preference: Preference,
+    recompute: bool | None,
+) -> Plan:
+    """The plan of a preference; with "speed" its reason has the predicted time."""
+    accurate = _solve(trace, budget_bytes, problem_of, tolerated_error(trace, LADDER, recompute), recompute)
+    if preference.prefer == "accuracy":
+        return plan_of(accurate)
+    exact = exact_solutions(trace, budget_bytes, problem_of) if recompute is not False else ()
+    solution, time = quickest_solution(trace, budget_bytes, problem_of, plan_of, preference, [accurate, *exact])
+    plan = plan_of(solution)
+    by = f"by the costs of one H200, not of this device: {preference.note}" if preference.note else "as measured on this device."
+    return replace(plan, reason=f"{plan.reason} Predicted step {time!r}, {by}")
 
 
 def _problems(

@@ -24,34 +24,30 @@ Of those whose error is at most that of all activations in the first format of t
 predicted time; if there is none, the same with the second format (int4); if there is none, the one of least error. So a plan is
 never predicted to be slower than checkpointing alone, where that is enough.
 
-The predicted time that a plan adds to a step only serves to compare two plans; it is not the time on your GPU.
-
-    a packed activation     its bytes and its codes are moved twice each, plus the host's launch overhead
-    a packed weight         the host's overhead around its module, in both passes; its bytes are few
-    a checkpointed layer    what it saves is written and read once more, its matrix products run once more, plus the host's overhead
-
-Optimizer state is assumed to cost no time. The constants are those of one H200. Whether packing everything in 4 bits or
-checkpointing all layers is faster is predicted as measured on four of six networks there, as a tie on GPT-2, and wrongly on a small
-ViT, where the host limits the speed (docs/decisions/013).
+The predicted time that a plan adds to a step only serves to compare two plans: without `prefer` it is that of REFERENCE, one H200
+(plan/calibration.py), on any device, so that plans do not depend on what was measured where. `prefer="speed"` compares predictions of the
+calibrated device (assign/speed.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache
-from math import inf, prod
+from math import inf
 
 from paredown.assign.options import LADDER, Ladder
 from paredown.assign.problem import AssignmentProblem
 from paredown.assign.strategies import AssignmentPoint, role_table_error
-from paredown.plan.checkpointed_trace import CALL, checkpointed_trace, is_of, modules_of, outermost
-from paredown.plan.footprint import peak_of, slot_bytes
+from paredown.plan.calibration import REFERENCE
+from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
+from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan
-from paredown.plan.replay import slot_storages
+from paredown.plan.step_time import added_time
 from paredown.roles import Role
 from paredown.trace.operations import Use
-from paredown.trace.trace import Slot, Trace, cached_on_trace
+from paredown.trace.trace import Trace, cached_on_trace
 
 Solution = tuple[AssignmentProblem, AssignmentPoint, tuple[str, ...]]  # problem, point, checkpointed layers
 NUMBERED = re.compile(
@@ -59,9 +55,6 @@ NUMBERED = re.compile(
 )  # an index of a ModuleList, or torchvision's encoder_layer_11; not conv1, which is part of a layer
 UNMODIFIED: Ladder = (None,)
 ProblemOf = Callable[[Trace, Ladder | None], AssignmentProblem]
-BYTES_PER_SECOND = 3e12
-FLOPS = {"linear": 5e14, "matmul": 5e14, "conv": 2.5e14}  # floating point operations per second, by operation
-PACKED_ACTIVATION, PACKED_WEIGHT, CHECKPOINT = 40e-6, 200e-6, 100e-6  # host seconds for each
 
 
 def quickest_plan(trace: Trace, budget_bytes: int, problem_of: ProblemOf, plan_of: Callable[[Solution], Plan]) -> Solution | None:
@@ -193,46 +186,11 @@ def _counts(num_layers: int) -> Iterator[int]:
 # --- predicted time ----------------------------------------------------------------------------------------------------
 
 
+# the operations of a second forward pass are issued while the device is busy
+ISSUED_AHEAD = replace(REFERENCE, host=replace(REFERENCE.host, forward_operation=0.0))
+
+
 def added_seconds(trace: Trace, plan: Plan) -> float:
-    """Predicted seconds that the plan adds to a step."""
-    checkpointed = checkpointed_trace(trace, plan.recompute)
-    return _packing(checkpointed, plan) + _weights(trace, plan) + _checkpointing(trace, checkpointed, plan)
-
-
-def _packing(trace: Trace, plan: Plan) -> float:
-    chosen, slots = slot_storages(trace, plan), {slot.name: slot for slot in trace.activations}
-    packed = [slots[name] for name, choice in chosen.items() if choice.packs and not choice.recomputed]
-    moved = sum(2 * (slot.nbytes + slot_bytes(slot, chosen[slot.name])) for slot in packed)
-    return moved / BYTES_PER_SECOND + PACKED_ACTIVATION * len(packed)
-
-
-def _weights(trace: Trace, plan: Plan) -> float:
-    return PACKED_WEIGHT * sum(plan.find((slot.name,), Role.WEIGHT).format is not None for slot in trace.of(Role.WEIGHT))
-
-
-def _checkpointing(trace: Trace, checkpointed: Trace, plan: Plan) -> float:
-    layers = outermost(modules_of(trace), plan.recompute) if plan.recompute else []
-    kept = {slot.name for slot in checkpointed.activations}
-    dropped = [slot for slot in trace.activations if slot.name not in kept]
-    products = [seconds for path, seconds in _products(trace) if any(is_of(path, layer) for layer in layers)]
-    return 2 * sum(slot.nbytes for slot in dropped) / BYTES_PER_SECOND + sum(products) + CHECKPOINT * len(layers)
-
-
-def _products(trace: Trace) -> list[tuple[str, float]]:
-    """(module, seconds of its matrix product in forward) for each weight whose input is saved."""
-    weights = {slot.module: slot for slot in trace.of(Role.WEIGHT) if len(slot.shape) > 1}
-    seconds_of_modules: list[tuple[str, float]] = []
-    for slot in trace.activations:
-        for saver in slot.savers:
-            path = CALL.sub("", saver.name.partition(":")[0])
-            if saver.op in FLOPS and path in weights:
-                seconds_of_modules.append(
-                    (path, 2 * _rows(slot, saver.op, weights[path]) * prod(weights[path].shape) / FLOPS[saver.op])
-                )
-    return seconds_of_modules
-
-
-def _rows(slot: Slot, op: str, weight: Slot) -> float:
-    """Rows of the input that a weight multiplies; strides of convolutions are ignored."""
-    width = slot.shape[1] if op == "conv" else slot.shape[-1]
-    return slot.numel / (width if op == "conv" or width in weight.shape else weight.shape[1])
+    """Predicted seconds that the plan adds to a step on one H200: of the device, and of the host for packed tensors and checkpoints."""
+    added = added_time(trace, plan, ISSUED_AHEAD)
+    return added.device_seconds + added.host_seconds

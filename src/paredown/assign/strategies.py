@@ -69,16 +69,16 @@ def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> Assignm
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
     """The points of the greedy path, and points with less error and the same peak that are found from some of them."""
-    path = list(_down(ledger))
+    path = list(downward_path(ledger))
     points = [*path, *_least(ledger)]
     chosen = path[0].chosen
     load = ledger.load(chosen)
     for index in range(0, len(path), max(1, len(path) // RAISED_POINTS)):
         point = path[index]
         load, chosen = ledger.changed_load(load, chosen, point.chosen), point.chosen
-        points += _raised(ledger, point, load, point.peak_bytes)
+        points += raised_points(ledger, point, load, point.peak_bytes)
         if index and path[index - 1].peak_bytes - 1 > point.peak_bytes:
-            points += _raised(ledger, point, load, path[index - 1].peak_bytes - 1)
+            points += raised_points(ledger, point, load, path[index - 1].peak_bytes - 1)
     return points
 
 
@@ -104,7 +104,8 @@ def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
     return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
 
-def _down(ledger: Ledger) -> Iterator[AssignmentPoint]:
+def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
+    """The greedy path: from the baseline down, the move of least added error per byte freed at the peak first."""
     chosen = ledger.starts.copy()
     load = ledger.load(chosen)
     rows = np.arange(len(ledger.errors))
@@ -169,7 +170,7 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
     return freed
 
 
-def _raised(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
+def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
     """The point, whose bytes at each tick are `load`, with less error at a peak of at most `cap_bytes`: items get wider formats, the
     largest error first; none if none fits.
     """

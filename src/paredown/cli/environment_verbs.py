@@ -1,4 +1,6 @@
-"""`paredown env` prints versions, devices and missing packages; `paredown formats` prints number formats and their bytes."""
+"""`paredown env` prints versions, devices and missing packages, `paredown formats` number formats and their bytes; `paredown calibrate`
+measures what this device takes, so that step time can be predicted.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,14 @@ import platform
 import shutil
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 import paredown
 from paredown.cli.application import ALONE, EXTRAS, LOOK, Exit, JsonOption, app, verb
-from paredown.cli.output import emit, heading, table, tell
+from paredown.cli.output import emit, heading, spinner, table, tell
 
 OLDEST_TORCH = (2, 11)
 GIB = 1 << 30
@@ -63,6 +66,34 @@ def env(is_json: JsonOption = False) -> None:
         tell(*_lines(value), "", *([heading("To do"), *(f"  {line}" for line in advice)] if advice else ["Nothing is missing."]))
     if any(p["version"] is None for p in packages if p["name"] in REQUIRED):
         raise typer.Exit(Exit.ERROR)
+
+
+@verb(app, "calibrate", "paredown calibrate", "paredown calibrate --trace trace.json --force", panel=LOOK)
+def calibrate_verb(
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. (default: cuda if available)", show_default=False)] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file of trace.save(path), whose operations are timed too: once for each file.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure again, also if a file of this device is there.")] = False,
+    is_json: JsonOption = False,
+) -> None:
+    """Measure in under 30 seconds what operations, packing and checkpointing take here; estimates then print step time."""
+    with spinner("measuring this device"):
+        from paredown.calibrate.device_calibration import calibrate, checked_device
+        from paredown.plan.calibration import calibration_path, find_calibration
+        from paredown.trace.trace import Trace
+
+        kind = checked_device(device)
+        found, reason = find_calibration(kind)
+        traces = [Trace.load(path) for path in trace or ()]
+        measured = calibrate(kind, traces=traces, is_forced=force)
+    path = calibration_path(kind)
+    if is_json:
+        return emit({"file": str(path), "is_new": found != measured, "reason": reason, **measured.to_json()})
+    did = f"Measured in {measured.measured_in_seconds:.0f} s" if found != measured else "Read, without measuring (--force measures)"
+    again = [f"Measured again: {reason}"] if reason and "nothing is measured" not in reason else []
+    tell(*again, f"{did}: {measured}.", f"The calibration is in {path}.")
 
 
 def _version(name: str) -> str | None:

@@ -283,8 +283,16 @@ def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None) -
     roles = {role.value: n for role, n in foot.by_role.items() if n}
     at_peak = {role.value: n for role, n in foot.at_peak.items() if n}
     fits = None if allowed is None else foot.peak_bytes <= allowed
-    parts = {"by_role": roles, "at_peak": at_peak, "workspace_bytes": foot.workspace_bytes}
+    parts = {"by_role": roles, "at_peak": at_peak, "workspace_bytes": foot.workspace_bytes, **_step_time(foot)}
     return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts}
+
+
+def _step_time(foot: Footprint) -> dict[str, Any]:
+    """Predicted seconds of the step, of device and host; the reason where they are not predicted."""
+    time = foot.step_time
+    if isinstance(time, str):
+        return {"step_seconds": None, "step_seconds_reason": time}
+    return {"step_seconds": time.seconds, "device_seconds": time.device_seconds, "host_seconds": time.host_seconds}
 
 
 def _modules(foot: Footprint, depth: int, grouping: Grouping) -> dict[str, Any]:
@@ -367,8 +375,14 @@ def _lines(value: dict[str, Any]) -> list[str]:
     lines = table(("at the peak, by role", *names), [*_by([parts_at_peak(row) for row in rows]), peaks])
     lines += ["", *table(("at the peak, by module", *names), [*_by_module(rows), peaks])]
     lines += ["", *table(("whole step", *names), _totals(rows, value["budget_bytes"]))]
-    reasons = _reasons(rows)
+    reasons = [*_reasons(rows), *_untimed(rows)]
     return [*lines, *(["", *reasons] if reasons else []), *(f"note: {note}" for note in value["notes"][:SHOWN_NOTES])]
+
+
+def _untimed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One line that says why no step time is predicted; none where it is."""
+    reasons = [row["step_seconds_reason"] for row in rows if row["step_seconds"] is None]
+    return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
 
 
 def _reasons(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -410,6 +424,9 @@ def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[s
     lines.append(("activations stored for backward", *(say_bytes(row["by_role"].get("activation", 0)) for row in rows)))
     if allowed is not None:
         lines.append((f"fits {say_bytes(allowed)}", *("yes" if row["fits"] else "no" for row in rows)))
+    if any(row["step_seconds"] is not None for row in rows):
+        seconds = [row["step_seconds"] for row in rows]
+        lines.append(("step time", *("-" if one is None else f"{1e3 * one:.1f} ms" for one in seconds)))
     if rows[0]["largest_batch"] is not None:
         lines.append(("largest batch", *(str(row["largest_batch"]) for row in rows)))
     return lines

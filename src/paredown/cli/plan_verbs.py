@@ -48,6 +48,16 @@ RecomputeOption = Annotated[
         show_default=False,
     ),
 ]
+PreferOption = Annotated[
+    str | None,
+    typer.Option(help="speed (the least predicted step time, see paredown calibrate) or accuracy.", show_default=False),
+]
+AllowanceOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="ERROR", help="With --prefer speed: the largest predicted squared gradient error.", show_default=False, min=0.0
+    ),
+]
 
 
 @verb(
@@ -65,6 +75,8 @@ def make_plan(
     overwrite: OverwriteOption = False,
     method: MethodOption = "role",
     recompute: RecomputeOption = None,
+    prefer: PreferOption = None,
+    error_allowance: AllowanceOption = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size.", show_default=False)] = None,
     input: InputOption = None,
     optimizer: OptimizerOption = None,
@@ -85,7 +97,8 @@ def make_plan(
         options = SubjectOptions(batch, input, device, autocast, optimizer, compiled, chunked_loss=chunked_loss)
         subject = find_subject(model, options)
         errors = _probed(subject, subject.trace()) if method == "sensitivity" else None
-        made = subject.plan_within(within.size, method=method, sensitivities=errors, seed=seed, recompute=recompute)
+        wanted = {"recompute": recompute, "prefer": prefer, "error_allowance": error_allowance}
+        made = subject.plan_within(within.size, method=method, sensitivities=errors, seed=seed, **wanted)
         foot, baseline = footprint(subject.trace(made), made), footprint(subject.trace())
         allowed = _budget(within.size, baseline.peak_bytes)
     made.save(out)

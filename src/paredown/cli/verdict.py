@@ -71,9 +71,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], allowed: int | None, *, requested
         tight = f"; at most {say_bytes(judged['high_bytes'])}" if judged["high_bytes"] > allowed else ""
         return f"{_begin(judged, 'fits')}: {of}{tight}."
     if fitting:
-        return (
-            f"{_begin(judged, 'does not fit')}: {of}. {_begin(fitting[0], 'fits')}: {_size(fitting[0])}{_time(fitting[0], device)}."
-        )
+        other = f"{_begin(fitting[0], 'fits')}: {_size(fitting[0])}{_time(fitting[0], rows, device)}"
+        return f"{_begin(judged, 'does not fit')}: {of}. {other}."
     least = min(rows, key=lambda row: row["peak_bytes"])
     more = f" No plan here fits; the smallest, {least['plan']}, needs {_size(least)}." if least is not judged else ""
     return f"{_begin(judged, 'does not fit')}: {of}.{more}"
@@ -100,11 +99,18 @@ def _span(row: Mapping[str, Any]) -> str:
 def _smaller(rows: Sequence[Mapping[str, Any]], device: str) -> str:
     """A sentence on the smallest of the other plans; "" if none is smaller than the first."""
     least = min(rows, key=lambda row: row["peak_bytes"])
-    return "" if least["peak_bytes"] >= rows[0]["peak_bytes"] else f" {least['plan']} needs {_size(least)}{_time(least, device)}."
+    return (
+        ""
+        if least["peak_bytes"] >= rows[0]["peak_bytes"]
+        else f" {least['plan']} needs {_size(least)}{_time(least, rows, device)}."
+    )
 
 
-def _time(row: Mapping[str, Any], device: str) -> str:
-    """The measured step time of a preset, relative to the baseline's; "" where none was measured."""
+def _time(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], device: str) -> str:
+    """The step time of a plan relative to the baseline's: predicted for a calibrated device, else measured for a preset; else ""."""
+    before, after = rows[0].get("step_seconds"), row.get("step_seconds")
+    if before and after and rows[0]["plan"] == BASELINE:
+        return f", {after / before:.2f}x time predicted"
     times = {"cuda": MEASURED_TIMES, f"cuda {COMPILED}": MEASURED_COMPILED_TIMES}.get(device, {})
     time = times.get(row["plan"])
     return "" if time is None else f", about {time} time"

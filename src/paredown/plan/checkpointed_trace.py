@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from paredown.errors import PlanError
+from paredown.plan.plan import Plan
 from paredown.plan.selectors import WILDCARDS, closest
 from paredown.roles import Role
 from paredown.sizes import FLOAT_BYTES
@@ -29,6 +30,16 @@ from paredown.trace.trace import Output, Part, Saver, Slot, Trace, cached_on_tra
 
 CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module on
 INPUT = "it is the input of a checkpointed module"
+
+
+def step_under(trace: Trace, plan: Plan) -> Trace:
+    """The trace of the step under a plan: without a session, without packing, and compiled in few bits, it may save other tensors."""
+    if trace.unmodified is not None and plan.changes_nothing:
+        return step_under(trace.unmodified, plan)
+    if trace.without_packing is not None and not plan.packs_activations:
+        return trace.without_packing
+    has_few_bits = all(format is not None and format.element.width <= 4 for format in plan.activation_formats)
+    return trace.in_4_bits if trace.in_4_bits is not None and has_few_bits else trace
 
 
 def outermost(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:

@@ -20,11 +20,13 @@ from functools import cached_property
 from html import escape
 from itertools import accumulate
 
-from paredown.errors import PlanError, warn_renamed
-from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
+from paredown.errors import CalibrationError, PlanError, warn_renamed
+from paredown.plan.calibration import Calibration, find_calibration
+from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost, step_under
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.replay import BASELINE, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
+from paredown.plan.step_time import StepTime, predict_step
 from paredown.roles import Role
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.tables import Table
@@ -129,6 +131,12 @@ class Footprint:
             sums[interval.module, interval.role] += interval.nbytes
         return dict(sums.most_common())
 
+    @cached_property
+    def step_time(self) -> StepTime | str:
+        """Predicted time of the step by the calibration of its device; a sentence with the reason where it is not predicted."""
+        calibration, reason = find_calibration(self.trace.device)
+        return reason if calibration is None else _time_of(self.trace, self.plan, calibration)
+
     def fits(self, budget: int | str) -> Fit:
         """Whether the expected peak is within `budget`: bytes, "8GiB", or "60%" of the baseline's peak."""
         whole = self.baseline.peak_bytes if isinstance(budget, str) and "%" in budget else None
@@ -171,6 +179,7 @@ class Footprint:
         head = [f"Footprint of {trace.model} on {trace.device}, {trace.dtype}: {peak}", f"  stored: {', '.join(roles)}"]
         head += [f"  activation checkpointing: {', '.join(self.recomputed)}"] if self.recomputed else []
         head += [f"  model memory: {', '.join(self._tiers())}"] if trace.optimizer else []
+        head.append(f"  step time: {'' if isinstance(self.step_time, StepTime) else 'not predicted, '}{self.step_time}")
         plans = {"baseline": BASELINE, **({} if self.plan.changes_nothing else {"this plan": self.plan})}
         plans |= {name: Plan.preset(name) for name in SHOWN_PRESETS if name in PRESETS}
         rows = [["largest slots", *plans]]
@@ -188,14 +197,11 @@ class Footprint:
         return [f"{name} {say_bytes(size)}" for name, size in sizes.items()]
 
 
-def _step_under(trace: Trace, plan: Plan) -> Trace:
-    """The trace of the step under a plan: without a session, without packing, and compiled in few bits, it may save other tensors."""
-    if trace.unmodified is not None and plan.changes_nothing:
-        return _step_under(trace.unmodified, plan)
-    if trace.without_packing is not None and not plan.packs_activations:
-        return trace.without_packing
-    has_few_bits = all(format is not None and format.element.width <= 4 for format in plan.activation_formats)
-    return trace.in_4_bits if trace.in_4_bits is not None and has_few_bits else trace
+def _time_of(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime | str:
+    try:
+        return predict_step(trace, plan, calibration=calibration)
+    except CalibrationError as error:
+        return str(error)
 
 
 def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
@@ -206,7 +212,7 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
             f"footprint takes a Trace and a Plan, in this order, not {types}: footprint(trace_step(model, batch), plan)."
         )
     plan = plan or BASELINE
-    allocator, given, trace = DEVICES[trace.device], trace, _step_under(trace, plan)
+    allocator, given, trace = DEVICES[trace.device], trace, step_under(trace, plan)
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     missing = plan.check(_slots_of(given, *([] if checkpointed is trace else [checkpointed])))
     held = intervals(checkpointed, plan)
@@ -246,7 +252,7 @@ def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]
 
 def library_workspace(trace: Trace) -> int:
     """Bytes that libraries hold in the baseline beside its tensors: `workspace_bytes` of its footprint."""
-    return _workspace(_step_under(trace, BASELINE))
+    return _workspace(step_under(trace, BASELINE))
 
 
 def _workspace(trace: Trace) -> int:

@@ -18,12 +18,13 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # values, in units of the layer's width, that cuDNN saves for backward for each position, layer and direction: gates, states and, except
 # in the last layer, outputs. Measured by the size of its reserve tensor on one H200 (cuDNN of torch 2.11) for 1 to 3 layers.
@@ -44,13 +45,36 @@ PROCESSORS, THREADS = 132, 2048  # multiprocessors of an H100 or H200, and threa
 BLOCK, WARP = 512, 32  # most threads of a block; threads of a warp
 MIN_PER_THREAD, MAX_PER_THREAD = 16, 256  # values that a thread adds
 MAX_REDUCED_BYTES = 2**31 - 1  # most bytes that one kernel sums
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"  # names of kernels in `Trace.operations`
 TRL_LOSS = "trl.kernels.chunked_logprob"  # the loss of the trainers of TRL 1.16: logits in tiles of 4096 x 32768
 TRL_KERNELS = ("_forward_tile", "_backward_tile", "_addmm_fp32")  # its functions that are kernels on CUDA
+
+
+@runtime_checkable
+class HasKernels(Protocol):
+    """What records kernels: a `Timeline`."""
+
+    def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
+        """Record one kernel."""
 
 
 def round_up(number: int, step: int) -> int:
     """`number` rounded up to a multiple of `step`."""
     return -(-number // step) * step
+
+
+def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: int = 0) -> None:
+    """Tell the timeline that records this step (trace/timeline.py) about one kernel, which no operation on fake tensors is."""
+    tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, HasKernels):
+            mode.record_kernel(name, tensors, flops, inputs)
+
+
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> int:
+    """Floating point operations of the two matrix products of attention in forward; half of them where a causal mask is known."""
+    num, heads, length, width = query.shape
+    return 2 * num * heads * length * key.shape[2] * (width + value.shape[-1]) // (2 if causal else 1)
 
 
 def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None = None) -> Tensor:
@@ -63,9 +87,11 @@ class Flash(Function):
     """Flash attention: no tensor of length x length is allocated."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         """The output, (num, heads, length, width of value)."""
-        out = _heads_inside(query, width=value.shape[-1])
+        out, ctx.causal = _heads_inside(query, width=value.shape[-1]), causal
+        flops = attention_flops(query, key, value, causal=causal)
+        record_kernel(ATTENTION, (out,), query, key, value, causal, flops=flops)
         logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
         ctx.stands_for = ("ScaledDotProductFlashAttention", ("key", "logsumexp", "output", "query", "value"))
         ctx.save_for_backward(key, logsumexp, out, query, value)
@@ -73,9 +99,11 @@ class Flash(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key and value; workspace: the query gradient in float32, and one value for each position."""
         key, _, _, query, value = ctx.saved_tensors
+        flops = 5 * attention_flops(query, key, value, causal=ctx.causal) // 2
+        record_kernel(ATTENTION_BACKWARD, (grad, query, key, value), query, key, value, ctx.causal, flops=flops)
         num, heads, length, width = query.shape
         rows = round_up(length, FLASH_ROWS)
         workspace = [query.new_empty(num, heads, rows, dtype=torch.float32)]
@@ -84,16 +112,18 @@ class Flash(Function):
             workspace += [_heads_inside(key, heads=heads), _heads_inside(value, heads=heads)]
         grads = _heads_inside(query), _heads_inside(key), _heads_inside(value)
         del workspace
-        return grads
+        return *grads, None
 
 
 class Efficient(Function):
     """Memory-efficient attention, which takes float32 and masks too."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
         """The output, (num, heads, length, width of value)."""
-        out = _heads_inside(query, width=value.shape[-1])
+        out, ctx.causal = _heads_inside(query, width=value.shape[-1]), causal
+        flops = attention_flops(query, key, value, causal=causal)
+        record_kernel(ATTENTION, (out,), query, key, value, causal, *(() if bias is None else (bias,)), flops=flops)
         num, heads, length, _ = query.shape
         logsumexp = query.new_empty(num, heads, round_up(length, EFFICIENT_ROWS), dtype=torch.float32)
         names = ("key", "log_sumexp", "output", "query", "value")
@@ -107,6 +137,8 @@ class Efficient(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key, value, and of the mask if it requires one."""
         *bias, key, logsumexp, _, query, value = ctx.saved_tensors
+        flops = 5 * attention_flops(query, key, value, causal=ctx.causal) // 2
+        record_kernel(ATTENTION_BACKWARD, (grad, query, key, value), query, key, value, ctx.causal, *bias, flops=flops)
         workspace = [torch.empty_like(logsumexp)]
         if query.itemsize < 4:
             workspace.append(torch.empty_like(query, dtype=torch.float32))
@@ -115,7 +147,7 @@ class Efficient(Function):
             workspace.append(query.new_empty(*query.shape[:2], *blocks, EFFICIENT_BLOCK**2 + EFFICIENT_LOCK))
         grads = _heads_inside(query), _heads_inside(key), _heads_inside(value)
         del workspace
-        return *grads, torch.empty_like(bias[0]) if bias and ctx.needs_input_grad[3] else None
+        return *grads, torch.empty_like(bias[0]) if bias and ctx.needs_input_grad[3] else None, None
 
 
 class Softmax(Function):
@@ -125,6 +157,7 @@ class Softmax(Function):
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:
         """A float32 tensor of the shape of `x`."""
         out = torch.empty_like(x, dtype=torch.float32)
+        record_kernel("softmax", (out,), x)
         ctx.stands_for, ctx.dtype = (node, ("result",)), x.dtype
         ctx.save_for_backward(out)
         return out
@@ -133,6 +166,7 @@ class Softmax(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The gradient, in the dtype of the input."""
+        record_kernel("softmax_backward", (grad,), *ctx.saved_tensors)
         return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype), None
 
 
@@ -144,6 +178,7 @@ class RMSNorm(Function):
         """`x` normalised over its last `num_dims` dimensions."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty((*x.shape[: x.dim() - num_dims], *(1,) * num_dims), dtype=torch.float32)
+        record_kernel("rms_norm", (out,), x)
         ctx.stands_for = ("FusedRmsNorm", ("input", "result1", "weight"))
         ctx.save_for_backward(x, rstd, *(() if weight is None else (weight,)))
         return out
@@ -153,6 +188,7 @@ class RMSNorm(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input and weight."""
         x, _, *weight = ctx.saved_tensors
+        record_kernel("rms_norm_backward", (grad, x), x)
         return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None, None
 
 
@@ -167,6 +203,7 @@ class Recurrent(Function):
         directions = 2 if hx.shape[0] == 2 * num_layers else 1
         out = x.new_empty(length, num, directions * hx.shape[-1])
         states = [torch.empty_like(hx), torch.empty_like(cx) if cx is not None else x.new_empty(0)]
+        record_kernel(kind, (out,), x, flops=2 * length * num * sum(weight.numel() for weight in weights))
         num_values = length * num * directions * width * (num_layers * RNN_RESERVE[kind] - 1)
         reserve = x.new_empty(num_values * x.itemsize + 256, dtype=torch.uint8)
         ctx.has_cell, ctx.num_weights = cx is not None, len(weights)
@@ -185,6 +222,7 @@ class Recurrent(Function):
         weights = saved[len(saved) - ctx.num_weights :]
         cx, hx, x = saved[:3] if ctx.has_cell else (None, *saved[:2])
         flat = x.new_empty(sum(w.numel() for w in weights), dtype=weights[0].dtype)
+        record_kernel("rnn_backward", (flat,), x, flops=4 * x.shape[0] * x.shape[1] * flat.numel())
         parts = flat.split([w.numel() for w in weights])
         state_grads = torch.empty_like(hx), torch.empty_like(cx) if cx is not None else None
         return None, None, torch.empty_like(x), *state_grads, *(p.view(w.shape) for p, w in zip(parts, weights, strict=True))
@@ -194,9 +232,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *,
     """Output of the fused attention kernel that CUDA selects; None where it runs the unfused one, which writes the logits."""
     kernel = attention_kernel(query, key, value, mask, causal=causal, grouped=grouped)
     if kernel is Flash:
-        return Flash.apply(query, key, value)
+        return Flash.apply(query, key, value, causal)
     if kernel is Efficient:
-        return Efficient.apply(query, key, value, None if mask is None else bias_of_mask(mask, query, key))
+        return Efficient.apply(query, key, value, None if mask is None else bias_of_mask(mask, query, key), causal)
     return None
 
 

@@ -7,26 +7,33 @@ that is freed at a tick was still allocated while the operation of that tick ran
     tick  op        allocated    freed after it
     7     addmm     h  (4 KiB)
     8     relu      r  (4 KiB)   h               at tick 8 both are live: 8 KiB
+
+It also counts what every operation computes and moves (`Operation`): floating point operations by torch's formulas, bytes of all tensors
+that it reads and writes, and its arguments as JSON, [positional, keywords]. In it a tensor is {"t": [dtype, shape, strides]} and a dtype,
+layout or memory format {"o": its name}; devices are left out.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import json
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from paredown.roles import Role
 from paredown.trace.device_ops import UNKNOWN_SIZES, WORKSPACES
+from paredown.trace.trace import Operation
 
 DEVICE, DETACH = torch.ops.prim.device.default, torch.ops.aten.detach.default  # these two are not counted as ticks
 ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
@@ -34,6 +41,10 @@ BERNOULLI, RANDOM_BITS = (
     torch.ops.aten.bernoulli_.float,
     "bernoulli_",
 )  # dropout on the CPU: the mask is allocated empty, then filled
+# beside views
+WITHOUT_KERNEL = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view"})
+MOST_ARGUMENTS = 4096  # characters of JSON
+OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 @dataclass(eq=False)
@@ -83,6 +94,7 @@ class Timeline(TorchDispatchMode):
         self._is_cuda = is_cuda
         self.current_tick, self.phase, self.last_op, self.last_module = 0, "forward", "", ""
         self.allocations: list[Allocation] = []
+        self._operations: dict[Operation, int] = {}  # -> number of calls
         self._where = where
         self._live: dict[int, Allocation] = {}
         self._owner: Any = None
@@ -100,6 +112,8 @@ class Timeline(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self._is_cuda and func in WORKSPACES:
             self._record_workspace(WORKSPACES[func](args), module)
+        if self._owner is None and func is not DETACH:
+            self._record_operation(func, args, kwargs or {}, out, module)
         if func in UNKNOWN_SIZES:
             out = UNKNOWN_SIZES[func](args, out)
         for value in (out,) if isinstance(out, Tensor) else tree_leaves(out):
@@ -136,6 +150,27 @@ class Timeline(TorchDispatchMode):
                     allocation.used = self.current_tick
                     if allocation.owner is Role.WEIGHT:
                         allocation.uses.append(self.current_tick)
+
+    def _record_operation(self, func: Any, args: Any, kwargs: Any, out: Any, module: str) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or name in WITHOUT_KERNEL:
+            return
+        tensors = [value for value in tree_leaves((args, kwargs, out)) if isinstance(value, Tensor)]
+        self._count_kernel(str(func), tensors, _flops(func, args, kwargs, out), _arguments_json(args, kwargs), module)
+
+    def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
+        """Record one kernel of CUDA that CPU operations stand for; `arguments`: those that it can be repeated with."""
+        self._count_kernel(name, tensors, flops, _arguments_json(arguments, {}), self.module())
+
+    def _count_kernel(self, op: str, tensors: list[Tensor], flops: int, arguments: str, module: str) -> None:
+        nbytes = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+        dtype = next((str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point()), "")
+        operation = Operation(op, module, self.phase, dtype, flops, nbytes, arguments)
+        self._operations[operation] = self._operations.get(operation, 0) + 1
+
+    def operations(self) -> tuple[Operation, ...]:
+        """What ran so far, equal calls as one row."""
+        return tuple(replace(operation, count=count) for operation, count in self._operations.items())
 
     def module(self) -> str:
         """Path of the module that the current operation belongs to; in backward, the module whose forward created the running node."""
@@ -200,3 +235,35 @@ def _record_free(reference: weakref.ref[Timeline], cdata: int) -> None:
     timeline = reference()
     if timeline is not None:
         timeline.record_free(cdata)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating point operations by torch's formula; 0 for operations without one, and for arguments that it does not take."""
+    formula = flop_registry.get(func._overloadpacket)
+    try:
+        return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+    except (AssertionError, IndexError, TypeError, ValueError):
+        return 0
+
+
+def _arguments_json(args: Any, kwargs: Any) -> str:
+    """Arguments of an operation as JSON; "" where they hold other values than tensors, numbers, texts and dtypes, or are long."""
+    try:
+        text = json.dumps([_json_value(args), {name: _json_value(value) for name, value in kwargs.items()}], separators=(",", ":"))
+    except TypeError:
+        return ""
+    return text if len(text) <= MOST_ARGUMENTS else ""
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return {"t": [str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride())]}
+    if isinstance(value, list | tuple):
+        return [_json_value(part) for part in value]
+    if isinstance(value, OBJECTS):
+        return {"o": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return None
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} has no JSON form here")

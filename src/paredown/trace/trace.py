@@ -4,6 +4,7 @@
     Saver     an operation that saved an activation for backward, and what its backward needs of it
     Part      when a slot is packed, decoded and released, if a plan packs it for one use
     Output    memory that an operation allocated, whether or not a slot came of it
+    Operation an operation that ran, with its floating point operations and the bytes that it reads and writes
 
 Times are ticks: every operation of the step is one (trace/timeline.py). A lifetime includes both of its ends.
 
@@ -150,11 +151,30 @@ class Output:
     inputs: tuple[str, ...] = ()  # as those of a `Slot`
 
 
+@dataclass(frozen=True)
+class Operation:
+    """`count` equal calls of one operation in a module and a phase; floating point operations and bytes moved are those of one call.
+
+    `arguments`: JSON of tensors and numbers that a call can be repeated with (trace/timeline.py), "" where it cannot. Operations that
+    only make views or allocate memory are left out.
+    """
+
+    op: str
+    module: str
+    phase: str
+    dtype: str = ""
+    flops: int = 0
+    nbytes: int = 0
+    arguments: str = ""
+    count: int = 1
+
+
 @dataclass(frozen=True, repr=False)
 class Trace:
     """One training step of `length` ticks: the tensors it stores (`slots`) and allocates (`outputs`); backward begins at `backward_at`.
 
     `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
+    `operations` are all operations of forward, loss and backward, from which step time is predicted; a compiled step has none.
 
     The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
     activations, and has the step without in `without_packing`, and one in 4 bits or fewer, if it differs, in `in_4_bits`. The trace of an
@@ -173,6 +193,7 @@ class Trace:
     backward_at: int
     returned_bytes: int = 0  # of the model's output beside its loss, which is freed before backward
     notes: tuple[str, ...] = ()
+    operations: tuple[Operation, ...] = ()
     is_compiled: bool = False  # by torch.compile
     without_packing: Trace | None = None  # the step under a plan that packs no activations, where that is another one
     in_4_bits: Trace | None = None  # of a compiled step: the step under a plan that packs all activations in 4 bits or fewer
@@ -208,7 +229,7 @@ class Trace:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""
-        rows = {name: dump_dataclass(getattr(self, name), skips_defaults=True) for name in ("slots", "outputs")}
+        rows = {name: dump_dataclass(getattr(self, name), skips_defaults=True) for name in ("slots", "outputs", "operations")}
         return {"version": VERSION, **{name: dump_dataclass(getattr(self, name)) for name in FIELDS if name not in rows}, **rows}
 
     @staticmethod

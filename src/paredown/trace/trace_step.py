@@ -169,6 +169,7 @@ class TraceBuilder:
             backward_at=self.step.backward_at,
             returned_bytes=self.step.returned_bytes,
             notes=(*state.notes, *self._notes()),
+            operations=self.step.timeline.operations(),
         )
 
     def _persistent_slot(self, name: str, role: Role, tensor: Tensor, end: int) -> Slot:

@@ -1,0 +1,167 @@
+"""`assign(..., prefer="speed")`: of all plans within the budget and the error allowance, the one that is predicted to be quickest.
+
+Candidates, with predictions of plan/step_time.py from the calibration of the device:
+
+    exact           every layer checkpointed, every second layer, and as few as fit; nothing quantized
+    accuracy        the plan of prefer="accuracy"
+    packed          for some numbers of checkpointed layers: as few packed tensors, or packed bytes, as fit
+
+A packed candidate follows the greedy path of assign/strategies.py with another cost: seconds of packing plus a weight times the error, for
+weights from 0 (fewest seconds, lowest formats) up. A host that is the limit charges each tensor alike, whatever its size, a device its
+bytes: both costs are tried, and the prediction of the whole step decides. The exact candidates make sure that no plan is predicted to be
+slower than checkpointing every layer, or every second one, where these fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paredown.assign.checkpointed_layers import UNMODIFIED, ProblemOf, Solution, fewest_layers, repeated_layers
+from paredown.assign.options import LADDER, Ledger
+from paredown.assign.problem import AssignmentProblem
+from paredown.assign.strategies import AssignmentPoint, downward_path, raised_points
+from paredown.errors import CalibrationError, PlanError
+from paredown.formats.format import Format
+from paredown.plan.calibration import REFERENCE, Calibration, find_calibration
+from paredown.plan.checkpointed_trace import checkpointed_trace
+from paredown.plan.footprint import peak_of
+from paredown.plan.plan import Plan
+from paredown.plan.step_time import StepTime, predict_step
+from paredown.roles import Role
+from paredown.serial import is_number
+from paredown.trace.trace import Trace
+
+PREFERENCES = ("speed", "accuracy")
+ALLOWANCE_FACTOR = 1.1  # over the error of prefer="accuracy"
+ERROR_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
+MOST_PACKED = 8  # candidates whose whole step is predicted
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """What `assign` prefers, the error that it allows (None: by ALLOWANCE_FACTOR), and the costs that it predicts time with."""
+
+    prefer: str
+    error_allowance: float | None
+    calibration: Calibration
+    note: str = ""  # why times are those of REFERENCE
+
+    @staticmethod
+    def of(trace: Trace, prefer: object, error_allowance: Any, calibration: object) -> Preference | None:
+        """The checked arguments of `assign`; None without a preference."""
+        if prefer not in (None, *PREFERENCES):
+            raise PlanError(f"prefer is {prefer!r}. Allowed: {', '.join(map(repr, PREFERENCES))}, or None.")
+        is_allowance = isinstance(error_allowance, int | float) and is_number(error_allowance) and error_allowance >= 0
+        if error_allowance is not None and not (is_allowance and prefer == "speed"):
+            raise PlanError(
+                f"error_allowance is {error_allowance!r}, prefer {prefer!r}: it is the largest predicted squared gradient error, a number "
+                "from 0 up, of prefer='speed' alone."
+            )
+        if not isinstance(calibration, Calibration | None) or (calibration is not None and prefer != "speed"):
+            raise PlanError("calibration is the result of paredown.calibrate(), and serves prefer='speed' alone.")
+        if prefer is None:
+            return None
+        found, note = (calibration, "") if calibration is not None else find_calibration(trace.device)
+        return Preference(str(prefer), error_allowance, _checked(found or replace(REFERENCE, device=trace.device), trace), note)
+
+    def allowed_error(self, accurate: Solution) -> float:
+        """The largest error of a plan; `accurate` is the solution of prefer="accuracy"."""
+        return ALLOWANCE_FACTOR * accurate[1].error if self.error_allowance is None else float(self.error_allowance)
+
+
+def _checked(calibration: Calibration, trace: Trace) -> Calibration:
+    if calibration.device != trace.device:
+        raise CalibrationError(f"the trace is of a step on {trace.device}, the calibration of {calibration.device_name}.")
+    return calibration
+
+
+def quickest_solution(
+    trace: Trace,
+    budget_bytes: int,
+    problem_of: ProblemOf,
+    plan_of: Callable[[Solution], Plan],
+    preference: Preference,
+    candidates: Iterable[Solution],
+) -> tuple[Solution, StepTime]:
+    """The quickest of `candidates` and of the packed ones, and its predicted time; `candidates` are not empty."""
+    given = list(candidates)
+    allowed = preference.allowed_error(given[0])
+    packed = packed_solutions(trace, budget_bytes, problem_of, preference.calibration, allowed, has_layers=len(given) > 1)
+    within = [one for one in given if one[1].error <= allowed] + list(packed)
+    timed = [(predict_step(trace, plan_of(one), calibration=preference.calibration), one) for one in within or given[:1]]
+    time, solution = min(timed, key=lambda pair: (pair[0].seconds, pair[1][1].error))
+    return solution, time
+
+
+def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Iterator[Solution]:
+    """Every layer checkpointed, every second one, and as few as fit, where they fit; nothing quantized."""
+    layers = repeated_layers(trace)
+
+    def fits(chosen: tuple[str, ...]) -> bool:
+        return peak_of(trace, Plan((), recompute=chosen)) <= budget_bytes
+
+    if not layers:
+        return
+    choices = [tuple(layers), tuple(sorted(layers)[::2])]
+    if fits(choices[0]):
+        choices.append(tuple(layers[: fewest_layers(lambda count: fits(tuple(layers[:count])), 0, len(layers))]))
+    for chosen in dict.fromkeys(choices):
+        problem = problem_of(checkpointed_trace(trace, chosen), UNMODIFIED) if fits(chosen) else None
+        point = problem.best(budget_bytes) if problem is not None else None
+        if problem is not None and point is not None:
+            yield problem, point, chosen
+
+
+def packed_solutions(
+    trace: Trace, budget_bytes: int, problem_of: ProblemOf, calibration: Calibration, allowed: float, *, has_layers: bool
+) -> list[Solution]:
+    """Packed candidates within budget and error, those of least seconds by the sums of their parts."""
+    layers = repeated_layers(trace) if has_layers else []
+    counts = sorted({len(layers) * part // 4 for part in range(5)} | ({1} if layers else set()))
+    found: dict[tuple[object, ...], tuple[float, Solution]] = {}
+    for count in counts:
+        step = checkpointed_trace(trace, tuple(layers[:count]))
+        problem = problem_of(step, LADDER)
+        if problem.ledger.floor_bytes > budget_bytes:
+            continue
+        base = predict_step(trace, Plan((), recompute=tuple(layers[:count])), calibration=calibration)
+        costs = row_costs(problem, calibration)
+        for chosen in cheapest_choices(problem.ledger, costs, budget_bytes):
+            point = AssignmentPoint(chosen, problem.ledger.peak(chosen), problem.ledger.error(chosen))
+            if point.error <= allowed:
+                seconds = base + StepTime(float(costs[0][chosen].sum()), float(costs[1][chosen].sum()))
+                found[count, *chosen.tolist()] = seconds.seconds, (problem, point, tuple(layers[:count]))
+    return [solution for _, solution in sorted(found.values(), key=lambda pair: pair[0])[:MOST_PACKED]]
+
+
+def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
+    """(device seconds, host seconds) of each row of the ledger: of packing its slots."""
+    sizes = {slot.name: slot.nbytes for slot in problem.trace.activations}
+    rows = [option for item in problem.ledger.items for option in item.options]
+
+    def packed(formats: Iterable[tuple[tuple[str, Role], Format | None]]) -> list[tuple[int, Format]]:
+        return [(sizes[name], one) for (name, role), one in formats if one is not None and role is Role.ACTIVATION]
+
+    chosen = [packed(option.formats) for option in rows]
+    device = [sum(calibration.format_cost(one).device_seconds(nbytes) for nbytes, one in row) for row in chosen]
+    host = [sum(calibration.format_cost(one).host_seconds for _, one in row) for row in chosen]
+    return np.array(device), np.array(host)
+
+
+def cheapest_choices(ledger: Ledger, costs: tuple[Floats, Floats], budget_bytes: int) -> Iterator[NDArray[np.int64]]:
+    """Choices within the budget that the greedy path finds by seconds of device or host plus a weight times the error."""
+    error_scale = max(float(ledger.errors.max(initial=0.0)), 1e-30)
+    for seconds in costs:
+        scale = max(float(seconds.max(initial=0.0)), 1e-30)
+        for weight in ERROR_WEIGHTS:
+            priced = replace(ledger, errors=seconds / scale + weight * ledger.errors / error_scale)
+            point = next((one for one in downward_path(priced) if one.peak_bytes <= budget_bytes), None)
+            if point is not None:
+                raised = raised_points(priced, point, priced.load(point.chosen), budget_bytes)
+                yield (raised[0] if raised else point).chosen

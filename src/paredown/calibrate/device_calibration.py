@@ -1,0 +1,84 @@
+"""`calibrate`: measures the costs of a device and writes their JSON, from which `assign`, `footprint` and `estimate` predict step time.
+
+    calibrate("cuda")                       # about 15 s on one H200; a file of this device and these versions is read instead
+    calibrate("cuda", traces=[trace])       # and the operations of these traces, timed one by one: predictions of their steps are closer
+
+A file of another device or version is measured again, and the reason is printed by `paredown calibrate`. A present file is not
+measured again unless `is_forced`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from paredown.calibrate.device_time import bandwidths, codec_seconds, flop_rates, smallest_kernel
+from paredown.calibrate.host_time import HostMeasurement
+from paredown.calibrate.operation_time import time_operations
+from paredown.errors import CalibrationError
+from paredown.plan.calibration import Calibration, FormatCost, HostCost, load_calibration, present_device_name, versions
+from paredown.serial import brief
+from paredown.trace.trace import DEVICES, Trace
+
+FORMATS = ["int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16"]
+
+
+def calibrate(device: str | None = None, *, traces: Sequence[Trace] = (), is_forced: bool = False) -> Calibration:
+    """The costs of this device: read from the cache folder if they are there, else measured and written.
+
+    `traces`: steps whose operations are timed one by one and added to the file. `is_forced`: measure again in any case.
+    """
+    kind = checked_device(device)
+    if not all(isinstance(trace, Trace) for trace in traces):
+        raise CalibrationError(f"traces are results of trace_step(model, batch), in a list, not {brief(traces)}.")
+    try:
+        calibration = None if is_forced else load_calibration(kind, present_device_name(kind))
+    except CalibrationError:
+        calibration = None
+    if calibration is not None and not traces:
+        return calibration
+    begun = time.perf_counter()
+    calibration = calibration or measure_device(kind)
+    if traces:
+        timed = time_operations([_on(trace, kind) for trace in traces], kind)
+        calibration = replace(calibration, timed={**calibration.timed, **timed})
+    calibration = replace(calibration, measured_in_seconds=time.perf_counter() - begun)
+    calibration.save()
+    return calibration
+
+
+def measure_device(device: str) -> Calibration:
+    """The costs of this device, measured now."""
+    rates = {text: codec_seconds(text, device) for text in FORMATS}
+    draft = Calibration(
+        device=device,
+        device_name=present_device_name(device) or device,
+        host=HostCost(*[0.0] * len(fields(HostCost))),
+        kernel_seconds=smallest_kernel(device),
+        bytes_per_second=bandwidths(device),
+        flops_per_second=flop_rates(device),
+        formats={text: FormatCost(*rates[text], 0.0) for text in FORMATS},
+        torch=versions()["torch"],
+        paredown=versions()["paredown"],
+    )
+    host, packed = HostMeasurement(draft).cost(FORMATS)
+    return replace(draft, host=host, formats={text: FormatCost(*rates[text], packed[text]) for text in FORMATS})
+
+
+def checked_device(device: str | None) -> str:
+    """ "cuda" or "cpu", by default the GPU if there is one; CalibrationError for a device that is absent."""
+    kind = str(device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+    if kind not in DEVICES:
+        raise CalibrationError(f"device {brief(device)} cannot be measured. Allowed: {', '.join(DEVICES)}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise CalibrationError("there is no CUDA device here to measure. Run it where the training runs, or calibrate 'cpu'.")
+    return kind
+
+
+def _on(trace: Trace, device: str) -> Trace:
+    if trace.device != device:
+        raise CalibrationError(f"the trace is of a step on {trace.device}; its operations cannot be timed on {device}.")
+    return trace

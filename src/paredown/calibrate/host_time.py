@@ -1,0 +1,199 @@
+"""Host seconds of operations, packed tensors, checkpointed layers and packed weights, from steps of two small networks.
+
+Their tensors are so small that a GPU keeps up with the host: the time of a step is that of the host. On the CPU, what the operations
+themselves take is subtracted, by the rates and times of a `draft` whose host costs are 0. The number of operations and of packed tensors
+follows from a trace, as it does in a prediction, so that what a trace does not count (views, modules, hooks) is part of the cost of what
+it counts.
+
+    forward operation     seconds of forward / its operations
+    packed tensor         (seconds of a step with packed activations - seconds of the baseline) / packed tensors
+    checkpoint            (seconds with checkpointing - baseline - operations that run twice) / layers
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from paredown.calibrate.operation_time import time_operations
+from paredown.models import MODELS
+from paredown.optim.optimizers import AdamW
+from paredown.plan.calibration import Calibration, HostCost
+from paredown.plan.plan import Plan
+from paredown.plan.replay import slot_storages
+from paredown.plan.step_time import added_time
+from paredown.roles import Role
+from paredown.session.session import apply
+from paredown.trace.trace import Trace
+from paredown.trace.trace_step import trace_step
+
+WARM_UP, STEPS = {"cuda": 5, "cpu": 2}, {"cuda": 15, "cpu": 5}
+DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # of autocast
+LEAST_SECONDS = 1e-7  # of a cost: differences of two times can be negative
+WEIGHTS = "int8/64@bf16"
+EMPTY_CALLS = 200
+
+
+class StepSeconds(NamedTuple):
+    """Host seconds of forward (with loss), backward and the optimizer's step."""
+
+    forward: float
+    backward: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of all three."""
+        return sum(self)
+
+
+class SmallNetwork:
+    """A network of `paredown.models` on small tensors, whose steps are timed under plans. `layers`: pattern of its repeated layers."""
+
+    def __init__(self, name: str, layers: str, batch: tuple[Tensor, ...], **sizes: int) -> None:
+        self.name, self.layers, self.batch, self.sizes = name, layers, batch, sizes
+        self.device = batch[0].device.type
+
+    def build(self) -> nn.Module:
+        """The model, on the device."""
+        return MODELS[self.name](**self.sizes).to(self.device).train()
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The trace of its step."""
+        batch: Any = tuple(part.cpu() for part in self.batch)
+        dtype = DTYPES[self.device]
+        return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
+
+    def seconds(self, plan: Plan | None = None, *, is_ours: bool = False) -> StepSeconds:
+        """Medians over steps under `plan`; `is_ours`: with AdamW of paredown.optim."""
+        model = self.build()
+        session = apply(plan, model) if plan is not None else None
+        try:
+            fused = torch.optim.AdamW(model.parameters(), fused=True) if not is_ours else AdamW(model.parameters())
+            warm_up = WARM_UP[self.device]
+            rows = [self._step(model, fused) for _ in range(warm_up + STEPS[self.device])][warm_up:]
+        finally:
+            if session is not None:
+                session.close()
+        return StepSeconds(*(median(column) for column in zip(*rows, strict=True)))
+
+    def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
+        _synchronize(self.device)
+        times = [time.perf_counter()]
+        dtype = DTYPES[self.device]
+        with nullcontext() if dtype is None else torch.autocast(self.device, dtype):
+            loss = _loss(model(*self.batch[:-1]), self.batch[-1])
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        times.append(time.perf_counter())
+        return times[1] - times[0], times[2] - times[1], times[3] - times[2]
+
+    def num_packed(self, plan: Plan) -> int:
+        """Saved tensors that the plan packs."""
+        return sum(storage.packs for storage in slot_storages(self.trace, plan).values())
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def small_networks(device: str) -> list[SmallNetwork]:
+    """A transformer and a residual network; saved tensors have more values than the least that is packed."""
+    ids = torch.randint(64, (2, 64), device=device)
+    pictures, labels = torch.randn(4, 3, 32, 32, device=device), torch.randint(10, (4,), device=device)
+    gpt = {"vocabulary": 64, "dim": 64, "num_layers": 4, "num_heads": 2, "context": 64}
+    return [SmallNetwork("gpt", "layers.*", (ids, ids), **gpt), SmallNetwork("resnet18", "layer?.*", (pictures, labels), width=16)]
+
+
+class HostMeasurement:
+    """Measures what the host takes for the steps of small networks. `draft`: rates of the device, with host costs of 0."""
+
+    def __init__(self, draft: Calibration) -> None:
+        self.draft, self.networks = draft, small_networks(draft.device)
+        self.is_cpu = draft.device == "cpu"
+        if self.is_cpu:
+            self.draft = replace(draft, timed=time_operations([one.trace for one in self.networks], "cpu"))
+
+    def cost(self, formats: Sequence[str]) -> tuple[HostCost, dict[str, float]]:
+        """Costs of the host, and host seconds of one packed tensor in each format."""
+        with _without_collection():
+            rows = [one.seconds() for one in self.networks]
+            forward = self._per_operation([row.forward for row in rows], "forward", "loss")
+            backward = self._per_operation([row.backward for row in rows], "backward")
+            optimizer = _share([row.optimizer for row in rows], [len(one.trace.of(Role.GRADIENT)) for one in self.networks])
+            packed = {text: self._packed(rows, text) for text in formats}
+            checkpoint, weight = self._checkpoint(rows[0], forward), self._weight()
+        return HostCost(empty_operation(self.draft.device), forward, backward, optimizer, checkpoint, weight), packed
+
+    def _per_operation(self, seconds: list[float], *phases: str) -> float:
+        operations = [[one for one in network.trace.operations if one.phase in phases] for network in self.networks]
+        computed = sum(one.count * self.draft.operation_seconds(one) for rows in operations for one in rows)
+        return _share([*seconds, -computed * self.is_cpu], [sum(one.count for one in rows) for rows in operations])
+
+    def _packed(self, rows: list[StepSeconds], text: str) -> float:
+        plan = Plan.uniform(activation=text)
+        added = [one.seconds(plan).total - row.total for one, row in zip(self.networks, rows, strict=True)]
+        computed = sum(added_time(one.trace, plan, self.draft).device_seconds for one in self.networks)
+        return _share([*added, -computed * self.is_cpu], [one.num_packed(plan) for one in self.networks])
+
+    def _checkpoint(self, row: StepSeconds, forward: float) -> float:
+        network = self.networks[0]
+        plan = Plan((), recompute=(network.layers,))
+        again = [one for one in network.trace.operations if one.phase == "forward" and one.module.startswith("layers.")]
+        computed = added_time(network.trace, plan, self.draft).device_seconds * self.is_cpu
+        issued = forward * sum(one.count for one in again)
+        return _share([network.seconds(plan).total - row.total - computed - issued], [network.sizes["num_layers"]])
+
+    def _weight(self) -> float:
+        network, plan = self.networks[0], Plan.uniform(weight=WEIGHTS)
+        num_packed = sum(len(slot.shape) > 1 for slot in network.trace.of(Role.WEIGHT))
+        return _share([network.seconds(plan, is_ours=True).total - network.seconds(is_ours=True).total], [num_packed])
+
+
+def _share(seconds: list[float], counts: list[int]) -> float:
+    return max(sum(seconds) / sum(counts), LEAST_SECONDS)
+
+
+def empty_operation(device: str) -> float:
+    """Host seconds of an addition of one value, called in a loop; the least of three loops."""
+    x = torch.ones(1, device=device)
+
+    def loop(call: Callable[[], object]) -> float:
+        _synchronize(device)
+        begun = time.perf_counter()
+        for _ in range(EMPTY_CALLS):
+            call()
+        return (time.perf_counter() - begun) / EMPTY_CALLS
+
+    return min(loop(lambda: x + x) for _ in range(3))
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _without_collection() -> Generator[None]:
+    """Inside the context, Python does not collect garbage: a collection in one step would count as its cost."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,295 @@
+"""`Calibration`: what operations, packing and checkpointing cost on one device, measured by `paredown.calibrate` and read from its JSON.
+
+The file is `calibration-cuda.json` or `calibration-cpu.json` in the folder that the environment variable PAREDOWN_CACHE names, else in
+`paredown` of XDG_CACHE_HOME, else in `~/.cache/paredown`. A file of another device, torch or paredown is not used: `load_calibration`
+raises a CalibrationError that names both, and `calibrate` measures again.
+
+REFERENCE has the numbers of one H200. `assign` compares plans by it where nothing was measured; no step time is printed from it.
+
+Seconds of one operation on the device, unless that operation was timed itself:
+
+    max(flops / rate of its kind and dtype, bytes / bandwidth of its kind, seconds of the smallest kernel)
+
+>>> kind_of("aten.addmm.default"), kind_of("aten.native_layer_norm_backward.default"), kind_of("aten.add.Tensor")
+('matmul', 'norm_backward', 'elementwise')
+>>> round(REFERENCE.operation_seconds(Operation("aten.add.Tensor", "", "forward", "float32", nbytes=3_000_000_000)) * 1e3, 3)
+1.0
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from hashlib import sha256
+from importlib import metadata
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+from paredown.errors import CalibrationError, FormatError
+from paredown.formats.catalog import find_format
+from paredown.formats.format import Format
+from paredown.serial import dump_dataclass, load_json, object_parts, read_dataclass, save_json
+from paredown.trace.trace import Operation
+
+VERSION = 1  # of the JSON
+FOLDER_VARIABLE = "PAREDOWN_CACHE"
+HINT = "Calibrations are written by `paredown calibrate`."
+MEASURE = "Run `paredown calibrate` on this device."
+# kind -> what names of its operations contain, the first match
+KINDS = {
+    "attention": ("attention",),
+    "conv": ("conv",),
+    "matmul": ("mm", "linear", "lstm", "gru", "rnn"),
+    "norm_backward": ("norm_backward",),
+    "norm": ("norm",),
+    "scatter": ("embedding_dense_backward", "scatter", "index_add", "index_put"),
+    "softmax": ("softmax", "nll_loss"),
+    "reduction": ("sum", "mean", "amax", "var"),
+}
+ELEMENTWISE = "elementwise"
+
+
+@dataclass(frozen=True)
+class FormatCost:
+    """What a format costs: bytes of the unpacked tensor per second, seconds of one launch on the device, host seconds for each tensor."""
+
+    encode_bytes_per_second: float
+    decode_bytes_per_second: float
+    launch_seconds: float
+    host_seconds: float
+
+    def device_seconds(self, nbytes: int) -> float:
+        """Device seconds to encode and decode a tensor of `nbytes` once each."""
+        return 2 * self.launch_seconds + nbytes / self.encode_bytes_per_second + nbytes / self.decode_bytes_per_second
+
+
+@dataclass(frozen=True)
+class HostCost:
+    """Seconds of the host; `packed_weight` and `checkpoint` are beyond the operations that run once more."""
+
+    empty_operation: float  # one addition of one value, called in a loop
+    forward_operation: float  # one kernel of forward: module, autograd and autocast included
+    backward_operation: float
+    optimizer_parameter: float  # one parameter in a fused step of torch.optim
+    checkpoint: float  # one checkpointed layer
+    packed_weight: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Costs on one device. `flops_per_second`: kind and dtype -> (flops of a call, flops per second) at rising sizes.
+
+    `timed`: seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`.
+    """
+
+    device: str
+    device_name: str
+    torch: str
+    paredown: str
+    host: HostCost
+    kernel_seconds: float
+    bytes_per_second: Mapping[str, float] = field(hash=False)
+    flops_per_second: Mapping[str, tuple[tuple[float, float], ...]] = field(hash=False)
+    formats: Mapping[str, FormatCost] = field(hash=False)
+    timed: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    measured_in_seconds: float = 0.0
+
+    def operation_seconds(self, operation: Operation) -> float:
+        """Predicted device seconds of one call."""
+        timed = self.timed.get(operation_key(operation)) if self.timed and operation.arguments else None
+        if timed is not None:
+            return timed
+        kind = kind_of(operation.op)
+        moved = operation.nbytes / self.bytes_per_second.get(kind, self.bytes_per_second[ELEMENTWISE])
+        computed = operation.flops / self._flops_per_second(kind, operation) if operation.flops else 0.0
+        return max(moved, computed, self.kernel_seconds)
+
+    def _flops_per_second(self, kind: str, operation: Operation) -> float:
+        tables = self.flops_per_second
+        name = f"{kind} {operation.dtype}"
+        points = tables.get(name) or tables.get(f"matmul {operation.dtype}") or next(iter(tables.values()))
+        return _interpolated(points, operation.flops)
+
+    def format_cost(self, format: Format | None) -> FormatCost:
+        """The cost of a format: its own, or that of the measured format with the nearest width; of masks that of the widest."""
+        text = str(format)
+        if format is None or text in self.formats:
+            return self.formats[text] if text in self.formats else self._by_width[-1][1]
+        return min(self._by_width, key=lambda row: abs(row[0] - format.element.width))[1]
+
+    @cached_property
+    def _by_width(self) -> list[tuple[int, FormatCost]]:
+        rows = ((find_format(text).element.width, cost) for text, cost in self.formats.items())
+        return sorted(rows, key=lambda row: row[0])
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value."""
+        return {"version": VERSION, **dump_dataclass(self)}
+
+    @staticmethod
+    def from_json(value: Any) -> Calibration:
+        """The calibration whose `to_json()` is `value`; CalibrationError where it is none."""
+        names = [one.name for one in fields(Calibration)]
+        parts = object_parts(value, "calibration", names, ("version", "device", "host", "formats"), VERSION, CalibrationError)
+        calibration = read_dataclass(Calibration, parts, "calibration", CalibrationError)
+        _check(calibration)
+        return calibration
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write the JSON, by default to the cache folder; returns the path."""
+        target = calibration_path(self.device) if path is None else Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        save_json(target, self.to_json(), indent=1)
+        return target
+
+    def __str__(self) -> str:
+        host, cost = self.host, self.format_cost(None)
+        rate = max(point[1] for points in self.flops_per_second.values() for point in points)
+        return (
+            f"{self.device_name}, torch {self.torch}: {rate / 1e12:.3g} TFLOP/s at most, "
+            f"{self.bytes_per_second[ELEMENTWISE] / 1e12:.3g} TB/s; host {1e6 * host.empty_operation:.1f} us per empty operation, "
+            f"{1e6 * host.forward_operation:.1f} in forward, {1e6 * host.backward_operation:.1f} in backward, "
+            f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.checkpoint:.0f} per checkpointed layer; "
+            f"{len(self.timed)} operations timed"
+        )
+
+
+@cache
+def kind_of(op: str) -> str:
+    """The kind of an operation, by its name."""
+    return next((kind for kind, parts in KINDS.items() if any(part in op for part in parts)), ELEMENTWISE)
+
+
+def _interpolated(points: tuple[tuple[float, float], ...], flops: float) -> float:
+    """The rate at `flops`, on lines through the logarithms of the points; constant outside of them.
+
+    >>> round(_interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), _interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
+    (1.0, 100000000000000.0)
+    """
+    index = bisect_left(points, flops, key=lambda point: point[0])
+    if index in (0, len(points)):
+        return points[min(index, len(points) - 1)][1]
+    (low, slow), (high, fast) = points[index - 1], points[index]
+    share = log(flops / low) / log(high / low)
+    return exp((1 - share) * log(slow) + share * log(fast))
+
+
+def operation_key(operation: Operation) -> str:
+    """The name of an operation with its arguments, in 16 characters."""
+    return sha256(f"{operation.op} {operation.arguments}".encode()).hexdigest()[:16]
+
+
+def _check(calibration: Calibration) -> None:
+    """CalibrationError for costs that no measurement has: rates and times of 0 or less, or formats that do not exist."""
+    rates = {**calibration.bytes_per_second, "kernel_seconds": calibration.kernel_seconds}
+    rates |= {name: min((min(point) for point in points), default=0.0) for name, points in calibration.flops_per_second.items()}
+    for text, cost in calibration.formats.items():
+        try:
+            find_format(text)
+        except FormatError as error:
+            raise CalibrationError(f"the calibration has a format that does not exist: {error} {MEASURE}") from None
+        rates |= {f"{text} {name}": getattr(cost, name) for name in ("encode_bytes_per_second", "decode_bytes_per_second")}
+    wrong = [name for name, rate in rates.items() if not rate > 0]
+    if wrong or not calibration.formats or ELEMENTWISE not in calibration.bytes_per_second or not calibration.flops_per_second:
+        what = f"{wrong[0]} is not above 0" if wrong else "formats, flops_per_second or the bandwidth 'elementwise' are missing"
+        raise CalibrationError(f"the calibration cannot be used: {what}. {MEASURE}")
+
+
+# --- the file ----------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """The folder of calibrations: PAREDOWN_CACHE, or `paredown` in XDG_CACHE_HOME or in ~/.cache."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paredown"
+
+
+def calibration_path(device: str) -> Path:
+    """The file of the calibration of "cuda" or "cpu"."""
+    return cache_folder() / f"calibration-{device}.json"
+
+
+def versions() -> dict[str, str]:
+    """The versions that a calibration must agree with: of torch and of paredown."""
+    return {name: _version(name) for name in ("torch", "paredown")}
+
+
+@cache
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def load_calibration(device: str, device_name: str | None = None, path: Path | None = None) -> Calibration:
+    """The calibration of this device; CalibrationError if there is none, or it is of another device or version.
+
+    `device_name`: the name of the present device; None where it is absent, and a calibration made elsewhere is used.
+    """
+    path = calibration_path(device) if path is None else path
+    if not path.exists():
+        raise CalibrationError(f"nothing is measured for device {device!r}. {MEASURE}")
+    calibration = load_json(path, "calibration", CalibrationError, Calibration.from_json, hint=HINT)
+    here = {"device": device, "device_name": device_name or calibration.device_name, **versions()}
+    other = [(name, getattr(calibration, name), value) for name, value in here.items() if getattr(calibration, name) != value]
+    if other:
+        differences = ", ".join(f"{name} {found!r} instead of {value!r}" for name, found, value in other)
+        raise CalibrationError(f"the calibration in {path.name} is of {differences}. {MEASURE}")
+    return calibration
+
+
+def present_device_name(device: str) -> str | None:
+    """The name of the GPU or processor of this machine; None where there is no such device, or torch was not imported."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or (device == "cuda" and not torch.cuda.is_available()):
+        return None
+    return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def find_calibration(device: str) -> tuple[Calibration | None, str]:
+    """The calibration of this device and ""; None and a sentence with the reason where there is none that can be used."""
+    try:
+        return load_calibration(device, present_device_name(device)), ""
+    except CalibrationError as error:
+        return None, str(error)
+
+
+def _reference() -> Calibration:
+    """One H200, torch 2.11: benchmarks/results of codec, session and assign_times."""
+    codec = FormatCost(3e12, 3e12, 4e-6, 40e-6)
+    sizes = ((1e8, 2e13), (1e10, 4e14), (1e12, 6e14))
+    return Calibration(
+        device="cuda",
+        device_name="NVIDIA H200",
+        torch="2.11.0",
+        paredown="reference",
+        host=HostCost(5e-6, 14e-6, 9e-6, 1e-6, 100e-6, 200e-6),
+        kernel_seconds=2.5e-6,
+        bytes_per_second={
+            ELEMENTWISE: 3e12,
+            "norm": 2.2e12,
+            "norm_backward": 1.5e12,
+            "scatter": 5e11,
+            "softmax": 2e12,
+            "reduction": 2e12,
+        },
+        flops_per_second={
+            "matmul bfloat16": sizes,
+            "conv bfloat16": ((1e8, 1e13), (1e10, 2.5e14), (1e12, 4e14)),
+            "attention bfloat16": ((1e8, 1e13), (1e10, 3e14), (1e12, 4e14)),
+            "matmul float32": ((1e8, 5e12), (1e10, 4e13)),
+        },
+        formats={text: codec for text in ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")},
+    )
+
+
+REFERENCE = _reference()

@@ -1,0 +1,140 @@
+"""`predict_step`: predicted seconds of a training step under a plan, from its trace and the calibration of a device.
+
+The host issues operations while the device works through those issued before: a step takes as long as the slower of the two.
+
+    seconds = max(device, host)
+    device  = operations + second forward pass of checkpointed layers + encode and decode of packed tensors + optimizer
+    host    = the same, by the number of operations, layers, packed tensors and parameters
+
+A step whose host is the limit becomes slower with every packed tensor, whatever its size; one whose device is the limit by the bytes that
+are packed, and by the operations that run twice. On the CPU the host is the device, and a step takes the sum.
+
+Left out: data loading, synchronization, and gaps of the device where the host is late for a part of a step only. A compiled step is not
+predicted: its trace has no operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from paredown.errors import CalibrationError
+from paredown.plan.calibration import ELEMENTWISE, Calibration
+from paredown.plan.checkpointed_trace import checkpointed_trace, is_of, modules_of, outermost, step_under
+from paredown.plan.plan import Plan
+from paredown.plan.replay import BASELINE, model_memory, resolve_parameter_formats, slot_storages
+from paredown.roles import Role
+from paredown.trace.operations import Use
+from paredown.trace.trace import Operation, Trace, cached_on_trace
+
+UPDATED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.RESIDUE)  # read and written by the optimizer; gradients are read
+FORWARD = ("forward", "loss")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of one step on the device and on the host; `seconds` is the larger, on a CPU the sum.
+
+    >>> StepTime(0.0543, 0.031), StepTime(0.020, 0.031)
+    (54.3 ms (limited by the device; host 31.0 ms), 31.0 ms (limited by the host; device 20.0 ms))
+    """
+
+    device_seconds: float
+    host_seconds: float
+    is_cpu: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.device_seconds + self.host_seconds if self.is_cpu else max(self.device_seconds, self.host_seconds)
+
+    @property
+    def limit(self) -> str:
+        """What the step is limited by: "device" or "host"."""
+        return "host" if not self.is_cpu and self.host_seconds > self.device_seconds else "device"
+
+    def __add__(self, other: StepTime) -> StepTime:
+        return StepTime(self.device_seconds + other.device_seconds, self.host_seconds + other.host_seconds, self.is_cpu)
+
+    def __repr__(self) -> str:
+        if self.is_cpu:
+            return f"{1e3 * self.seconds:.1f} ms"
+        other = f"device {1e3 * self.device_seconds:.1f}" if self.limit == "host" else f"host {1e3 * self.host_seconds:.1f}"
+        return f"{1e3 * self.seconds:.1f} ms (limited by the {self.limit}; {other} ms)"
+
+
+def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibration) -> StepTime:
+    """The predicted time of the traced step under `plan`, the baseline without one; CalibrationError where it cannot be predicted."""
+    plan = plan or BASELINE
+    step = step_under(trace, plan)
+    if not step.operations:
+        what = "a compiled step, whose operations torch.compile chooses" if trace.is_compiled else "made by an earlier paredown"
+        raise CalibrationError(f"the time of this step is not predicted: its trace has no operations, since it is {what}.")
+    if calibration.device != trace.device:
+        raise CalibrationError(f"the trace is of a step on {trace.device}, the calibration of {calibration.device_name}.")
+    zero = StepTime(0.0, 0.0, is_cpu=trace.device == "cpu")
+    parts = (_operations(step.operations, calibration), _optimizer(step, plan, calibration), added_time(step, plan, calibration))
+    return sum(parts, zero)
+
+
+def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
+    """What packing and activation checkpointing add to a step, beside its optimizer."""
+    checkpointed = checkpointed_trace(step, plan.recompute)
+    parts = (_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), _checkpointing(step, plan, calibration))
+    return sum(parts, StepTime(0.0, 0.0))
+
+
+def _operations(operations: Iterable[Operation], calibration: Calibration) -> StepTime:
+    device = host = 0.0
+    for operation in operations:
+        device += operation.count * calibration.operation_seconds(operation)
+        is_forward = operation.phase in FORWARD
+        host += operation.count * (calibration.host.forward_operation if is_forward else calibration.host.backward_operation)
+    return StepTime(device, host)
+
+
+def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
+    chosen, slots = slot_storages(trace, plan), {slot.name: slot for slot in trace.activations}
+    device = host = 0.0
+    for name, storage in chosen.items():
+        if storage.packs:
+            cost, slot = calibration.format_cost(storage.format), slots[name]
+            has_values = Use.VALUE in slot.uses and not storage.recomputed
+            # bits are few, and recomputed values are written once
+            device += cost.device_seconds(slot.nbytes if has_values else slot.nbytes // 2)
+            host += cost.host_seconds
+    return StepTime(device, host)
+
+
+def _weights(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
+    packed = [slot for slot in trace.of(Role.WEIGHT) if resolve_parameter_formats(slot, plan).weight is not None]
+    moved = sum(2 * slot.nbytes for slot in packed) / calibration.bytes_per_second[ELEMENTWISE]
+    return StepTime(moved, calibration.host.packed_weight * len(packed))
+
+
+def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
+    layers = outermost(modules_of(trace), plan.recompute) if plan.recompute else []
+    again = _operations((one for layer in layers for one in _forward_of(trace, layer)), calibration)
+    if layers and not trace.operations:  # a trace of an earlier version: what the layers saved is written and read once more
+        kept = {slot.name for slot in checkpointed_trace(trace, plan.recompute).activations}
+        dropped = sum(slot.nbytes for slot in trace.activations if slot.name not in kept)
+        again = StepTime(2 * dropped / calibration.bytes_per_second[ELEMENTWISE], 0.0)
+    return again + StepTime(0.0, calibration.host.checkpoint * len(layers))
+
+
+def _forward_of(trace: Trace, layer: str) -> Iterator[Operation]:
+    return (one for one in _forward_operations(trace) if is_of(one.module, layer))
+
+
+@cached_on_trace
+def _forward_operations(trace: Trace) -> list[Operation]:
+    return [operation for operation in trace.operations if operation.phase == "forward" and operation.module]
+
+
+def _optimizer(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
+    if not trace.optimizer:
+        return StepTime(0.0, 0.0)
+    held = list(model_memory(trace, plan))
+    moved = sum(i.nbytes * (2 if i.role in UPDATED else 1) for i in held if i.role in (*UPDATED, Role.GRADIENT))
+    num_parameters = len(trace.of(Role.GRADIENT))
+    return StepTime(moved / calibration.bytes_per_second[ELEMENTWISE], num_parameters * calibration.host.optimizer_parameter)

@@ -1,0 +1,112 @@
+"""`assign(prefer=...)`: within budget and error, and never predicted slower than checkpointing every layer or every second one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from paredown import Plan, Trace, assign, footprint, trace_step
+from paredown.assign.checkpointed_layers import repeated_layers
+from paredown.errors import PlanError
+from paredown.models import MODELS
+from paredown.plan.calibration import REFERENCE, Calibration, HostCost
+from paredown.plan.replay import slot_storages
+from paredown.plan.step_time import predict_step
+from tests.support.calibrations import calibration
+
+DEVICE = replace(
+    REFERENCE, host=HostCost(*[1e-9] * 6), formats={t: replace(c, host_seconds=1e-9) for t, c in REFERENCE.formats.items()}
+)
+HOST = replace(
+    REFERENCE, kernel_seconds=1e-12, bytes_per_second={"elementwise": 1e18}, flops_per_second={"matmul float32": ((1.0, 1e21),)}
+)
+LIMITS = pytest.mark.parametrize("costs", [REFERENCE, DEVICE, HOST], ids=["H200", "device", "host"])
+
+
+@cache
+def traced() -> Trace:
+    """A small transformer, as it would run on a GPU."""
+    model = MODELS["gpt"](vocabulary=64, dim=64, num_layers=4, num_heads=2, context=64)
+    ids = torch.zeros(1024, 64, dtype=torch.long)
+    return trace_step(model, {"ids": ids, "targets": ids}, device="cuda", autocast=torch.bfloat16, optimizer="adamw")
+
+
+def error_of(plan: Plan) -> float:
+    """The predicted error that the reason of a plan states."""
+    return float(plan.reason.partition("predicted squared gradient error ")[2].partition(". ")[0].rstrip("."))
+
+
+def seconds(plan: Plan, costs: Calibration) -> float:
+    return predict_step(traced(), plan, calibration=costs).seconds
+
+
+@LIMITS
+@pytest.mark.parametrize("share", [75, 50])
+def test_a_plan_is_never_predicted_slower_than_checkpointing(share: int, costs: Calibration) -> None:
+    trace = traced()
+    budget = footprint(trace).peak_bytes * share // 100
+    plan = assign(trace, budget, prefer="speed", calibration=costs)
+    accurate = assign(trace, budget, prefer="accuracy")
+    assert footprint(trace, plan).peak_bytes <= budget and error_of(plan) <= 1.12 * error_of(accurate), "two digits are printed"
+    layers = repeated_layers(trace)
+    for recompute in (tuple(layers), tuple(sorted(layers)[::2])):
+        other = Plan((), recompute=recompute)
+        if footprint(trace, other).peak_bytes <= budget:
+            assert seconds(plan, costs) <= seconds(other, costs)
+    assert seconds(plan, costs) <= seconds(accurate, costs)
+    assert "Predicted step" in plan.reason and "as measured on this device." in plan.reason
+
+
+def test_the_limit_decides_what_is_taken() -> None:
+    """A slow host takes few tensors, or layers where packing a tensor takes longer than a layer."""
+    trace = traced()
+    budget = footprint(trace).peak_bytes * 75 // 100
+    dear = replace(HOST, formats={text: replace(cost, host_seconds=1.0) for text, cost in HOST.formats.items()})
+    plan = assign(trace, budget, prefer="speed", calibration=dear)
+    assert plan.recompute and not any(one.packs for one in slot_storages(trace, plan).values()), "a packed tensor takes 1 s"
+    cheap = replace(DEVICE, bytes_per_second={"elementwise": 1e6}, flops_per_second={"matmul bfloat16": ((1.0, 1e6),)})
+    plan = assign(trace, budget, prefer="speed", calibration=cheap)
+    assert not plan.recompute, "operations are slow, and packing is not"
+
+
+def test_an_allowance_of_none_is_exact() -> None:
+    trace = traced()
+    layers = repeated_layers(trace)
+    budget = footprint(trace, Plan((), recompute=tuple(layers))).peak_bytes
+    plan = assign(trace, budget, prefer="speed", error_allowance=0.0, calibration=REFERENCE)
+    assert set(plan.recompute) == set(layers) and error_of(plan) == 0
+    wide = assign(trace, budget, prefer="speed", error_allowance=100.0, calibration=DEVICE)
+    assert seconds(wide, DEVICE) <= seconds(plan, DEVICE)
+
+
+def test_without_a_calibration_the_reason_says_so() -> None:
+    plan = assign(traced(), "75%", prefer="speed")
+    assert (
+        "by the costs of one H200, not of this device: nothing is measured for device 'cuda'. Run `paredown calibrate`"
+        in plan.reason
+    )
+
+
+def test_accuracy_checkpoints_only_where_formats_do_not_fit() -> None:
+    plan = assign(traced(), "75%", prefer="accuracy")
+    assert not plan.recompute and error_of(plan) > 0
+    assert plan.rules == assign(traced(), "75%", recompute=False).rules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prefer": "memory"}, "Allowed: 'speed', 'accuracy'"),
+        ({"prefer": "accuracy", "error_allowance": 1.0}, "of prefer='speed' alone"),
+        ({"prefer": "speed", "error_allowance": -1.0}, "from 0 up"),
+        ({"prefer": "speed", "error_allowance": "much"}, "from 0 up"),
+        ({"calibration": calibration()}, "serves prefer='speed' alone"),
+        ({"prefer": "speed", "calibration": {}}, "the result of paredown.calibrate"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        assign(traced(), "75%", **arguments)  # pyright: ignore[reportArgumentType]

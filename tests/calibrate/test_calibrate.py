@@ -1,0 +1,187 @@
+"""`calibrate`: its file, what is measured again, and operations that are repeated on real tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import paredown as pare
+from paredown.calibrate import device_calibration, operation_time
+from paredown.calibrate.host_time import HostMeasurement, small_networks
+from paredown.calibrate.operation_time import distinct, repeated_call, time_operations
+from paredown.errors import CalibrationError
+from paredown.models import MODELS
+from paredown.plan.calibration import calibration_path, operation_key
+from paredown.trace.trace import Operation
+from tests.cli.commands import ask, asked_json
+from tests.support.calibrations import calibration
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Devices that were measured, by a stand-in; the cache folder is empty."""
+    devices: list[str] = []
+    monkeypatch.setenv("PAREDOWN_CACHE", str(tmp_path))
+
+    def measure(device: str) -> pare.Calibration:
+        devices.append(device)
+        return calibration(device)
+
+    monkeypatch.setattr(device_calibration, "measure_device", measure)
+    return devices
+
+
+def traced(device: str = "cpu") -> pare.Trace:
+    model = MODELS["gpt"](vocabulary=16, dim=32, num_layers=1, num_heads=2, context=16)
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    return pare.trace_step(model, {"ids": ids, "targets": ids}, device=device)
+
+
+def test_a_device_is_measured_once(measured: list[str]) -> None:
+    first = pare.calibrate("cpu")
+    assert pare.calibrate("cpu") == first and measured == ["cpu"]
+    pare.calibrate("cpu", is_forced=True)
+    assert measured == ["cpu", "cpu"]
+
+
+def test_a_file_of_another_version_is_measured_again(measured: list[str]) -> None:
+    replace(calibration("cpu"), torch="0.4").save()
+    assert pare.calibrate("cpu").torch != "0.4" and measured == ["cpu"]
+    calibration_path("cpu").write_text("[]")
+    pare.calibrate("cpu")
+    assert measured == ["cpu", "cpu"] and json.loads(calibration_path("cpu").read_text())["device"] == "cpu"
+
+
+def test_operations_of_traces_are_added_to_the_file(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation_time, "device_seconds", lambda call, device: (call(), 0.125)[1])
+    trace = traced()
+    made = pare.calibrate("cpu", traces=[trace])
+    assert set(made.timed.values()) == {0.125} and pare.calibrate("cpu") == made
+    assert {operation_key(one) for one in trace.operations} == set(made.timed), "every operation of this step can be repeated"
+
+
+def test_wrong_arguments(measured: list[str]) -> None:
+    with pytest.raises(CalibrationError, match="Allowed: cuda, cpu"):
+        pare.calibrate("tpu")
+    with pytest.raises(CalibrationError, match="results of trace_step"):
+        pare.calibrate("cpu", traces=["trace.json"])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(CalibrationError, match="a step on cuda; its operations cannot be timed on cpu"):
+        pare.calibrate("cpu", traces=[traced("cuda")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_an_absent_gpu_is_an_error(measured: list[str]) -> None:
+    with pytest.raises(CalibrationError, match="no CUDA device here"):
+        pare.calibrate("cuda")
+
+
+def test_a_repeated_call_has_the_shapes_dtypes_and_strides_of_the_first() -> None:
+    arguments = [[{"t": ["float32", [3, 4], [1, 3]]}, {"t": ["float32", [4, 5], [5, 1]]}], {}]
+    call = repeated_call(Operation("aten.mm.default", "", "forward", arguments=json.dumps(arguments)), "cpu")
+    assert call is not None
+    result: Any = call()
+    assert result.shape == (3, 5) and result.dtype is torch.float32
+    cast = [[{"t": ["float32", [6], [1]]}], {"dtype": {"o": "bfloat16"}, "device": None}]
+    call = repeated_call(Operation("aten._to_copy.default", "", "forward", arguments=json.dumps(cast)), "cpu")
+    assert call is not None
+    result = call()
+    assert result.dtype is torch.bfloat16 and result.shape == (6,)
+
+
+def test_what_cannot_be_repeated_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation_time, "device_seconds", lambda call, device: (call(), 0.125)[1])
+    wrong = Operation("aten.mm.default", "", "forward", arguments='[[{"t":["float32",[3,4],[4,1]]}],{}]')
+    foreign = Operation("os.system", "", "forward", arguments='[["true"],{}]')
+    trace = replace(traced(), operations=(wrong, foreign, replace(wrong, arguments="")))
+    assert len(list(distinct([trace]))) == 2 and time_operations([trace], "cpu") == {}
+
+
+def test_attention_of_gpu_traces_runs_on_real_tensors() -> None:
+    by_op = {one.op: one for one in traced("cuda").operations}
+    for name in ("attention", "attention_backward"):
+        if name in by_op:
+            call = repeated_call(by_op[name], "cpu")
+            assert call is not None
+            result: Any = call()
+            shapes = [part.shape for part in (result if isinstance(result, tuple) else (result,))]
+            assert shapes == [(2, 2, 16, 16)] * len(shapes)
+    assert "attention" in by_op and "attention_backward" in by_op
+
+
+def test_host_costs_are_differences_over_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of stand-ins: 1 s for each part of a step, and 10 s more in forward under a plan."""
+    from paredown.calibrate import host_time
+
+    networks = small_networks("cpu")
+    monkeypatch.setattr(host_time, "time_operations", lambda traces, device: {})
+    monkeypatch.setattr(host_time, "small_networks", lambda device: networks)
+    stand_in = host_time.StepSeconds
+    monkeypatch.setattr(
+        host_time.SmallNetwork, "seconds", lambda self, plan=None, is_ours=False: stand_in(1.0 + 10 * (plan is not None), 1.0, 1.0)
+    )
+    draft = calibration(
+        "cpu", bytes_per_second={"elementwise": 1e30}, flops_per_second={"matmul float32": ((1.0, 1e30),)}, kernel_seconds=1e-30
+    )
+    draft = replace(
+        draft,
+        formats={
+            text: replace(cost, encode_bytes_per_second=1e30, decode_bytes_per_second=1e30) for text, cost in draft.formats.items()
+        },
+    )
+    cost, packed = HostMeasurement(draft).cost(["int8/64@bf16"])
+    plan = pare.Plan.uniform(activation="int8/64@bf16")
+    counts = [sum(one.count for one in network.trace.operations if one.phase == "backward") for network in networks]
+    assert cost.backward_operation == pytest.approx(2 / sum(counts))
+    assert packed["int8/64@bf16"] == pytest.approx(20 / sum(network.num_packed(plan) for network in networks))
+    layers = [one.count for one in networks[0].trace.operations if one.phase == "forward" and one.module.startswith("layers.")]
+    assert cost.checkpoint == pytest.approx((10 - cost.forward_operation * sum(layers)) / 4)
+
+
+@pytest.mark.full
+def test_this_processor_is_measured() -> None:
+    made = device_calibration.measure_device("cpu")
+    assert pare.Calibration.from_json(made.to_json()) == made and made.host.forward_operation > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PAREDOWN_CACHE", str(tmp_path))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 30 * 30, 10))
+    batch = torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)
+    trace = pare.trace_step(model, batch, loss=cross_entropy, device="cuda", autocast=torch.bfloat16)
+    made = pare.calibrate("cuda", traces=[trace])
+    assert pare.calibrate("cuda") == made and made.timed
+    assert isinstance(pare.footprint(trace).step_time, object) and "step time: " in repr(pare.footprint(trace))
+
+
+def test_the_command_measures_reads_and_measures_again(measured: list[str]) -> None:
+    first = asked_json("calibrate", "--device", "cpu")
+    assert first["is_new"] and first["device"] == "cpu" and measured == ["cpu"]
+    status, out, _ = ask("calibrate", "--device", "cpu")
+    assert status == 0 and "without measuring" in out and measured == ["cpu"]
+    replace(calibration("cpu"), torch="0.4").save()
+    assert (
+        "Measured again: the calibration in calibration-cpu.json is of torch '0.4' instead of"
+        in ask("calibrate", "--device", "cpu")[1]
+    )
+
+
+def test_an_estimate_prints_step_time(measured: list[str]) -> None:
+    pare.calibrate("cpu")
+    value = asked_json("estimate", "digits#batch=8", "--device", "cpu", "--plan", "baseline")
+    row = value["plans"][0]
+    assert row["step_seconds"] == pytest.approx(row["device_seconds"] + row["host_seconds"]) and row["host_seconds"] > 0.01
+    out = ask("estimate", "digits#batch=8", "--device", "cpu", "--plan", "baseline")[1]
+    assert f"{1e3 * row['step_seconds']:.1f} ms" in out and "not predicted" not in out
+    calibration_path("cpu").unlink()
+    assert (
+        "Step time: not predicted, nothing is measured"
+        in ask("estimate", "digits#batch=8", "--device", "cpu", "--plan", "baseline")[1]
+    )

@@ -1,0 +1,148 @@
+"""Predicted step time against sums made by hand, from a calibration of round numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.flop_counter import FlopCounterMode
+
+from paredown import Plan, Trace, footprint, trace_step
+from paredown.errors import CalibrationError
+from paredown.plan.calibration import HostCost
+from paredown.plan.step_time import StepTime, predict_step
+from paredown.trace.trace import Operation
+from tests.support.calibrations import calibration
+
+INT8 = Plan.uniform(activation="int8/64@bf16")
+NUM, WIDTH = 64, 128
+
+
+class Block(nn.Module):
+    """A product and an activation function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The result."""
+        return torch.nn.functional.gelu(self.linear(x))
+
+
+def network() -> nn.Sequential:
+    """Three blocks."""
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def traced(device: str = "cuda", optimizer: str | None = None) -> Trace:
+    """The step of three blocks in float32."""
+    batch = torch.empty(NUM, WIDTH), torch.empty(NUM, WIDTH)
+    return trace_step(network(), batch, loss=mse_loss, device=device, optimizer=optimizer)
+
+
+def test_flops_of_a_trace_are_those_of_a_real_step() -> None:
+    model, x = network(), torch.randn(NUM, WIDTH)
+    with FlopCounterMode(display=False) as counter:
+        mse_loss(model(x), x).backward()
+    assert sum(one.count * one.flops for one in traced("cpu").operations) == counter.get_total_flops()
+
+
+def test_attention_of_a_gpu_is_counted() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x * self.scale, x, x, is_causal=True)
+
+    x = torch.empty(2, 4, 256, 32, dtype=torch.bfloat16)
+    trace = trace_step(Attention().bfloat16(), (x, x), loss=mse_loss, device="cuda")
+    flops = {one.op: one.flops for one in trace.operations if "attention" in one.op}
+    products = 2 * 2 * 2 * 4 * 256 * 256 * 32 // 2  # two products, half of them under a causal mask
+    assert flops == {"attention": products, "attention_backward": products * 5 // 2}
+
+
+def test_device_and_host_of_the_baseline() -> None:
+    trace = traced()
+    time = predict_step(trace, calibration=calibration())
+    count = sum(one.count for one in trace.operations)
+    assert time.host_seconds == pytest.approx(count * 1e-3)
+    assert time.device_seconds == pytest.approx(sum(one.count * max(one.flops, one.nbytes, 1) / 1e9 for one in trace.operations))
+    gelu = next(one for one in trace.operations if one.op == "aten.gelu.default")
+    assert gelu.nbytes == 2 * NUM * WIDTH * 4 and gelu.phase == "forward"
+
+
+def test_the_limit_is_the_slower_of_device_and_host() -> None:
+    trace, slow = traced(), calibration()
+    quick = replace(slow, host=HostCost(*[1e-9] * 6))
+    assert predict_step(trace, calibration=slow).limit == "host"
+    time = predict_step(trace, calibration=quick)
+    assert time.limit == "device" and time.seconds == time.device_seconds
+    assert StepTime(2.0, 3.0, is_cpu=True).seconds == 5.0
+
+
+def test_each_packed_tensor_adds_its_bytes_and_its_host_time() -> None:
+    trace, costs = traced(), calibration(packed=0.5)
+    before, after = (predict_step(trace, plan, calibration=costs) for plan in (None, INT8))
+    large = [slot for slot in trace.activations if not slot.stays]
+    assert after.host_seconds - before.host_seconds == pytest.approx(0.5 * len(large))
+    assert [bool(slot.recomputed_from) for slot in large].count(True) == 2 and len(large) == 5, "two outputs of gelu are recomputed"
+    assert after.device_seconds - before.device_seconds == pytest.approx(8 * NUM * WIDTH * 4 / 1e9), "three twice, two once"
+
+
+def test_a_checkpointed_layer_adds_its_forward_pass() -> None:
+    trace, costs = traced(), calibration()
+    before, after = (predict_step(trace, plan, calibration=costs) for plan in (None, Plan((), recompute=("1",))))
+    again = [one for one in trace.operations if one.phase == "forward" and one.module.startswith("1")]
+    assert {one.op for one in again} == {"aten.addmm.default", "aten.gelu.default"}
+    assert after.host_seconds - before.host_seconds == pytest.approx(2 * 1e-3 + 0.1)
+    gelu, product = 2 * NUM * WIDTH * 4, 2 * NUM * WIDTH * WIDTH
+    assert after.device_seconds - before.device_seconds == pytest.approx((gelu + product) / 1e9)
+
+
+def test_the_optimizer_moves_weights_gradients_and_moments() -> None:
+    costs = calibration()
+    without, adamw = (predict_step(traced(optimizer=name), calibration=costs) for name in (None, "adamw"))
+    values = 3 * (WIDTH * WIDTH + WIDTH)
+    assert adamw.device_seconds - without.device_seconds == pytest.approx(4 * values * 7 / 1e9), "3 read and written, 1 read"
+    assert adamw.host_seconds - without.host_seconds == pytest.approx(6 * 1e-3)
+
+
+def test_what_cannot_be_predicted_says_so() -> None:
+    with pytest.raises(CalibrationError, match="no operations"):
+        predict_step(replace(traced(), operations=()), calibration=calibration())
+    with pytest.raises(CalibrationError, match="a step on cuda, the calibration of"):
+        predict_step(traced(), calibration=calibration("cpu"))
+
+
+@contextmanager
+def cached(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+    """A cache folder with a calibration of a GPU that is not here."""
+    monkeypatch.setenv("PAREDOWN_CACHE", str(folder))
+    calibration("cuda").save()
+    yield
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the calibration is of another GPU")
+def test_a_footprint_prints_step_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trace = traced()
+    with cached(monkeypatch, tmp_path):
+        foot = footprint(trace, INT8)
+        time = predict_step(trace, INT8, calibration=calibration("cuda"))
+        assert foot.step_time == time and f"step time: {time!r}" in repr(foot) and "limited by the host" in repr(foot)
+
+
+def test_operations_are_part_of_the_json() -> None:
+    trace = traced()
+    assert Trace.from_json(trace.to_json()).operations == trace.operations
+    assert all(isinstance(one, Operation) and one.count for one in trace.operations)
+    old = {name: part for name, part in trace.to_json().items() if name != "operations"}
+    assert Trace.from_json(old).operations == ()

@@ -1,0 +1,25 @@
+"""A calibration made by hand: round numbers, from which times follow by mental arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paredown.plan.calibration import Calibration, FormatCost, HostCost, present_device_name, versions
+
+FORMATS = ("int8/64@bf16", "int4/64@bf16")
+
+
+def calibration(device: str = "cuda", *, packed: float = 1e-3, **changes: Any) -> Calibration:
+    """1 GB/s, 1 GFLOP/s, 1 ms of the host for each operation and, unless changed, each packed tensor; smallest kernel 1 ns."""
+    host = HostCost(1e-6, 1e-3, 1e-3, 1e-3, 0.1, 0.1)
+    parts: dict[str, Any] = {
+        "device": device,
+        "device_name": present_device_name(device) or "a GPU",
+        **versions(),
+        "host": host,
+        "kernel_seconds": 1e-9,
+        "bytes_per_second": {"elementwise": 1e9},
+        "flops_per_second": {"matmul float32": ((1.0, 1e9),)},
+        "formats": {text: FormatCost(1e9, 1e9, 0.0, packed) for text in FORMATS},
+    }
+    return Calibration(**(parts | changes))
