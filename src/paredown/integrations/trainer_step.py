@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, final
 
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from paredown.assign.assign import NOT_ALLOWED, assign
 from paredown.errors import ApplyError, BudgetError
 from paredown.formats.catalog import SMALL_LEARNING_RATE
-from paredown.loss.output_head import chunked_loss
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.sizes import parse_bytes, say_bytes
@@ -82,9 +81,14 @@ def traced_step(trainer: Any, optimizer: str | None, batch: Any = None, *, has_c
     model = unwrapped(trainer.model)
     device = trainer.args.device.type
     arguments = model_arguments(trainer, batch)
-    chunks = chunked_loss(model, traced_device=device) if has_chunked_loss else nullcontext()
-    with _as_in_training(trainer, model), chunks:
-        return trace_step(model, arguments, optimizer=optimizer, device=device, autocast=autocast_of(trainer.args))
+    options: Any = {
+        "optimizer": optimizer,
+        "device": device,
+        "autocast": autocast_of(trainer.args),
+        "chunked_loss": has_chunked_loss,
+    }
+    with _as_in_training(trainer, model):
+        return trace_step(model, arguments, **options)
 
 
 def autocast_of(args: Any) -> torch.dtype | None:

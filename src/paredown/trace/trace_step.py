@@ -36,7 +36,7 @@ __all__ = ["Slot", "Trace", "trace_step"]
 
 VIEW_OUTPUTS = "paredown.session.view_outputs"  # loaded for steps with in-place operations on views
 OUTPUT_HEAD = "paredown.loss.output_head"  # loaded for steps whose loss is computed in chunks
-CHUNKED_LOSS = False  # whether sessions, traces and tasks compute the loss of an output head in chunks by default
+CHUNKED_LOSS = True  # whether sessions, traces and tasks compute the loss of an output head in chunks by default
 COMPILED = "paredown.session.compiled.compiled_trace"  # graphs are partitioned as sessions do: loaded for compiled steps alone
 
 

@@ -19,7 +19,6 @@ from math import prod
 from typing import Any
 
 import torch
-from sympy import Integer, Mul
 from torch._inductor.ir import Pointwise
 from torch._inductor.lowering import permute, register_lowering, view
 from torch._inductor.virtualized import ops
@@ -77,8 +76,9 @@ def _code_loader(codes: Any, format: Format, in_order: bool) -> Callable[[Any], 
     part, per_byte = (format.block // lanes, lanes) if lanes > 1 else (1, 8 // width)
 
     def code(i: Any) -> Any:
-        group, lane = FloorDiv(i, part * per_byte), ModularIndexing(i, part, per_byte)
-        place, first_bit = Mul(part, group) + ModularIndexing(i, 1, part), Mul(width, lane)
+        indices: Any = FloorDiv(i, part * per_byte), ModularIndexing(i, 1, part), ModularIndexing(i, part, per_byte)
+        group, offset, lane = indices
+        place, first_bit = group * part + offset, width * lane
         word = ops.to_dtype(load([place]), torch.int32)
         if not is_signed:
             return ops.bitwise_and(_shifted(word, first_bit), _int((1 << width) - 1))
@@ -98,6 +98,6 @@ def _int(number: int) -> Any:
 
 def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], sizes: Sequence[int], dims: Sequence[int]) -> Any:
     """`value(i)` in a contiguous tensor of `sizes`, permuted."""
-    ranges = [Integer(prod(sizes))]
+    ranges: Any = [prod(sizes)]
     flat = Pointwise.create(device=source.get_device(), dtype=dtype, inner_fn=lambda index: value(index[0]), ranges=ranges)
     return permute(view(flat, sizes), dims)
