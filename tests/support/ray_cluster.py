@@ -66,6 +66,7 @@ class RayCluster:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment.variables, text=True, **pipes)
         environment.variables["RAY_ADDRESS"] = self._answer()
+        assert environment.variables["RAY_ADDRESS"], "Ray does not start"
 
     def kill_node(self) -> None:
         """kill -9 of the second node."""
@@ -75,8 +76,9 @@ class RayCluster:
         assert self._answer() == "killed"
 
     def close(self) -> None:
-        """End both nodes."""
-        self._process.communicate()
+        """End both nodes; what does not end is left to the environment's `close`."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=60)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
