@@ -237,7 +237,7 @@ def _run_remotely(run: RunTrial, spec: TrialSpec) -> Generator[str]:
 
 
 def _join(runtime_env: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The ray module, connected to a running cluster (RAY_ADDRESS, or one on this machine), else to a new local one.
+    """The ray module, connected to a running cluster (RAY_ADDRESS, or that of `ray start` on this machine), else to a new local one.
 
     A runtime environment is that of the connection, since Ray then uploads folders of this machine (`working_dir`, `py_modules`). It is
     returned as an option of tasks where the program was connected already.
@@ -250,11 +250,13 @@ def _join(runtime_env: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     if ray.is_initialized():
         return ray, env
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR", **env}
     try:
-        _refused_by_ray(lambda: ray.init(address="auto", **env, **quiet))
-    except ConnectionError:
-        _refused_by_ray(lambda: ray.init(include_dashboard=False, **env, **quiet))
+        _refused_by_ray(lambda: ray.init(**options))  # not address="auto", which joins the private cluster of any other program
+    except ConnectionError as error:
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise SweepError(f"the Ray cluster of RAY_ADDRESS, {address}, cannot be reached: {str(error)[:300]}") from None
+        ray.init(address="local", **options)  # the cluster of `ray start` has ended
     return ray, {}
 
 
