@@ -36,6 +36,7 @@ class RayEnvironment:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # nodes listen on 127.0.0.1 alone, as they do on Windows and macOS
             "RAY_TMPDIR": str(self.folder),
+            "RAY_memory_monitor_refresh_ms": "0",  # Ray would kill trials when other programs fill the machine's memory
             "RAY_USAGE_STATS_ENABLED": "0",
         }
 
