@@ -93,6 +93,10 @@ class Postgres:
         """kill -9 of the server; its children end by themselves."""
         self._end(signal.SIGKILL)
 
+    def stop(self) -> None:
+        """A shutdown that aborts transactions and ends all connections, as a restart of the service does."""
+        self._end(signal.SIGINT)
+
     def close(self) -> None:
         """End the server and remove its folder."""
         self._end(signal.SIGQUIT)

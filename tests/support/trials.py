@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from paredown.plan.plan import Plan
@@ -67,6 +69,25 @@ def _hold_first(spec: TrialSpec) -> Trial:
     return done(spec)
 
 
+def _hold(spec: TrialSpec) -> Trial:
+    """'hold:PATH': makes the file PATH.SEED, and ends when PATH.go is there."""
+    mark = spec.task.partition(":")[2]
+    Path(f"{mark}.{spec.seed}").touch()
+    while not Path(f"{mark}.go").exists():
+        time.sleep(0.02)
+    return done(spec)
+
+
+def _report_place(spec: TrialSpec) -> Trial:
+    """'place:NAME': the reason is what this process has of the variable NAME, its GPUs, its folder's files, and its Ray node's labels."""
+    import ray
+
+    labels = ray.get_runtime_context().get_node_labels()
+    own = {name: value for name, value in labels.items() if not name.startswith("ray.io/")}
+    found = (os.environ.get(spec.task.partition(":")[2]), os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.listdir()), own)
+    return replace(done(spec), reason=json.dumps(found))
+
+
 def _hoard(spec: TrialSpec) -> Trial:
     raise MemoryError("12 GiB")
 
@@ -87,6 +108,8 @@ BEHAVIOURS: dict[str, Callable[[TrialSpec], Trial]] = {
     "hang": lambda spec: nap(TrialSpec("nap:600", spec.plan, spec.seed)),
     "orphan": _leave_a_child,
     "hold_first": _hold_first,
+    "hold": _hold,
+    "place": _report_place,
     "hoard": _hoard,
     "chat": _chat,
 }

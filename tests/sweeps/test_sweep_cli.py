@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 from paredown.cli import app
 from paredown.plan.plan import Plan
 from paredown.sweeps import database, worker
-from paredown.sweeps.engines.engine import LocalEngine
+from paredown.sweeps.engines.engine import InlineEngine, LocalEngine
+from paredown.sweeps.engines.ray import RayOptions
 from paredown.sweeps.export import rows
 from paredown.sweeps.runner import TaskFolder, make_engine
 from paredown.sweeps.status import count
@@ -395,3 +396,14 @@ def test_engines_are_known_by_name() -> None:
         make_engine("slurm", done)
     with pytest.raises(Exception, match="one trial at a time, not 3"):
         make_engine("inline", done, slots=3)
+
+
+def test_options_for_ray_are_read_from_a_file(finished_store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ray.json").write_text('{"gpus": 0.5, "placement": "SPREAD"}')
+    words = ("worker", "--store", finished_store, "--ray", str(tmp_path / "ray.json"))
+    status, _, said = invoke(*words)
+    assert status == 1 and "options for Ray were given with engine 'local'" in " ".join(said.split())
+    given: list[Any] = []
+    monkeypatch.setattr("paredown.sweeps.runner.RayEngine", lambda run, **options: given.append(options) or InlineEngine(done))
+    assert invoke(*words, "--engine", "ray", "--slots", "3")[0] == 0
+    assert given == [{"slots": 3, "options": RayOptions(gpus=0.5, placement="SPREAD")}]

@@ -7,10 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,6 @@ from paredown.errors import StoreError, SweepError
 from paredown.sweeps import worker as worker_module
 from paredown.sweeps.engines import engine as local
 from paredown.sweeps.engines.engine import Engine, InlineEngine, LocalEngine
-from paredown.sweeps.engines.ray import RayEngine
 from paredown.sweeps.export import rows
 from paredown.sweeps.status import SweepCounts, count
 from paredown.sweeps.store import Store
@@ -248,34 +245,3 @@ def test_clocks_that_run_backwards_change_nothing(store: Store, monkeypatch: pyt
 
 def test_the_helper_that_looks_for_processes_sees_a_living_one() -> None:
     assert not is_gone(os.getpid(), seconds=0.2)
-
-
-class FakeRay:
-    """Ray's functions, with trials that run at once in this process on a machine of another name."""
-
-    exceptions = SimpleNamespace(WorkerCrashedError=RuntimeError, RayError=RuntimeError)
-
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 2.0}
-
-    def remote(self, **_: object) -> Any:
-        return lambda run: SimpleNamespace(remote=partial(self.run, run))
-
-    def run(self, run: Any, *arguments: Any) -> str:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("socket.gethostname", lambda: "node 7")
-            return run(*arguments)
-
-    def wait(self, references: list[str], **_: object) -> tuple[list[str], list[str]]:
-        return references[:1], references[1:]
-
-    def get(self, reference: str) -> str:
-        return reference
-
-
-def test_a_trial_on_a_cluster_has_the_host_where_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paredown.sweeps.engines.ray._join", FakeRay)
-    with Store(tmp_path / "t.db") as store:
-        store.add("s", draw("noop", "raise"))
-        assert work(store, RayEngine(act)) == 2
-        assert [(row["status"], row["host"]) for row in rows(store)] == [("done", "node 7"), ("failed", "node 7")]

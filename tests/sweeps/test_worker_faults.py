@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -122,17 +123,31 @@ def attempts(connection: object) -> list[object]:
     return connection.execute(select(TRIALS.c.attempts)).all()  # type: ignore[attr-defined]
 
 
-def test_workers_outlive_a_server_that_is_killed(postgres: Postgres, new_postgres: Callable[[], str]) -> None:
+@pytest.mark.parametrize("num_between", [50, pytest.param(1000, marks=pytest.mark.full)])
+def test_16_workers_on_a_server_that_restarts_twice(
+    postgres: Postgres, new_postgres: Callable[[], str], tmp_path: Path, num_between: int
+) -> None:
+    """A shutdown, then a kill -9, each while all 16 workers run a trial; they end their trials before the server runs again."""
     address = new_postgres()
+    holds = {str(tmp_path / name): stop for name, stop in (("one", postgres.stop), ("two", postgres.kill))}
+    parts = [
+        part for mark in holds for part in (draw(f"hold:{mark}", seeds=range(16)), draw(f"noop:{mark}", seeds=range(num_between)))
+    ]
     with Store(address) as store:
-        store.add("s", draw("nap:0.1", seeds=range(40)))
-        workers = [start(address), start(address)]
-        wait_for(lambda: count(store)[0].finished >= 6)
-        postgres.kill()
-        time.sleep(1.5)
-        postgres.start()
-        reported = finish(*workers)
-        assert len(reported) == 40 and sorted(reported) == finished_keys(store)
+        store.add("s", [trial for part in parts for trial in part])
+        workers = start(address, "inline", "1", "16")
+        try:
+            for mark, stop in holds.items():
+                wait_for(lambda mark=mark: len(glob(f"{mark}.*")) == 16 or workers.poll() is not None)
+                stop()
+                Path(f"{mark}.go").touch()
+                postgres.start()
+            reported = finish(workers)
+        finally:
+            workers.kill()
+        num_trials = 2 * (16 + num_between)
+        assert len(reported) == num_trials and sorted(reported) == finished_keys(store), "0 lost, 0 doubled"
+        assert store.beats() == {}
 
 
 def test_a_stopped_worker_that_wakes_up_changes_nothing(tmp_path: Path) -> None:

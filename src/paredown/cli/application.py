@@ -341,6 +341,12 @@ SlotsOption = Annotated[
 ]
 ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated trials in CUDA graphs), inline, or ray."
 EngineOption = Annotated[str, typer.Option(help=ENGINES_HELP)]
+RayOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ray", metavar="FILE", help="With --engine ray: GPUs, placement and environment of a trial.", show_default=False
+    ),
+]
 PatienceOption = Annotated[
     float, typer.Option("--patience", min=1.0, help="Seconds without a heartbeat after which a worker's trials run elsewhere.")
 ]

@@ -23,6 +23,7 @@ from paredown.cli.application import (
     EngineOption,
     JsonOption,
     PatienceOption,
+    RayOption,
     SlotsOption,
     StoreOption,
     SweepOption,
@@ -36,6 +37,7 @@ from paredown.errors import ParedownError
 
 if TYPE_CHECKING:
     from paredown.sweeps.engines.engine import Engine
+    from paredown.sweeps.engines.ray import RayOptions
     from paredown.sweeps.status import SweepProgress, SweepWatcher
     from paredown.sweeps.store import Store
     from paredown.sweeps.sweep import Claim
@@ -133,6 +135,7 @@ def sweep_run(
     tasks: TasksOption = None,
     slots: SlotsOption = None,
     engine: Annotated[str | None, typer.Option(help=f"{ENGINES_HELP} (default: chosen for the sweep)", show_default=False)] = None,
+    ray: RayOption = None,
     patience: PatienceOption = 20.0,
     again: Annotated[str, typer.Option(help="Run trials with these statuses again, such as failed,killed.")] = "",
     is_json: JsonOption = False,
@@ -153,7 +156,7 @@ def sweep_run(
         counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
         say(f"{counts}; store {opened.database.name}, engine {chosen}")
         options = WorkerOptions(loaded.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(chosen, folder, slots=slots), options, is_json=is_json)
+        work_on(opened, make_engine(chosen, folder, slots=slots, ray=ray_options(ray)), options, is_json=is_json)
 
 
 @verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)
@@ -163,6 +166,7 @@ def worker(
     sweep: SweepOption = None,
     slots: SlotsOption = None,
     engine: EngineOption = "local",
+    ray: RayOption = None,
     patience: PatienceOption = 20.0,
     stays: Annotated[bool, typer.Option("--stay", help="Keep running and wait for new trials when all are finished.")] = False,
     wait: Annotated[str, typer.Option(help="How long to wait for a store that is not there yet, or has no trials yet.")] = "60s",
@@ -180,7 +184,7 @@ def worker(
         folder = TaskFolder(Path(tasks or str(none)).resolve())
         opened = stack.enter_context(wait_for_store(address, seconds=seconds, sweep=sweep, needs_trials=not stays, say=say))
         options = WorkerOptions(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(engine, folder, slots=slots), options, is_json=is_json)
+        work_on(opened, make_engine(engine, folder, slots=slots, ray=ray_options(ray)), options, is_json=is_json)
 
 
 @verb(sweep_app, "status", "paredown sweep status --store trials.db")
@@ -233,6 +237,13 @@ def sweep_merge(
             emit({"store": into.database.name, **asdict(merged)})
         else:
             say(f"{into.database.name}: {merged}")
+
+
+def ray_options(path: Path | None) -> RayOptions | None:
+    """The options of --ray FILE; None where it is not given."""
+    from paredown.sweeps.engines.ray import RayOptions
+
+    return None if path is None else RayOptions.load(path)
 
 
 def needed(store: str | None) -> str:

@@ -16,7 +16,7 @@ import torch
 from paredown.errors import SweepError, TaskError
 from paredown.sweeps.engines.cuda_graphs import NUM_LANES, GraphsEngine
 from paredown.sweeps.engines.engine import Engine, InlineEngine, LocalEngine, RunTrial
-from paredown.sweeps.engines.ray import RayEngine
+from paredown.sweeps.engines.ray import RayEngine, RayOptions
 from paredown.sweeps.store import AddResult, Store
 from paredown.sweeps.sweep import Cost, Sweep, TrialSpec
 from paredown.sweeps.worker import WorkerOptions, work
@@ -87,7 +87,7 @@ ENGINES: dict[str, Callable[[RunTrial, int | None], Engine]] = {
     "local": _local,
     "graphs": _graphs,
     "inline": _inline,
-    "ray": RayEngine.make,
+    "ray": lambda run, slots: RayEngine(run, slots=slots),
 }
 
 
@@ -96,10 +96,17 @@ def engine_for(sweep: Sweep) -> str:
     return "graphs" if sweep.settings.mode != "store" and find_gpus() and sweep.settings.device != "cpu" else "local"
 
 
-def make_engine(name: str, run: RunTrial, *, slots: int | None = None) -> Engine:
-    """The engine of that name. `slots`: trials in parallel; None: one for each GPU, or one; NUM_LANES for the graphs engine."""
+def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayOptions | None = None) -> Engine:
+    """The engine of that name. `slots`: trials in parallel; None: one for each GPU, or one; NUM_LANES for the graphs engine.
+
+    `ray`: what a trial gets of a Ray cluster; for the ray engine alone.
+    """
     if name not in ENGINES:
         raise SweepError(f"engine {name!r} is unknown. Allowed: {', '.join(ENGINES)}.")
+    if ray is not None:
+        if name != "ray":
+            raise SweepError(f"options for Ray were given with engine {name!r}. Use the ray engine, or leave them out.")
+        return RayEngine(run, slots=slots, options=ray)
     return ENGINES[name](run, slots)
 
 
