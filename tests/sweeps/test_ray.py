@@ -61,9 +61,20 @@ def start(environment: RayEnvironment, address: str, **options: object) -> subpr
     return subprocess.Popen(command, cwd=ROOT, env=environment.variables, text=True, **pipes)
 
 
+def test_options_reach_a_trial_on_the_second_node(tmp_path: Path, environment: RayEnvironment, cluster: RayCluster) -> None:
+    """A trial asks for half a GPU, a resource and a label that the second node has, and for an environment with a folder of files."""
+    address, files = str(tmp_path / "options.db"), tmp_path / "files"
+    files.mkdir()
+    (files / "mine.txt").touch()
+    env = {"env_vars": {"MINE": "here"}, "working_dir": str(files)}
+    with Store(address) as store:
+        store.add("s", draw("place:MINE"))
+        finish(start(environment, address, gpus=0.5, resources={"disk": 1}, labels={"kind": "second"}, runtime_env=env))
+        assert [json.loads(row["reason"]) for row in rows(store)] == [["here", "0", ["mine.txt"], {"kind": "second"}]]
+
+
+@pytest.mark.full
 def test_trials_on_two_nodes_of_which_one_is_killed(tmp_path: Path, environment: RayEnvironment, cluster: RayCluster) -> None:
-    """One cluster for three checks, since it takes seconds to start."""
-    check_options(tmp_path, environment)
     address, mark = str(tmp_path / "t.db"), tmp_path / "mark"
     with Store(address) as store:
         store.add("s", draw(f"hold:{mark}", seeds=range(3)))  # they fill both nodes
@@ -85,18 +96,6 @@ def test_trials_on_two_nodes_of_which_one_is_killed(tmp_path: Path, environment:
         ("hang", 0): ("killed", "no result after 1 s (timeout_seconds); its process was ended"),
     }
     assert num_again >= 3, "the two trials of the killed node, and the one that kills its process"
-
-
-def check_options(folder: Path, environment: RayEnvironment) -> None:
-    """A trial asks for half a GPU, a resource and a label that the second node has, and for an environment with a folder of files."""
-    address, files = str(folder / "options.db"), folder / "files"
-    files.mkdir()
-    (files / "mine.txt").touch()
-    env = {"env_vars": {"MINE": "here"}, "working_dir": str(files)}
-    with Store(address) as store:
-        store.add("s", draw("place:MINE"))
-        finish(start(environment, address, gpus=0.5, resources={"disk": 1}, labels={"kind": "second"}, runtime_env=env))
-        assert [json.loads(row["reason"]) for row in rows(store)] == [["here", "0", ["mine.txt"], {"kind": "second"}]]
 
 
 @pytest.mark.full
