@@ -120,7 +120,8 @@ def test_compiled_sessions(is_inside: bool, has_kernel: bool, monkeypatch: pytes
     options: Any = {"loss": None if is_inside else token_loss, "device": "cuda", "autocast": torch.bfloat16, "compiled": True}
     trace = trace_step(traced, (ids, ids), **options, chunked_loss=True)
     predicted = footprint(trace, plan)
-    assert predicted.low_bytes * 0.85 <= peak - existing <= 1.1 * predicted.high_bytes + 2**25
+    assert predicted.low_bytes * 0.85 <= peak  # `existing` memory may have been freed since
+    assert peak - existing <= 1.1 * predicted.high_bytes + 2**25
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
