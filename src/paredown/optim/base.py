@@ -48,7 +48,6 @@ from paredown.optim.parameter_state import (
     check_parameter,
     choose,
     fill_state,
-    local,
     remove_owner,
     request_of,
     restart,
@@ -57,6 +56,7 @@ from paredown.optim.parameter_state import (
     zeros,
 )
 from paredown.optim.rules import RULES, Rule
+from paredown.optim.sharded.local_rows import local
 from paredown.optim.step_batches import StepBatches
 from paredown.roles import OF_PARAMETER, Role
 
@@ -72,7 +72,7 @@ def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | Gradie
     parameter = entry.parameter
     if optimizer.memory.release:
         return _releaser(optimizer, entry)
-    if entry.choices.format(Role.GRADIENT) is not None and not is_averaged_later(parameter) and not isinstance(parameter, DTensor):
+    if entry.choices.format(Role.GRADIENT) is not None and not is_averaged_later(parameter):
         return _accumulator(optimizer, entry)
     if optimizer.microbatches > 1 and not isinstance(parameter, DTensor):
         return GradientMean(parameter, 1.0 / optimizer.microbatches, _start_of(optimizer, entry), name=entry.name)
@@ -88,8 +88,8 @@ def is_averaged_later(parameter: Tensor) -> bool:
 def _accumulator(optimizer: Optimizer, entry: ParameterState) -> Accumulator:
     p, format = entry.parameter, entry.choices.format(Role.GRADIENT)
     assert format is not None
-    seed = Seed(optimizer.seed, 8 * entry.number + GRADIENT_ID)
-    packed = zeros(p.shape, format, p.dtype, p.device)
+    seed = Seed(optimizer.seed, 8 * entry.number + GRADIENT_ID, first_index=entry.first_index)
+    packed = zeros(local(p).shape, format, p.dtype, p.device)
     entry.gradient = gradient = PackedGradient(packed, seed, weight=1.0 / optimizer.microbatches)  # type: ignore[call-overload]
     optimizer_ref = weakref.ref(optimizer)
     gradient.total.rounding = entry.choices.rounding(Role.GRADIENT)
@@ -477,7 +477,7 @@ def _remove_all(hooks: list[Any]) -> None:
 def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format | None, request: RequestedFormats | None) -> None:
     """Raise OptimError for a weight format that the optimizer cannot provide; `packed_format` is that of the session's packed weight."""
     format, dtype = choices.format(Role.WEIGHT), parameter.dtype
-    if format is None or choices.is_small or isinstance(parameter, DTensor):
+    if format is None or choices.is_small or (isinstance(parameter, DTensor) and packed_format is None):
         return
     if packed_format is not None and packed_format != format:
         raise OptimError(

@@ -36,6 +36,7 @@ from paredown.errors import OptimError
 from paredown.formats.rounding import Seed
 from paredown.optim.gradient_ops import run
 from paredown.optim.packed_gradient import GradientSum, GradientTensor, Lease
+from paredown.optim.sharded.local_rows import distributed_like, local
 
 aten = torch.ops.aten
 GONE = (
@@ -136,12 +137,12 @@ class Accumulator(_Hook):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad
-            if grad is not None and not self.gradient.lent(grad):
+            if grad is not None and not self.gradient.lent(local(grad)):
                 self._take(parameter, grad.detach())
             return grad is not None
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        if not (grad.requires_grad or self.gradient.lent(grad)):  # otherwise it has a graph, or autograd has added in place
+        if not (grad.requires_grad or self.gradient.lent(local(grad))):  # otherwise it has a graph, or autograd has added in place
             self._take(parameter, grad)
 
     def _take(self, parameter: Tensor, grad: Tensor) -> None:
@@ -149,15 +150,15 @@ class Accumulator(_Hook):
             self.gradient.total.before_start()
         except OptimError as error:
             raise OptimError(f"{self.name}: {error}") from None
-        lent = self.gradient.lend(grad.dtype)
+        lent, rows = self.gradient.lend(grad.dtype), local(grad)
         try:
-            if isinstance(grad, PackedGradient):  # another accumulator: already weighted
-                self.gradient.total.store(grad.decode(torch.float32))
+            if isinstance(rows, PackedGradient):  # another accumulator: already weighted
+                self.gradient.total.store(rows.decode(torch.float32))
             else:
-                self.gradient.total.fold(grad, weight=self.gradient.weight, is_first=True)
+                self.gradient.total.fold(rows, weight=self.gradient.weight, is_first=True)
         except OptimError as error:
             raise OptimError(f"{self.name}: {error}") from None
-        parameter.grad = lent
+        parameter.grad = distributed_like(lent, grad)
 
 
 class GradientMean(_Hook):

@@ -349,6 +349,11 @@ def _decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
     return lambda out: out.copy_(values)
 
 
+def decode_into(packed: PackedTensor, out: Tensor) -> None:
+    """Write the values of `packed` into a contiguous tensor of its shape."""
+    _decoder(packed)(out)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal, NaN and signs of zeros included."""
     integers = {2: torch.int16, 4: torch.int32}[a.itemsize]
