@@ -31,7 +31,7 @@ CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module 
 INPUT = "it is the input of a checkpointed module"
 
 
-def outermost(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
     """The paths that match a pattern, without those inside of another match.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
@@ -44,7 +44,7 @@ def outermost(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
         matched = [path for path in ([pattern] if is_path else known) if path in known and fnmatchcase(path, pattern)]
         if not matched:
             near = f"Closest of {len(known)}: {closest(pattern, known)}." if known else "There is none."
-            raise PlanError(f"recompute {pattern!r} is no module. {near}")
+            raise PlanError(f"{what} {pattern!r} is no module. {near}")
         matches += matched
     return [path for path in dict.fromkeys(matches) if not any(is_inside(path, other) for other in matches if other != path)]
 

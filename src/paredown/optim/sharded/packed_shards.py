@@ -88,7 +88,10 @@ class PackedShard:
         """The whole parameter, decoded from the codes and scales of all processes; their memory is freed."""
         shape, format = self.parameter.shape, self.weight.packed.format
         names = [name for name in PackedParts.__dataclass_fields__ if getattr(self.padded, name) is not None]
-        parts = PackedParts(**{name: tensor[: shape[0]] for name, tensor in zip(names, gathered, strict=True)})
+        if self.num_processes == 1:  # the others have replicas; FSDP2 then copies the first input alone
+            parts = self.weight.packed.parts
+        else:
+            parts = PackedParts(**{name: tensor[: shape[0]] for name, tensor in zip(names, gathered, strict=True)})
         whole = PackedTensor(format, shape, self.weight.dtype, tuple(range(len(shape))), parts)
         made = torch.empty(shape, dtype=dtype, device=self.weight.packed.device) if out is None else out.data
         with torch.no_grad():
