@@ -8,6 +8,7 @@ Which hook a parameter gets (`hook_of`):
     release                       Releaser: the parameter is updated inside backward
     a format for gradients        Accumulator: the gradient is added to a packed accumulator
     microbatches, no format       GradientMean: the gradient is multiplied by 1 / K
+    small and sharded             GradientCopy: the gradient is copied out of the memory that it shares with others
     otherwise                     none: p.grad is read at the step
 
 Groups, closures, schedulers, hooks and `state` are those of torch. A parameter for which nothing is packed (tier "full") is updated by
@@ -36,7 +37,7 @@ from paredown.formats.rounding import Seed
 from paredown.optim import state_dict as checkpoint
 from paredown.optim.batched_update import update_one
 from paredown.optim.diagnostics import Diagnostics, UpdateCounters
-from paredown.optim.gradient_hooks import Accumulator, GradientMean, PackedGradient, Releaser, clear_factors
+from paredown.optim.gradient_hooks import Accumulator, GradientCopy, GradientMean, PackedGradient, Releaser, clear_factors
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import (
     FROM_TIER,
@@ -67,7 +68,7 @@ RESTARTED = (
 GRADIENT_ID = 3  # offset of the tensor id for the random bits of an accumulator; `reference.py` uses 0 to 2
 
 
-def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientMean | Releaser | None:
+def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientCopy | GradientMean | Releaser | None:
     """The hook for the gradients of a parameter, not yet attached; None if p.grad is read at the step."""
     parameter = entry.parameter
     if optimizer.memory.release:
@@ -76,7 +77,7 @@ def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | Gradie
         return _accumulator(optimizer, entry)
     if optimizer.microbatches > 1 and not isinstance(parameter, DTensor):
         return GradientMean(parameter, 1.0 / optimizer.microbatches, _start_of(optimizer, entry), name=entry.name)
-    return None
+    return GradientCopy(parameter, entry.name) if isinstance(parameter, DTensor) and entry.choices.is_small else None
 
 
 def is_averaged_later(parameter: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
     Accumulator    gradient --fold--> packed accumulator; p.grad is a PackedGradient that shows it; later backward passes add to it
     GradientMean   gradient * 1 / microbatches; p.grad is an ordinary tensor
+    GradientCopy   a copy of a gradient that is a view: fully_shard frees the gradients of a module when nothing refers to any of them
     Releaser       gradient --update--> parameter, immediately; p.grad is a ReleasedGradient, which has a shape and no values
 
 The first gradient after p.grad = None starts the sum, as in torch. A gradient that user code assigned is encoded at the next backward or
@@ -189,6 +190,15 @@ class GradientMean(_Hook):
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
         pass
+
+
+class GradientCopy(_Hook):
+    """Replaces the gradient of a sharded parameter by a copy, since it is a view of the memory of all gradients of its module."""
+
+    def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
+        rows = local(grad)
+        if rows.untyped_storage().nbytes() > rows.nbytes:
+            parameter.grad = distributed_like(rows.clone(), grad)
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:

@@ -1,0 +1,177 @@
+"""fully_shard with weights, gradients and moments packed, in four gloo processes: the codes of one process, memory and traffic as
+`footprint` predicts, and checkpoints that other numbers of processes load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paredown
+from paredown import footprint, trace_step
+from paredown.models.transformer import token_loss
+from paredown.optim import AdamW
+from paredown.optim.sharded.local_rows import local
+from tests.session import sharded as of
+from tests.support.processes import needs_gloo, run_on, run_on_two
+
+pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore")]  # of the libraries below, about this machine
+WORLD = 4
+
+
+def codes_of_pictures() -> dict[str, Any]:
+    model = of.sharded(of.Pictures())
+    session, optimizer = of.with_given_gradients(model)
+    found = {"codes": of.codes_of(optimizer), "changes": [(row.slot, row.given, row.reason) for row in session.changes]}
+    session.close()
+    return {**found, "closed": [local(p).detach() for p in model.parameters()], "runs": model(of.pictures(0)).isfinite().all()}
+
+
+def without_sums(codes: of.Codes) -> of.Codes:
+    """Without sums of gradients, which are complete at the end of a step and are not saved."""
+    return [{name: value for name, value in state.items() if not name.startswith("gradient.")} for state in codes]
+
+
+def training(rank: int, folder: Path) -> dict[str, Any]:
+    """Losses, stored and sent bytes; a checkpoint after two steps, from which a second run continues."""
+    model, session, optimizer = of.started()
+    losses = of.train(model, optimizer, rank, range(2))
+    of.save(str(folder / "checkpoint"), model, optimizer)
+    saved = without_sums(of.codes_of(optimizer))
+    with of.counted() as sent:
+        ids, targets = of.texts(200 + rank)
+        token_loss(model(ids), targets).backward()
+    nbytes = of.stored_in_process(model, optimizer)
+    optimizer.zero_grad()
+    later = of.train(model, optimizer, rank, range(2, 4))
+    found = {"losses": losses, "saved": saved, "sent": sent, "stored": nbytes, "later": later, "codes": of.codes_of(optimizer)}
+    session.close()
+    model, session, optimizer = of.started()
+    of.load(str(folder / "checkpoint"), model, optimizer)
+    ids, targets = of.texts(200 + rank)
+    token_loss(model(ids), targets).backward()  # the number of gradients selects random bits
+    optimizer.zero_grad()
+    again = {"loaded": without_sums(of.codes_of(optimizer))}
+    again |= {"later again": of.train(model, optimizer, rank, range(2, 4)), "codes again": of.codes_of(optimizer)}
+    return {**found, **again}
+
+
+def replicas(rank: int) -> list[float]:
+    """Losses of one step of four replicas: a mesh of shape (4, 1)."""
+    model = of.sharded(of.gpt(), WORLD, 1)
+    paredown.apply(of.LPMM, model)
+    return of.train(model, AdamW(model.parameters(), lr=0.01), rank, range(2))
+
+
+def worker(rank: int, folder: Path) -> dict[str, Any]:
+    return {"pictures": codes_of_pictures(), "training": training(rank, folder), "replicas": replicas(rank)}
+
+
+def on_two(rank: int, folder: Path) -> of.Codes:
+    model, _, optimizer = of.started()
+    of.load(str(folder / "checkpoint"), model, optimizer)
+    return of.codes_of(optimizer)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> list[dict[str, Any]]:
+    return run_on(WORLD, worker, folder)
+
+
+def assert_equal_codes(found: of.Codes, expected: of.Codes) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a), [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def test_codes_are_those_of_one_process(four: list[dict[str, Any]]) -> None:
+    model = of.Pictures()
+    session, optimizer = of.with_given_gradients(model)
+    expected = of.codes_of(optimizer)
+    assert any("gradient.codes" in state for state in expected) and any("weight.codes" in state for state in expected)
+    assert_equal_codes(of.joined([process["pictures"]["codes"] for process in four]), expected)
+    session.close()
+    for i, mine in enumerate(model.parameters()):
+        assert torch.equal(mine, torch.cat([process["pictures"]["closed"][i] for process in four]))
+    assert all(process["pictures"]["runs"] for process in four)
+
+
+def test_padding_has_a_row(four: list[dict[str, Any]]) -> None:
+    padded = {slot: reason for slot, given, reason in four[0]["pictures"]["changes"] if given == "packed and padded"}
+    assert set(padded) == {"weight=ten.weight", "weight=five.weight"}
+    assert "(10)" in padded["weight=ten.weight"] and "2 in all" in padded["weight=ten.weight"]
+    assert "(5)" in padded["weight=five.weight"] and "3 in all" in padded["weight=five.weight"]
+
+
+def test_losses_are_those_of_one_process(four: list[dict[str, Any]]) -> None:
+    """The first two exactly, as all weights are decoded from the same codes; later ones differ by the order of sums."""
+    model = of.gpt()
+    session = paredown.apply(of.LPMM, model)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    for step in range(2):
+        for part in range(2):
+            losses = [
+                token_loss(model(ids), targets) for ids, targets in (of.texts(100 * step + 10 * part + r) for r in range(WORLD))
+            ]
+            torch.stack(losses).mean().backward()
+            found = torch.tensor([process["training"]["losses"][2 * step + part] for process in four])
+            expected = torch.stack(losses).detach()
+            assert torch.equal(found, expected) if step == 0 else torch.allclose(found, expected, rtol=1e-3)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    session.close()
+
+
+def test_replicas_have_the_losses_of_shards(four: list[dict[str, Any]]) -> None:
+    for process in four:
+        losses, expected = process["replicas"], process["training"]["losses"]
+        assert losses[:2] == expected[:2] and torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-3)
+
+
+def test_memory_and_traffic_are_as_predicted(four: list[dict[str, Any]]) -> None:
+    trace = trace_step(of.gpt(), of.texts(0), loss=token_loss, optimizer="adamw", device="cpu")
+    foot, alone = footprint(trace, of.LPMM, world_size=WORLD, strategy="fsdp2"), footprint(trace, of.LPMM)
+    assert four[0]["training"]["stored"] == foot.model_bytes
+    assert foot.model_bytes - foot.padding_bytes <= alone.model_bytes / WORLD < 1.05 * (foot.model_bytes - foot.padding_bytes)
+    for process in four:
+        sent = process["training"]["sent"]
+        assert (WORLD - 1) * sent["all_gather"] == foot.communication.all_gather
+        assert (WORLD - 1) * sent["reduce_scatter"] == foot.communication.reduce_scatter
+    plain = footprint(trace, world_size=WORLD, strategy="fsdp2").communication
+    assert foot.communication.all_gather < 0.3 * plain.all_gather and foot.communication.reduce_scatter == plain.reduce_scatter
+
+
+def test_a_run_that_is_loaded_continues_with_the_same_bits(four: list[dict[str, Any]]) -> None:
+    for process in four:
+        found = process["training"]
+        assert_equal_codes(
+            found["loaded"], [{**state, "folds": state["folds"] + 1} if "folds" in state else state for state in found["saved"]]
+        )
+        assert found["later again"] == found["later"]
+        assert_equal_codes(found["codes again"], found["codes"])
+
+
+def test_one_and_two_processes_load_the_same_codes(four: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+    saved = of.joined([process["training"]["saved"] for process in four])
+    (tmp_path / "checkpoint").symlink_to(folder / "checkpoint")
+    assert_equal_codes(without_sums(of.joined(run_on_two(on_two, tmp_path))), saved)
+    model = of.gpt()
+    paredown.apply(of.LPMM, model)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    of.load(str(folder / "checkpoint"), model, optimizer, no_dist=True)
+    assert_equal_codes(without_sums(of.codes_of(optimizer)), saved)
+
+
+def test_the_comparison_sees_one_code() -> None:
+    codes: of.Codes = [{"weight.codes": torch.zeros(2, 3, dtype=torch.uint8)}]
+    other = [{"weight.codes": torch.tensor([[0, 0, 0], [0, 1, 0]], dtype=torch.uint8)}]
+    with pytest.raises(AssertionError):
+        assert_equal_codes(codes, other)
