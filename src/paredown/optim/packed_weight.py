@@ -218,7 +218,7 @@ class Weight:
             return False
         if values.dim() and packed.format.block is not None:
             tensors = (packed.parts.codes, packed.parts.scales, packed.parts.minimums)
-            first = PackedParts(*(None if t is None else t[:1] for t in tensors), packed.parts.tensor_scale)
+            first = PackedParts(*(None if t is None else t[:1] for t in tensors), tensor_scale=packed.parts.tensor_scale)
             row = replace(packed, shape=torch.Size((1, *self.size[1:])), parts=first).decode()
             if not same_bits(row, values[:1]):
                 return False

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from paredown.errors import PlanError
-from paredown.formats.catalog import is_small
+from paredown.formats.catalog import find_format, is_small
 from paredown.formats.format import Format
 from paredown.plan.checkpointed_trace import is_inside, outermost
 from paredown.plan.plan import Plan
@@ -61,11 +61,12 @@ class Communication:
     all_gather: int = 0
     reduce_scatter: int = 0
     all_reduce: int = 0
+    all_to_all: int = 0  # of reductions in 8 bits
 
     @property
     def total(self) -> int:
         """The sum over all operations."""
-        return self.all_gather + self.reduce_scatter + self.all_reduce
+        return self.all_gather + self.reduce_scatter + self.all_reduce + self.all_to_all
 
 
 NOTHING_SENT = Communication()
@@ -78,6 +79,7 @@ class Distribution:
     strategy: str
     world_size: int
     units: tuple[str, ...] = ()
+    reduction: Format | None = None  # in which gradients travel (`paredown.optim.reduce_in_8_bits`); None: in their dtype
 
     def gathered_bytes(self, shard: int) -> int:
         """Bytes that a process sends in an all-gather or reduce-scatter, of which each process has `shard` bytes."""
@@ -92,11 +94,18 @@ class Distribution:
         return next((unit for unit in self.units if is_inside(module, unit)), ROOT)
 
 
-def distribution_of(trace: Trace, strategy: str | None, world_size: int, units: Iterable[str] | None = None) -> Distribution | None:
+def distribution_of(
+    trace: Trace,
+    strategy: str | None,
+    world_size: int,
+    units: Iterable[str] | None = None,
+    reduction: Format | str | None = None,
+) -> Distribution | None:
     """The checked arguments of `footprint`; None for one process. Without `units`, the items of lists of modules, such as blocks.0."""
     if type(world_size) is not int or world_size < 1:
         raise PlanError(f"world_size={world_size!r}: give the number of processes, an integer of at least 1.")
-    if strategy is None and (world_size > 1 or units is not None):
+    travels_in = None if reduction is None else find_format(reduction)
+    if strategy is None and (world_size > 1 or units is not None or reduction is not None):
         raise PlanError(f"world_size={world_size} needs a strategy: {' or '.join(map(repr, STRATEGIES))}.")
     if strategy is None:
         return None
@@ -105,10 +114,10 @@ def distribution_of(trace: Trace, strategy: str | None, world_size: int, units: 
     if strategy == "ddp":
         if units is not None:
             raise PlanError("units are the modules that fully_shard wraps: leave them out, or give strategy='fsdp2'.")
-        return Distribution(strategy, world_size)
+        return Distribution(strategy, world_size, reduction=travels_in)
     modules = [slot.module for slot in trace.of(Role.WEIGHT)]
     found = _listed(modules) if units is None else outermost(_with_parents(modules), units, what="unit")
-    return Distribution(strategy, world_size, tuple(found))
+    return Distribution(strategy, world_size, tuple(found), travels_in)
 
 
 def _with_parents(modules: Iterable[str]) -> list[str]:
@@ -261,12 +270,31 @@ def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communicati
     """Bytes that one process sends in one step."""
     gradients = trace.of(Role.GRADIENT)
     if shared.strategy == "ddp":
-        return Communication(all_reduce=shared.all_reduced_bytes(sum(slot.nbytes for slot in gradients)))
+        return _ddp_communication(gradients, shared)
     shards = _shards(trace, plan, shared.world_size)
     times = {name: 1 if shared.unit_of(slot.module) == ROOT else 2 for name, slot in shards.weights.items()}
     gathered = sum(times[name] * shards.weight(slot) for name, slot in shards.weights.items())
+    if shared.reduction is not None:
+        return Communication(shared.gathered_bytes(gathered), all_to_all=_exchanged_bytes(gradients, shared, shared.reduction))
     reduced = sum(shards.bytes_of(slot, None) for slot in gradients)
     return Communication(shared.gathered_bytes(gathered), shared.gathered_bytes(reduced))
+
+
+def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Communication:
+    """An all-reduce; in few bits an all-to-all of chunks and an all-gather of their sums. Padding of single buckets is left out."""
+    if shared.reduction is None:
+        return Communication(all_reduce=shared.all_reduced_bytes(sum(slot.nbytes for slot in gradients)))
+    chunk = -(-sum(slot.numel for slot in gradients) // shared.world_size)
+    nbytes = shared.gathered_bytes(shared.reduction.nbytes((1, chunk)))
+    return Communication(all_gather=nbytes, all_to_all=nbytes)
+
+
+def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Format) -> int:
+    """Bytes that a process sends in the all-to-all of each unit: the shards of all its gradients in one row of codes."""
+    numels: dict[str, int] = defaultdict(int)
+    for slot in gradients:
+        numels[shared.unit_of(slot.module)] += shard_bytes(slot.shape, None, shared.world_size, itemsize=1)
+    return sum(shared.gathered_bytes(format.nbytes((1, numel))) for numel in numels.values())
 
 
 def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:

@@ -23,6 +23,7 @@ from html import escape
 from itertools import accumulate
 
 from paredown.errors import PlanError, warn_renamed
+from paredown.formats.format import Format
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
 from paredown.plan.distribution import (
     NOTHING_SENT,
@@ -222,6 +223,7 @@ class Footprint:
         if shared is None:
             return []
         parts = {"all-gather": sent.all_gather, "reduce-scatter": sent.reduce_scatter, "all-reduce": sent.all_reduce}
+        parts["all-to-all"] = sent.all_to_all
         texts = [f"{name} {say_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes]
         return [f"  each of {shared.world_size} processes ({shared.strategy}) sends in a step: {', '.join(texts) or 'nothing'}"]
 
@@ -243,18 +245,20 @@ def footprint(
     world_size: int = 1,
     strategy: str | None = None,
     units: Sequence[str] | None = None,
+    reduction: Format | str | None = None,
 ) -> Footprint:
     """Predicted bytes of the traced step under `plan`; of the baseline without a plan, or with one that has no rules.
 
     With `world_size` processes and a `strategy` ("ddp", "fsdp2"), the bytes are those of one process, and `communication` has what it
     sends; the traced batch is that of one process. `units`: the modules that fully_shard wraps beside the model, with wildcards.
+    `reduction`: the format in which gradients travel, with `paredown.optim.reduce_in_8_bits`.
     """
     if not isinstance(trace, Trace) or not isinstance(plan, Plan | None):
         types = f"{type(trace).__name__}, {type(plan).__name__}"
         raise PlanError(
             f"footprint takes a Trace and a Plan, in this order, not {types}: footprint(trace_step(model, batch), plan)."
         )
-    return _footprint(trace, plan or BASELINE, distribution_of(trace, strategy, world_size, units))
+    return _footprint(trace, plan or BASELINE, distribution_of(trace, strategy, world_size, units, reduction))
 
 
 def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footprint:
