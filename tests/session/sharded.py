@@ -29,6 +29,7 @@ from paredown.optim.parameter_state import put
 from paredown.optim.sharded.local_rows import local
 
 LPMM = Plan.preset("lpmm")
+EVERYTHING = LPMM.set("activation", "int8/64@bf16")
 CONFIG = GPTConfig(dim=64, num_layers=1, num_heads=2, vocabulary=101, context=16)  # 101 rows: no number of processes divides them
 GATHERS = ("all_gather_single", "all_gather_into_tensor")  # the first is the name since torch 2.12
 REDUCES = ("reduce_scatter_single", "reduce_scatter_tensor")
@@ -126,9 +127,9 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[flo
     return losses
 
 
-def started() -> tuple[nn.Module, Session, AdamW]:
+def started(plan: Plan = LPMM) -> tuple[nn.Module, Session, AdamW]:
     model = sharded(gpt())
-    session = paredown.apply(LPMM, model)
+    session = paredown.apply(plan, model)
     return model, session, AdamW(model.parameters(), lr=0.01)
 
 

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessExitedException
 
 import paredown
 from paredown import footprint, trace_step
@@ -168,6 +172,42 @@ def test_one_and_two_processes_load_the_same_codes(four: list[dict[str, Any]], f
     optimizer = AdamW(model.parameters(), lr=0.01)
     of.load(str(folder / "checkpoint"), model, optimizer, no_dist=True)
     assert_equal_codes(without_sums(of.codes_of(optimizer)), saved)
+
+
+# --- a process that is killed ---------------------------------------------------------------------------------------------
+
+
+def run(rank: int, folder: Path, *, dies: bool) -> list[float]:
+    """Six steps with a checkpoint after every second one, from the last checkpoint on; with `dies`, one process is killed in step 5."""
+    model, session, optimizer = of.started(of.EVERYTHING)
+    first = max((int(path.name) for path in folder.glob("[0-9]") if (path / ".metadata").exists()), default=0)
+    if first:
+        of.load(str(folder / str(first)), model, optimizer)
+        session.load_state_dict(torch.load(folder / f"session{first}", weights_only=False))
+    losses: list[float] = []
+    for step in range(first, 6):
+        if dies and rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses += of.train(model, optimizer, rank, range(step, step + 1))
+        if step % 2:
+            of.save(str(folder / str(step + 1)), model, optimizer)
+            if rank == 0:
+                torch.save(session.state_dict(), folder / f"session{step + 1}")
+    return losses
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_a_killed_process_and_a_resumed_run_have_the_same_losses(num_processes: int, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    expected = run_on(num_processes, partial(run, dies=False), whole)
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        run_on(num_processes, partial(run, dies=True), broken)
+    assert not (broken / "6").exists() and (broken / "4").exists()
+    resumed = run_on(num_processes, partial(run, dies=False), broken)
+    assert [losses[-4:] for losses in expected] == resumed  # two steps of two microbatches
 
 
 def test_the_comparison_sees_one_code() -> None:
