@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from functools import partial
@@ -11,12 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import ProcessExitedException
 
 import paredown
 from paredown import footprint, trace_step
 from paredown.models.transformer import token_loss
 from paredown.optim import AdamW
+from paredown.optim.packed_weight import weight_of
 from paredown.optim.sharded.local_rows import local
 from tests.session import sharded as of
 from tests.support.processes import needs_gloo, run_on, run_on_two
@@ -69,8 +75,58 @@ def replicas(rank: int) -> list[float]:
     return of.train(model, AdamW(model.parameters(), lr=0.01), rank, range(2))
 
 
+def layer(*, value: float = 0.0) -> nn.Linear:
+    torch.manual_seed(0)
+    made = nn.Linear(64, 128)
+    made.weight.data[-1, 0] += value
+    return made
+
+
+def kept_plain(rank: int) -> dict[str, list[str]]:
+    """Why the weight of a layer is not packed, by the way in which it is sharded; empty where it is."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    ways: dict[str, Any] = {
+        "partly": fully_shard(layer(), mesh=mesh, reshard_after_forward=2),
+        "offloaded": fully_shard(layer(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "columns": fully_shard(layer(), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None),
+        "infinite": fully_shard(layer(value=math.inf), mesh=mesh),  # in the rows of the last process alone
+        "by hand": by_hand(mesh),
+        "gathered": fully_shard(layer(), mesh=mesh, reshard_after_forward=False),
+    }
+    with torch.no_grad():
+        ways["gathered"](torch.ones(1, 64))  # without backward, its parameters stay whole
+    found: dict[str, list[str]] = {}
+    for way, model in ways.items():
+        session = paredown.apply(of.LPMM.set("bias", None), model)
+        found[way] = [row.reason for row in session.changes if row.slot == "weight=weight"]
+        if way != "by hand":  # which takes DTensors
+            model(torch.ones(1, 64))
+        session.close()
+    return found
+
+
+def by_hand(mesh: Any) -> nn.Linear:
+    made = layer()
+    made.weight = nn.Parameter(distribute_tensor(made.weight.data, mesh, [Shard(0)]))
+    return made
+
+
+def replaced(rank: int) -> list[bool]:
+    """Whether a weight is packed after load_state_dict(assign=True) has replaced its parameter, and has its values."""
+    model = fully_shard(layer(), mesh=init_device_mesh("cpu", (WORLD,)))
+    session = paredown.apply(of.LPMM, model)
+    model(torch.ones(1, 64)).sum().backward()
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+    expected = 2 * paredown.round_trip(layer().weight.detach(), "int8/64@e8m0")
+    is_packed = weight_of(model.weight) is not None
+    output = model(torch.eye(64))
+    session.close()
+    return [is_packed, torch.equal(local(model.weight), expected[32 * rank : 32 * rank + 32]), bool(output.isfinite().all())]
+
+
 def worker(rank: int, folder: Path) -> dict[str, Any]:
-    return {"pictures": codes_of_pictures(), "training": training(rank, folder), "replicas": replicas(rank)}
+    edges = {"plain": kept_plain(rank), "replaced": replaced(rank)}
+    return {**edges, "pictures": codes_of_pictures(), "training": training(rank, folder), "replicas": replicas(rank)}
 
 
 def on_two(rank: int, folder: Path) -> of.Codes:
@@ -112,6 +168,24 @@ def test_padding_has_a_row(four: list[dict[str, Any]]) -> None:
     assert set(padded) == {"weight=ten.weight", "weight=five.weight"}
     assert "(10)" in padded["weight=ten.weight"] and "2 in all" in padded["weight=ten.weight"]
     assert "(5)" in padded["weight=five.weight"] and "3 in all" in padded["weight=five.weight"]
+
+
+def test_what_stays_plain_has_a_reason_in_all_processes(four: list[dict[str, Any]]) -> None:
+    expected = {
+        "partly": "reshard_after_forward is an integer",
+        "offloaded": "CPUOffloadPolicy",
+        "columns": "only dimension 0",
+        "infinite": "not finite",
+        "by hand": "fully_shard does not manage",
+    }
+    for process in four:
+        assert not process["plain"].pop("gathered")
+        for way, text in expected.items():
+            assert len(process["plain"][way]) == 1 and text in process["plain"][way][0], (way, process["plain"][way])
+
+
+def test_replaced_parameters_are_packed_again(four: list[dict[str, Any]]) -> None:
+    assert all(process["replaced"] == [True, True, True] for process in four)
 
 
 def test_losses_are_those_of_one_process(four: list[dict[str, Any]]) -> None:

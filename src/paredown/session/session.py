@@ -32,6 +32,7 @@ from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.loss.output_head import OutputHead
 from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
+from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role, weight_role
 from paredown.session.activations import Activations
@@ -106,6 +107,7 @@ class Session:
         self._is_checked = False
         self._modules = list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
+        reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
         self._watch.passed_over = frozenset(self._checkpointed.modules)
@@ -165,7 +167,6 @@ class Session:
             self._weights.detach()  # hooks that decode a weight just in time would break the graphs
             self._weights = Weights(self.plan, model, is_compiled=True)
             self._weights.attach()
-        if self._compiled is None:
             signals = self._guard.signals if self._guard is not None else None
             self._compiled = CompiledGraphs(self.plan, self.seed, calls=self.forwards, signals=signals, head=self._head)
         if self._guard is not None:

@@ -33,7 +33,7 @@ from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.formats.format import Format
 from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_parameter
 from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
-from paredown.optim.sharded.packed_shards import UNEVEN, PackedShard, forget_gathered, pack_shards, plain_copy
+from paredown.optim.sharded.packed_shards import UNEVEN, PackedShard, forget_gathered, pack_shards, plain_copy, reshard
 from paredown.plan.plan import Plan
 from paredown.roles import weight_role
 from paredown.session.changes import ADDED, UNMODIFIED, Change
@@ -236,6 +236,9 @@ class Weights:
         for handle in self._handles + [entry.handle for entry in self._held.values() if entry.handle is not None]:
             handle.remove()
         self._handles.clear()
+        model = self._model()
+        if self.shards and model is not None:
+            reshard(model)
         for name, shard in self.shards.items():
             shard.release()
             del self.weights[name]

@@ -194,12 +194,19 @@ def forget_gathered(managed: Any) -> None:
 # --- which parameters are packed ------------------------------------------------------------------------------------------
 
 
-def managed_parameters(model: nn.Module) -> dict[int, Any]:
-    """id of each sharded parameter -> the FSDPParam of torch that manages it; all modules are resharded first."""
-    found: dict[int, Any] = {}
+def reshard(model: nn.Module) -> None:
+    """Let modules under fully_shard have their sharded parameters; after a forward pass without backward they may have whole ones."""
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             module.reshard()  # type: ignore[operator]
+
+
+def managed_parameters(model: nn.Module) -> dict[int, Any]:
+    """id of each sharded parameter -> the FSDPParam of torch that manages it; all modules are resharded first."""
+    found: dict[int, Any] = {}
+    reshard(model)
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if groups is None else groups:
