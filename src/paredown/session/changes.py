@@ -76,7 +76,10 @@ ADDED = "it was added after the plan was applied"
 STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 NO_OPTIMIZER = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
 SMALL = "their state is float32 and their gradients are not packed: both are small, and norms and biases are sensitive to rounding"
-REPLICATED = "gradients of several processes are averaged in the buckets of DistributedDataParallel, which are not packed"
+REPLICATED = (
+    "gradients of several processes are averaged in the buckets of DistributedDataParallel, which are not packed; fully_shard over a mesh "
+    "of shape (processes, 1) packs them"
+)
 
 
 @dataclass(frozen=True)
