@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import ProcessExitedException
 
 import paredown
 from paredown import footprint, trace_step
 from paredown.models.transformer import token_loss
-from paredown.optim import AdamW
+from paredown.optim import AdamW, reduce_in_8_bits
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.sharded.local_rows import local
 from tests.session import sharded as of
@@ -246,6 +246,61 @@ def test_one_and_two_processes_load_the_same_codes(four: list[dict[str, Any]], f
     optimizer = AdamW(model.parameters(), lr=0.01)
     of.load(str(folder / "checkpoint"), model, optimizer, no_dist=True)
     assert_equal_codes(without_sums(of.codes_of(optimizer)), saved)
+
+
+# --- more ways to train, in make test-all -----------------------------------------------------------------------------------
+
+
+def way(rank: int, name: str) -> list[float]:
+    """Losses of three steps under a plan for everything, trained in the way called `name`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if name == "replicas" else None
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if name == "mixed" else MixedPrecisionPolicy()
+    )
+    model = of.gpt()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh or init_device_mesh("cpu", (WORLD,)), mp_policy=policy)
+    paredown.apply(of.EVERYTHING.recomputing("layers.*") if name == "checkpointed" else of.LPMM, model)
+    reduction = reduce_in_8_bits(model) if name == "in 8 bits" else None
+    options = {"released": {"release": True}, "microbatches": {"microbatches": 2}}.get(name, {})
+    optimizer = AdamW(model.parameters(), lr=0.01, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=name == "scaled")
+    losses: list[float] = []
+    for step in range(6 if name == "microbatches" else 3):
+        ids, targets = of.texts(10 * (step // 2 if name == "microbatches" else step) + rank)
+        loss = token_loss(model(ids), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses += [loss.item()] if name != "microbatches" or step % 2 == 0 else []
+    assert reduction is None or set(reduction.counts.values()) == {3}
+    return losses
+
+
+WAYS = {
+    "plain": 0.0,
+    "replicas": 1e-3,
+    "mixed": 1e-2,
+    "checkpointed": 1e-2,
+    "in 8 bits": 1e-2,
+    "released": 5e-3,
+    "microbatches": 5e-3,
+    "scaled": 5e-3,
+}
+
+
+def ways(rank: int, folder: Path) -> dict[str, list[float]]:
+    return {name: way(rank, name) for name in WAYS}
+
+
+@pytest.mark.full
+def test_ways_to_train_have_close_losses(tmp_path: Path) -> None:
+    """Tolerances are relative, for three steps of the same batches: sums in another order, bf16, or other random bits."""
+    for process in run_on(WORLD, ways, tmp_path):
+        expected = torch.tensor(process["plain"])
+        for name, tolerance in WAYS.items():
+            assert torch.allclose(torch.tensor(process[name]), expected, rtol=tolerance), (name, process[name], expected)
 
 
 # --- a process that is killed ---------------------------------------------------------------------------------------------
