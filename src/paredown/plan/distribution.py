@@ -201,14 +201,10 @@ def _fsdp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Int
         elif slot.role is Role.TEMPORARY and slot.recomputed_from:
             for start, end in slot.running or ((slot.birth, slot.death),):
                 yield Interval(Role.TEMPORARY, slot.module, start, end, slot.nbytes)
-    units: dict[str, list[Slot]] = defaultdict(list)
-    for slot in shards.weights.values():
-        units[shared.unit_of(slot.module)].append(slot)
-    gradients = {slot.name: slot for slot in trace.of(Role.GRADIENT)}
-    for unit, slots in units.items():
-        own = [gradients[slot.name] for slot in slots if slot.name in gradients]
-        yield from _gathered(unit, slots, own, trace, shards)
-        yield from _reduced(unit, own, trace, shards)
+    units = _units(trace, shared, shards)
+    yield from _gathered(units, trace)
+    for unit in units:
+        yield from _reduced(unit, trace, shards)
     full_bytes = sum(shards.bytes_of(slot, None) for name, slot in shards.weights.items() if shards.formats[name].is_full)
     for output in trace.outputs:
         if output.phase == "step":  # workspace of torch.optim for the shards that it updates
@@ -226,44 +222,78 @@ def _moment(moment: Slot, plan: Plan, shards: _Shards) -> int:
     return shard_bytes(moment.shape, format, shards.world_size)
 
 
-def _gathered(unit: str, slots: list[Slot], gradients: list[Slot], trace: Trace, shards: _Shards) -> Iterator[Interval]:
-    """The whole parameters of a unit while it runs, and the buffer that its all-gather fills."""
-    values = sum(slot.nbytes for slot in slots)
-    buffer = sum(shards.weight(slot) for slot in slots) * shards.world_size
-    for start, end in _spans(unit, slots, gradients, trace):
-        yield Interval(Role.TEMPORARY, unit, start, end, values)
-        yield Interval(Role.TEMPORARY, unit, start, end, buffer)
+@dataclass(frozen=True)
+class _Unit:
+    """A module under fully_shard: its gradients, bytes when it is whole, bytes of its all-gather, and when it runs."""
+
+    name: str
+    gradients: tuple[Slot, ...]
+    values: int
+    buffer: int
+    forward: tuple[int, int] | None
+    backward: tuple[int, int] | None
 
 
-def _spans(unit: str, slots: list[Slot], gradients: list[Slot], trace: Trace) -> list[tuple[int, int]]:
-    """When the parameters of a unit are whole: in forward and in backward; those of the model itself from its first use on."""
-    running = [span for slot in slots for span in slot.running]
-    forward = [span for span in running if span[0] <= trace.backward_at]
-    backward = [span for span in running if span[0] > trace.backward_at]
-    backward += [span for slot in slots for part in slot.parts for span in part.decoded]
-    backward += [(slot.birth, slot.dropped if slot.dropped > slot.birth else slot.birth) for slot in gradients]
-    if unit == ROOT:
-        ends = [end for _, end in (*forward, *backward)]
-        return [(0, max(ends))] if ends else []
-    return [(min(start for start, _ in spans), max(end for _, end in spans)) for spans in (forward, backward) if spans]
+def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
+    """All units in the order in which they run."""
+    by_name: dict[str, list[Slot]] = defaultdict(list)
+    for slot in shards.weights.values():
+        by_name[shared.unit_of(slot.module)].append(slot)
+    gradients = {slot.name: slot for slot in trace.of(Role.GRADIENT)}
+    units: list[_Unit] = []
+    for name, slots in by_name.items():
+        own = tuple(gradients[slot.name] for slot in slots if slot.name in gradients)
+        running = [span for slot in slots for span in slot.running]
+        backward = [span for span in running if span[0] > trace.backward_at]
+        backward += [span for slot in slots for part in slot.parts for span in part.decoded]
+        backward += [(slot.birth, max(slot.birth, slot.dropped)) for slot in own]
+        forward = _hull(span for span in running if span[0] <= trace.backward_at)
+        sizes = sum(slot.nbytes for slot in slots), sum(shards.weight(slot) for slot in slots) * shards.world_size
+        units.append(_Unit(name, own, *sizes, (0, trace.backward_at) if name == ROOT else forward, _hull(backward)))
+    return sorted(units, key=lambda unit: unit.forward or (0, 0))
 
 
-def _reduced(unit: str, gradients: list[Slot], trace: Trace, shards: _Shards) -> Iterator[Interval]:
-    """Whole gradients of a unit until its reduce-scatter, the input of that, and the shards that remain."""
-    end = max((max(slot.birth, slot.dropped) for slot in gradients), default=0)
-    for slot in gradients:
+def _hull(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """The span from the first start to the last end."""
+    found = list(spans)
+    return (min(start for start, _ in found), max(end for _, end in found)) if found else None
+
+
+def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
+    """Whole parameters, and buffers of all-gathers. FSDP2 frees the buffer of a unit when the next one is gathered, and gathers the next
+    unit of backward while one runs; the model's own parameters stay whole from forward to the end of backward.
+    """
+    for i, unit in enumerate(units):
+        following, previous = units[i + 1] if i + 1 < len(units) else None, units[i - 1] if i else None
+        if unit.forward is not None:
+            next_start = following.forward[0] if following is not None and following.forward is not None else trace.backward_at
+            yield Interval(Role.TEMPORARY, unit.name, unit.forward[0], max(next_start, unit.forward[0]), unit.buffer)
+            last = unit.backward[1] if unit.name == ROOT and unit.backward is not None else unit.forward[1]
+            yield Interval(Role.TEMPORARY, unit.name, unit.forward[0], last, unit.values)
+        if unit.backward is not None and unit.name != ROOT:
+            yield Interval(Role.TEMPORARY, unit.name, *unit.backward, unit.values)
+            if previous is not None and previous.name != ROOT:
+                yield Interval(Role.TEMPORARY, previous.name, *unit.backward, previous.buffer)
+
+
+def _reduced(unit: _Unit, trace: Trace, shards: _Shards) -> Iterator[Interval]:
+    """Whole gradients of a unit until its reduce-scatter, the input of that, and the shards that remain. Values are freed before."""
+    at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
+    for slot in unit.gradients:
         formats = shards.formats[slot.name]
-        yield Interval(Role.TEMPORARY, slot.module, slot.birth, end, slot.nbytes)
+        yield Interval(Role.TEMPORARY, slot.module, slot.birth, at, slot.nbytes)
         if formats.residue_bytes:
             residue = shard_bytes(slot.shape, None, shards.world_size, itemsize=1)
             yield Interval(Role.RESIDUE, slot.module, 0, trace.length, residue)
         is_packed = formats.gradient is not None and slot.death >= trace.length
-        yield Interval(Role.GRADIENT, slot.module, end, end if is_packed else max(slot.death, end), shards.bytes_of(slot, None))
-        if is_packed:
+        if not is_packed:
+            yield Interval(Role.GRADIENT, slot.module, at, max(slot.death, at), shards.bytes_of(slot, None))
+        else:
+            yield Interval(Role.TEMPORARY, slot.module, at, at, shards.bytes_of(slot, None))
             yield Interval(Role.GRADIENT, slot.module, 0, trace.length, shards.bytes_of(slot, formats.gradient))
-    if gradients:
-        whole = sum(shards.bytes_of(slot, None) for slot in gradients) * shards.world_size
-        yield Interval(Role.TEMPORARY, unit, end, end, whole)
+    if unit.gradients:
+        whole = sum(shards.bytes_of(slot, None) for slot in unit.gradients) * shards.world_size
+        yield Interval(Role.TEMPORARY, unit.name, at, at, whole)
 
 
 def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communication:
