@@ -101,6 +101,9 @@ def kept_plain(rank: int) -> dict[str, list[str]]:
         found[way] = [row.reason for row in session.changes if row.slot == "weight=weight"]
         if way != "by hand":  # which takes DTensors
             model(torch.ones(1, 64))
+            assert [row.reason for row in session.changes if row.slot == "weight=weight"] == found[way], (
+                "while parameters are whole"
+            )
         session.close()
     return found
 

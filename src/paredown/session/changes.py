@@ -46,6 +46,7 @@ from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.optim.packed_weight import Weight
 from paredown.optim.parameter_state import owner_of, request_of
 from paredown.optim.sharded.local_rows import local
+from paredown.optim.sharded.packed_shards import sharded_of_whole
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role
@@ -352,7 +353,8 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
 
     `awaits_optimizer`: an integration will make an optimizer of paredown.optim, which then follows the plan.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    sharded = sharded_of_whole(model)
+    trained = [(name, sharded.get(id(p), p)) for name, p in model.named_parameters() if p.requires_grad]
     requested = [(name, p, role, plan.find((name,), role).format) for name, p in trained for role in STATE]
     requested = [row for row in requested if row[3] is not None]
     is_made = any(owner_of(p) is not None for _, p, _, _ in requested)

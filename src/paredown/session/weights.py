@@ -33,7 +33,8 @@ from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.formats.format import Format
 from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_parameter
 from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
-from paredown.optim.sharded.packed_shards import UNEVEN, PackedShard, forget_gathered, pack_shards, plain_copy, reshard
+from paredown.optim.sharded import packed_shards
+from paredown.optim.sharded.packed_shards import PackedShard
 from paredown.plan.plan import Plan
 from paredown.roles import weight_role
 from paredown.session.changes import ADDED, UNMODIFIED, Change
@@ -132,7 +133,7 @@ class Weights:
                     yield Change(f"weight={name}", asked, given, REPLACED)
         for name, shard in self.shards.items():
             if shard.padding:
-                uneven = UNEVEN.format(shard.parameter.shape[0], shard.num_processes, shard.padding)
+                uneven = packed_shards.UNEVEN.format(shard.parameter.shape[0], shard.num_processes, shard.padding)
                 yield Change(f"weight={name}", str(shard.weight.packed.format), "packed and padded", uneven)
         yield from self._added(parameters)
         for name in sorted(self.pinned & self.weights.keys()):
@@ -161,8 +162,10 @@ class Weights:
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of each module, tied ones under each of their names; a module may refer back to one that contains it."""
         model = self._model()
+        sharded = packed_shards.sharded_of_whole(model) if model is not None and self.shards else {}
         for path, module in model.named_modules() if model is not None else ():
-            yield from module.named_parameters(prefix=path, recurse=False)
+            for name, parameter in module.named_parameters(prefix=path, recurse=False):
+                yield name, sharded.get(id(parameter), parameter)
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
@@ -193,11 +196,8 @@ class Weights:
         """Pack parameters of fully_shard; all processes call this with the same ones."""
         model = self._model()
         if sharded and model is not None:
-
-            def refuse(name: str, format: Format, reason: str) -> None:
-                self.not_packed[name] = format, reason
-
-            packed = pack_shards(sharded, model, refuse)
+            packed, refused = packed_shards.pack_shards(sharded, model)
+            self.not_packed.update(refused)
             self.shards.update(packed)
             self.weights.update({name: shard.weight for name, shard in packed.items()})
 
@@ -206,7 +206,7 @@ class Weights:
         replaced: dict[str, tuple[DTensor, Format]] = {}
         for name, shard in [(name, shard) for name, shard in self.shards.items() if shard.is_replaced]:
             del self.shards[name], self.weights[name]
-            forget_gathered(shard.managed)
+            packed_shards.forget_gathered(shard.managed)
             replaced[name] = shard.managed.sharded_param, shard.weight.packed.format
         self._pack_shards(replaced)
 
@@ -238,7 +238,7 @@ class Weights:
         self._handles.clear()
         model = self._model()
         if self.shards and model is not None:
-            reshard(model)
+            packed_shards.reshard(model)
         for name, shard in self.shards.items():
             shard.release()
             del self.weights[name]
@@ -469,7 +469,7 @@ def _export(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
         elif type(value) is PackedParameter:
             state[prefix + name] = plain_parameter(value)
         elif isinstance(value, DTensor):
-            state[prefix + name] = plain_copy(value)
+            state[prefix + name] = packed_shards.plain_copy(value)
 
 
 def reason_to_keep_plain(parameter: nn.Parameter, format: Format) -> str | None:

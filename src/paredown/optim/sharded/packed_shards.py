@@ -19,7 +19,7 @@ processes gather the same tensors. `reason_to_keep_shard_plain` lists what stays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -201,17 +201,22 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def managed_parameters(model: nn.Module) -> dict[int, Any]:
-    """id of each sharded parameter -> the FSDPParam of torch that manages it; all modules are resharded first."""
-    found: dict[int, Any] = {}
-    reshard(model)
+def managed_parameters(model: nn.Module) -> list[Any]:
+    """The objects (FSDPParam) by which torch manages the sharded parameters of `model`."""
+    found: list[Any] = []
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if groups is None else groups:
-                found.update({id(one.sharded_param): one for one in (group.fsdp_params if group is not None else ())})
+                found += group.fsdp_params if group is not None else ()
     return found
+
+
+def sharded_of_whole(model: nn.Module) -> dict[int, Any]:
+    """id of each parameter that fully_shard holds whole -> the sharded parameter."""
+    managed = managed_parameters(model)
+    return {id(one._unsharded_param): one.sharded_param for one in managed if hasattr(one, "_unsharded_param")}
 
 
 def reason_to_keep_shard_plain(parameter: DTensor, managed: Any, format: Format) -> str | None:
@@ -243,20 +248,23 @@ def finite_everywhere(parameters: Iterable[DTensor]) -> Iterator[bool]:
         yield bool(is_finite)
 
 
-def pack_shards(
-    wanted: dict[str, tuple[DTensor, Format]], model: nn.Module, refuse: Callable[[str, Format, str], None]
-) -> dict[str, PackedShard]:
-    """Pack the sharded parameters of `model` by name; `refuse` gets the name, format and reason of each that stays unmodified."""
-    managed = managed_parameters(model)
+Refused = dict[str, tuple[Format, str]]  # name -> requested format, and why it is not packed
+
+
+def pack_shards(wanted: dict[str, tuple[DTensor, Format]], model: nn.Module) -> tuple[dict[str, PackedShard], Refused]:
+    """Pack the sharded parameters of `model` by name; what stays unmodified is returned with its format and the reason."""
+    reshard(model)
+    managed = {id(one.sharded_param): one for one in managed_parameters(model)}
     reasons = {name: reason_to_keep_shard_plain(p, managed.get(id(p)), format) for name, (p, format) in wanted.items()}
     possible = [name for name, reason in reasons.items() if reason is None]
     for name, is_finite in zip(possible, finite_everywhere(wanted[name][0] for name in possible), strict=True):
         reasons[name] = None if is_finite else NOT_FINITE
-    for name, reason in reasons.items():
-        if reason is not None:
-            refuse(name, wanted[name][1], reason)
-    return {
-        name: pack_shard(wanted[name][0], managed[id(wanted[name][0])], wanted[name][1])
-        for name, reason in reasons.items()
-        if reason is None
-    }
+    packed: dict[str, PackedShard] = {}
+    refused: Refused = {}
+    for name, (parameter, format) in wanted.items():
+        reason = reasons[name]
+        if reason is None:
+            packed[name] = pack_shard(parameter, managed[id(parameter)], format)
+        else:
+            refused[name] = format, reason
+    return packed, refused
