@@ -20,6 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 
 import paredown
 from paredown import footprint, trace_step
+from paredown.errors import OptimError
 from paredown.models.transformer import token_loss
 from paredown.optim import AdamW, reduce_in_8_bits
 from paredown.optim.packed_weight import weight_of
@@ -71,6 +72,8 @@ def training(rank: int, folder: Path) -> dict[str, Any]:
 def replicas(rank: int) -> list[float]:
     """Losses of one step of four replicas: a mesh of shape (4, 1)."""
     model = of.sharded(of.gpt(), WORLD, 1)
+    with pytest.raises(OptimError, match="over replicas only"):
+        reduce_in_8_bits(model)
     paredown.apply(of.LPMM, model)
     return of.train(model, AdamW(model.parameters(), lr=0.01), rank, range(2))
 

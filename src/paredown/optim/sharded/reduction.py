@@ -30,6 +30,7 @@ from paredown.errors import FormatError, OptimError
 from paredown.formats.catalog import find_format
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, Seed
+from paredown.optim.sharded.packed_shards import managed_parameters
 
 DEFAULT = "int8/64@bf16"
 SUM_IDS = 1 << 20  # offset of the tensor ids of sums, which are quantized a second time
@@ -37,13 +38,18 @@ NO_MODEL = (
     "reduce_in_8_bits takes a model under DistributedDataParallel or fully_shard, and {} is neither: wrap it first. A model in one process "
     "has nothing to reduce."
 )
+NO_SHARDS = (
+    "each process has all rows of this model, so fully_shard reduces its gradients over replicas only, in their dtype: leave "
+    "reduce_in_8_bits out, shard over several processes, or use DistributedDataParallel."
+)
 NO_HOOK = "this torch ({}) has no FSDPModule.set_custom_reduce_scatter: update torch, or leave reduce_in_8_bits out."
 
 
 def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: int = 0) -> Reduction:
     """Let the processes that train `model` exchange gradients in `format` from now on; call it in all of them, before the first step.
 
-    The model is under DistributedDataParallel or fully_shard. `state_dict()` of the result goes into a checkpoint.
+    The model is under DistributedDataParallel or fully_shard; with fully_shard over replicas of shards, the reduction over replicas stays
+    in the gradients' dtype. `state_dict()` of the result goes into a checkpoint.
     """
     reduction = Reduction(_checked(format), seed)
     if isinstance(model, DistributedDataParallel):
@@ -55,6 +61,8 @@ def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: 
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     if not modules:
         raise OptimError(NO_MODEL.format(type(model).__name__))
+    if all(one.mesh_info.mesh.size(-1) == 1 for one in managed_parameters(model)):
+        raise OptimError(NO_SHARDS)
     for i, module in enumerate(modules):
         if not hasattr(module, "set_custom_reduce_scatter"):
             raise OptimError(NO_HOOK.format(torch.__version__))
