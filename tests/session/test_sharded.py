@@ -8,6 +8,7 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ from torch.multiprocessing import ProcessExitedException
 import paredown
 from paredown import footprint, trace_step
 from paredown.errors import OptimError
+from paredown.formats.format import Format
 from paredown.models.transformer import token_loss
 from paredown.optim import AdamW, reduce_in_8_bits
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.sharded.local_rows import local
+from paredown.optim.sharded.packed_shards import NEEDED, reason_to_keep_shard_plain
 from tests.session import sharded as of
 from tests.support.processes import needs_gloo, run_on, run_on_two
 
@@ -188,6 +191,12 @@ def test_what_stays_plain_has_a_reason_in_all_processes(four: list[dict[str, Any
         assert not process["plain"].pop("gathered")
         for way, text in expected.items():
             assert len(process["plain"][way]) == 1 and text in process["plain"][way][0], (way, process["plain"][way])
+
+
+def test_a_torch_without_the_attributes_has_a_reason() -> None:
+    managed = SimpleNamespace(**dict.fromkeys(NEEDED[:-1]))
+    reason = reason_to_keep_shard_plain(SimpleNamespace(), managed, Format.parse("int8/64@bf16"))  # type: ignore[arg-type]
+    assert reason is not None and torch.__version__ in reason and NEEDED[-1] in reason
 
 
 def test_replaced_parameters_are_packed_again(four: list[dict[str, Any]]) -> None:

@@ -40,8 +40,14 @@ OTHER_PLACEMENT = "it is distributed by {}, and blocks run along rows: only dime
 OFFLOADED = "CPUOffloadPolicy moves its shard between devices"
 PARTLY_RESHARDED = "reshard_after_forward is an integer, and FSDP2 then gathers values"
 TENSOR_SCALE = "{} has one scale for the whole tensor, and a shard knows only its own rows"
+UNKNOWN_TORCH = "this torch ({}) has no FSDPParam.{}, which packing a shard needs"
 NOT_FINITE = "it holds values that are not finite"
 LARGER = "it would not be smaller"
+# private attributes of torch's FSDPParam that this module reads or sets (torch 2.13)
+NEEDED = (
+    *("all_gather_outputs", "is_dtensor", "mesh_info", "offload_to_cpu", "padded_sharded_param_size", "post_forward_mesh_info"),
+    *("_init_extensions", "_sharded_param_data", "_unsharded_inner_tensors"),
+)
 
 
 @dataclass(eq=False)
@@ -221,9 +227,12 @@ def sharded_of_whole(model: nn.Module) -> dict[int, Any]:
 
 def reason_to_keep_shard_plain(parameter: DTensor, managed: Any, format: Format) -> str | None:
     """Why all processes leave a sharded parameter unpacked; None if they pack it. Values are checked by `finite_everywhere`."""
-    local = parameter._local_tensor
     if managed is None:
         return NOT_OF_FSDP
+    missing = [name for name in NEEDED if not hasattr(managed, name)]
+    if missing:
+        return UNKNOWN_TORCH.format(torch.__version__, missing[0])
+    local = parameter._local_tensor
     if type(local) is not Tensor or local.device.type not in DEVICES or local.dtype not in DTYPES:
         return f"its shard is a {type(local).__name__} of {local.dtype} on {local.device}"
     others = [placement for placement in parameter.placements if not (placement.is_replicate() or placement.is_shard(0))]
