@@ -40,6 +40,20 @@ def test_the_bytes_are_those_of_the_footprint(folder: Path) -> None:
     assert value["batch_size"] == 8 and value["optimizer"] == "adamw"
 
 
+def test_one_process_of_several(folder: Path) -> None:
+    words = ("estimate", "net.py:both", "--device", "cpu", "--plan", "lpmm", "--world-size", "4", "--strategy")
+    for strategy in ("ddp", "fsdp2"):
+        (row,) = asked_json(*words, strategy)["plans"]
+        foot = pare.footprint(traced(), pare.Plan.preset("lpmm"), world_size=4, strategy=strategy)
+        assert (row["peak_bytes"], row["model_bytes"]) == (foot.peak_bytes, foot.model_bytes)
+        assert row["sent_bytes"] == foot.communication.total
+        assert "sent by a process" in ask(*words, strategy)[1]
+    status, _, err = ask(*words[:-1])
+    assert status == 2 and "ddp or fsdp2" in err
+    status, _, err = ask(*words, "ddp", "--report", "page.html")
+    assert status == 2 and "pages are of one process" in err
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
 def test_a_compiled_step(folder: Path) -> None:
     value = asked_json("estimate", "net.py:both", "--device", "cpu", "--plan", "activations4", "--compiled")

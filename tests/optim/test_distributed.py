@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import paredown
-from paredown import Plan
-from paredown.optim import SGD, AdamW
+from paredown import Plan, trace_step
+from paredown.errors import OptimError
+from paredown.optim import SGD, AdamW, reduce_in_8_bits
 from tests.support.processes import needs_gloo, run_on_two
 
 pytestmark = needs_gloo
@@ -91,8 +92,31 @@ def trained(rank: int) -> list[float]:
     return found
 
 
+def reduced(rank: int, *, is_sharded: bool) -> dict[str, Any]:
+    """Gradients of two backward passes that travelled in 8 bits, and bytes of the codes and scales that this process sent."""
+    plain = small()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    model: nn.Module = fully_shard(plain, mesh=mesh) if is_sharded else DistributedDataParallel(plain)
+    reduction = reduce_in_8_bits(model)
+    found, sent, send = [], [], torch.distributed.all_to_all_single
+
+    def count(received: Tensor, data: Tensor, **options: Any) -> Any:
+        sent.append(data.nbytes)
+        return send(received, data, **options)
+
+    torch.distributed.all_to_all_single = count  # type: ignore[assignment]
+    for _ in range(2):
+        model(rows(rank)).square().mean().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads])
+        model.zero_grad()
+    torch.distributed.all_to_all_single = send
+    return {"found": found, "sent": sum(sent) // 2 // 2, "state": reduction.state_dict()}  # in a pass; half of it stays here
+
+
 def worker(rank: int, folder: Path) -> dict[str, Any]:
-    return {"ddp": ddp(rank), "fsdp": fsdp(str(folder)), "trained": trained(rank)}
+    in_8_bits = {is_sharded: reduced(rank, is_sharded=is_sharded) for is_sharded in (False, True)}
+    return {"reduced": in_8_bits, "ddp": ddp(rank), "fsdp": fsdp(str(folder)), "trained": trained(rank)}
 
 
 def one_process(folder: Path) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[Tensor]]:
@@ -129,3 +153,31 @@ def test_two_processes(tmp_path: Path) -> None:
     for a, b in zip(weights, first["fsdp"]["weights"], strict=True):
         assert torch.equal(a, b)
     assert first["trained"][-1] < 0.8 * first["trained"][0]
+    check_reductions(first["reduced"], second["reduced"])
+
+
+def check_reductions(first: dict[bool, Any], second: dict[bool, Any]) -> None:
+    """Against float32: the same in both processes, close, rounded anew in the second pass; and as many bytes as `footprint` says."""
+    model = small()
+    sum(model(rows(rank)).square().mean() / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+    exact = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    trace = trace_step(small(), (rows(0), torch.zeros(16, 64)), loss=nn.functional.mse_loss, optimizer="sgd", device="cpu")
+    for is_sharded in (False, True):
+        mine, theirs = first[is_sharded], second[is_sharded]
+        passes = [torch.cat([grad.flatten() for grad in grads]) for grads in mine["found"]]
+        assert torch.equal(passes[0], torch.cat([grad.flatten() for grad in theirs["found"][0]]))
+        assert not torch.equal(*passes)
+        assert all(1e-4 < (found - exact).norm() / exact.norm() < 0.02 for found in passes)
+        strategy = "fsdp2" if is_sharded else "ddp"
+        foot = paredown.footprint(
+            trace, world_size=2, strategy=strategy, units=() if is_sharded else None, reduction="int8/64@bf16"
+        )
+        assert mine["sent"] == foot.communication.all_to_all > 0
+        assert mine["state"] == {"seed": 0, "counts": {"0": 2}}
+
+
+def test_reductions_that_cannot_be() -> None:
+    with pytest.raises(OptimError, match="under DistributedDataParallel or fully_shard"):
+        reduce_in_8_bits(small())
+    with pytest.raises(OptimError, match="block scales"):
+        reduce_in_8_bits(small(), format="bf16")

@@ -285,6 +285,12 @@ HereOption = Annotated[
 ]
 AutocastOption = Annotated[str | None, typer.Option("--autocast", metavar="DTYPE", help="bf16, fp16 or none.", show_default=False)]
 CompiledOption = Annotated[bool, typer.Option("--compiled", help="torch.compile compiles the model: session.compile().")]
+WorldSizeOption = Annotated[
+    int, typer.Option("--world-size", min=1, help="Processes that train the model together; bytes are those of one.")
+]
+StrategyOption = Annotated[
+    str | None, typer.Option("--strategy", help="How they share it: ddp, or fsdp2 (fully_shard).", show_default=False)
+]
 ChunkedLossOption = Annotated[
     bool | None,
     typer.Option(

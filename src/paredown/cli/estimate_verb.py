@@ -36,6 +36,8 @@ from paredown.cli.application import (
     OptimizerOption,
     PlanOption,
     ReportOption,
+    StrategyOption,
+    WorldSizeOption,
     app,
     step_text,
     verb,
@@ -99,6 +101,8 @@ def estimate(
     autocast: AutocastOption = None,
     compiled: CompiledOption = False,
     chunked_loss: ChunkedLossOption = None,
+    world_size: WorldSizeOption = 1,
+    strategy: StrategyOption = None,
     depth: DepthOption = None,
     report: ReportOption = None,
     is_json: JsonOption = False,
@@ -106,7 +110,7 @@ def estimate(
     """Does it fit? Predicted bytes of a training step by role, module and plan, before anything runs."""
     check_places({"--report": report})
     within, device, input = read_budget(budget, gpu), device or ("cuda" if gpu else None), _input(input, length)
-    size, targets = _batch(batch, within), _targets(lora, lora_targets)
+    size, targets, shared = _batch(batch, within), _targets(lora, lora_targets), _shared(world_size, strategy, report)
     with spinner("tracing one step"):
         from paredown.cli.subject import SubjectOptions, find_subject
 
@@ -114,22 +118,33 @@ def estimate(
         subject = find_subject(model, options)
         plans = _plans(plan or _shown_plans(lora, frozen), frozen, _layers(subject) if checkpointing else ())
         _check_applicable(subject, length, frozen)
-        feet = _footprints(subject, plans)
-    allowed = None if within is None else _allowed(within, subject, feet)
-    largest = _largest_batches(subject, plans, allowed or 0) if batch == AUTO else {}
+        feet = _footprints(subject, plans, shared)
+    allowed = None if within is None else _allowed(within, subject, feet, shared)
+    largest = _largest_batches(subject, plans, allowed or 0, shared) if batch == AUTO else {}
     value = {**_head(subject, plans), "budget_bytes": allowed, "plans": _rows(feet, allowed, largest, depth), "notes": _notes(feet)}
     if report is not None:
         _write_report(report, subject, plans, value, requested=plan is not None)
     _show(value, within, requested=plan is not None, is_json=is_json)
-    named = None if lora or checkpointing or frozen else step_text(model, options)  # `paredown plan` has no such flags
+    named = None if lora or checkpointing or frozen or shared else step_text(model, options)  # `paredown plan` has no such flags
     _exit_if_too_large(value, requested=plan, model=named, budget=within)
 
 
-def _footprints(subject: Subject, plans: Mapping[str, Plan]) -> dict[str, Footprint]:
+def _shared(world_size: int, strategy: str | None, report: Path | None) -> dict[str, Any]:
+    """The arguments of `footprint` for several processes; empty for one."""
+    from paredown.plan.distribution import STRATEGIES
+
+    if strategy not in (None, *STRATEGIES) or (strategy is None and world_size > 1):
+        raise typer.BadParameter(f"--world-size needs a strategy: {' or '.join(STRATEGIES)}.", param_hint="--strategy")
+    if strategy is not None and report is not None:
+        raise typer.BadParameter("pages are of one process: leave --report or --strategy out.", param_hint="--report")
+    return {"world_size": world_size, "strategy": strategy} if strategy is not None else {}
+
+
+def _footprints(subject: Subject, plans: Mapping[str, Plan], shared: Mapping[str, Any]) -> dict[str, Footprint]:
     """The footprint of the step under each plan."""
     from paredown.plan.footprint import footprint
 
-    return {name: footprint(_step(subject.trace(plan), name), plan) for name, plan in plans.items()}
+    return {name: footprint(_step(subject.trace(plan), name), plan, **shared) for name, plan in plans.items()}
 
 
 def _step(trace: Trace, name: str) -> Trace:
@@ -196,13 +211,13 @@ def _layers(subject: Subject) -> tuple[str, ...]:
     return repeated_layers_of(subject.model)
 
 
-def _largest_batches(subject: Subject, plans: Mapping[str, Plan], allowed: int) -> dict[str, int]:
+def _largest_batches(subject: Subject, plans: Mapping[str, Plan], allowed: int, shared: Mapping[str, Any]) -> dict[str, int]:
     """The largest batch of each plan."""
     largest: dict[str, int] = {}
     with progress_bar("the largest batch") as progress:
         for number, (name, plan) in enumerate(plans.items()):
             progress(number, len(plans), name)
-            largest[name] = _largest(subject, name, plan, allowed)
+            largest[name] = _largest(subject, name, plan, allowed, shared)
     return largest
 
 
@@ -262,20 +277,23 @@ def _write_report(to: Path, subject: Subject, plans: dict[str, Plan], value: dic
     write(with_memory(record, subject, plans), to)
 
 
-def _allowed(budget: Budget, subject: Subject, feet: Mapping[str, Footprint]) -> int:
+def _allowed(budget: Budget, subject: Subject, feet: Mapping[str, Footprint], shared: Mapping[str, Any]) -> int:
     """The bytes of the budget; a percentage is of the peak of the baseline, with activation checkpointing if the plans have it."""
-    from paredown.plan.footprint import peak_of
+    from paredown.plan.footprint import footprint
     from paredown.plan.plan import Plan
 
     plan = Plan(recompute=next(iter(feet.values())).plan.recompute)
-    return parse_bytes(budget.size, whole=peak_of(_step(subject.trace(plan), BASELINE), plan))
+    return parse_bytes(budget.size, whole=footprint(_step(subject.trace(plan), BASELINE), plan, **shared).peak_bytes)
 
 
-def _largest(subject: Subject, name: str, plan: Plan, allowed: int) -> int:
+def _largest(subject: Subject, name: str, plan: Plan, allowed: int, shared: Mapping[str, Any]) -> int:
     """The largest batch size whose predicted peak is within `allowed` bytes; 0 if a batch of one does not fit."""
-    from paredown.plan.footprint import peak_of
+    from paredown.plan.footprint import footprint
 
-    return largest_batch(lambda num: peak_of(_step(subject.trace(plan, num), name), plan), allowed, start=subject.batch_size)
+    def peak(num: int) -> int:
+        return footprint(_step(subject.trace(plan, num), name), plan, **shared).peak_bytes
+
+    return largest_batch(peak, allowed, start=subject.batch_size)
 
 
 def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None) -> dict[str, Any]:
@@ -284,7 +302,8 @@ def _row(name: str, foot: Footprint, allowed: int | None, largest: int | None) -
     at_peak = {role.value: n for role, n in foot.at_peak.items() if n}
     fits = None if allowed is None else foot.peak_bytes <= allowed
     parts = {"by_role": roles, "at_peak": at_peak, "workspace_bytes": foot.workspace_bytes, **_step_time(foot)}
-    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts}
+    sent = {} if foot.distribution is None else {"model_bytes": foot.model_bytes, "sent_bytes": foot.communication.total}
+    return {"plan": name, **bounds, "fits": fits, "largest_batch": largest, **parts, **sent}
 
 
 def _step_time(foot: Footprint) -> dict[str, Any]:
@@ -420,6 +439,7 @@ def _by_module(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def _totals(rows: Sequence[dict[str, Any]], allowed: int | None) -> list[tuple[str, ...]]:
     kinds = {"peak": "peak_bytes", "at least": "low_bytes", "at most": "high_bytes"}
+    kinds |= {"sent by a process": "sent_bytes"} if "sent_bytes" in rows[0] else {}
     lines = [(name, *(say_bytes(row[key]) for row in rows)) for name, key in kinds.items()]
     lines.append(("activations stored for backward", *(say_bytes(row["by_role"].get("activation", 0)) for row in rows)))
     if allowed is not None:

@@ -8,6 +8,7 @@ Which hook a parameter gets (`hook_of`):
     release                       Releaser: the parameter is updated inside backward
     a format for gradients        Accumulator: the gradient is added to a packed accumulator
     microbatches, no format       GradientMean: the gradient is multiplied by 1 / K
+    small and sharded             GradientCopy: the gradient is copied out of the memory that it shares with others
     otherwise                     none: p.grad is read at the step
 
 Groups, closures, schedulers, hooks and `state` are those of torch. A parameter for which nothing is packed (tier "full") is updated by
@@ -36,7 +37,7 @@ from paredown.formats.rounding import Seed
 from paredown.optim import state_dict as checkpoint
 from paredown.optim.batched_update import update_one
 from paredown.optim.diagnostics import Diagnostics, UpdateCounters
-from paredown.optim.gradient_hooks import Accumulator, GradientMean, PackedGradient, Releaser, clear_factors
+from paredown.optim.gradient_hooks import Accumulator, GradientCopy, GradientMean, PackedGradient, Releaser, clear_factors
 from paredown.optim.packed_weight import weight_of
 from paredown.optim.parameter_state import (
     FROM_TIER,
@@ -48,7 +49,6 @@ from paredown.optim.parameter_state import (
     check_parameter,
     choose,
     fill_state,
-    local,
     remove_owner,
     request_of,
     restart,
@@ -57,6 +57,7 @@ from paredown.optim.parameter_state import (
     zeros,
 )
 from paredown.optim.rules import RULES, Rule
+from paredown.optim.sharded.local_rows import local
 from paredown.optim.step_batches import StepBatches
 from paredown.roles import OF_PARAMETER, Role
 
@@ -67,16 +68,16 @@ RESTARTED = (
 GRADIENT_ID = 3  # offset of the tensor id for the random bits of an accumulator; `reference.py` uses 0 to 2
 
 
-def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientMean | Releaser | None:
+def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientCopy | GradientMean | Releaser | None:
     """The hook for the gradients of a parameter, not yet attached; None if p.grad is read at the step."""
     parameter = entry.parameter
     if optimizer.memory.release:
         return _releaser(optimizer, entry)
-    if entry.choices.format(Role.GRADIENT) is not None and not is_averaged_later(parameter) and not isinstance(parameter, DTensor):
+    if entry.choices.format(Role.GRADIENT) is not None and not is_averaged_later(parameter):
         return _accumulator(optimizer, entry)
     if optimizer.microbatches > 1 and not isinstance(parameter, DTensor):
         return GradientMean(parameter, 1.0 / optimizer.microbatches, _start_of(optimizer, entry), name=entry.name)
-    return None
+    return GradientCopy(parameter, entry.name) if isinstance(parameter, DTensor) and entry.choices.is_small else None
 
 
 def is_averaged_later(parameter: Tensor) -> bool:
@@ -88,8 +89,8 @@ def is_averaged_later(parameter: Tensor) -> bool:
 def _accumulator(optimizer: Optimizer, entry: ParameterState) -> Accumulator:
     p, format = entry.parameter, entry.choices.format(Role.GRADIENT)
     assert format is not None
-    seed = Seed(optimizer.seed, 8 * entry.number + GRADIENT_ID)
-    packed = zeros(p.shape, format, p.dtype, p.device)
+    seed = Seed(optimizer.seed, 8 * entry.number + GRADIENT_ID, first_index=entry.first_index)
+    packed = zeros(local(p).shape, format, p.dtype, p.device)
     entry.gradient = gradient = PackedGradient(packed, seed, weight=1.0 / optimizer.microbatches)  # type: ignore[call-overload]
     optimizer_ref = weakref.ref(optimizer)
     gradient.total.rounding = entry.choices.rounding(Role.GRADIENT)
@@ -477,7 +478,7 @@ def _remove_all(hooks: list[Any]) -> None:
 def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format | None, request: RequestedFormats | None) -> None:
     """Raise OptimError for a weight format that the optimizer cannot provide; `packed_format` is that of the session's packed weight."""
     format, dtype = choices.format(Role.WEIGHT), parameter.dtype
-    if format is None or choices.is_small or isinstance(parameter, DTensor):
+    if format is None or choices.is_small or (isinstance(parameter, DTensor) and packed_format is None):
         return
     if packed_format is not None and packed_format != format:
         raise OptimError(

@@ -2,6 +2,7 @@
 
     Accumulator    gradient --fold--> packed accumulator; p.grad is a PackedGradient that shows it; later backward passes add to it
     GradientMean   gradient * 1 / microbatches; p.grad is an ordinary tensor
+    GradientCopy   a copy of a gradient that is a view: fully_shard frees the gradients of a module when nothing refers to any of them
     Releaser       gradient --update--> parameter, immediately; p.grad is a ReleasedGradient, which has a shape and no values
 
 The first gradient after p.grad = None starts the sum, as in torch. A gradient that user code assigned is encoded at the next backward or
@@ -36,6 +37,7 @@ from paredown.errors import OptimError
 from paredown.formats.rounding import Seed
 from paredown.optim.gradient_ops import run
 from paredown.optim.packed_gradient import GradientSum, GradientTensor, Lease
+from paredown.optim.sharded.local_rows import distributed_like, local
 
 aten = torch.ops.aten
 GONE = (
@@ -136,12 +138,12 @@ class Accumulator(_Hook):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad
-            if grad is not None and not self.gradient.lent(grad):
+            if grad is not None and not self.gradient.lent(local(grad)):
                 self._take(parameter, grad.detach())
             return grad is not None
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        if not (grad.requires_grad or self.gradient.lent(grad)):  # otherwise it has a graph, or autograd has added in place
+        if not (grad.requires_grad or self.gradient.lent(local(grad))):  # otherwise it has a graph, or autograd has added in place
             self._take(parameter, grad)
 
     def _take(self, parameter: Tensor, grad: Tensor) -> None:
@@ -149,15 +151,15 @@ class Accumulator(_Hook):
             self.gradient.total.before_start()
         except OptimError as error:
             raise OptimError(f"{self.name}: {error}") from None
-        lent = self.gradient.lend(grad.dtype)
+        lent, rows = self.gradient.lend(grad.dtype), local(grad)
         try:
-            if isinstance(grad, PackedGradient):  # another accumulator: already weighted
-                self.gradient.total.store(grad.decode(torch.float32))
+            if isinstance(rows, PackedGradient):  # another accumulator: already weighted
+                self.gradient.total.store(rows.decode(torch.float32))
             else:
-                self.gradient.total.fold(grad, weight=self.gradient.weight, is_first=True)
+                self.gradient.total.fold(rows, weight=self.gradient.weight, is_first=True)
         except OptimError as error:
             raise OptimError(f"{self.name}: {error}") from None
-        parameter.grad = lent
+        parameter.grad = distributed_like(lent, grad)
 
 
 class GradientMean(_Hook):
@@ -188,6 +190,15 @@ class GradientMean(_Hook):
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
         pass
+
+
+class GradientCopy(_Hook):
+    """Replaces the gradient of a sharded parameter by a copy, since it is a view of the memory of all gradients of its module."""
+
+    def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
+        rows = local(grad)
+        if rows.untyped_storage().nbytes() > rows.nbytes:
+            parameter.grad = distributed_like(rows.clone(), grad)
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:

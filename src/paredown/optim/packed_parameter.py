@@ -132,6 +132,8 @@ class WeightView(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls from C++, such as those of DistributedDataParallel: arguments that the schema marks for writing are encoded."""
         kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:  # of a DTensor, which dispatches to its local tensor
+            return _alias(args[0])
         values = DecodedValues(tracks_gradients=False)
         result = func(*values.of(args), **values.of(kwargs))
         for work in [leaf for leaf in tree_leaves(result) if hasattr(leaf, "wait")]:
@@ -376,6 +378,11 @@ def _alias(packed: Tensor) -> WeightView:
         view = WeightView(_weight(packed), packed)
     vars(view)[HELD] = vars(packed).get(HELD)
     return view
+
+
+def view_of(parameter: Tensor) -> WeightView:
+    """A view of a whole packed parameter, without decoded values."""
+    return _alias(parameter)
 
 
 def plain_parameter(parameter: PackedParameter) -> nn.Parameter:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paredown.codec.packed import DEVICES, DTYPES, PackedTensor, decoder, encode
+from paredown.codec.reference import PackedParts
 from paredown.formats.format import Format
 
 KEY = "_paredown_weight"  # in the __dict__ of a parameter
@@ -194,6 +195,8 @@ class Weight:
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
+            if self._has(values):  # a checkpoint whose codes were loaded before: encoding again could change scales
+                return False
             packed = encode(values, self._packed.format, order="logical")
             is_same = (values.size(), values.device) == (self.size, self._packed.device)
             if is_same:
@@ -205,6 +208,21 @@ class Weight:
             self._take(values, replace(self._packed, dtype=values.dtype) if is_same else packed)
             return True
         return False
+
+    def _has(self, values: Tensor) -> bool:
+        """Whether `values` are the current ones, with the same shape, dtype, device and strides; the first row is compared first."""
+        packed = self._packed
+        if (values.size(), values.dtype, values.device) != (self.size, self.dtype, packed.device) or not self.size.numel():
+            return False
+        if strides_of(values) != self.stride:
+            return False
+        if values.dim() and packed.format.block is not None:
+            tensors = (packed.parts.codes, packed.parts.scales, packed.parts.minimums)
+            first = PackedParts(*(None if t is None else t[:1] for t in tensors), tensor_scale=packed.parts.tensor_scale)
+            row = replace(packed, shape=torch.Size((1, *self.size[1:])), parts=first).decode()
+            if not same_bits(row, values[:1]):
+                return False
+        return same_bits(self.decode(), values)
 
     def changed(self) -> None:
         """Record that the codes were changed; a plain parameter is decoded anew."""
@@ -347,6 +365,11 @@ def _decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
         return decoder(packed)
     values = packed.codes.view(dtype).view(packed.shape)
     return lambda out: out.copy_(values)
+
+
+def decode_into(packed: PackedTensor, out: Tensor) -> None:
+    """Write the values of `packed` into a contiguous tensor of its shape."""
+    _decoder(packed)(out)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -42,6 +42,7 @@ from paredown.optim.gradient_hooks import PackedGradient
 from paredown.optim.packed_weight import PLAIN_DTYPES, Weight, weight_of
 from paredown.optim.reference import UpdateSlot, UpdateUnit
 from paredown.optim.rules import Rule
+from paredown.optim.sharded.local_rows import local
 from paredown.roles import ACCUMULATED, OF_PARAMETER, Role
 
 Choice = tuple[Format | None, Rounding]
@@ -263,11 +264,6 @@ def check_gradient(entry: ParameterState, grad: Tensor) -> None:
             f"{entry.name} had shape {tuple(entry.shape)} when the optimizer was made; now the parameter is {tuple(p.shape)} and its "
             f"gradient {tuple(grad.shape)}. Make a new optimizer after changing shapes."
         )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor; other tensors unchanged."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _first_index(parameter: DTensor, name: str) -> int:

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from paredown.codec.packed import PackedTensor, encode
 from paredown.codec.reference import PackedParts
 from paredown.errors import OptimError
-from paredown.optim.parameter_state import ParameterState, fill_state, local, parts_in, put, roots_of
+from paredown.optim.parameter_state import ParameterState, fill_state, parts_in, put, roots_of
 from paredown.optim.rules import from_stored_root, stored_root
+from paredown.optim.sharded.local_rows import distributed_like, local
 from paredown.roles import Role
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: b
     with torch._C.DisableTorchFunctionSubclass():
         grad = entry.parameter.grad
     if is_partial and grad is not None:
-        if entry.gradient is not None and entry.gradient.lent(grad):
+        if entry.gradient is not None and entry.gradient.lent(local(grad)):
             put(state, "gradient", entry.gradient.packed.parts)
             state["gradient.factor"] = entry.gradient.factor
         else:
@@ -332,7 +333,7 @@ def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> N
     """Install a checked state; packed weights and accumulators are copied into their existing buffers."""
     p, grad = entry.parameter, new.pop("gradient", None)
     if grad is not None:
-        p.grad = grad
+        p.grad = distributed_like(grad, p)
     if not optimizer.is_torchs(entry):
         entry.step, entry.updated, folds = new.pop("step", 0), False, new.pop("folds", 0)
         if entry.weight is not None and "weight.codes" in new:
@@ -340,7 +341,7 @@ def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> N
             entry.weight.changed()
         if entry.gradient is not None:
             if "gradient.codes" in new:
-                p.grad = entry.gradient.lend(p.dtype)
+                p.grad = distributed_like(entry.gradient.lend(p.dtype), p)
                 _copy(entry.gradient.packed.parts, parts_in(new, "gradient"))
                 entry.gradient.factor.copy_(new["gradient.factor"])
                 entry.gradient.total.is_scaled = True

@@ -20,8 +20,9 @@ from paredown.errors import OptimError
 from paredown.optim.batched_update import Batch
 from paredown.optim.gradient_hooks import PackedGradient, ReleasedGradient
 from paredown.optim.packed_weight import KEY, weight_of
-from paredown.optim.parameter_state import ParameterState, check_gradient, check_parameter, fill_state, local, restart, unit_of
+from paredown.optim.parameter_state import ParameterState, check_gradient, check_parameter, fill_state, restart, unit_of
 from paredown.optim.rules import Rule
+from paredown.optim.sharded.local_rows import local
 
 if TYPE_CHECKING:
     from paredown.optim.base import Optimizer
@@ -77,6 +78,7 @@ class StepBatches:
         self._batches: list[StepBatch] = []
         self._entries: list[ParameterState] | None = None  # those that torch.optim does not update
         self._parameters: list[Tensor] = []
+        self._is_spread = False  # whether some parameters are sharded (DTensor)
         self._built_for: Any = None  # the value of `_signature` for which the batches were built
 
     def clear(self) -> None:
@@ -102,17 +104,21 @@ class StepBatches:
                 )
             self._entries = [entry for entry in optimizer.entries if not optimizer.is_torchs(entry)]
             self._parameters = [entry.parameter for entry in self._entries]
+            self._is_spread = any(isinstance(p, DTensor) for p in self._parameters)
         with torch._C.DisableTorchFunctionSubclass():
-            gradients: list[Any] = [p.grad for p in self._parameters]
+            gradients = self._gradients()
             if self._built_for is None or self._signature(optimizer, gradients) != self._built_for:
                 gradients = self._make(optimizer, gradients)
             for batch, places in zip(self._batches, self._plain_places, strict=True):
                 plain: list[Tensor] | None = [gradients[i] for i in places] if batch.is_plain else None
-                if plain is not None and self._is_spread:
-                    plain = [local(g) for g in plain]
                 if plain is not None and not all([g.is_contiguous() for g in plain]):
                     plain = [g.contiguous() for g in plain]
                 batch.run(optimizer, plain)
+
+    def _gradients(self) -> list[Any]:
+        """The gradient of each parameter, of a sharded one that of its local rows; None where there is none."""
+        gradients: list[Any] = [p.grad for p in self._parameters]
+        return [None if g is None else local(g) for g in gradients] if self._is_spread else gradients
 
     def _signature(self, optimizer: Optimizer, gradients: list[Any]) -> Any:
         """Types of all gradients, rules, accumulators and addresses: the batches can be reused while this is unchanged."""
@@ -142,15 +148,16 @@ class StepBatches:
         self._batches, self._built_for = [], None
         assert self._entries is not None
         for entry, gradient in zip(self._entries, gradients, strict=True):
-            if gradient is not None and not isinstance(gradient, ReleasedGradient):
+            whole = entry.parameter.grad
+            if whole is not None and not isinstance(gradient, ReleasedGradient):
                 check_parameter(entry.parameter, entry.name)
-                check_gradient(entry, gradient)
+                check_gradient(entry, whole)
                 weight = weight_of(entry.parameter)
                 if weight is not None:
                     weight.gather()
                 if entry.gradient is not None and not entry.gradient.lent(gradient):
                     entry.hook.collect()
-        gradients = [p.grad for p in self._parameters]
+        gradients = self._gradients()
         self._place(optimizer, gradients)
         self._built_for = self._signature(optimizer, gradients)
         return gradients
@@ -166,17 +173,17 @@ class StepBatches:
             restart(entry, rule, optimizer.state[entry.parameter])
             fill_state(entry, rule, optimizer.state[entry.parameter])
             is_plain = not isinstance(gradient, PackedGradient)
-            by_kind.setdefault((is_plain, rule.name, local(entry.parameter).device), []).append(i)
+            is_sharded = isinstance(entry.parameter, DTensor)  # its plain gradients are sums over microbatches, others are means
+            by_kind.setdefault((is_plain, rule.name, local(entry.parameter).device, is_sharded), []).append(i)
         kinds = sorted(by_kind.items(), key=lambda item: item[0][0])  # packed gradients first: they take the longest
-        for (is_plain, _, _), places in kinds:
+        for (is_plain, *_), places in kinds:
             entries = [self._entries[i] for i in places]
             rule = optimizer.rule_for(optimizer.param_groups[entries[0].group])
             pairs = [(e, gradients[i] if is_plain else e.gradient) for e, i in zip(entries, places, strict=True)]
             self._batches.append(StepBatch(optimizer, rule, pairs, is_plain=is_plain))
-        self._plain_places = [places if is_plain else [] for (is_plain, _, _), places in kinds]
-        self._packed_places = [i for (is_plain, _, _), places in kinds if not is_plain for i in places]
+        self._plain_places = [places if is_plain else [] for (is_plain, *_), places in kinds]
+        self._packed_places = [i for (is_plain, *_), places in kinds if not is_plain for i in places]
         updated = [entry for batch in self._batches for entry in batch.entries]
         self._weights = [entry.weight for entry in updated if entry.weight is not None]
         self._packed_parameters = [entry.parameter for entry in updated if entry.weight is not None]
         self._plain_parameters = [entry.parameter for entry in updated if entry.weight is None]
-        self._is_spread = any(isinstance(p, DTensor) for p in self._parameters)

@@ -42,7 +42,7 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
     return trace.in_4_bits if trace.in_4_bits is not None and has_few_bits else trace
 
 
-def outermost(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
     """The paths that match a pattern, without those inside of another match.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
@@ -55,7 +55,7 @@ def outermost(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
         matched = [path for path in ([pattern] if is_path else known) if path in known and fnmatchcase(path, pattern)]
         if not matched:
             near = f"Closest of {len(known)}: {closest(pattern, known)}." if known else "There is none."
-            raise PlanError(f"recompute {pattern!r} is no module. {near}")
+            raise PlanError(f"{what} {pattern!r} is no module. {near}")
         matches += matched
     return [path for path in dict.fromkeys(matches) if not any(is_inside(path, other) for other in matches if other != path)]
 

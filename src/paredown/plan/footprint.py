@@ -9,20 +9,33 @@ follow:
     high        expected with workspaces of convolutions, free memory that the allocator cannot split (a share for each large tensor), and
                 the model's output, which the caller may hold while backward runs; of a compiled step also a tenth of the peak, since
                 Inductor may allocate other buffers than predicted (decision 028: up to 9 % in twelve measured steps)
+
+With several processes (plan/distribution.py), low leaves out the largest buffer of an all-gather, and high counts a second one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from itertools import accumulate
 
 from paredown.errors import CalibrationError, PlanError, warn_renamed
+from paredown.formats.format import Format
 from paredown.plan.calibration import Calibration, find_calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost, step_under
+from paredown.plan.distribution import (
+    NOTHING_SENT,
+    Communication,
+    Distribution,
+    communication,
+    distributed_intervals,
+    distribution_notes,
+    distribution_of,
+    largest_unit_bytes,
+)
 from paredown.plan.plan import Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.replay import BASELINE, Interval, SlotStorage, intervals, model_memory, part_bytes, slot_storages
@@ -103,6 +116,8 @@ class Footprint:
     by_role: dict[Role, int]
     at_peak: dict[Role, int]
     notes: tuple[str, ...] = ()
+    distribution: Distribution | None = None  # of a step that several processes run; all bytes are those of one process
+    communication: Communication = NOTHING_SENT
     _kept: tuple[Interval, ...] = field(default=(), compare=False)
     _at_peak: tuple[Interval, ...] = field(default=(), compare=False)
 
@@ -134,6 +149,8 @@ class Footprint:
     @cached_property
     def step_time(self) -> StepTime | str:
         """Predicted time of the step by the calibration of its device; a sentence with the reason where it is not predicted."""
+        if self.distribution is not None:
+            return "the time of communication is not measured."
         calibration, reason = find_calibration(self.trace.device)
         return reason if calibration is None else _time_of(self.trace, self.plan, calibration)
 
@@ -147,7 +164,18 @@ class Footprint:
     @cached_property
     def baseline(self) -> Footprint:
         """The footprint of the step without a plan."""
-        return self if self.plan.changes_nothing else footprint(self.trace)
+        return self if self.plan.changes_nothing else self._under(BASELINE)
+
+    def _under(self, plan: Plan) -> Footprint:
+        """The footprint of the same step, with the same number of processes, under another plan."""
+        return self if plan == self.plan else _footprint(self.trace, plan, self.distribution)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of rows that `fully_shard` adds to shards, part of `model_bytes`: the share of one process beyond an even division."""
+        if self.distribution is None or self.distribution.strategy != "fsdp2":
+            return 0
+        return self.model_bytes - model_bytes(self.trace, self.plan) // self.distribution.world_size
 
     @property
     def as_written(self) -> Footprint:
@@ -177,6 +205,7 @@ class Footprint:
         peak = f"peak {say_bytes(self.peak_bytes)} ({say_bytes(self.low_bytes)} to {say_bytes(self.high_bytes)}), in {phase}"
         roles = [f"{role.value} {say_bytes(n)}" for role, n in self.by_role.items() if n]
         head = [f"Footprint of {trace.model} on {trace.device}, {trace.dtype}: {peak}", f"  stored: {', '.join(roles)}"]
+        head += self._shared()
         head += [f"  activation checkpointing: {', '.join(self.recomputed)}"] if self.recomputed else []
         head += [f"  model memory: {', '.join(self._tiers())}"] if trace.optimizer else []
         head.append(f"  step time: {'' if isinstance(self.step_time, StepTime) else 'not predicted, '}{self.step_time}")
@@ -185,16 +214,29 @@ class Footprint:
         rows = [["largest slots", *plans]]
         storages = [slot_storages(checkpointed_trace(trace, plan.recompute), plan) for plan in plans.values()]
         rows += [[slot.name, *(_cell(slot, by_name.get(slot.name)) for by_name in storages)] for slot in trace.largest]
-        peaks = (self.peak_bytes if plan == self.plan else peak_of(trace, plan) for plan in plans.values())
+        peaks = (self._under(plan).peak_bytes for plan in plans.values())
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
 
     def _tiers(self) -> list[str]:
         """Model memory of the baseline, under this plan, and under each tier, as text."""
         plans = {"baseline": BASELINE, "this plan": self.plan, **{name: Plan.preset(name) for name in SHOWN_TIERS}}
-        sizes = {name: model_bytes(self.trace, plan) for name, plan in plans.items()}
+        sizes = {name: self._model_bytes(plan) for name, plan in plans.items()}
         if sizes["this plan"] == sizes["baseline"]:
             del sizes["this plan"]
         return [f"{name} {say_bytes(size)}" for name, size in sizes.items()]
+
+    def _model_bytes(self, plan: Plan) -> int:
+        return model_bytes(self.trace, plan) if self.distribution is None else self._under(plan).model_bytes
+
+    def _shared(self) -> list[str]:
+        """The line about processes, if there are several."""
+        shared, sent = self.distribution, self.communication
+        if shared is None:
+            return []
+        parts = {"all-gather": sent.all_gather, "reduce-scatter": sent.reduce_scatter, "all-reduce": sent.all_reduce}
+        parts["all-to-all"] = sent.all_to_all
+        texts = [f"{name} {say_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes]
+        return [f"  each of {shared.world_size} processes ({shared.strategy}) sends in a step: {', '.join(texts) or 'nothing'}"]
 
 
 def _time_of(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime | str:
@@ -204,18 +246,34 @@ def _time_of(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime | s
         return str(error)
 
 
-def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
-    """Predicted bytes of the traced step under `plan`; of the baseline without a plan, or with one that has no rules."""
+def footprint(
+    trace: Trace,
+    plan: Plan | None = None,
+    *,
+    world_size: int = 1,
+    strategy: str | None = None,
+    units: Sequence[str] | None = None,
+    reduction: Format | str | None = None,
+) -> Footprint:
+    """Predicted bytes of the traced step under `plan`; of the baseline without a plan, or with one that has no rules.
+
+    With `world_size` processes and a `strategy` ("ddp", "fsdp2"), the bytes are those of one process, and `communication` has what it
+    sends; the traced batch is that of one process. `units`: the modules that fully_shard wraps beside the model, with wildcards.
+    `reduction`: the format in which gradients travel, with `paredown.optim.reduce_in_8_bits`.
+    """
     if not isinstance(trace, Trace) or not isinstance(plan, Plan | None):
         types = f"{type(trace).__name__}, {type(plan).__name__}"
         raise PlanError(
             f"footprint takes a Trace and a Plan, in this order, not {types}: footprint(trace_step(model, batch), plan)."
         )
-    plan = plan or BASELINE
+    return _footprint(trace, plan or BASELINE, distribution_of(trace, strategy, world_size, units, reduction))
+
+
+def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footprint:
     allocator, given, trace = DEVICES[trace.device], trace, step_under(trace, plan)
     checkpointed = trace if trace.is_compiled else checkpointed_trace(trace, plan.recompute)
     missing = plan.check(_slots_of(given, *([] if checkpointed is trace else [checkpointed])))
-    held = intervals(checkpointed, plan)
+    held = intervals(checkpointed, plan) if shared is None else distributed_intervals(checkpointed, plan, shared)
     rounded = [i._replace(nbytes=-(-i.nbytes // allocator.rounding) * allocator.rounding) for i in held]
     tick, peak = peak_tick(rounded, trace.length)
     exact = peak_tick(held, trace.length)[1]
@@ -225,18 +283,22 @@ def footprint(trace: Trace, plan: Plan | None = None) -> Footprint:
     large = sum(i.nbytes >= MIB for i in at_peak)
     slack = large * allocator.unsplit + allocator.conv_workspace * has_conv + workspace + trace.returned_bytes
     slack += peak // COMPILED_SLACK if trace.is_compiled else 0
+    buffer = largest_unit_bytes(checkpointed, plan, shared) if shared is not None else 0
     kept = tuple(i for i in held if _is_kept(i, trace))
+    notes = distribution_notes(trace, shared) if shared is not None else []
     return Footprint(
         trace=given,
         plan=plan,
         peak_bytes=peak + workspace,
-        low_bytes=exact,
-        high_bytes=peak + workspace + slack,
+        low_bytes=exact - buffer,
+        high_bytes=peak + workspace + slack + buffer,
         workspace_bytes=workspace,
         peak_tick=tick,
         by_role=_sums(kept),
         at_peak=_sums(at_peak),
-        notes=(*checkpointed.notes, *(f"the plan names {key}, which is no slot of this step" for key in missing)),
+        notes=(*notes, *checkpointed.notes, *(f"the plan names {key}, which is no slot of this step" for key in missing)),
+        distribution=shared,
+        communication=communication(checkpointed, plan, shared) if shared is not None else NOTHING_SENT,
         _kept=kept,
         _at_peak=tuple(at_peak),
     )

@@ -195,10 +195,12 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
     ]
 
 
-def model_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
+def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> Iterator[Interval]:
     """The intervals of weights, gradients and optimizer state, and of their decoded copies."""
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
+    if not packs_gradients:
+        formats = {name: replace(one, gradient=None) for name, one in formats.items()}
     for slot in trace.slots:
         if slot.role is Role.WEIGHT:
             yield from _weight(slot, formats[slot.name])

@@ -41,11 +41,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.optim.packed_weight import Weight
 from paredown.optim.parameter_state import owner_of, request_of
+from paredown.optim.sharded.local_rows import local
+from paredown.optim.sharded.packed_shards import sharded_of_whole
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role
@@ -76,8 +77,10 @@ ADDED = "it was added after the plan was applied"
 STATE = (Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.GRADIENT)
 NO_OPTIMIZER = "no optimizer of paredown.optim has these parameters yet: make one, such as paredown.optim.AdamW(model.parameters())"
 SMALL = "their state is float32 and their gradients are not packed: both are small, and norms and biases are sensitive to rounding"
-REPLICATED = "gradients of several processes are averaged in the buckets of DistributedDataParallel, which are not packed"
-SHARDED = "fully_shard delivers the gradient of each shard as a tensor that is not packed"
+REPLICATED = (
+    "gradients of several processes are averaged in the buckets of DistributedDataParallel, which are not packed; fully_shard over a mesh "
+    "of shape (processes, 1) packs them"
+)
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,7 @@ def stored_bytes(model: nn.Module | None, activations: Activations, weights: Ite
     rows = [StoredBytes("activations", most.stored, most.baseline)] if most.baseline else []
     if model is None:
         return tuple(rows)
-    plain = sum(p.numel() * p.element_size() for p in model.parameters())
+    plain = sum(local(p).numel() * p.element_size() for p in model.parameters())
     saved = sum(weight.size.numel() * weight.dtype.itemsize - weight.nbytes for weight in weights)
     rows += [StoredBytes("weights", plain - saved, plain)] if saved else []
     return (*rows, *_state_bytes(model))
@@ -327,7 +330,7 @@ def _state_bytes(model: nn.Module) -> list[StoredBytes]:
         state = owner.state.get(parameter) if owner is not None else None
         if owner is None or entry is None or not state:
             continue
-        num_bytes = parameter.numel() * parameter.element_size()
+        num_bytes = local(parameter).numel() * parameter.element_size()
         moments = owner.rule_for(owner.param_groups[entry.group]).roles
         stored = sum(value.nbytes for name, value in state.items() if isinstance(value, Tensor) and not name.startswith("weight."))
         gradient = entry.gradient.nbytes if entry.gradient is not None else 0 if owner.memory.release else num_bytes
@@ -350,7 +353,8 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
 
     `awaits_optimizer`: an integration will make an optimizer of paredown.optim, which then follows the plan.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    sharded = sharded_of_whole(model)
+    trained = [(name, sharded.get(id(p), p)) for name, p in model.named_parameters() if p.requires_grad]
     requested = [(name, p, role, plan.find((name,), role).format) for name, p in trained for role in STATE]
     requested = [row for row in requested if row[3] is not None]
     is_made = any(owner_of(p) is not None for _, p, _, _ in requested)
@@ -385,4 +389,4 @@ def _used_instead(parameter: Tensor, role: Role) -> tuple[str, str] | None:
         return "nothing", "release=True uses each gradient in backward and frees it"
     if entry.choices.format(Role.GRADIENT) is None:
         return UNMODIFIED, "the optimizer was created with gradient=None for it"
-    return UNMODIFIED, SHARDED if isinstance(parameter, DTensor) else REPLICATED
+    return UNMODIFIED, REPLICATED

@@ -32,6 +32,7 @@ from paredown.assign.sensitivity import Sensitivities
 from paredown.errors import ApplyError
 from paredown.loss.output_head import OutputHead
 from paredown.optim.parameter_state import Choice, RequestedFormats, owner_of, set_request
+from paredown.optim.sharded.packed_shards import reshard
 from paredown.plan.plan import Plan
 from paredown.roles import FORMATTED, Role, weight_role
 from paredown.session.activations import Activations
@@ -103,9 +104,9 @@ class Session:
         if not self._packs_activations:
             self._missing = tuple(plan.check(self._parameter_slots()))
         self._activations = Activations(plan, seed)
-        self._is_checked = False
-        self._modules = list(model.modules())
+        self._is_checked, self._modules = False, list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
+        reshard(model)
         rows = requested_formats_of(model, plan)  # what may raise stands before the first hook is registered
         self._checkpointed = CheckpointedModules(plan, model)
         self._watch.passed_over = frozenset(self._checkpointed.modules)

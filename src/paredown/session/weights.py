@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paredown.codec.packed import DEVICES
 from paredown.errors import CodecError
@@ -32,6 +33,8 @@ from paredown.formats.catalog import MIN_DIMS, MIN_NUMEL, is_small
 from paredown.formats.format import Format
 from paredown.optim.packed_parameter import PackedParameter, WeightView, plain_parameter
 from paredown.optim.packed_weight import DTYPES, PLAIN_DTYPES, Weight, pack, strides_of, weight_of
+from paredown.optim.sharded import packed_shards
+from paredown.optim.sharded.packed_shards import PackedShard
 from paredown.plan.plan import Plan
 from paredown.roles import weight_role
 from paredown.session.changes import ADDED, UNMODIFIED, Change
@@ -65,7 +68,8 @@ class Weights:
     """The packed weights of one model."""
 
     def __init__(self, plan: Plan, model: nn.Module, *, is_compiled: bool) -> None:
-        self.weights: dict[str, Weight] = {}
+        self.weights: dict[str, Weight] = {}  # those of `shards` too
+        self.shards: dict[str, PackedShard] = {}  # the packed weights that fully_shard manages
         self.small: dict[str, Format] = {}
         self.not_packed: dict[str, tuple[Format, str]] = {}  # name -> requested format, and why the parameter is not packed
         self.pinned: set[str] = set()
@@ -81,12 +85,18 @@ class Weights:
         self._hooks: dict[Weight, list[Hook]] = {}  # the pre-hooks of the modules that have the weight
         self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
 
-    def _pack_parameter(self, name: str, parameter: nn.Parameter, format: Format, reason: str | None = None) -> None:
+    def _stays_plain(self, name: str, parameter: nn.Parameter, format: Format) -> bool:
+        """Whether there is nothing to pack: the dtype is the format already, or the parameter is small."""
         if parameter.dtype is PLAIN_DTYPES.get(str(format)):
             self._plain.add(name)
-            return
+            return True
         if is_small(parameter.shape):
             self.small[name] = format
+            return True
+        return False
+
+    def _pack_parameter(self, name: str, parameter: nn.Parameter, format: Format, reason: str | None = None) -> None:
+        if self._stays_plain(name, parameter, format):
             return
         try:
             reason = reason or reason_to_keep_plain(parameter, format)
@@ -121,6 +131,10 @@ class Weights:
                 asked, given = str(weight.packed.format), str(other.packed.format) if other is not None else UNMODIFIED
                 if asked != given:
                     yield Change(f"weight={name}", asked, given, REPLACED)
+        for name, shard in self.shards.items():
+            if shard.padding:
+                uneven = packed_shards.UNEVEN.format(shard.parameter.shape[0], shard.num_processes, shard.padding)
+                yield Change(f"weight={name}", str(shard.weight.packed.format), "packed and padded", uneven)
         yield from self._added(parameters)
         for name in sorted(self.pinned & self.weights.keys()):
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "packed and unpacked", COMPILED)
@@ -148,8 +162,10 @@ class Weights:
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of each module, tied ones under each of their names; a module may refer back to one that contains it."""
         model = self._model()
+        sharded = packed_shards.sharded_of_whole(model) if model is not None and self.shards else {}
         for path, module in model.named_modules() if model is not None else ():
-            yield from module.named_parameters(prefix=path, recurse=False)
+            for name, parameter in module.named_parameters(prefix=path, recurse=False):
+                yield name, sharded.get(id(parameter), parameter)
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
@@ -166,17 +182,43 @@ class Weights:
         model = self._model()
         assert model is not None
         reasons = parameters_without_hooks(model, self._is_compiled)
+        sharded: dict[str, tuple[DTensor, Format]] = {}
         for name, parameter in model.named_parameters():
             format = self._format(name, parameter)
-            if format is not None:
+            if isinstance(parameter, DTensor) and format is not None:
+                if not self._stays_plain(name, parameter, format):
+                    sharded[name] = parameter, format
+            elif format is not None:
                 self._pack_parameter(name, parameter, format, reasons.get(id(parameter)))
+        self._pack_shards(sharded)
+
+    def _pack_shards(self, sharded: dict[str, tuple[DTensor, Format]]) -> None:
+        """Pack parameters of fully_shard; all processes call this with the same ones."""
+        model = self._model()
+        if sharded and model is not None:
+            packed, refused = packed_shards.pack_shards(sharded, model)
+            self.not_packed.update(refused)
+            self.shards.update(packed)
+            self.weights.update({name: shard.weight for name, shard in packed.items()})
+
+    def _repack_shards(self) -> None:
+        """Pack the shards that load_state_dict(assign=True) or model.to() has replaced by plain ones."""
+        replaced: dict[str, tuple[DTensor, Format]] = {}
+        for name, shard in [(name, shard) for name, shard in self.shards.items() if shard.is_replaced]:
+            del self.shards[name], self.weights[name]
+            packed_shards.forget_gathered(shard.managed)
+            replaced[name] = shard.managed.sharded_param, shard.weight.packed.format
+        self._pack_shards(replaced)
 
     def _register_hooks(self) -> None:
         model = self._model()
         if model is None or not self.weights:
             return
         for module in model.modules():
-            weights = [weight for p in module._parameters.values() if p is not None and (weight := weight_of(p)) is not None]
+            packed = [p for p in module._parameters.values() if p is not None and weight_of(p) is not None]
+            weights = [weight for p in packed if not isinstance(p, DTensor) and (weight := weight_of(p)) is not None]
+            if packed and not weights:  # fully_shard decodes what it gathers
+                self._handles.append(module.register_state_dict_post_hook(Hook(_export)))
             if weights:
                 place = PackedModule(module)  # referenced by the hooks only, since it refers to parameters
                 hook = Hook(partial(self._enter, place))
@@ -194,6 +236,13 @@ class Weights:
         for handle in self._handles + [entry.handle for entry in self._held.values() if entry.handle is not None]:
             handle.remove()
         self._handles.clear()
+        model = self._model()
+        if self.shards and model is not None:
+            packed_shards.reshard(model)
+        for name, shard in self.shards.items():
+            shard.release()
+            del self.weights[name]
+        self.shards = {}
         for weight in self.weights.values():
             weight.keep_changes()
             weight.release()
@@ -314,6 +363,8 @@ class Weights:
                     self._hold(entry, is_hooked=True)
         for weight in list(self._held):
             self.retry(weight)
+        if self.shards:
+            self._repack_shards()
         if self._loading:
             self._pack_loaded()
         self._running.first, self._running.loose = next_number(), None
@@ -330,8 +381,9 @@ class Weights:
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
         """Called after load_state_dict: parameters that assign=True replaced are packed before the next forward pass."""
+        self._repack_shards()
         for name, parameter in self._named():
-            weight = self.weights.get(name)
+            weight = self.weights.get(name) if name not in self.shards else None
             if weight is not None and weight.is_pinned:
                 weight.keep_changes()
             if weight is not None and weight.parameter is not parameter and weight_of(parameter) is None:
@@ -368,7 +420,8 @@ class Weights:
     def unpacked(self) -> Generator[None]:
         """A context in which all parameters are unpacked; those that change are encoded when it ends."""
         self._remove_released()
-        entries = [WeightUse(p, weight) for weight in self.weights.values() if (p := weight.parameter) is not None]
+        plain = [weight for name, weight in self.weights.items() if name not in self.shards]  # shards are DTensors all the time
+        entries = [WeightUse(p, weight) for weight in plain if (p := weight.parameter) is not None]
         for entry in entries:
             self._unpack(entry)
         try:
@@ -415,6 +468,8 @@ def _export(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
             state[prefix + name] = weight.exported()
         elif type(value) is PackedParameter:
             state[prefix + name] = plain_parameter(value)
+        elif isinstance(value, DTensor):
+            state[prefix + name] = packed_shards.plain_copy(value)
 
 
 def reason_to_keep_plain(parameter: nn.Parameter, format: Format) -> str | None:

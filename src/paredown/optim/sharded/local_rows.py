@@ -1,0 +1,18 @@
+"""The rows of a sharded tensor (DTensor) that this process has."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor; other tensors unchanged."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def distributed_like(rows: Tensor, like: Tensor) -> Tensor:
+    """A DTensor over `rows` without a copy, distributed like `like`; `rows` itself if `like` is an ordinary tensor."""
+    return DTensor(rows, like._spec, requires_grad=False) if isinstance(like, DTensor) else rows  # type: ignore[call-arg]

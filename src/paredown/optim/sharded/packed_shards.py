@@ -1,0 +1,279 @@
+"""Packed weights under FSDP2: each process stores codes and scales of its rows, and all-gathers move these instead of values.
+
+    p                    the sharded parameter of torch, a DTensor; the same Python object before and after packing
+    p._local_tensor      a `WeightView` of the rows of this process, without memory of its own
+    weight_of(p)         the `Weight` with their codes, (rows, row_bytes), and scales
+    all-gather inputs    codes and scales, padded with zeros to the rows of the first shard, so that all processes send the same size
+    after an all-gather  the whole parameter is decoded into the memory that FSDP2 frees when it reshards
+
+A block lies in one row (one index of dimension 0), so no block lies on two shards, and codes do not depend on the number of processes.
+FSDP2 finds the functions `fsdp_pre_all_gather` and `fsdp_post_all_gather` on the local tensor. With five arguments it requires inputs of
+the padded shard's size where dimension 0 does not divide by the number of processes, which codes and scales do not have; its form with one
+argument has no such requirement, and is used for these parameters.
+
+Whether a parameter is packed is decided from its whole shape, and from values that all processes have checked together, so that all
+processes gather the same tensors. `reason_to_keep_shard_plain` lists what stays unmodified.
+"""
+
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paredown.codec.packed import DEVICES, DTYPES, PackedTensor, encode
+from paredown.codec.reference import PackedParts
+from paredown.formats.format import Format
+from paredown.optim.packed_parameter import PackedParameter, WeightView, view_of
+from paredown.optim.packed_weight import KEY, Weight, decode_into, weight_of
+
+UNEVEN = "dimension 0 ({}) does not divide by {} processes: rows of zeros are stored and sent in addition, {} in all"
+NOT_OF_FSDP = "it is a DTensor that fully_shard does not manage"
+OTHER_PLACEMENT = "it is distributed by {}, and blocks run along rows: only dimension 0 can be sharded"
+OFFLOADED = "CPUOffloadPolicy moves its shard between devices"
+PARTLY_RESHARDED = "reshard_after_forward is an integer, and FSDP2 then gathers values"
+TENSOR_SCALE = "{} has one scale for the whole tensor, and a shard knows only its own rows"
+UNKNOWN_TORCH = "this torch ({}) has no FSDPParam.{}, which packing a shard needs"
+NOT_FINITE = "it holds values that are not finite"
+LARGER = "it would not be smaller"
+# private attributes of torch's FSDPParam that this module reads or sets (torch 2.13)
+NEEDED = (
+    *("all_gather_outputs", "is_dtensor", "mesh_info", "offload_to_cpu", "padded_sharded_param_size", "post_forward_mesh_info"),
+    *("_init_extensions", "_sharded_param_data", "_unsharded_inner_tensors"),
+)
+
+
+@dataclass(eq=False)
+class PackedShard:
+    """The packed rows of one sharded parameter in this process."""
+
+    parameter: DTensor
+    managed: Any  # the FSDPParam of torch
+    weight: Weight
+    padded: PackedParts  # codes and scales with the rows that FSDP2 pads to; those of `weight` are their first rows
+    _rows: nn.Parameter  # stands for the rows of this process in `weight`, which refers to it weakly
+
+    @property
+    def padding(self) -> int:
+        """The number of rows of zeros that all processes together store."""
+        return self.padded_rows * self.num_processes - self.parameter.shape[0]
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the first shard, which is the largest."""
+        return int(self.managed.padded_sharded_param_size[0])
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes among which the rows are divided."""
+        return int(self.managed.mesh_info.shard_mesh_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales in this process, padding included."""
+        return sum(tensor.nbytes for tensor in self.padded.tensors())
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether other code has replaced the local tensor, as load_state_dict(assign=True) and model.to(dtype) do."""
+        return self.managed.sharded_param is not self.parameter or vars(self.parameter).get(KEY) is not self.weight
+
+    def gather_inputs(self) -> tuple[tuple[Tensor, ...], None]:
+        """The tensors that an all-gather sends; deferred writes are encoded first."""
+        self.weight.encode()
+        return tuple(self.padded.tensors()), None
+
+    def decode_gathered(self, gathered: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        """The whole parameter, decoded from the codes and scales of all processes; their memory is freed."""
+        shape, format = self.parameter.shape, self.weight.packed.format
+        names = [name for name in PackedParts.__dataclass_fields__ if getattr(self.padded, name) is not None]
+        if self.num_processes == 1:  # the others have replicas; FSDP2 then copies the first input alone
+            parts = self.weight.packed.parts
+        else:
+            parts = PackedParts(**{name: tensor[: shape[0]] for name, tensor in zip(names, gathered, strict=True)})
+        whole = PackedTensor(format, shape, self.weight.dtype, tuple(range(len(shape))), parts)
+        made = torch.empty(shape, dtype=dtype, device=self.weight.packed.device) if out is None else out.data
+        with torch.no_grad():
+            decode_into(whole, made)
+        for tensor in gathered:  # FSDP2 would hold it until it reshards, and allocates it anew for the next all-gather
+            tensor.untyped_storage().resize_(0)
+        return made
+
+    def release(self) -> None:
+        """Give FSDP2 an ordinary shard with the decoded values."""
+        if self.is_replaced:
+            return
+        managed, rows = self.managed, self.weight.size[0]
+        plain = torch.zeros(managed.padded_sharded_param_size, dtype=self.weight.dtype, device=self.weight.packed.device)
+        if plain[:rows].numel():
+            plain[:rows].copy_(self.weight.decode())
+        managed._sharded_param_data = plain.view(-1)
+        self.parameter._local_tensor = plain[:rows]
+        del vars(self.parameter)[KEY]
+        forget_gathered(managed)
+
+
+def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
+    """Pack the rows of this process in `format`, rounded to nearest, and give them to FSDP2 as the local tensor of `parameter`."""
+    values = parameter._local_tensor.detach()
+    with torch.no_grad():
+        packed = encode(values, format, order="logical")
+        padded = _padded(packed.parts, int(managed.padded_sharded_param_size[0]))
+        packed = replace(packed, parts=_first_rows(padded, values.shape[0]))
+    rows = nn.Parameter(values, requires_grad=False)
+    weight = Weight(rows, packed, PackedParameter)
+    vars(rows)[KEY] = weight
+    weight.hide()
+    shard = PackedShard(parameter, managed, weight, padded, rows)
+    vars(parameter)[KEY] = weight
+    local = view_of(rows)
+    _extend(local, shard)
+    parameter._local_tensor = local
+    assert padded.codes is not None
+    managed._sharded_param_data = padded.codes.view(-1)  # the memory by which FSDP2 recognizes the local tensor
+    managed._init_extensions()
+    forget_gathered(managed)
+    return shard
+
+
+def _padded(parts: PackedParts, rows: int) -> PackedParts:
+    def pad(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.shape[0] == rows:
+            return tensor
+        made = tensor.new_zeros((rows, *tensor.shape[1:])) if tensor.dtype.itemsize > 1 else _zero_bytes(tensor, rows)
+        made[: tensor.shape[0]] = tensor
+        return made
+
+    return PackedParts(*(pad(getattr(parts, name)) for name in PackedParts.__dataclass_fields__))
+
+
+def _zero_bytes(like: Tensor, rows: int) -> Tensor:
+    """Zeros for dtypes of one byte, some of which (float8) have no fill."""
+    made = torch.zeros((rows, *like.shape[1:]), dtype=torch.uint8, device=like.device)
+    return made.view(like.dtype)
+
+
+def _first_rows(parts: PackedParts, rows: int) -> PackedParts:
+    return PackedParts(*(None if (t := getattr(parts, name)) is None else t[:rows] for name in PackedParts.__dataclass_fields__))
+
+
+def _extend(local: WeightView, shard: PackedShard) -> None:
+    """Set the functions by which FSDP2 gathers `local`, and the memory by which it recognizes it."""
+
+    def gather(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+        return shard.gather_inputs()
+
+    def gather_even(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> tuple[tuple[Tensor, ...], None]:
+        return shard.gather_inputs()
+
+    def decode(outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        made = shard.decode_gathered(outputs, dtype, out)
+        return (made, (made,)) if out is None else None
+
+    local.fsdp_pre_all_gather = gather if shard.padding else gather_even
+    local.fsdp_post_all_gather = decode
+    local.untyped_storage = lambda: shard.padded.codes.untyped_storage()  # type: ignore[method-assign, union-attr]
+
+
+def plain_copy(value: DTensor) -> DTensor:
+    """`value` with decoded rows if its local tensor is packed; unchanged otherwise."""
+    weight = weight_of(value._local_tensor) if type(value._local_tensor) is WeightView else None
+    if weight is None:
+        return value
+    return DTensor(weight.exported(), value._spec, requires_grad=False)
+
+
+def forget_gathered(managed: Any) -> None:
+    """Let FSDP2 allocate the memory of its next all-gather anew: its inputs have other sizes than before."""
+    managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
+    if hasattr(managed, "_unsharded_param"):
+        del managed._unsharded_param
+
+
+# --- which parameters are packed ------------------------------------------------------------------------------------------
+
+
+def reshard(model: nn.Module) -> None:
+    """Let modules under fully_shard have their sharded parameters; after a forward pass without backward they may have whole ones."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()  # type: ignore[operator]
+
+
+def managed_parameters(model: nn.Module) -> list[Any]:
+    """The objects (FSDPParam) by which torch manages the sharded parameters of `model`."""
+    found: list[Any] = []
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                found += group.fsdp_params if group is not None else ()
+    return found
+
+
+def sharded_of_whole(model: nn.Module) -> dict[int, Any]:
+    """id of each parameter that fully_shard holds whole -> the sharded parameter."""
+    managed = managed_parameters(model)
+    return {id(one._unsharded_param): one.sharded_param for one in managed if hasattr(one, "_unsharded_param")}
+
+
+def reason_to_keep_shard_plain(parameter: DTensor, managed: Any, format: Format) -> str | None:
+    """Why all processes leave a sharded parameter unpacked; None if they pack it. Values are checked by `finite_everywhere`."""
+    if managed is None:
+        return NOT_OF_FSDP
+    missing = [name for name in NEEDED if not hasattr(managed, name)]
+    if missing:
+        return UNKNOWN_TORCH.format(torch.__version__, missing[0])
+    local = parameter._local_tensor
+    if type(local) is not Tensor or local.device.type not in DEVICES or local.dtype not in DTYPES:
+        return f"its shard is a {type(local).__name__} of {local.dtype} on {local.device}"
+    others = [placement for placement in parameter.placements if not (placement.is_replicate() or placement.is_shard(0))]
+    if others or type(parameter.placements[-1]).__name__ != "Shard" or managed.is_dtensor:
+        return OTHER_PLACEMENT.format(", ".join(map(str, parameter.placements)))
+    if managed.offload_to_cpu:
+        return OFFLOADED
+    if managed.post_forward_mesh_info is not None and managed.post_forward_mesh_info is not managed.mesh_info:
+        return PARTLY_RESHARDED
+    if format.has_tensor_scale:
+        return TENSOR_SCALE.format(format)
+    return LARGER if format.nbytes(parameter.shape) >= parameter.numel() * parameter.dtype.itemsize else None
+
+
+def finite_everywhere(parameters: Iterable[DTensor]) -> Iterator[bool]:
+    """For each parameter whether it is finite in all processes; every process must call this with the same parameters."""
+    for parameter in parameters:
+        local = parameter._local_tensor
+        is_finite = local.isfinite().all().float().reshape(1) if local.numel() else torch.ones(1, device=local.device)
+        for dim in range(parameter.device_mesh.ndim):
+            dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=parameter.device_mesh.get_group(dim))
+        yield bool(is_finite)
+
+
+Refused = dict[str, tuple[Format, str]]  # name -> requested format, and why it is not packed
+
+
+def pack_shards(wanted: dict[str, tuple[DTensor, Format]], model: nn.Module) -> tuple[dict[str, PackedShard], Refused]:
+    """Pack the sharded parameters of `model` by name; what stays unmodified is returned with its format and the reason."""
+    reshard(model)
+    managed = {id(one.sharded_param): one for one in managed_parameters(model)}
+    reasons = {name: reason_to_keep_shard_plain(p, managed.get(id(p)), format) for name, (p, format) in wanted.items()}
+    possible = [name for name, reason in reasons.items() if reason is None]
+    for name, is_finite in zip(possible, finite_everywhere(wanted[name][0] for name in possible), strict=True):
+        reasons[name] = None if is_finite else NOT_FINITE
+    packed: dict[str, PackedShard] = {}
+    refused: Refused = {}
+    for name, (parameter, format) in wanted.items():
+        reason = reasons[name]
+        if reason is None:
+            packed[name] = pack_shard(parameter, managed[id(parameter)], format)
+        else:
+            refused[name] = format, reason
+    return packed, refused

@@ -1,0 +1,171 @@
+"""`reduce_in_8_bits`: gradients travel between processes as codes and scales, and are summed in float32.
+
+For a buffer of n values on W processes, process r owns the values of chunk r, ceil(n / W) of them:
+
+    1  each process quantizes its W chunks                             codes and scales, rounded stochastically
+    2  all-to-all: chunk r of every process goes to process r          (W - 1) chunks of codes and scales sent by each process
+    3  process r decodes W chunks and adds them in float32
+    4  fully_shard: done, chunk r is the result of process r
+       DistributedDataParallel: process r quantizes the sum, and an all-gather gives it to all; all decode the same codes
+
+Random bits follow from the seed, the number of reductions so far, the buffer, the process and the index in the whole buffer, so that a
+run can be repeated, and replicas stay equal. A value that is not finite makes its block of 64 NaN in all processes.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paredown.codec.packed import PackedTensor, encode
+from paredown.codec.reference import PackedParts
+from paredown.errors import FormatError, OptimError
+from paredown.formats.catalog import find_format
+from paredown.formats.format import Format
+from paredown.formats.rounding import Rounding, Seed
+from paredown.optim.sharded.packed_shards import managed_parameters
+
+DEFAULT = "int8/64@bf16"
+SUM_IDS = 1 << 20  # offset of the tensor ids of sums, which are quantized a second time
+NO_MODEL = (
+    "reduce_in_8_bits takes a model under DistributedDataParallel or fully_shard, and {} is neither: wrap it first. A model in one process "
+    "has nothing to reduce."
+)
+NO_SHARDS = (
+    "each process has all rows of this model, so fully_shard reduces its gradients over replicas only, in their dtype: leave "
+    "reduce_in_8_bits out, shard over several processes, or use DistributedDataParallel."
+)
+NO_HOOK = "this torch ({}) has no FSDPModule.set_custom_reduce_scatter: update torch, or leave reduce_in_8_bits out."
+
+
+def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: int = 0) -> Reduction:
+    """Let the processes that train `model` exchange gradients in `format` from now on; call it in all of them, before the first step.
+
+    The model is under DistributedDataParallel or fully_shard; with fully_shard over replicas of shards, the reduction over replicas stays
+    in the gradients' dtype. `state_dict()` of the result goes into a checkpoint.
+    """
+    reduction = Reduction(_checked(format), seed)
+    if isinstance(model, DistributedDataParallel):
+        group = model.process_group
+        model.register_comm_hook(
+            None, lambda state, bucket: _reduce_bucket(reduction, group, bucket)
+        )  # torch refuses annotations as text
+        return reduction
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    if not modules:
+        raise OptimError(NO_MODEL.format(type(model).__name__))
+    if all(one.mesh_info.mesh.size(-1) == 1 for one in managed_parameters(model)):
+        raise OptimError(NO_SHARDS)
+    for i, module in enumerate(modules):
+        if not hasattr(module, "set_custom_reduce_scatter"):
+            raise OptimError(NO_HOOK.format(torch.__version__))
+        module.set_custom_reduce_scatter(ReduceScatter(reduction, i))
+    return reduction
+
+
+def _checked(format: Format | str) -> Format:
+    try:
+        found = find_format(format)
+    except FormatError as error:
+        raise OptimError(f"format={format!r}: {error}") from None
+    if found.block is None or found.has_tensor_scale:
+        raise OptimError(f"format={found}: gradients have no fixed range, so give a format with block scales, such as '{DEFAULT}'.")
+    return found
+
+
+class Reduction:
+    """The format and the random bits of the reductions of one model."""
+
+    def __init__(self, format: Format, seed: int) -> None:
+        self.format, self.seed = format, seed
+        self.counts: dict[int, int] = {}  # buffer -> number of its reductions so far
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed and the numbers of reductions, with which a run continues with the same random bits."""
+        return {"seed": self.seed, "counts": {str(buffer): count for buffer, count in self.counts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after what `state_dict` returned."""
+        self.seed, self.counts = int(state["seed"]), {int(buffer): int(count) for buffer, count in state["counts"].items()}
+
+    def begin(self, buffer: int) -> int:
+        """The number of this reduction of a buffer."""
+        self.counts[buffer] = self.counts.get(buffer, 0) + 1
+        return self.counts[buffer]
+
+    def own_chunk(self, chunks: Tensor, buffer: int, group: Any) -> Tensor:
+        """The sum over all processes of the chunk that this process owns, float32; `chunks` is (processes, values in a chunk)."""
+        count, rank = self.begin(buffer), dist.get_rank(group)
+        seed = Seed(self.seed, buffer * len(chunks) + rank, count)
+        packed = encode(chunks.contiguous(), self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
+        received = PackedParts(*(None if t is None else _exchanged(t, group) for t in _tensors(packed.parts)))
+        values = PackedTensor(self.format, chunks.shape, torch.float32, packed.order, received).decode()
+        return values.sum(0)
+
+    def for_all(self, chunk: Tensor, buffer: int, group: Any) -> Tensor:
+        """The chunks of all processes in one row each, float32, decoded from the same codes everywhere."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        seed = Seed(self.seed, SUM_IDS + buffer, self.counts[buffer], first_index=rank * chunk.numel())
+        packed = encode(chunk[None], self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
+        gathered = PackedParts(*(None if t is None else _gathered(t, size, group) for t in _tensors(packed.parts)))
+        return PackedTensor(self.format, torch.Size((size, chunk.numel())), torch.float32, packed.order, gathered).decode()
+
+
+def _tensors(parts: PackedParts) -> tuple[Tensor | None, ...]:
+    return parts.codes, parts.scales, parts.minimums
+
+
+def _exchanged(rows: Tensor, group: Any) -> Tensor:
+    """Row r goes to process r; the result has a row of each process."""
+    data = rows.contiguous().view(torch.uint8)
+    received = torch.empty_like(data)
+    dist.all_to_all_single(received, data, group=group)
+    return received.view(rows.dtype)
+
+
+def _gathered(row: Tensor, size: int, group: Any) -> Tensor:
+    data = row.contiguous().view(torch.uint8)
+    received = data.new_empty((size, *data.shape[1:]))
+    dist.all_gather(list(received.split(1)), data, group=group)
+    return received.view(row.dtype)
+
+
+def _reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """The communication hook of DistributedDataParallel: the mean of a bucket over all processes."""
+    values = bucket.buffer()
+    size = dist.get_world_size(group)
+    with torch.no_grad():
+        chunks = torch.zeros((size, -(-values.numel() // size)), dtype=values.dtype, device=values.device)
+        chunks.view(-1)[: values.numel()] = values
+        chunk = reduction.own_chunk(chunks, bucket.index(), group).div_(size)
+        values.copy_(reduction.for_all(chunk, bucket.index(), group).view(-1)[: values.numel()])
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(values)
+    return done
+
+
+class ReduceScatter:
+    """The reduce-scatter of one module under fully_shard, in the interface that FSDPModule.set_custom_reduce_scatter takes."""
+
+    def __init__(self, reduction: Reduction, buffer: int) -> None:
+        self._reduction, self._buffer = reduction, buffer
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the input or the output."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        """Write the sum (or mean) of this process's chunk of all inputs into `output_tensor`."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise OptimError(f"reduce_in_8_bits computes sums and means, not {op}: leave set_gradient_divide_factor out.")
+        size = dist.get_world_size(group)
+        with torch.no_grad():
+            total = self._reduction.own_chunk(input_tensor.view(size, -1), self._buffer, group)
+            output_tensor.copy_(total.div_(size) if op == dist.ReduceOp.AVG else total)

@@ -1,0 +1,24 @@
+"""The tables of docs/scaling.md are those that benchmarks/scaling.py computes."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.full)], ids=["8B", "70B"])
+def test_tables_are_computed(place: int) -> None:
+    script, page = runpy.run_path(str(ROOT / "benchmarks" / "scaling.py")), (ROOT / "docs" / "scaling.md").read_text()
+    lines = script["table"](script["DECODERS"][place])
+    assert len(lines) == 2 + 3 * 5
+    assert "\n".join(lines) in page
+
+
+def test_parameters_are_those_of_llama_3() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "scaling.py"))
+    counts = [sum(slot.numel for slot in script["step_of"](decoder).slots) // 4 for decoder in script["DECODERS"]]
+    assert counts == [8_030_261_248, 70_553_706_496]
