@@ -18,7 +18,7 @@ from paredown.pick.priors import made_up_prior
 from paredown.pick.seed_effects import SeedRun
 from paredown.pick.task_prior import TaskPrior, nearest, noise_ratios, random_guess_error, scaled
 
-MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "runs")
+MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "step_ratio", "runs")
 NINE_OF_TEN = 1.645
 
 
