@@ -33,11 +33,14 @@ function seconds(value) {
   return value < 100 ? `${value.toFixed(1)}${NARROW}s` : value < 6000 ? `${(value / 60).toFixed(1)}${NARROW}min` : `${(value / 3600).toFixed(1)}${NARROW}h`;
 }
 
-// A step time: in times of the baseline's if that is known, and in milliseconds. The source says that it was not measured here.
+// A step time: in times of the baseline's if that is known, and in milliseconds.
 function sayStep(row) {
-  const parts = [row.step_ratio !== null ? `${row.step_ratio.toFixed(2)}× the baseline's` : "", row.step_seconds !== null ? milliseconds(row.step_seconds) : ""].filter(Boolean);
+  const parts = [row.step_ratio !== null ? `${row.step_ratio.toFixed(2)}x the baseline's` : "", row.step_seconds !== null ? milliseconds(row.step_seconds) : ""].filter(Boolean);
   return parts.length ? parts.join(", ") : "–";
 }
+
+// The same for a table: the ratio, or milliseconds where that is not known.
+function shortStep(row) { return row.step_ratio !== null ? `${row.step_ratio.toFixed(2)}x` : row.step_seconds !== null ? milliseconds(row.step_seconds) : "–"; }
 
 const TIMED = { measured: "measured", predicted: "predicted", prior: "as on prior tasks" };
 
