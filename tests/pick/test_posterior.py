@@ -119,6 +119,15 @@ def test_nothing_known_and_nothing_that_fits_are_sentences() -> None:
         Matrices(np.ones((1, 2)), np.ones((1, 2)))
 
 
+def test_plans_of_a_given_level_have_one_mean() -> None:
+    """They differ by noise alone: what one of them has in all prior tasks is not carried over, as it is where levels are estimated."""
+    made = synthetic()
+    errors = made.errors + 0.01 * (np.arange(12) % 3 == 1)
+    given, found = (Estimate.of(Prior.of(errors, levels), made.memory[0]) for levels in (made.levels, None))
+    assert given.means.reshape(4, 3) == pytest.approx(np.repeat(given.means[::3, None], 3, axis=1), abs=1e-12)
+    assert len(np.unique(found.means.round(6))) > 4
+
+
 def test_ties_are_ties_and_luck_is_not_believed() -> None:
     made = synthetic(noise=0.05)
     prior, memory = Prior.of(made.errors, made.levels), made.memory[0]

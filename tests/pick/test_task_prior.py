@@ -10,13 +10,14 @@ import pytest
 
 from paredown import Plan
 from paredown.errors import PriorError
+from paredown.formats.catalog import TIERS
 from paredown.pick.candidates import features_of
 from paredown.pick.mixture import find_twins, without_twins
 from paredown.pick.posterior import Estimate
 from paredown.pick.prior_data import PlanRow, PriorData, TaskRow, join_priors
 from paredown.pick.priors import made_up_prior
 from paredown.pick.seed_effects import SeedRun
-from paredown.pick.task_prior import TaskPrior, nearest, noise_ratios, random_guess_error, scaled
+from paredown.pick.task_prior import TaskPrior, data_set_weights, nearest, noise_ratios, random_guess_error, scaled
 
 MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "step_ratio", "runs")
 NINE_OF_TEN = 1.645
@@ -103,6 +104,38 @@ def test_a_task_like_none_before_speaks_for_itself() -> None:
     after = Estimate.of(task_prior.prior, np.ones(2), {0: [0.05, 0.06, 0.04], 1: [0.9, 0.88]})
     assert after.posterior.weights[0][-1] > 0.9 and after.best(1).plan == 0 and not after.best(1).ties
     assert after.means == pytest.approx([0.05, 0.89], abs=0.05)
+
+
+def test_superclasses_of_one_data_set_count_as_one() -> None:
+    """Ten tasks, and twenty parts of an eleventh that all lie at 0.8: the mean and the spread are as if it were there once."""
+    rng = np.random.default_rng(4)
+    errors = np.concatenate([rng.uniform(0.1, 0.5, (10, 1)), np.full((20, 1), 0.8)]) + np.array([0.0, 0.02, 0.04])
+    errors = (errors + 0.002 * rng.standard_normal(errors.shape))[..., None]
+    plans = [PlanRow(f"plan {i}", Plan.uniform(activation=f"int{8 - i}/64@bf16").to_json()) for i in range(3)]
+    single = [TaskRow(f"task {i}", "cnn", f"data {i}", answers=10) for i in range(10)]
+    parts = [TaskRow(f"part {i}", "cnn", f"pictures/{i}", answers=10) for i in range(20)]
+    prior = PriorData.of_runs("parts", "store", [*single, *parts], plans, errors)
+    assert data_set_weights(prior) == pytest.approx([1.0] * 10 + [0.05] * 20)
+    many, one = (
+        Estimate.of(TaskPrior.of(data).prior, np.ones(3)) for data in (prior, prior.without(f"part {i}" for i in range(1, 20)))
+    )
+    assert many.means == pytest.approx(one.means, abs=0.03) and many.deviations == pytest.approx(one.deviations, rel=0.15)
+    apart = Estimate.of(TaskPrior.of(replace(prior, tasks=(*single, *(replace(t, data=t.name) for t in parts)))).prior, np.ones(3))
+    assert (apart.means > one.means + 0.1).all(), "as tasks of their own they would decide"
+
+
+def test_plans_of_one_format_are_alike_on_a_task_like_none_before() -> None:
+    """A pick measured 2 bits at 0.4988, and took the untried plan of the same 2 bits at 0.272: prior tasks lose nothing by them."""
+    rng = np.random.default_rng(0)
+    names = [("int8/64@bf16", "half"), ("int8/64@bf16", "lpmm"), ("uint2/64@bf16+bf16", "half"), ("uint2/64@bf16+bf16", "lpmm")]
+    plans = [PlanRow(f"{a}, {t}", Plan.uniform(**TIERS[t], activation=a).to_json()) for a, t in names]  # type: ignore[misc]
+    runs = rng.uniform(0.2, 0.4, (12, 1, 1)) + 0.01 * rng.standard_normal((12, 4, 2))
+    tasks = [TaskRow(f"task {i}", "cnn", f"data {i}", answers=10, blind=1.0) for i in range(12)]
+    task_prior = TaskPrior.of(PriorData.of_runs("flat", "store", tasks, plans, runs), "vit")
+    points = points_of(task_prior.prior_data)
+    prior = task_prior.covering(np.arange(4), points, points)
+    estimate = Estimate.of(prior, np.ones(4), {0: 0.28, 1: 0.30, 3: 0.60})
+    assert estimate.means[2] > 0.5 and estimate.best(1, is_cautious=False).plan == 0
 
 
 def test_a_task_may_be_quieter_or_noisier_than_most() -> None:

@@ -58,11 +58,15 @@ TASKS_OF_TWINS = 3  # at least, on which both plans ran with an equal seed
 
 @dataclass(frozen=True)
 class LevelSums:
-    """Sufficient statistics of observed errors: count, sum and sum of squares by level, (num_tasks, num_levels) each."""
+    """Sufficient statistics of observed errors: count, sum and sum of squares by level, (num_tasks, num_levels) each.
+
+    `weights` (num_tasks,): how much a task counts in a fit; the tasks of one data set count as one task.
+    """
 
     count: Array
     total: Array
     square: Array
+    weights: Array
 
     @staticmethod
     def of(errors: Array, levels: NDArray[np.intp], num_levels: int | None = None, weights: Array | None = None) -> LevelSums:
@@ -70,11 +74,11 @@ class LevelSums:
         membership = (levels[:, None] == np.arange(num_levels or int(levels.max()) + 1)[None]).astype(float)
         membership = membership if weights is None else membership * weights[:, None]
         observed = np.where(np.isfinite(errors), errors, 0.0)
-        return LevelSums(np.isfinite(errors) @ membership, observed @ membership, observed**2 @ membership)
+        return LevelSums(np.isfinite(errors) @ membership, observed @ membership, observed**2 @ membership, np.ones(len(errors)))
 
     def rows(self, is_selected: NDArray[np.bool_]) -> LevelSums:
         """The statistics of the selected tasks."""
-        return LevelSums(self.count[is_selected], self.total[is_selected], self.square[is_selected])
+        return LevelSums(*(part[is_selected] for part in (self.count, self.total, self.square, self.weights)))
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class Mixture:
     def fitted(sums: LevelSums, num_kinds: int = 2, num_steps: int = NUM_STEPS) -> Mixture:
         """The mixture fitted by EM, from a split of the tasks by their mean error; fewer kinds where tasks are few."""
         start = _StartValues.of(sums)
-        num_kinds = max(1, min(num_kinds, len(sums.count) // TASKS_OF_A_KIND))
+        num_kinds = max(1, min(num_kinds, int(sums.weights.sum() + 1e-9) // TASKS_OF_A_KIND))
         order = np.argsort(np.argsort(start.heights, kind="stable"))
         weights = np.eye(num_kinds)[order * num_kinds // len(order)]
         means = np.repeat(start.filled(sums)[:, None], num_kinds, axis=1)
@@ -146,9 +150,8 @@ class Mixture:
         log_weights = -0.5 * (misfit - (residual * shift).sum(axis=-1) + log_det) + np.log(self.shares)
         top = log_weights.max(axis=1, keepdims=True)
         total = np.exp(log_weights - top).sum(axis=1, keepdims=True)
-        return Posterior(
-            np.exp(log_weights - top) / total, self.means + shift, spreads, self.noise, float((top + np.log(total)).sum())
-        )
+        log_likelihood = float(sums.weights @ (top + np.log(total))[:, 0])
+        return Posterior(np.exp(log_weights - top) / total, self.means + shift, spreads, self.noise, log_likelihood)
 
     def _conditioned(self, count: Array) -> tuple[Array, Array]:
         """Covariances (tasks, kinds, levels, levels) after these counts of runs, and log |I + S D|; once if all counts are equal."""
@@ -179,18 +182,19 @@ class _StartValues:
     @staticmethod
     def of(sums: LevelSums) -> _StartValues:
         """Start values from a two-way analysis of the sums: means of tasks and levels, and residual variances."""
-        counts = np.maximum(sums.count, 1e-12)
-        offsets = sums.total.sum(axis=0) / np.maximum(sums.count.sum(axis=0), 1e-12)
-        mean = float(sums.total.sum() / max(sums.count.sum(), 1.0))
-        offsets = np.where(sums.count.sum(axis=0) > 0, offsets, mean)
+        counts, w = np.maximum(sums.count, 1e-12), sums.weights
+        offsets = w @ sums.total / np.maximum(w @ sums.count, 1e-12)
+        mean = float(w @ sums.total.sum(axis=1) / max(float(w @ sums.count.sum(axis=1)), 1e-12))
+        offsets = np.where(w @ sums.count > 0, offsets, mean)
         heights = (sums.total - sums.count * offsets).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
         noise = (sums.square - sums.total**2 / counts).sum() / max((sums.count - (sums.count > 0)).sum(), 1.0)
-        start = _StartValues(heights, offsets, max(float(heights.var()), SMALLEST), LOOSE[1], max(float(noise), SMALLEST))
+        variance = float(np.cov(heights, aweights=w, bias=True)) if len(heights) > 1 else 0.0
+        start = _StartValues(heights, offsets, max(variance, SMALLEST), LOOSE[1], max(float(noise), SMALLEST))
         num_common = min(NUM_COMMON, len(offsets) // 2)
-        eigenvalues = np.linalg.eigvalsh(np.cov(start.filled(sums) - offsets, rowvar=False, bias=True).reshape(len(offsets), -1))
-        independent = float(eigenvalues[: len(offsets) - num_common].mean())
-        if len(heights) <= len(offsets):  # few tasks span little of the independent variance
-            independent *= len(heights) / max(len(heights) - 1 - num_common, 1)
+        covariance = np.cov(start.filled(sums) - offsets, rowvar=False, bias=True, aweights=w).reshape(len(offsets), -1)
+        independent, num_tasks = float(np.linalg.eigvalsh(covariance)[: len(offsets) - num_common].mean()), float(w.sum())
+        if num_tasks <= len(offsets):  # few tasks span little of the independent variance
+            independent *= num_tasks / max(num_tasks - 1 - num_common, 1)
         return replace(start, loose=float(np.clip(independent / start.variance, *LOOSE)))
 
     def filled(self, sums: LevelSums) -> Array:
@@ -205,12 +209,12 @@ class _StartValues:
 
 def _maximized(sums: LevelSums, posterior: Posterior, start: _StartValues) -> Mixture:
     """The M step: the mixture of highest posterior probability for these posteriors of the tasks."""
-    weights = posterior.weights
+    weights = posterior.weights * sums.weights[:, None]
     num_tasks = np.maximum(weights.sum(axis=0), 1e-9)  # (kinds,)
     means = np.einsum("tk,tkl->kl", weights, posterior.means) / num_tasks[:, None]
     difference = posterior.means - means
     spreads = np.einsum("tk,tkl,tkm->klm", weights, difference, difference) + np.einsum("tk,tklm->klm", weights, posterior.spreads)
-    strength = max(STRENGTH, float(len(start.offsets) - len(weights)))
+    strength = max(STRENGTH, float(len(start.offsets) - sums.weights.sum()))
     spreads = (spreads + strength * start.spread()) / (num_tasks + strength)[:, None, None]
     variance = np.diagonal(posterior.spreads, axis1=-2, axis2=-1)
     squares = (

@@ -55,8 +55,11 @@ class Prior:
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
         errors = np.where(np.isfinite(errors), errors, np.nan)
         num_steps = NUM_STEPS if levels is not None else FOUND_STEPS
-        levels = find_levels(errors) if levels is None else renumbered(levels)
-        plan_offsets, variances = offsets(errors, levels)
+        plan_offsets, variances = np.zeros((2, errors.shape[1]))  # plans of a given level differ by noise alone
+        if levels is None:
+            levels = find_levels(errors)
+            plan_offsets, variances = offsets(errors, levels)
+        levels = renumbered(levels)
         mixture = Mixture.fitted(LevelSums.of(errors - plan_offsets, levels), num_kinds, num_steps)
         return Prior(levels, plan_offsets, variances, mixture, len(errors), float(np.nanmax(errors)))
 

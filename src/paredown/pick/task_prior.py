@@ -132,12 +132,13 @@ class TaskPrior:
             raise PriorError(
                 f"prior {prior_data.name!r} has no error in it: {len(prior_data.tasks)} tasks, {len(prior_data.plans)} plans."
             )
-        levels = levels_of(prior_data, errors)
-        plan_offsets, variances = offsets(errors, levels)
+        levels, is_estimated = levels_of(prior_data, errors)
+        plan_offsets, variances = offsets(errors, levels) if is_estimated else np.zeros((2, len(levels)))
         twins = find_twins(prior_data.runs, levels)
         flat = (without_twins(runs, twins) - plan_offsets[:, None]).reshape(len(runs), -1)
         sums = LevelSums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
-        fitted = _widened(Mixture.fitted(sums, num_kinds), len(runs))
+        sums = replace(sums, weights=data_set_weights(prior_data))
+        fitted = _widened(Mixture.fitted(sums, num_kinds), float(sums.weights.sum()))
         nearest_family = nearest(family, [task.family for task in prior_data.tasks])
         is_of_family = np.array([bool(nearest_family) and task.family == nearest_family for task in prior_data.tasks])
         with_family_kind = with_family(fitted, sums, is_of_family, is_own=nearest_family == family)
@@ -165,8 +166,16 @@ class TaskPrior:
             levels[is_new] = mixture.means.shape[1] + np.arange(int(is_new.sum()))
             known, similarity = self.similarity(points)
             mixture = with_new_levels(mixture, similarity, features[is_new], known)
+        mixture = with_likeness(mixture, self._level_features(points, features[is_new]))
         shift, variances = (np.where(is_new, 0.0, part[columns]) for part in (prior.offsets, prior.doubt))
         return replace(prior, levels=levels, offsets=shift, doubt=variances, mixture=mixture)
+
+    def _level_features(self, points: Array, new: Array) -> Array:
+        """Features of all levels, those of new plans last: the mean of their plans' (NaN: not known), (levels, features)."""
+        levels = self.prior.levels
+        known = [points[(levels == level) & np.isfinite(points).all(axis=1)] for level in range(int(levels.max()) + 1)]
+        rows = [part.mean(axis=0) if len(part) else np.full(points.shape[1], np.nan) for part in known]
+        return np.concatenate([np.array(rows), new])
 
     def similarity(self, points: Array) -> tuple[NDArray[np.intp], PlanSimilarity]:
         """The levels with known features, and a Gaussian process over features; the features of a level are the mean of its plans'."""
@@ -239,20 +248,26 @@ def calm_runs(prior_data: PriorData) -> Array:
     return np.where(is_calm(prior_data)[..., None], scaled(prior_data), np.nan)
 
 
-def levels_of(prior_data: PriorData, errors: Array) -> NDArray[np.intp]:
-    """The level of each plan: as named by the prior, else one level per plan, or estimated levels if those would be too many."""
+def levels_of(prior_data: PriorData, errors: Array) -> tuple[NDArray[np.intp], bool]:
+    """The level of each plan, and whether it is estimated: as named by the prior, else one for each plan unless those are too many."""
     names = [plan.level or f"\0{i}" for i, plan in enumerate(prior_data.plans)]
     levels = renumbered(np.unique(names, return_inverse=True)[1])
     if levels.max() < MOST_LEVELS:
-        return levels
+        return levels, False
     try:
-        return find_levels(errors)
+        return find_levels(errors), True
     except ModuleNotFoundError as error:
         plans = f"the {len(names)} plans of prior {prior_data.name!r} have no levels"
         raise PriorError(f"{plans}, and estimating them needs {error.name}: pip install 'paredown[search]'.") from None
 
 
-def _widened(mixture: Mixture, num_tasks: int) -> Mixture:
+def data_set_weights(prior_data: PriorData) -> Array:
+    """How much each task counts, (tasks,): the superclasses of one data set, `data/1`, `data/2` and so on, count as one task together."""
+    names = [(task.data.partition("/")[0], task.family) if "/" in task.data else task.name for task in prior_data.tasks]
+    return np.array([1 / names.count(name) for name in names])
+
+
+def _widened(mixture: Mixture, num_tasks: float) -> Mixture:
     """The mixture with the uncertainty of its means and covariances: a predictive variance of (1 + 1/n) n / (n - 2) for n tasks."""
     counts = np.maximum(mixture.shares * num_tasks, 1.0)
     return replace(mixture, spreads=mixture.spreads * ((1 + 1 / counts) * counts / np.maximum(counts - 2, 1.0))[:, None, None])
@@ -277,6 +292,16 @@ def with_unknown_kind(mixture: Mixture) -> Mixture:
     spread = TOGETHER**2 + APART**2 * np.eye(len(mean))
     noise = np.full(len(mean), NOISIER**2 * float((mixture.shares @ mixture.noise).mean()))
     return _joined(mixture, UNKNOWN_SHARE, mean, spread, noise)
+
+
+def with_likeness(mixture: Mixture, points: Array) -> Mixture:
+    """The mixture, in whose last kind (tasks unlike all prior ones) plans with similar features (levels, features) have similar errors."""
+    squares = (((points[:, None] - points[None]) / LENGTHS[1]) ** 2).sum(axis=-1)  # NaN where features are not known
+    alike = np.exp(-0.5 * np.where(np.isfinite(squares), squares, np.inf))
+    np.fill_diagonal(alike, 1.0)
+    spreads = mixture.spreads.copy()
+    spreads[-1] = TOGETHER**2 + APART**2 * ((1 - NUGGETS[-1]) * alike + NUGGETS[-1] * np.eye(len(points)))
+    return replace(mixture, spreads=spreads)
 
 
 def with_noises(mixture: Mixture, ratios: Array) -> Mixture:
@@ -308,7 +333,7 @@ def _joined(mixture: Mixture, share: float, mean: Array, spread: Array, noise: A
 
 def _family(mixture: Mixture, sums: LevelSums, count: int) -> tuple[Array, Array]:
     """Mean and covariance of the family's tasks; the covariance includes the uncertainty of the mean."""
-    no_runs = LevelSums(*(np.zeros((1, mixture.means.shape[1])) for _ in range(3)))
+    no_runs = LevelSums.of(np.full((1, 1), np.nan), np.zeros(1, dtype=np.intp), mixture.means.shape[1])
     prior_mean, prior_covariance = (part[0] for part in mixture.given(no_runs).moments())
     means, spreads = mixture.given(sums).moments()
     mean = (means.sum(axis=0) + OF_ALL * prior_mean) / (count + OF_ALL)
