@@ -184,16 +184,6 @@ def test_a_metric_of_ones_own_is_anchored_by_the_first_trial(tried: Any) -> None
     assert after.point is not None and 50 < after.point.mean < 500 and after.point.deviation < 200
 
 
-@pytest.mark.parametrize("family", ["lstm", "unheard of"])
-def test_a_new_family_says_so(tried: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paredown.pick import pick as module
-
-    tried()
-    monkeypatch.setattr(module, "_family", lambda *_: family)
-    reason = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu").reason
-    assert f"No prior task is of family {family!r}" in reason
-
-
 # --- the smallest plan within a margin of the baseline's error ------------------------------------------------------------
 
 

@@ -136,7 +136,7 @@ def test_ties_are_ties_and_luck_is_not_believed() -> None:
     lucky = Estimate.of(prior, memory, {0: 0.6, 4: 0.45, 11: 0.01})
     assert lucky.means[11] > 0.1, "one run of 0.01 is not a mean of 0.01"
     assert lucky.best(1.0).deviation < before.deviation
-    low, high = lucky.band()
+    low, high = lucky.mean_band()
     assert np.all(low < lucky.means) and np.all(lucky.means < high)
     assert list(lucky.memory[lucky.front()]) == sorted(lucky.memory[lucky.front()])
     assert lucky.chance_below(9)[10] == pytest.approx(0.5, abs=0.45)

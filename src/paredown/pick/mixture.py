@@ -23,13 +23,6 @@ the errors), and the tree is cut where a mixture fitted to one half of the tasks
 >>> tasks = np.hstack([sharp, sharp, sharp, blunt, blunt, blunt]) + 0.05 * rng.standard_normal((60, 6))
 >>> find_levels(tasks).tolist()
 [0, 0, 0, 1, 1, 1]
-
-Twins are plans of a level whose runs with equal seeds are equal to the last bit, as where a format has more exponents than any
-value needs. Their runs count once.
-
->>> runs = np.array([[[0.1], [0.1], [0.2]], [[0.3], [0.3], [0.3]], [[0.5], [0.5], [0.4]]])
->>> find_twins(runs, np.zeros(3, dtype=int)).tolist()
-[0, 0, 2]
 """
 
 from __future__ import annotations
@@ -53,7 +46,6 @@ CUTS = (2, 4, 8, 16)  # numbers of levels to compare
 MOST_LEVELS = 48  # with at most this many plans, each plan may be its own level
 MOST_TASKS, FEWEST_TASKS, FEW_STEPS = 200, 8, 10  # to compare cuts: most tasks of a half, fewest tasks, EM steps
 NUM_VECTORS = 5  # singular vectors behind Ward's tree
-TASKS_OF_TWINS = 3  # at least, on which both plans ran with an equal seed
 
 
 @dataclass(frozen=True)
@@ -229,7 +221,7 @@ def _maximized(sums: LevelSums, posterior: Posterior, start: _StartValues) -> Mi
     return Mixture(num_tasks / num_tasks.sum(), means, spreads, np.maximum(noise, SMALLEST))
 
 
-# --- levels and twins ---------------------------------------------------------------------------------------------------
+# --- levels ------------------------------------------------------------------------------------------------------------
 
 
 def find_levels(errors: Array) -> Levels:
@@ -299,34 +291,3 @@ def offsets(errors: Array, levels: Levels) -> tuple[Array, Array]:
     variance = max(0.0, float(np.mean(means**2 - noise / runs)))  # between plans of a level
     share = variance / np.maximum(variance + noise / runs, 1e-300)
     return means * share, share * noise / runs
-
-
-def find_twins(runs: Array, levels: Levels) -> Levels:
-    """For each plan the first plan of its level whose runs (tasks, plans, seeds) equal its own wherever both ran."""
-    groups: dict[int, list[list[int]]] = {}  # by level
-    first_twin = np.arange(runs.shape[1])
-    for plan in range(runs.shape[1]):
-        level_groups = groups.setdefault(int(levels[plan]), [])
-        group = next((other for other in level_groups if _are_twins(runs[:, other], runs[:, [plan]])), None)
-        if group is None:
-            level_groups.append(group := [])
-        group.append(plan)
-        first_twin[plan] = group[0]
-    return first_twin
-
-
-def _are_twins(runs: Array, others: Array) -> bool:
-    """Whether the runs of a plan, `others`, equal those of every plan of a group, (tasks, plans, seeds) each."""
-    both = np.isfinite(runs) & np.isfinite(others)
-    num_tasks = both.any(axis=2).sum(axis=0)
-    return bool((num_tasks >= TASKS_OF_TWINS).all()) and bool((runs == others)[both].all())
-
-
-def without_twins(runs: Array, twins: Levels) -> Array:
-    """Runs (tasks, plans, seeds) in which those of twins count once: NaN where an earlier twin has the same run."""
-    kept = runs.copy()
-    for twin in np.unique(twins):
-        same = np.flatnonzero(twins == twin)
-        before = np.cumsum(np.isfinite(runs[:, same]), axis=1) - np.isfinite(runs[:, same])  # (tasks, twins, seeds)
-        kept[:, same] = np.where(before > 0, np.nan, runs[:, same])
-    return kept

@@ -40,7 +40,6 @@ from paredown.sweeps.measurement import Runner, TrialCallback, measurer
 from paredown.tasks.evaluate import device_name, find_device
 from paredown.tasks.lookup import find_task
 from paredown.tasks.task import Task
-from paredown.tasks.task_family import task_family
 from paredown.tasks.task_trace import outline_task, trace_task
 from paredown.trace.trace import Trace
 
@@ -89,7 +88,7 @@ def pick(
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
         rows = candidates(step, prior_data, BUDGET if budget is None else budget, tried_plans)
-        loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data, _family(task)), torch_device)
+        loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data), torch_device)
         loop.max_error_increase, loop.confidence, loop.predict_seconds = max_error_increase, confidence, _predictor(step_seconds)
         loop.learn(own_trials, other_trials)
         loop.search(source, evaluations, seed=seed, progress=progress)
@@ -164,11 +163,6 @@ def _check_margin(increase: Any, confidence: Any) -> None:
         )
     if not (SUMMED.holds(confidence) and 0.5 < confidence < 1):
         raise TaskError(f"confidence is {confidence!r}; it is a probability above 0.5 and below 1, such as 0.9.")
-
-
-def _family(task: Task) -> str:
-    with torch.random.fork_rng(devices=[]):  # building a model draws random numbers
-        return task_family(task)
 
 
 def _random_guess_error(task: Task) -> float | None:

@@ -241,15 +241,13 @@ class PickLoop:
             self.estimate().best(self.budget_bytes, is_cautious=False, times=self._comparable_times()).plan
         )  # it may be one that is picked only after a trial
         tried = {run.plan for run in runs}
-        known_twins = {self._twin(plan) for plan in tried}
-        if self._twin(best) in known_twins and is_settled(self.prior, posterior, fits):
+        if best in tried and is_settled(self.prior, posterior, fits):
             self.is_settled = True
             return None
-        if self._twin(best) not in known_twins and num_left == 1:
+        if best not in tried and num_left == 1:
             return best
-        informative = np.array([plan for plan in fits if plan in tried or self._twin(plan) not in known_twins], dtype=np.intp)
         turn = TURNS[min(len(self.known), len(TURNS) - 1)]
-        return propose(turn, self.prior, posterior, informative, memory, tried=tried) if len(informative) else None
+        return propose(turn, self.prior, posterior, fits, memory, tried=tried)
 
     def _next_for_margin(self, margin: ErrorMargin, *, is_last: bool) -> int | None:
         num_runs = Counter(run.plan for run in self.runs())
@@ -266,11 +264,6 @@ class PickLoop:
         tried = {plan for plan, _ in self._peaks}
         least = min(within.tolist(), key=lambda plan: (needed[plan], plan not in tried))
         return None if least in tried else least
-
-    def _twin(self, plan: int) -> int:
-        """The number of a group of plans whose runs were equal to the last bit on all prior tasks: one trial measures all of them."""
-        column = self.candidates.rows[plan].column
-        return int(self.task_prior.twins[column]) if column >= 0 else -1 - plan
 
     # --- the answer ---------------------------------------------------------------------------------------------
 

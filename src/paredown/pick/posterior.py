@@ -147,9 +147,14 @@ class Estimate:
         on_front = np.flatnonzero(undominated(self.memory, self.means))
         return on_front[np.argsort(self.memory[on_front], kind="stable")]
 
-    def band(self, width: float = 1.645) -> tuple[Array, Array]:
-        """Bounds of each plan's mean error, `width` standard deviations to each side: by default a 90 % interval."""
+    def mean_band(self, width: float = 1.645) -> tuple[Array, Array]:
+        """Bounds of each plan's mean error over runs, `width` standard deviations to each side: by default a 90 % interval."""
         return self.means - width * self.deviations, self.means + width * self.deviations
+
+    def run_band(self, width: float = 1.645) -> tuple[Array, Array]:
+        """Bounds of the error of one further run of each plan: those of its mean, and the noise of a run."""
+        half = width * np.hypot(self.deviations, self.noise)
+        return self.means - half, self.means + half
 
     @property
     def tie_error(self) -> float:

@@ -40,7 +40,7 @@ class AnswerText:
             if point.needs > point.predicted_bytes
             else ""
         )
-        parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", certainty, self._family(), early]
+        parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", certainty, early]
         return " ".join(part for part in parts if part)
 
     def notes(self, point: Point, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:
@@ -69,14 +69,6 @@ class AnswerText:
         trials = f"{after} of its own and {num_others} known before" if num_others else after if num_own else "without a trial"
         measured = "" if point.measured is None else f" (measured {point.measured:.4f})"
         return f"{trials}{measured} and from {num_tasks} prior task{'s' * (num_tasks != 1)} ({self.task_prior.prior_data.name})"
-
-    def _family(self) -> str:
-        prior = self.task_prior
-        if prior.wanted and not prior.family:
-            return f"No prior task is of family {prior.wanted!r} or a similar one: all prior tasks have equal weight."
-        if prior.family != prior.wanted:
-            return f"No prior task is of family {prior.wanted!r}: tasks of the nearest, {prior.family!r}, have more weight."
-        return ""
 
     def _cost(self) -> str:
         seconds = sum(trial.seconds or 0.0 for trial in self.trials)

@@ -8,22 +8,15 @@ Seeds: effects of seeds are removed (pick/seed_effects.py), so that plans that r
 Levels: those that the data names; without names, every plan is its own level, or levels are estimated where plans are many.
 
 >>> from paredown.pick.priors import made_up_prior
->>> task_prior = TaskPrior.of(made_up_prior(), family="vit")
->>> task_prior.family, task_prior.prior.num_tasks, len(task_prior.prior.levels)
-('vit', 11, 30)
+>>> task_prior = TaskPrior.of(made_up_prior())
+>>> task_prior.prior.num_tasks, len(task_prior.prior.levels)
+(11, 30)
 >>> random_guess_error("error", 10), round(random_guess_error("loss", 256), 2), random_guess_error("mine", 10)
 (0.9, 5.55, None)
 
-Kinds of tasks are those that EM finds, and two more:
-
-* the tasks of the new task's family. Their mean is shrunk towards that of all tasks by the weight of OF_ALL tasks, their covariance
-  towards that of all. A new task is of this kind with probability n / (n + DOUBT) for n tasks of the family; measurements decide from
-  then on. Without a task of the family, the family that shares most traits is used, with more doubt.
-* tasks unlike all prior ones: errors with a wide spread, weakly correlated plans, and noisier runs. It is unlikely until the
-  measurements are more unlikely under all other kinds; then the posterior follows the measurements.
-
->>> nearest("vit", ["cnn", "gpt"]), nearest("cnn", ["cnn", "gpt"]), nearest("unknown", ["cnn"])
-('gpt', 'cnn', '')
+Kinds of tasks are those that EM finds, each with low, usual and high noise, and one for tasks unlike all prior ones: errors with a wide
+spread, noisier runs, and plans that are alike only as far as their formats are. It is unlikely until the measurements are more unlikely
+under all other kinds; then the posterior follows the measurements.
 
 Plans that no prior task was trained under are predicted from similar plans: on a task, the error of a plan is a smooth function of
 its features (pick/candidates.py), a Gaussian process about an unknown mean. So the error of a new plan is a weighted mean of those
@@ -45,51 +38,26 @@ their 90 % intervals. The extension of the mixture is exact: measurements of new
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import PriorError
-from paredown.pick.mixture import (
-    MOST_LEVELS,
-    STRENGTH,
-    LevelSums,
-    Mixture,
-    Posterior,
-    find_levels,
-    find_twins,
-    offsets,
-    renumbered,
-    without_twins,
-)
+from paredown.pick.mixture import MOST_LEVELS, LevelSums, Mixture, Posterior, find_levels, offsets, renumbered
 from paredown.pick.posterior import Prior
 from paredown.pick.prior_data import PriorData, pooled_noise
 from paredown.pick.seed_effects import shared_of, variance_parts_of, without_seed_effects
 
 Array = NDArray[np.float64]
-OF_ALL = 2.0  # weight of all tasks in the mean of a family, in tasks
-DOUBT, OTHER_DOUBT = 4.0, 12.0  # in tasks: for the new task's own family, for the nearest other one
 UNKNOWN_SHARE = 0.03  # prior probability of a task unlike all prior ones
 TOGETHER, APART, NOISIER = (
     0.25,
     0.12,
     4.0,
 )  # of such a task: standard deviations of its mean and of its plans, relative to random guessing; factor on the noise of a run
-TRAITS = MappingProxyType(
-    {
-        "cnn": {"convolutions", "pictures", "batch norms"},
-        "vit": {"attention", "layer norms", "residuals", "pictures"},
-        "gpt": {"attention", "layer norms", "residuals", "tokens"},
-        "bert": {"attention", "layer norms", "residuals", "tokens"},
-        "unet": {"convolutions", "pictures", "group norms"},
-        "mlp": {"linear layers"},
-        "lstm": {"tokens", "linear layers"},
-    }
-)
 LENGTHS = (1.0, 2.5, 6.0, 15.0)  # length scales to compare, in bits of precision lost
 NUGGETS = (1e-3, 1e-2, 1e-1)  # variance that features do not explain, relative to the explained one
 MOST_POINTS = 64  # levels that length scales are fitted to
@@ -107,24 +75,16 @@ def random_guess_error(metric: str, answers: int | None) -> float | None:
 
 @dataclass(frozen=True)
 class TaskPrior:
-    """The prior of a new task.
-
-    `wanted`: the family of the new task. `family`: the prior tasks of this family form an additional kind; "" if there is none, and other
-    than `wanted` if no prior task has that family. `shares`: weight of each prior task in each kind, (tasks, kinds). `twins`: index of
-    the first plan of the same level whose runs equal those of this plan, (plans,).
-    """
+    """The prior of a new task; `shares`: weight of each prior task in each kind, (tasks, kinds)."""
 
     prior_data: PriorData
     prior: Prior
-    wanted: str
-    family: str
     sums: LevelSums
     shares: Array
-    twins: NDArray[np.intp]
 
     @staticmethod
-    def of(prior_data: PriorData, family: str = "", *, num_kinds: int = 2) -> TaskPrior:
-        """The prior from all tasks of `prior_data`; `family`: that of the new task."""
+    def of(prior_data: PriorData) -> TaskPrior:
+        """The prior from all tasks of `prior_data`."""
         runs = _scaled_without_seed_effects(prior_data)  # (tasks, plans, seeds)
         is_run = np.isfinite(runs)
         errors = np.where(is_run.any(axis=2), np.nansum(runs, axis=2) / np.maximum(is_run.sum(axis=2), 1), np.nan)
@@ -134,24 +94,17 @@ class TaskPrior:
             )
         levels, is_estimated = levels_of(prior_data, errors)
         plan_offsets, variances = offsets(errors, levels) if is_estimated else np.zeros((2, len(levels)))
-        twins = find_twins(prior_data.runs, levels)
-        flat = (without_twins(runs, twins) - plan_offsets[:, None]).reshape(len(runs), -1)
+        flat = (runs - plan_offsets[:, None]).reshape(len(runs), -1)
         sums = LevelSums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
         sums = replace(sums, weights=data_set_weights(prior_data))
-        fitted = _widened(Mixture.fitted(sums, num_kinds), float(sums.weights.sum()))
-        nearest_family = nearest(family, [task.family for task in prior_data.tasks])
-        is_of_family = np.array([bool(nearest_family) and task.family == nearest_family for task in prior_data.tasks])
-        with_family_kind = with_family(fitted, sums, is_of_family, is_own=nearest_family == family)
-        weights = fitted.given(sums).weights
-        if has_family_kind := len(with_family_kind.shares) > len(fitted.shares):
-            weights = np.column_stack([weights, is_of_family])
-        ratios = noise_ratios(prior_data)
-        mixture = with_unknown_kind(with_noises(with_family_kind, ratios))
+        fitted = _widened(Mixture.fitted(sums), float(sums.weights.sum()))
+        weights, ratios = fitted.given(sums).weights, noise_ratios(prior_data)
+        mixture = with_unknown_kind(with_noises(fitted, ratios))
         # in the unknown kind all tasks have equal weight
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])
         weights = weights / np.maximum(weights.sum(axis=0), 1e-12)
         prior = Prior(levels, plan_offsets, variances, mixture, len(runs), WORST, shared_of(calm_runs(prior_data)))
-        return TaskPrior(prior_data, prior, family, nearest_family if has_family_kind else "", sums, weights, twins)
+        return TaskPrior(prior_data, prior, sums, weights)
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
         """The prior of the candidates: `columns` are theirs in the prior data, -1 for plans that it does not have.
@@ -276,22 +229,17 @@ def _widened(mixture: Mixture, num_tasks: float) -> Mixture:
 # --- kinds of tasks ----------------------------------------------------------------------------------------------------
 
 
-def nearest(family: str, known: Sequence[str]) -> str:
-    """The known family that shares most traits with this one; "" where none shares any."""
-    if family in known:
-        return family
-    traits = TRAITS.get(family, set())
-    shared = {other: len(traits & TRAITS.get(other, set())) for other in dict.fromkeys(known)}
-    best = max(shared, key=lambda other: shared[other], default="")
-    return best if best and shared[best] else ""
-
-
 def with_unknown_kind(mixture: Mixture) -> Mixture:
     """The mixture with one more kind at the end, for tasks unlike all prior ones."""
     mean = mixture.shares @ mixture.means
     spread = TOGETHER**2 + APART**2 * np.eye(len(mean))
     noise = np.full(len(mean), NOISIER**2 * float((mixture.shares @ mixture.noise).mean()))
-    return _joined(mixture, UNKNOWN_SHARE, mean, spread, noise)
+    return Mixture(
+        np.append(mixture.shares * (1 - UNKNOWN_SHARE), UNKNOWN_SHARE),
+        np.concatenate([mixture.means, mean[None]]),
+        np.concatenate([mixture.spreads, spread[None]]),
+        np.concatenate([mixture.noise, noise[None]]),
+    )
 
 
 def with_likeness(mixture: Mixture, points: Array) -> Mixture:
@@ -300,7 +248,7 @@ def with_likeness(mixture: Mixture, points: Array) -> Mixture:
     alike = np.exp(-0.5 * np.where(np.isfinite(squares), squares, np.inf))
     np.fill_diagonal(alike, 1.0)
     spreads = mixture.spreads.copy()
-    spreads[-1] = TOGETHER**2 + APART**2 * ((1 - NUGGETS[-1]) * alike + NUGGETS[-1] * np.eye(len(points)))
+    spreads[-1] = TOGETHER**2 + APART**2 * (alike + np.eye(len(points)))  # as much by format as by plan
     return replace(mixture, spreads=spreads)
 
 
@@ -310,37 +258,6 @@ def with_noises(mixture: Mixture, ratios: Array) -> Mixture:
     noise = (mixture.noise[:, None] * ratios[:, None]).reshape(len(shares), -1)
     means, spreads = (np.repeat(part, len(ratios), axis=0) for part in (mixture.means, mixture.spreads))
     return Mixture(shares, means, spreads, noise)
-
-
-def with_family(mixture: Mixture, sums: LevelSums, is_of: NDArray[np.bool_], *, is_own: bool = True) -> Mixture:
-    """The mixture with one more kind at the end, fitted to the tasks in the mask `is_of`; unmodified if these are all tasks, or none."""
-    count = int(is_of.sum())
-    if not count or count == len(is_of):
-        return mixture
-    share = count / (count + (DOUBT if is_own else OTHER_DOUBT))
-    return _joined(mixture, share, *_family(mixture, sums.rows(is_of), count), mixture.shares @ mixture.noise)
-
-
-def _joined(mixture: Mixture, share: float, mean: Array, spread: Array, noise: Array) -> Mixture:
-    """The mixture with one more kind."""
-    return Mixture(
-        np.append(mixture.shares * (1 - share), share),
-        np.concatenate([mixture.means, mean[None]]),
-        np.concatenate([mixture.spreads, spread[None]]),
-        np.concatenate([mixture.noise, noise[None]]),
-    )
-
-
-def _family(mixture: Mixture, sums: LevelSums, count: int) -> tuple[Array, Array]:
-    """Mean and covariance of the family's tasks; the covariance includes the uncertainty of the mean."""
-    no_runs = LevelSums.of(np.full((1, 1), np.nan), np.zeros(1, dtype=np.intp), mixture.means.shape[1])
-    prior_mean, prior_covariance = (part[0] for part in mixture.given(no_runs).moments())
-    means, spreads = mixture.given(sums).moments()
-    mean = (means.sum(axis=0) + OF_ALL * prior_mean) / (count + OF_ALL)
-    difference = means - mean
-    strength = max(STRENGTH, float(len(mean) - count))
-    covariance = (difference.T @ difference + spreads.sum(axis=0) + strength * prior_covariance) / (count + strength)
-    return mean, covariance * (1 + 1 / (count + OF_ALL))
 
 
 # --- plans that no prior task was trained under ------------------------------------------------------------------------
