@@ -198,7 +198,8 @@ def seed_means(runs: np.ndarray, calm: np.ndarray) -> np.ndarray:
 def level_means(earlier: PriorData, means: np.ndarray) -> np.ndarray:
     """Of each plan, the mean error of the plans of its level."""
     names = np.array([plan.level or f"plan {i}" for i, plan in enumerate(earlier.plans)])
-    return np.array([np.nanmean(means[names == name]) for name in names])
+    known = np.isfinite(means)
+    return np.array([means[known & (names == name)].mean() if known[names == name].any() else np.nan for name in names])
 
 
 def smoothed(task_prior: TaskPrior, runs: np.ndarray) -> np.ndarray:

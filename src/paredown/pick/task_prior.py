@@ -1,4 +1,4 @@
-"""The prior of a new task, from the data of prior tasks: the one place that decides about units, levels and families.
+"""The prior of a new task, from the data of prior tasks: the one place that decides about units, levels and kinds of tasks.
 
 Units: errors are relative to random guessing, and at most 1 (docs/decisions/019). So the share of wrong answers among 10, among
 100, and the loss of a text are comparable, and a run that diverged is 1.
@@ -24,8 +24,9 @@ of known levels (the weights add up to 1) plus a rest, whose covariance the proc
 
     a_new = W a + rest,      rest ~ N(0, C)
 
-The length scales are fitted to the prior tasks by leave-one-level-out likelihood; C is scaled so that 90 % of the levels lie within
-their 90 % intervals. The extension of the mixture is exact: measurements of new plans inform known ones, and the other way round.
+C is scaled so that 90 % of the levels, each predicted from the others, lie within their 90 % intervals. One length scale for all
+features predicts as well as fitted ones (docs/log.md). The extension of the mixture is exact: measurements of new plans inform known
+ones, and the other way round.
 
 >>> points = np.linspace(0, 6, 7)[:, None]
 >>> tasks = np.random.default_rng(0).random((20, 1)) * np.exp(points.T / 3)
@@ -38,9 +39,7 @@ their 90 % intervals. The extension of the mixture is exact: measurements of new
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,9 +57,9 @@ TOGETHER, APART, NOISIER = (
     0.12,
     4.0,
 )  # of such a task: standard deviations of its mean and of its plans, relative to random guessing; factor on the noise of a run
-LENGTHS = (1.0, 2.5, 6.0, 15.0)  # length scales to compare, in bits of precision lost
-NUGGETS = (1e-3, 1e-2, 1e-1)  # variance that features do not explain, relative to the explained one
-MOST_POINTS = 64  # levels that length scales are fitted to
+LENGTH = 2.5  # of likeness, in bits of precision lost
+NUGGET = 0.01  # variance that features do not explain, relative to the explained one
+MOST_POINTS = 64  # levels that new plans are predicted from
 Z_90 = 1.645  # standard deviations to each side of a 90 % interval
 WORST = 1.0  # random guessing
 NOISE_QUANTILES, FEWEST_NOISES = (1 / 6, 1 / 2, 5 / 6), 4  # tasks of low, usual and high noise; fewest tasks to estimate them
@@ -244,8 +243,7 @@ def with_unknown_kind(mixture: Mixture) -> Mixture:
 
 def with_likeness(mixture: Mixture, points: Array) -> Mixture:
     """The mixture, in whose last kind (tasks unlike all prior ones) plans with similar features (levels, features) have similar errors."""
-    squares = (((points[:, None] - points[None]) / LENGTHS[1]) ** 2).sum(axis=-1)  # NaN where features are not known
-    alike = np.exp(-0.5 * np.where(np.isfinite(squares), squares, np.inf))
+    alike = likeness(points, points)
     np.fill_diagonal(alike, 1.0)
     spreads = mixture.spreads.copy()
     spreads[-1] = TOGETHER**2 + APART**2 * (alike + np.eye(len(points)))  # as much by format as by plan
@@ -265,46 +263,31 @@ def with_noises(mixture: Mixture, ratios: Array) -> Mixture:
 
 @dataclass(frozen=True)
 class PlanSimilarity:
-    """A Gaussian process of errors over features: `points` (levels, features), a length scale for each feature, nugget and scale."""
+    """A Gaussian process of errors over features: `points` (levels, features), and the `scale` of the variance."""
 
     points: Array
-    lengths: Array
-    nugget: float
-    scale: float
+    scale: float = 1.0
 
     @staticmethod
     def of(points: Array, tasks: Array, known: NDArray[np.bool_] | None = None) -> PlanSimilarity:
-        """Fitted to the levels' errors (tasks, levels); `known`: those that were observed."""
-        known = np.ones(tasks.shape, dtype=bool) if known is None else known
-        best, best_score = PlanSimilarity(points, np.full(points.shape[1], LENGTHS[1]), NUGGETS[1], 1.0), np.inf
-        for lengths, nugget in _length_scales(points):
-            candidate = PlanSimilarity(points, lengths, nugget, 1.0)
-            residual, inverse = candidate._left_out(tasks)
-            squares = np.where(known, residual**2 * inverse, 0.0).sum() / max(int(known.sum()), 1)
-            score = np.log(max(squares, 1e-300)) - np.log(inverse).mean()
-            if score < best_score:
-                best, best_score = candidate, score
-        residual, inverse = best._left_out(tasks)
-        ratios = np.abs(residual) * np.sqrt(inverse)
-        factor = float(np.quantile(ratios[known], 0.9)) / Z_90 if known.any() else 1.0
-        return PlanSimilarity(points, best.lengths, best.nugget, max(factor, 1e-6) ** 2)
+        """Scaled to the levels' errors (tasks, levels), each predicted from the others; `known`: those that were observed."""
+        residual, inverse = PlanSimilarity(points)._left_out(tasks)
+        ratios = (np.abs(residual) * np.sqrt(inverse))[known if known is not None else ...]
+        factor = float(np.quantile(ratios, 0.9)) / Z_90 if ratios.size else 1.0
+        return PlanSimilarity(points, max(factor, 1e-6) ** 2)
 
     def weights(self, points: Array) -> tuple[Array, Array]:
         """Weights (new plans, levels) that predict new plans from levels, and the covariance of the residuals (new plans, new plans)."""
-        covariance = np.column_stack([self._kernel(points, self.points), np.ones(len(points))])
+        covariance = np.column_stack([likeness(points, self.points), np.ones(len(points))])
         solved = np.linalg.solve(self._system(), covariance.T).T.astype(float)
-        rest = self._kernel(points, points) + self.nugget * np.eye(len(points)) - solved @ covariance.T
+        rest = likeness(points, points) + NUGGET * np.eye(len(points)) - solved @ covariance.T
         return solved[:, : len(self.points)], self.scale * (rest + rest.T) / 2
-
-    def _kernel(self, a: Array, b: Array) -> Array:
-        squares = ((a[:, None] - b[None]) / self.lengths) ** 2
-        return np.exp(-0.5 * squares.sum(axis=-1))
 
     def _system(self) -> Array:
         """The linear system of the weights, with the multiplier of the constraint on their sum."""
         size = len(self.points)
         system = np.ones((size + 1, size + 1))
-        system[:size, :size] = self._kernel(self.points, self.points) + self.nugget * np.eye(size)
+        system[:size, :size] = likeness(self.points, self.points) + NUGGET * np.eye(size)
         system[size, size] = 0.0
         return system
 
@@ -315,16 +298,10 @@ class PlanSimilarity:
         return (tasks @ inverse) / precision, precision
 
 
-def _length_scales(points: Array) -> Iterator[tuple[Array, float]]:
-    """Length scales and nuggets to compare: one scale for each feature that varies, shared by all but the first where they are many."""
-    differs = np.flatnonzero(np.ptp(points, axis=0) > 1e-9)
-    groups = [[i] for i in differs] if len(differs) <= 2 else [list(differs[:1]), list(differs[1:])]
-    for chosen in product(LENGTHS, repeat=len(groups)):
-        lengths = np.full(points.shape[1], LENGTHS[1])
-        for length, group in zip(chosen, groups, strict=True):
-            lengths[group] = length
-        for nugget in NUGGETS:
-            yield lengths, nugget
+def likeness(a: Array, b: Array) -> Array:
+    """Correlation of the errors of plans with features (plans, features); 0 where features are not known (NaN)."""
+    squares = (((a[:, None] - b[None]) / LENGTH) ** 2).sum(axis=-1)
+    return np.exp(-0.5 * np.where(np.isfinite(squares), squares, np.inf))
 
 
 def with_new_levels(mixture: Mixture, similarity: PlanSimilarity, points: Array, known: NDArray[np.intp]) -> Mixture:
