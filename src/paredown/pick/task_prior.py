@@ -91,8 +91,8 @@ class TaskPrior:
             raise PriorError(
                 f"prior {prior_data.name!r} has no error in it: {len(prior_data.tasks)} tasks, {len(prior_data.plans)} plans."
             )
-        levels, is_estimated = levels_of(prior_data, errors)
-        plan_offsets, variances = offsets(errors, levels) if is_estimated else np.zeros((2, len(levels)))
+        levels = levels_of(prior_data, errors)
+        plan_offsets, variances = offsets(errors, levels)
         flat = (runs - plan_offsets[:, None]).reshape(len(runs), -1)
         sums = LevelSums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
         sums = replace(sums, weights=data_set_weights(prior_data))
@@ -200,14 +200,14 @@ def calm_runs(prior_data: PriorData) -> Array:
     return np.where(is_calm(prior_data)[..., None], scaled(prior_data), np.nan)
 
 
-def levels_of(prior_data: PriorData, errors: Array) -> tuple[NDArray[np.intp], bool]:
-    """The level of each plan, and whether it is estimated: as named by the prior, else one for each plan unless those are too many."""
+def levels_of(prior_data: PriorData, errors: Array) -> NDArray[np.intp]:
+    """The level of each plan: as named by the prior, else one level per plan, or estimated levels if those would be too many."""
     names = [plan.level or f"\0{i}" for i, plan in enumerate(prior_data.plans)]
     levels = renumbered(np.unique(names, return_inverse=True)[1])
     if levels.max() < MOST_LEVELS:
-        return levels, False
+        return levels
     try:
-        return find_levels(errors), True
+        return find_levels(errors)
     except ModuleNotFoundError as error:
         plans = f"the {len(names)} plans of prior {prior_data.name!r} have no levels"
         raise PriorError(f"{plans}, and estimating them needs {error.name}: pip install 'paredown[search]'.") from None
@@ -246,7 +246,7 @@ def with_likeness(mixture: Mixture, points: Array) -> Mixture:
     alike = likeness(points, points)
     np.fill_diagonal(alike, 1.0)
     spreads = mixture.spreads.copy()
-    spreads[-1] = TOGETHER**2 + APART**2 * (alike + np.eye(len(points)))  # as much by format as by plan
+    spreads[-1] = TOGETHER**2 + APART**2 * (alike + np.eye(len(points))) / 2  # as much by format as by plan
     return replace(mixture, spreads=spreads)
 
 
