@@ -13,6 +13,11 @@ itself, where it is known and less, since plans that hardly learn have most of a
     smoothed    luck taken out: the mean of all plans of a level where the prior names levels, else what all runs of this task and all
                 tasks say of each mean
 
+Beside these, `unseen`: each seed in turn is hidden from the pick, and the picked plan's run with it is compared with the mean of all
+plans that fit; below 0 is better than a random plan. The best plan of a noisy seed would be a lucky one.
+
+Coverage: after random trials, the share of the other plans whose mean error, and whose single runs, lie in their 90 % bands.
+
 Ways: `pick` with some trials; `nothing`: no trial; `random`: the same number of trials of random plans that fit, the least error is taken;
 `random, same beliefs`: of these, what the prior makes of them.
 """
@@ -29,16 +34,15 @@ from typing import Any
 
 import numpy as np
 from bench_peppp import matrices
-from looked import Looked, Row
+from looked import Looked, Row, find_twins
 from measure import RESULTS, machine
 
 from paredown.pick import priors
 from paredown.pick.candidates import NAMES, Candidate, Candidates, TaskStep, features_of
-from paredown.pick.mixture import find_twins
 from paredown.pick.pick_loop import PickLoop
 from paredown.pick.prior_data import PlanRow, PriorData, TaskRow
 from paredown.pick.seed_effects import runs_of_task, without_seed_effects
-from paredown.pick.task_prior import TaskPrior, is_calm, random_guess_error, scaled
+from paredown.pick.task_prior import WORST, TaskPrior, is_calm, random_guess_error, scaled
 from paredown.plan.plan import Plan
 from paredown.simulate.peppp import HIGH_FORMATS, LOW_FORMATS, parse_peppp, peppp_plan
 from paredown.sizes import parse_bytes
@@ -47,6 +51,9 @@ NUM_TRIALS = 6
 TRUTHS = ("matrix", "seeds", "smoothed")
 NUM_DRAWS = 20  # of the noise of trials, and of random plans
 FEW_DRAWS = 4  # where tasks are many
+SEED_DRAWS = 4  # for each hidden seed
+COUNTS = (0, 3, 6, 10)  # trials before coverage
+MOST_TASKS = 30  # of a prior, whose coverage is counted
 BUDGETS = (("stored", "40%"), ("stored", "60%"), ("simulated", "22%"), ("released", "22%"))
 
 
@@ -71,8 +78,7 @@ class Case:
     def runs(self) -> Row:
         """What is looked up."""
         levels = np.array([plan.level for plan in self.earlier.plans])
-        twins = find_twins(self.earlier.runs, np.unique(levels, return_inverse=True)[1])
-        return Row(self.earlier.runs[self.row], levels, twins, self.noise, is_calm(self.earlier)[self.row])
+        return Row(self.earlier.runs[self.row], levels, twins_of(self.earlier), self.noise, is_calm(self.earlier)[self.row])
 
     @property
     def columns(self) -> np.ndarray:
@@ -87,7 +93,7 @@ class Case:
     @cached_property
     def task_prior(self) -> TaskPrior:
         """What was known before; fitted once for all picks of this task."""
-        return TaskPrior.of(self.before, self.earlier.tasks[self.row].family)
+        return TaskPrior.of(self.before)
 
     def picking(self) -> PickLoop:
         """A pick of this task that knows what was known before."""
@@ -153,7 +159,7 @@ WAYS: dict[str, tuple[Callable[[Case, int, int], tuple[int, int]], int]] = {
 def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
     """Each task with pictures; all rows of its data are left out. Runs of twins are those of each other."""
     whole = TaskPrior.of(earlier)
-    earlier = replace(earlier, runs=with_twins(earlier.runs, whole.twins))
+    earlier = replace(earlier, runs=with_twins(earlier.runs, twins_of(earlier)))
     runs = scaled(earlier)
     for row, task in enumerate(earlier.tasks):
         if task.metric != "error" or "/" in task.data:
@@ -165,6 +171,11 @@ def cases(earlier: PriorData, budget: str) -> Iterator[Case]:
         smooth = level_means(earlier, means) if any(plan.level for plan in earlier.plans) else unit * smoothed(whole, runs[row])
         truths = {"matrix": earlier.errors[row], "seeds": means, "smoothed": smooth}
         yield Case(earlier, row, parse_bytes(budget, whole=int(full)), earlier.without(kin), truths)
+
+
+def twins_of(earlier: PriorData) -> np.ndarray:
+    """Of each plan, the first plan that is the same to the last bit."""
+    return find_twins(earlier.runs, np.unique([plan.level for plan in earlier.plans], return_inverse=True)[1])
 
 
 def with_twins(runs: np.ndarray, twins: np.ndarray) -> np.ndarray:
@@ -187,7 +198,8 @@ def seed_means(runs: np.ndarray, calm: np.ndarray) -> np.ndarray:
 def level_means(earlier: PriorData, means: np.ndarray) -> np.ndarray:
     """Of each plan, the mean error of the plans of its level."""
     names = np.array([plan.level or f"plan {i}" for i, plan in enumerate(earlier.plans)])
-    return np.array([np.nanmean(means[names == name]) for name in names])
+    known = np.isfinite(means)
+    return np.array([means[known & (names == name)].mean() if known[names == name].any() else np.nan for name in names])
 
 
 def smoothed(task_prior: TaskPrior, runs: np.ndarray) -> np.ndarray:
@@ -212,9 +224,37 @@ def rows_of(earlier: PriorData, budget: str) -> list[dict[str, Any]]:
         for way, (pick, num) in WAYS.items():
             done = [pick(case, draw, num) for draw in range(num_draws if num else 1)]
             columns, trials = [column for column, _ in done], float(np.mean([count for _, count in done]))
-            scores = {name: _scores(case, truth, columns) for name, truth in case.truths.items()}
+            scores: dict[str, Any] = {name: _scores(case, truth, columns) for name, truth in case.truths.items()}
+            scores["unseen"] = unseen(case, pick, num)
             found.append({**head, "way": way, "trials": round(trials, 2), "plan": earlier.plans[columns[0]].label, **scores})
     return found
+
+
+def hidden_seeds(case: Case) -> Iterator[Case]:
+    """The case with each of its seeds hidden in turn, and as its truth: of plans that ran with others too, by level where one is named."""
+    runs = case.earlier.runs[case.row]
+    several = np.isfinite(runs).sum(axis=1) > 1
+    for seed in range(runs.shape[1]):
+        truth = np.where(several, runs[:, seed], np.nan)
+        if any(plan.level for plan in case.earlier.plans):
+            truth = level_means(case.earlier, truth)
+        left = np.array(case.earlier.runs)
+        left[case.row, several, seed] = np.nan
+        errors = np.array(case.earlier.errors)
+        errors[case.row, ~np.isfinite(truth)] = np.nan
+        hidden = replace(case, earlier=replace(case.earlier, runs=left, errors=errors), truths={"unseen": truth})
+        hidden.__dict__["task_prior"] = case.task_prior  # fitted once: this task is not in it
+        if len(hidden.fits) > 1:
+            yield hidden
+
+
+def unseen(case: Case, pick: Callable[[Case, int, int], tuple[int, int]], num: int) -> float | None:
+    """How far picks lie above the mean of all plans that fit, with a seed that they did not see, in noises of a run; None without seeds."""
+    found: list[float] = []
+    for hidden in hidden_seeds(case):
+        truth, columns = hidden.truths["unseen"], [pick(hidden, draw, num)[0] for draw in range(SEED_DRAWS if num else 1)]
+        found.append(float(truth[columns].mean() - truth[hidden.fits].mean()) / case.noise)
+    return round(float(np.mean(found)), 3) if found else None
 
 
 def _scores(case: Case, truth: np.ndarray, columns: list[int]) -> dict[str, float]:
@@ -247,16 +287,81 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
                 cells.append(
                     f"{truth} {within:4.1f} (first draw {first:2.0f}, strictly {strictly:4.1f}), {above / len(parts):5.2f}"
                 )
-            trials = np.mean([row["trials"] for row in of_way])
+            trials, hidden = (
+                np.mean([row["trials"] for row in of_way]),
+                [row["unseen"] for row in of_way if row["unseen"] is not None],
+            )
+            cells += (
+                [f"unseen {np.mean(hidden):+.2f} ({np.std(hidden, ddof=1) / len(hidden) ** 0.5:.2f})"] if len(hidden) > 1 else []
+            )
             yield f"   {way:22s}{trials:4.1f} trials   " + "   ".join(cells)
 
 
-def save(rows: list[dict[str, Any]]) -> None:
+# --- coverage -------------------------------------------------------------------------------------------------------------
+
+
+def coverage(earlier: PriorData, *, has_levels: bool) -> Iterator[dict[str, Any]]:
+    """For each number of trials the share of plans whose mean, and of runs, that lie in their 90 % bands; mean over tasks left out."""
+    known = earlier if has_levels else replace(earlier, plans=tuple(replace(plan, level="") for plan in earlier.plans))
+    every = -(-sum(1 for _ in cases(earlier, "100%")) // MOST_TASKS)
+    found: dict[int, list[tuple[float, float]]] = {}
+    for case in list(cases(earlier, "1000%"))[::every]:
+        before = known.without([task.name for task in known.tasks if task.name not in {row.name for row in case.before.tasks}])
+        blind = replace(case, earlier=replace(case.earlier, plans=known.plans), before=before)
+        for count in COUNTS:
+            found.setdefault(count, []).append(inside(case, blind, count))
+    head = {"prior": earlier.name, "levels": "given" if has_levels else "found"}
+    for count, shares in found.items():
+        means, runs = np.mean(shares, axis=0)
+        yield {
+            **head,
+            "trials": count,
+            "tasks": len(shares),
+            "mean_bands": round(float(means), 3),
+            "run_bands": round(float(runs), 3),
+        }
+
+
+def inside(case: Case, blind: Case, count: int) -> tuple[float, float]:
+    """Shares of the untried plans of a task whose mean, and of whose runs, lie in their bands after `count` random trials."""
+    picking, dice = blind.picking(), np.random.default_rng([count, case.row])
+    columns, unit = picking.candidates.columns, picking.unit or 1.0
+    tried = dice.choice(columns, min(count, len(columns) - 1), replace=False)
+    looked = case.looked(case.picking(), draw=0)
+    for column in tried:
+        picking.learn(looked.measure(_plan(case.earlier, int(column)), 0))
+    estimate, rest = picking.estimate(), np.flatnonzero(~np.isin(columns, tried))
+    has_names = any(plan.level for plan in case.earlier.plans)
+    truth = np.minimum(case.truths["smoothed" if has_names else "seeds"][columns[rest]] / unit, WORST)
+    runs = np.minimum(case.earlier.runs[case.row, columns[rest]] / unit, WORST)
+    (low, high), (run_low, run_high) = ([part[rest] for part in band] for band in (estimate.mean_band(), estimate.run_band()))
+    slack = 1.645 * case.noise / unit / np.sqrt(_num_runs(case)[columns[rest]])  # the true means are not known better
+    half = np.hypot((high - low) / 2, slack)
+    is_in = np.isfinite(runs) & (runs >= run_low[:, None] - 1e-9) & (runs <= run_high[:, None] + 1e-9)
+    return float(np.mean(np.abs(truth - (low + high) / 2) <= half + 1e-9)), float(is_in.sum() / np.isfinite(runs).sum())
+
+
+def _num_runs(case: Case) -> np.ndarray:
+    """Runs behind the true mean of each plan, (plans,)."""
+    names = np.array([plan.level or f"plan {i}" for i, plan in enumerate(case.earlier.plans)])
+    counts = np.isfinite(case.earlier.runs[case.row]).sum(axis=1)
+    return np.array([max(int(counts[names == name].sum()), 1) for name in names])
+
+
+def say_coverage(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each prior: shares of means and of runs in their 90 % bands, by trials."""
+    for prior, levels in dict.fromkeys((row["prior"], row["levels"]) for row in rows):
+        own = [row for row in rows if (row["prior"], row["levels"]) == (prior, levels)]
+        cells = (f"{row['trials']} trials: means {row['mean_bands']:.2f}, runs {row['run_bands']:.2f}" for row in own)
+        yield f"{prior}, levels {levels}, {own[0]['tasks']} tasks, in 90 % bands after " + "; ".join(cells)
+
+
+def save(rows: list[dict[str, Any]], covered: list[dict[str, Any]]) -> None:
     """Add a run to the results."""
     path = RESULTS / "pick.json"
     runs = json.loads(path.read_text()) if path.exists() else []
-    about = {"trials": NUM_TRIALS, "draws": [NUM_DRAWS, FEW_DRAWS], "table": list(table(rows))}
-    runs.append({**machine("cpu", ("numpy", "scipy")), **about, "rows": rows})
+    about = {"trials": NUM_TRIALS, "draws": [NUM_DRAWS, FEW_DRAWS, SEED_DRAWS], "table": [*table(rows), *say_coverage(covered)]}
+    runs.append({**machine("cpu", ("numpy", "scipy")), **about, "rows": rows, "coverage": covered})
     path.write_text(json.dumps(runs).replace('{"prior"', '\n  {"prior"') + "\n")
 
 
@@ -273,7 +378,16 @@ def main() -> None:
     rows = [row for name, budget in wanted for row in rows_of(named(name), budget)]
     print("\n".join(table(rows)))
     if not options.prior:
-        save(rows)
+        covered = [row for name in dict.fromkeys(name for name, _ in wanted) for row in both_coverages(named(name))]
+        print("\n".join(["", *say_coverage(covered)]))
+        save(rows, covered)
+
+
+def both_coverages(earlier: PriorData) -> Iterator[dict[str, Any]]:
+    """With levels given, where the prior names some, and found."""
+    if any(plan.level for plan in earlier.plans):
+        yield from coverage(earlier, has_levels=True)
+    yield from coverage(earlier, has_levels=False)
 
 
 def named(name: str) -> PriorData:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 from heatmap import Dots, Map, draw, draw_dots
+from looked import find_twins
 from numpy.typing import NDArray
 
 from paredown.papers.peppp_completion import Effects, lost_share, split_variance
-from paredown.pick.mixture import find_twins
 from paredown.pick.pareto import undominated
 from paredown.pick.prior_collection import row_of
 from paredown.pick.prior_data import PriorData

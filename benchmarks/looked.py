@@ -15,11 +15,12 @@ from typing import Any, final
 
 import numpy as np
 
-from paredown.pick.mixture import without_twins
 from paredown.pick.seed_effects import VarianceParts, variance_parts_of, without_seed_effects
 from paredown.plan.plan import Plan
 from paredown.sweeps.measurement import Measurer
 from paredown.tasks.trial import Status, Trial
+
+TASKS_OF_TWINS = 3  # at least, on which both plans ran with an equal seed
 
 
 @dataclass(frozen=True)
@@ -131,3 +132,37 @@ class Looked(Measurer):
 
 def _dice(*seeds: int) -> float:
     return float(np.random.default_rng(seeds).standard_normal())
+
+
+# --- twins: plans of a level whose runs with equal seeds are equal to the last bit, as where a format has more exponents than needed ---
+
+
+def find_twins(runs: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """For each plan the first plan of its level whose runs (tasks, plans, seeds) equal its own wherever both ran."""
+    groups: dict[int, list[list[int]]] = {}  # by level
+    first_twin = np.arange(runs.shape[1])
+    for plan in range(runs.shape[1]):
+        level_groups = groups.setdefault(int(levels[plan]), [])
+        group = next((other for other in level_groups if _are_twins(runs[:, other], runs[:, [plan]])), None)
+        if group is None:
+            level_groups.append(group := [])
+        group.append(plan)
+        first_twin[plan] = group[0]
+    return first_twin
+
+
+def _are_twins(runs: np.ndarray, others: np.ndarray) -> bool:
+    """Whether the runs of a plan, `others`, equal those of every plan of a group, (tasks, plans, seeds) each."""
+    both = np.isfinite(runs) & np.isfinite(others)
+    num_tasks = both.any(axis=2).sum(axis=0)
+    return bool((num_tasks >= TASKS_OF_TWINS).all()) and bool((runs == others)[both].all())
+
+
+def without_twins(runs: np.ndarray, twins: np.ndarray) -> np.ndarray:
+    """Runs (tasks, plans, seeds) in which those of twins count once: NaN where an earlier twin has the same run."""
+    kept = runs.copy()
+    for twin in np.unique(twins):
+        same = np.flatnonzero(twins == twin)
+        before = np.cumsum(np.isfinite(runs[:, same]), axis=1) - np.isfinite(runs[:, same])  # (tasks, twins, seeds)
+        kept[:, same] = np.where(before > 0, np.nan, runs[:, same])
+    return kept

@@ -76,25 +76,55 @@ def test_runs_of_a_level_are_dealt_out_anew(bench: Any) -> None:
     assert len(seen) == 12, "every pair of two"
 
 
-def test_of_twins_one_is_tried_and_both_are_known(bench: Any) -> None:
-    """All twelve plans of a level, the second six the first over again: trials are of six plans at most."""
+def test_twins_have_each_others_runs(bench: Any) -> None:
+    """All twelve plans of a level, the second six the first over again, with one of their seeds alone."""
     earlier = made_up_prior(9, 12, seeds=2)
     runs = np.concatenate([earlier.runs[:, :6], earlier.runs[:, :6]], axis=1)
     runs[:, 6:, 1] = np.nan
     plans = tuple(replace(plan, level="all") for plan in earlier.plans)
-    case = next(bench.cases(replace(earlier, plans=plans, runs=runs), "100%"))
+    earlier = replace(earlier, plans=plans, runs=runs)
+    assert bench.twins_of(earlier).tolist() == [*range(6), *range(6)]
+    case = next(bench.cases(earlier, "100%"))
     np.testing.assert_array_equal(case.truths["seeds"][:6], case.truths["seeds"][6:])
-    picking = case.picking()
-    assert picking.task_prior.twins.tolist() == [*range(6), *range(6)]
-    looked, seen = case.looked(picking, draw=0), []
-    for _ in range(6):
-        plan = picking.next_plan(9)
-        if plan is None:
-            break
-        seen.append(plan)
-        picking.learn(looked.measure(picking.candidates.rows[plan].plan, 0))
-    fresh = [plan % 6 for plan in dict.fromkeys(seen)]
-    assert len(fresh) > 1 and len(set(fresh)) == len(fresh)
+
+
+def test_twins_are_those_of_every_seed_and_count_once(bench: Any) -> None:
+    runs = np.full((4, 4, 2), 0.5)
+    runs[3, 1, 1] = 0.4  # with another seed, on one task
+    assert bench.find_twins(runs, np.zeros(4, dtype=int)).tolist() == [0, 1, 0, 0]
+    runs[:2, 3] = np.nan  # two tasks are too few to tell
+    assert bench.find_twins(runs, np.zeros(4, dtype=int)).tolist() == [0, 1, 0, 3]
+
+
+def test_picks_are_scored_on_a_seed_that_they_did_not_see(bench: Any) -> None:
+    """A pick that takes the best plan of what it sees: its luck is not in the score. A plan that ran once has no score."""
+    earlier = made_up_prior(6, 8, seeds=3)
+    earlier = replace(earlier, plans=tuple(replace(plan, level="") for plan in earlier.plans))
+    runs = np.array(earlier.runs)
+    runs[0, 7, 1:] = np.nan
+    case = next(bench.cases(replace(earlier, runs=runs), "1000%"))
+    hidden = list(bench.hidden_seeds(case))
+    assert len(hidden) == 3
+    for seed, one in enumerate(hidden):
+        np.testing.assert_array_equal(one.truths["unseen"][:7], runs[0, :7, seed])
+        assert np.isnan(one.earlier.runs[0, :7, seed]).all() and np.isfinite(np.delete(one.earlier.runs[0, :7], seed, axis=1)).all()
+        assert 7 not in one.fits
+    best = lambda case, draw, num: (int(case.fits[np.nanmean(case.earlier.runs[0], axis=1)[case.fits].argmin()]), 0)  # noqa: E731
+    expected = []
+    for seed in range(3):
+        taken = np.delete(runs[0, :7], seed, axis=1).mean(axis=1).argmin()
+        expected.append((runs[0, taken, seed] - runs[0, :7, seed].mean()) / case.noise)
+    assert bench.unseen(case, best, 0) == pytest.approx(np.mean(expected), abs=1e-3)
+
+
+def test_coverage_counts_means_and_runs(bench: Any) -> None:
+    """Nine tasks, a task left out in turn; bands of runs and of means are both about nine of ten on a prior of known construction."""
+    rows = list(bench.both_coverages(made_up_prior(9, 12)))
+    assert [(row["levels"], row["trials"]) for row in rows] == [(word, n) for word in ("given", "found") for n in bench.COUNTS]
+    assert (
+        all(0.5 < row[part] <= 1 for row in rows for part in ("mean_bands", "run_bands"))
+        and len(list(bench.say_coverage(rows))) == 2
+    )
 
 
 def test_rows_and_the_table(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

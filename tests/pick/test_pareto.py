@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paredown.pick.pareto import Truth, hypervolume, regret, released_hypervolume, undominated
+from paredown.pick.pareto import (
+    Truth,
+    hypervolume,
+    quickest_of_ties,
+    regret,
+    released_hypervolume,
+    undominated,
+    undominated_with_times,
+)
 
 POINTS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12)
 
@@ -56,3 +64,40 @@ def test_scores_by_hand() -> None:
 def test_regret_counts_each_budget_once() -> None:
     memory, errors = np.array([1.0, 1.0, 2.0]), np.array([0.5, 0.3, 0.2])
     assert regret(memory, np.array([0.1, 0.2, 0.3]), errors) == pytest.approx((0.2 + 0.3) / 2)
+
+
+TIMED = st.lists(
+    st.tuples(*(st.integers(0, 3) for _ in range(2)), st.sampled_from([1.0, 1.01, 1.1, 2.0, np.nan])), min_size=1, max_size=12
+)
+
+
+def is_as_quick(a: float, b: float) -> bool:
+    """Whether nothing says that a plan of time `a` is slower than one of time `b`."""
+    return bool(np.isnan(b)) or a <= 1.02 * b
+
+
+@given(TIMED)
+def test_fronts_with_times_by_all_pairs(rows: list[tuple[int, int, float]]) -> None:
+    memory, errors, times = np.array(rows, dtype=float).T
+
+    def beats(a: int, b: int) -> bool:
+        smaller = memory[a] < memory[b] or errors[a] < errors[b]
+        return smaller and memory[a] <= memory[b] and errors[a] <= errors[b] and is_as_quick(times[a], times[b])
+
+    expected = [not any(beats(a, b) for a in range(len(rows))) for b in range(len(rows))]
+    assert undominated_with_times(memory, errors, times).tolist() == expected
+    unknown = np.full(len(rows), np.nan)
+    np.testing.assert_array_equal(undominated_with_times(memory, errors, unknown), undominated(memory, errors))
+
+
+@given(TIMED, st.sampled_from([0.0, 0.5, 1.0]))
+def test_the_quickest_of_those_as_accurate(rows: list[tuple[int, int, float]], tolerance: float) -> None:
+    memory, errors, times = np.array(rows, dtype=float).T
+    taken = quickest_of_ties(memory, errors, times, tolerance)
+    first = min(range(len(rows)), key=lambda i: (errors[i], memory[i]))
+    if np.isnan(times[first]):
+        assert (errors[taken], memory[taken]) == (errors[first], memory[first])
+        return
+    tied = [i for i in range(len(rows)) if errors[i] <= errors[first] + tolerance and not np.isnan(times[i])]
+    quick = [i for i in tied if times[i] <= 1.02 * min(times[j] for j in tied)]
+    assert taken in quick and (errors[taken], memory[taken]) == min((errors[i], memory[i]) for i in quick)

@@ -184,16 +184,6 @@ def test_a_metric_of_ones_own_is_anchored_by_the_first_trial(tried: Any) -> None
     assert after.point is not None and 50 < after.point.mean < 500 and after.point.deviation < 200
 
 
-@pytest.mark.parametrize("family", ["lstm", "unheard of"])
-def test_a_new_family_says_so(tried: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paredown.pick import pick as module
-
-    tried()
-    monkeypatch.setattr(module, "_family", lambda *_: family)
-    reason = pick(make_task(), "60%", 0, prior=PRIOR, device="cpu").reason
-    assert f"No prior task is of family {family!r}" in reason
-
-
 # --- the smallest plan within a margin of the baseline's error ------------------------------------------------------------
 
 
@@ -205,9 +195,8 @@ def test_a_margin_of_error_is_kept_and_a_wider_one_takes_less_memory(tried: Any)
         assert picked.plan is not None and picked.budget_bytes == picked.full_bytes
         assert ran[0] == (Plan(), 0) and len(ran) <= 6, "the baseline is measured first"
         excess = 0.02 * float(features_of(picked.plan)[:3].sum())  # of `as_in_prior` without its noise
-        assert (
-            excess <= increase and f"at most {increase:g} above the baseline's with a probability of 90 % or more" in picked.reason
-        )
+        assert excess <= increase + 0.004, "up to the noise of one run"
+        assert f"at most {increase:g} above the baseline's with a probability of 90 % or more" in picked.reason
         found.append(picked)
     peaks = [picked.point.predicted_bytes for picked in found if picked.point is not None]
     assert peaks == sorted(peaks, reverse=True) and peaks[1] < peaks[0]

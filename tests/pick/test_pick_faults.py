@@ -12,6 +12,7 @@ import torch
 
 from paredown import Plan, Trial, pick
 from paredown.errors import TaskError
+from paredown.pick.prior_data import MATRICES
 from paredown.report.studies import study_of_pick
 from paredown.sweeps.sweep import DrawnTrial, TrialSpec
 from paredown.tasks.evaluate import device_name
@@ -290,7 +291,7 @@ def test_poor_priors_get_an_answer_with_bands(tried: Any, change: Any, error: fl
 
 def test_plans_that_a_prior_has_twice_are_one(tried: Any) -> None:
     tried()
-    names = ("errors", "counts", "memory", "measured", "diverged", "propensity", "runs")
+    names = (*MATRICES, "runs")
     wide = {name: np.concatenate([getattr(PRIOR, name)] * 2, axis=1) for name in names}
     plans = (*PRIOR.plans, *(replace(row, label=f"{row.label} again") for row in PRIOR.plans))
     found = pick(make_task(), "60%", 3, prior=replace(PRIOR, plans=plans, **wide), device="cpu")

@@ -119,6 +119,15 @@ def test_nothing_known_and_nothing_that_fits_are_sentences() -> None:
         Matrices(np.ones((1, 2)), np.ones((1, 2)))
 
 
+def test_plans_of_a_given_level_have_one_mean() -> None:
+    """They differ by noise alone: what one of them has in all prior tasks is not carried over, as it is where levels are estimated."""
+    made = synthetic()
+    errors = made.errors + 0.01 * (np.arange(12) % 3 == 1)
+    given, found = (Estimate.of(Prior.of(errors, levels), made.memory[0]) for levels in (made.levels, None))
+    assert given.means.reshape(4, 3) == pytest.approx(np.repeat(given.means[::3, None], 3, axis=1), abs=1e-12)
+    assert len(np.unique(found.means.round(6))) > 4
+
+
 def test_ties_are_ties_and_luck_is_not_believed() -> None:
     made = synthetic(noise=0.05)
     prior, memory = Prior.of(made.errors, made.levels), made.memory[0]
@@ -127,7 +136,7 @@ def test_ties_are_ties_and_luck_is_not_believed() -> None:
     lucky = Estimate.of(prior, memory, {0: 0.6, 4: 0.45, 11: 0.01})
     assert lucky.means[11] > 0.1, "one run of 0.01 is not a mean of 0.01"
     assert lucky.best(1.0).deviation < before.deviation
-    low, high = lucky.band()
+    low, high = lucky.mean_band()
     assert np.all(low < lucky.means) and np.all(lucky.means < high)
     assert list(lucky.memory[lucky.front()]) == sorted(lucky.memory[lucky.front()])
     assert lucky.chance_below(9)[10] == pytest.approx(0.5, abs=0.45)

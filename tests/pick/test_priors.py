@@ -32,7 +32,7 @@ from paredown.pick.priors import (
 from paredown.pick.task_prior import calm_runs
 from paredown.plan.plan import Plan
 
-MATRICES = ("errors", "counts", "memory", "measured", "noise", "diverged", "propensity", "runs")
+MATRICES = ("errors", "counts", "memory", "measured", "noise", "diverged", "propensity", "step_ratio", "runs")
 
 
 @pytest.fixture
@@ -52,6 +52,7 @@ def gaps(seed: int = 3) -> PriorData:
         "measured": np.full(seen.shape, np.nan),
         "diverged": np.where(seen, source.integers(0, 2, seen.shape), 0),
         "propensity": np.where(seen, np.round(source.uniform(0.1, 1, seen.shape), 3), 0),
+        "step_ratio": np.where(seen, np.round(source.uniform(1, 2, seen.shape), 3), np.nan),
         "provenance": ({"device": "none", "versions": {"numpy": "2"}},),
     }
     return PriorData.of_runs("gaps", "simulate", whole.tasks, whole.plans, runs, **rest)

@@ -1,4 +1,4 @@
-"""Earlier tasks as a prior: units, families, plans that are in no column, bands that hold, and bad input."""
+"""Earlier tasks as a prior: units, kinds of tasks, plans that are in no column, bands that hold, and bad input."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 from paredown import Plan
 from paredown.errors import PriorError
+from paredown.formats.catalog import TIERS
 from paredown.pick.candidates import features_of
-from paredown.pick.mixture import find_twins, without_twins
 from paredown.pick.posterior import Estimate
-from paredown.pick.prior_data import PlanRow, PriorData, TaskRow, join_priors
+from paredown.pick.prior_data import PlanRow, PriorData, TaskRow
 from paredown.pick.priors import made_up_prior
 from paredown.pick.seed_effects import SeedRun
-from paredown.pick.task_prior import TaskPrior, nearest, noise_ratios, random_guess_error, scaled
+from paredown.pick.task_prior import TaskPrior, data_set_weights, noise_ratios, random_guess_error, scaled
 
-MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "runs")
+MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "step_ratio", "runs")
 NINE_OF_TEN = 1.645
 
 
@@ -60,49 +60,65 @@ def test_a_task_may_say_itself_what_a_guess_has() -> None:
     assert random_guess_error("error", None) is None and random_guess_error("error", 1) is None
 
 
-# --- families -----------------------------------------------------------------------------------------------------------
+# --- kinds of tasks -----------------------------------------------------------------------------------------------------------
 
 
-def of_families(num: int = 8, seed: int = 0) -> PriorData:
-    """Two plans; the second is better for "cnn" and worse for "gpt"."""
+def of_two_kinds(num: int = 8, seed: int = 0) -> PriorData:
+    """Two plans; the second is better on the even tasks and worse on the odd ones."""
     rng = np.random.default_rng(seed)
-    family = ["cnn", "gpt"] * num
-    slope = np.where(np.array(family) == "cnn", -0.15, 0.15)
-    runs = (
-        0.4
-        + 0.05 * rng.standard_normal((2 * num, 1))
-        + np.column_stack([0 * slope, slope])
-        + 0.005 * rng.standard_normal((2 * num, 2))
-    )
-    made = small(runs)
-    return replace(made, tasks=tuple(replace(task, family=one) for task, one in zip(made.tasks, family, strict=True)))
+    slope = np.array([-0.15, 0.15] * num)
+    height = 0.4 + 0.05 * rng.standard_normal((2 * num, 1))
+    return small(height + np.column_stack([0 * slope, slope]) + 0.005 * rng.standard_normal((2 * num, 2)))
 
 
-@pytest.mark.parametrize(("family", "best"), [("cnn", 1), ("gpt", 0)])
-def test_ones_own_family_comes_first(family: str, best: int) -> None:
-    task_prior = TaskPrior.of(of_families(), family)
-    assert task_prior.family == family
-    estimate = Estimate.of(task_prior.prior, np.ones(2))
-    assert estimate.best(1).plan == best
-    used = dict(task_prior.used(estimate.posterior))
-    weight = sum(used[task.name] for task in task_prior.prior_data.tasks if task.family == family)
-    assert weight > 0.7 and sum(used.values()) == pytest.approx(1)
-
-
-def test_measurements_overrule_the_family() -> None:
-    """A task of family "cnn" that behaves like those of "gpt"."""
-    task_prior = TaskPrior.of(of_families(), "cnn")
-    after = Estimate.of(task_prior.prior, np.ones(2), {0: [0.4 / 0.9, 0.4 / 0.9], 1: [0.55 / 0.9, 0.55 / 0.9]})
-    assert after.best(1).plan == 0
-    assert after.posterior.weights[0][-2] < 0.2, "the family's own kind has become unlikely"
+def test_kinds_of_tasks_are_found_and_named_by_their_tasks() -> None:
+    """Half of the tasks have more error under the second plan, half have less; a measurement tells which of them the new task is like."""
+    task_prior = TaskPrior.of(of_two_kinds())
+    before = task_prior.used(Estimate.of(task_prior.prior, np.ones(2)).posterior)
+    assert sum(weight for _, weight in before) == pytest.approx(1) and max(weight for _, weight in before) < 0.1
+    for slope, best in ((-0.15, 1), (0.15, 0)):
+        after = Estimate.of(task_prior.prior, np.ones(2), {0: 0.4 / 0.9, 1: (0.4 + slope) / 0.9})
+        assert after.best(1).plan == best
 
 
 def test_a_task_like_none_before_speaks_for_itself() -> None:
     """Earlier tasks say that plans are within 0.15 of each other; here one is far better, in three runs."""
-    task_prior = TaskPrior.of(of_families(), "cnn")
+    task_prior = TaskPrior.of(of_two_kinds())
     after = Estimate.of(task_prior.prior, np.ones(2), {0: [0.05, 0.06, 0.04], 1: [0.9, 0.88]})
     assert after.posterior.weights[0][-1] > 0.9 and after.best(1).plan == 0 and not after.best(1).ties
     assert after.means == pytest.approx([0.05, 0.89], abs=0.05)
+
+
+def test_superclasses_of_one_data_set_count_as_one() -> None:
+    """Ten tasks, and twenty parts of an eleventh that all lie at 0.8: the mean and the spread are as if it were there once."""
+    rng = np.random.default_rng(4)
+    errors = np.concatenate([rng.uniform(0.1, 0.5, (10, 1)), np.full((20, 1), 0.8)]) + np.array([0.0, 0.02, 0.04])
+    errors = (errors + 0.002 * rng.standard_normal(errors.shape))[..., None]
+    plans = [PlanRow(f"plan {i}", Plan.uniform(activation=f"int{8 - i}/64@bf16").to_json()) for i in range(3)]
+    single = [TaskRow(f"task {i}", "cnn", f"data {i}", answers=10) for i in range(10)]
+    parts = [TaskRow(f"part {i}", "cnn", f"pictures/{i}", answers=10) for i in range(20)]
+    prior = PriorData.of_runs("parts", "store", [*single, *parts], plans, errors)
+    assert data_set_weights(prior) == pytest.approx([1.0] * 10 + [0.05] * 20)
+    many, one = (
+        Estimate.of(TaskPrior.of(data).prior, np.ones(3)) for data in (prior, prior.without(f"part {i}" for i in range(1, 20)))
+    )
+    assert many.means == pytest.approx(one.means, abs=0.03) and many.deviations == pytest.approx(one.deviations, rel=0.15)
+    apart = Estimate.of(TaskPrior.of(replace(prior, tasks=(*single, *(replace(t, data=t.name) for t in parts)))).prior, np.ones(3))
+    assert (apart.means > one.means + 0.1).all(), "as tasks of their own they would decide"
+
+
+def test_plans_of_one_format_are_alike_on_a_task_like_none_before() -> None:
+    """A pick measured 2 bits at 0.4988, and took the untried plan of the same 2 bits at 0.272: prior tasks lose nothing by them."""
+    rng = np.random.default_rng(0)
+    names = [("int8/64@bf16", "half"), ("int8/64@bf16", "lpmm"), ("uint2/64@bf16+bf16", "half"), ("uint2/64@bf16+bf16", "lpmm")]
+    plans = [PlanRow(f"{a}, {t}", Plan.uniform(**TIERS[t], activation=a).to_json()) for a, t in names]  # type: ignore[misc]
+    runs = rng.uniform(0.2, 0.4, (12, 1, 1)) + 0.01 * rng.standard_normal((12, 4, 2))
+    tasks = [TaskRow(f"task {i}", "cnn", f"data {i}", answers=10, blind=1.0) for i in range(12)]
+    task_prior = TaskPrior.of(PriorData.of_runs("flat", "store", tasks, plans, runs))
+    points = points_of(task_prior.prior_data)
+    prior = task_prior.covering(np.arange(4), points, points)
+    found, unlike = (Estimate.of(one, np.ones(4), {0: 0.28, 1: 0.30, 3: 0.60}) for one in (prior, task_prior.prior))
+    assert found.means[2] > max(0.45, unlike.means[2] + 0.05) and found.best(1, is_cautious=False).plan == 0
 
 
 def test_a_task_may_be_quieter_or_noisier_than_most() -> None:
@@ -114,14 +130,6 @@ def test_a_task_may_be_quieter_or_noisier_than_most() -> None:
     assert noise.max() / noise.min() > 5
     quiet, wild = (Estimate.of(prior, np.ones(3), {0: [0.4, 0.4 + d, 0.4 - d, 0.4 + 2 * d]}) for d in (0.002, 0.02))
     assert quiet.noise[0] < 0.6 * wild.noise[0] and quiet.deviations[0] < wild.deviations[0]
-
-
-def test_a_new_family_starts_from_the_nearest() -> None:
-    task_prior = TaskPrior.of(of_families(), "vit")
-    assert (task_prior.wanted, task_prior.family) == ("vit", "gpt"), "attention, norms and residuals"
-    own = TaskPrior.of(of_families(), "gpt").prior.mixture.shares[-2]  # the last one is of tasks like none before
-    assert 0 < task_prior.prior.mixture.shares[-2] < own, "with more doubt"
-    assert TaskPrior.of(of_families(), "unheard of").family == "" and nearest("cnn", []) == ""
 
 
 # --- plans in no column -------------------------------------------------------------------------------------------------
@@ -138,7 +146,7 @@ def test_plans_left_out_of_the_matrix_lie_in_their_bands() -> None:
         for level in np.unique(levels):
             out, keep = np.flatnonzero(levels == level), np.flatnonzero(levels != level)
             for i, task in enumerate(earlier.tasks):
-                task_prior = TaskPrior.of(columns_of(earlier, keep.tolist()).without([task.name]), task.family)
+                task_prior = TaskPrior.of(columns_of(earlier, keep.tolist()).without([task.name]))
                 prior = task_prior.covering(
                     np.append(np.arange(len(keep)), -1), np.vstack([points[keep], points[out].mean(axis=0)]), points[keep]
                 )
@@ -152,7 +160,7 @@ def test_plans_left_out_of_the_matrix_lie_in_their_bands() -> None:
 
 def test_an_unseen_plan_teaches_and_is_taught() -> None:
     earlier = made_up_prior()
-    task_prior, points = TaskPrior.of(earlier, "cnn"), points_of(earlier)
+    task_prior, points = TaskPrior.of(earlier), points_of(earlier)
     new = features_of(Plan.uniform(activation="int6/64@bf16"))
     prior = task_prior.covering(np.append(np.arange(30), -1), np.vstack([points, new]), points)
     before, after = Estimate.of(prior, np.ones(31)), Estimate.of(prior, np.ones(31), {30: 0.9})
@@ -181,7 +189,7 @@ def test_bands_hold_from_few_tasks_without_a_measurement(num_tasks: int) -> None
     for seed in range(40):
         earlier = made_up_prior(num_tasks + 1, 24, seed=seed)
         task = earlier.tasks[seed % (num_tasks + 1)]
-        estimate = Estimate.of(TaskPrior.of(earlier.without([task.name]), task.family).prior, np.ones(24))
+        estimate = Estimate.of(TaskPrior.of(earlier.without([task.name])).prior, np.ones(24))
         truth = scaled(earlier)[earlier.row(task.name)].mean(axis=1)
         inside.append(float(np.mean(np.abs(estimate.means - truth) <= NINE_OF_TEN * estimate.deviations)))
     assert np.mean(inside) >= 0.9 - 2 * np.sqrt(0.9 * 0.1 / 40)
@@ -205,7 +213,7 @@ BAD = {
 @pytest.mark.parametrize("runs", BAD.values(), ids=BAD)
 def test_poor_priors_get_an_answer_with_bands(runs: list[list[float]]) -> None:
     earlier = small(np.array(runs))
-    task_prior = TaskPrior.of(earlier, "cnn")
+    task_prior = TaskPrior.of(earlier)
     points = points_of(earlier)
     prior = task_prior.covering(np.array([0, 1, 2, -1]), np.vstack([points, points[0] + 1]), points)
     for measured in ({}, {0: 0.4}, {0: 1.0, 1: 1.0, 2: [1.0, 1.0], 3: 1.0}, {3: NAN}):
@@ -217,7 +225,7 @@ def test_poor_priors_get_an_answer_with_bands(runs: list[list[float]]) -> None:
 def test_duplicate_plans_share_what_is_known() -> None:
     earlier = made_up_prior(11, 6)
     twice = columns_of(earlier, [0, 1, 2, 3, 4, 5, 0])
-    estimate = Estimate.of(TaskPrior.of(twice, "cnn").prior, np.ones(7), {6: 0.2})
+    estimate = Estimate.of(TaskPrior.of(twice).prior, np.ones(7), {6: 0.2})
     assert estimate.means[0] == pytest.approx(estimate.means[6], abs=0.05)
     assert estimate.chance_below(0)[6] == pytest.approx(0.5, abs=0.4)
 
@@ -228,58 +236,6 @@ def test_nothing_to_learn_from_is_a_sentence() -> None:
     earlier = made_up_prior(3, 4)
     with pytest.raises(PriorError, match="none of the 4 plans of prior 'made_up' has features"):
         TaskPrior.of(earlier).covering(np.array([-1]), np.zeros((1, 7)), np.full((4, 7), NAN))
-
-
-# --- twins --------------------------------------------------------------------------------------------------------------
-
-
-def with_twins(num_tasks: int = 8) -> PriorData:
-    """Three levels of six plans; the second three of each are the first three over again, but for one task."""
-    source = np.random.default_rng(11)
-    tasks = [TaskRow(f"task {i}", "cnn", f"data {i}", "error", 10, 0.9) for i in range(num_tasks)]
-    plans = [PlanRow(f"plan {j}", level=f"level {j // 6}") for j in range(18)]
-    height = 0.2 + 0.3 * source.uniform(size=(num_tasks, 1, 1, 1)) + 0.1 * np.arange(3)[:, None, None]
-    runs = np.tile(height + 0.02 * source.standard_normal((num_tasks, 3, 3, 1)), (1, 1, 2, 1)).reshape(num_tasks, 18, 1)
-    runs[0, 10] = 0.7
-    return PriorData.of_runs("twins", "simulate", tasks, plans, runs)
-
-
-def test_plans_that_are_the_same_to_the_last_bit_count_once() -> None:
-    earlier = with_twins()
-    task_prior = TaskPrior.of(earlier)
-    assert task_prior.twins.tolist() == [0, 1, 2, 0, 1, 2, 6, 7, 8, 6, 10, 8, 12, 13, 14, 12, 13, 14]
-    assert task_prior.sums.count.tolist() == [[3, 4, 3]] * 8
-
-
-def test_an_own_column_leaves_twins_as_they_were() -> None:
-    """A plan that one own task alone was tried on, joined to the others; and twins are pairs, whatever else ran on their tasks."""
-    earlier = with_twins()
-    own = PriorData.of_runs(
-        "own",
-        "simulate",
-        [TaskRow("own", "cnn", "own", "error", 10, 0.9)],
-        [PlanRow("mine", level="level 0", template="mine")],
-        np.full((1, 1, 1), 0.3),
-    )
-    plans = tuple(replace(plan, template=plan.label) for plan in earlier.plans)
-    found = TaskPrior.of(join_priors([replace(earlier, plans=plans), own]))
-    assert found.twins.tolist() == [*TaskPrior.of(earlier).twins.tolist(), 18]
-
-
-def test_twins_are_those_of_every_seed_and_of_all_their_twins() -> None:
-    runs = np.full((4, 4, 2), 0.5)
-    runs[3, 1, 1] = 0.4  # with another seed, on one task
-    assert find_twins(runs, np.zeros(4, dtype=int)).tolist() == [0, 1, 0, 0]
-    runs[:2, 3] = np.nan  # two tasks are too few to tell
-    assert find_twins(runs, np.zeros(4, dtype=int)).tolist() == [0, 1, 0, 3]
-
-
-def test_few_tasks_make_no_twins_and_gaps_are_filled_by_either() -> None:
-    assert TaskPrior.of(with_twins().rows(["task 1", "task 2"])).twins.tolist() == list(range(18))
-    runs = np.full((1, 2, 2), np.nan)
-    runs[0, 0, 0], runs[0, 1] = 0.1, [0.1, 0.3]
-    found = without_twins(runs, np.array([0, 0]))
-    np.testing.assert_array_equal(found, [[[0.1, np.nan], [np.nan, 0.3]]])
 
 
 # --- seeds --------------------------------------------------------------------------------------------------------------

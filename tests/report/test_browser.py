@@ -179,6 +179,27 @@ def test_the_baseline_is_called_so_whatever_its_label(browser: Any, tmp_path: Pa
     tab.close()
 
 
+def test_the_slider_shows_step_times(browser: Any, tmp_path: Path) -> None:
+    """Of each plan as the budget moves: measured, predicted, or not known."""
+    points = {point.label: point for point in picked().frontier.points}
+    times = {"low": (0.0123, 1.23, "measured"), "activations8": (None, 1.5, "prior")}
+    rows = [
+        replace(points[label], step_seconds=seconds, step_ratio=ratio, step_source=source)
+        for label, (seconds, ratio, source) in times.items()
+    ]
+    frontier = replace(picked().frontier, points=(*rows, points["baseline"]))
+    tab = opened(browser, Record.of_pick(replace(picked(), frontier=frontier)), tmp_path)
+    assert tab.text("#budget-said").endswith("; step time 1.23x the baseline's, 12.3 ms")
+    assert "step time 1.23x the baseline's, 12.3 ms (measured)" in tab.text("#words") and "1.23x" in tab.text("#figures")
+    tab.page.press("#budget", "PageUp")
+    assert (tab.page.get_attribute("#budget", "aria-valuetext") or "").endswith("activations8; step time 1.50x the baseline's")
+    assert "(as on prior tasks)" in tab.text("#words")
+    tab.page.press("#budget", "PageUp")
+    assert tab.picked() == "baseline" and "step time" not in tab.text("#budget-said")
+    assert "its step time was not measured" in tab.text("#words")
+    tab.close()
+
+
 def test_runs_of_a_task_without_a_study_are_shown_beside_it(browser: Any, tmp_path: Path) -> None:
     longer = [trial("baseline", task="blobs, longer"), trial("activations8", task="blobs, longer")]
     tab = opened(browser, record().with_trials(longer, {"written": longer[0].plan}), tmp_path)

@@ -99,6 +99,20 @@ def test_trials_become_means_with_their_standard_error_and_what_went_wrong() -> 
     assert marks["baseline"].note == "one seed: no standard error" and "standard error" in study.band
 
 
+def test_step_times_of_trials_are_medians_and_relative_to_the_baseline_on_their_device() -> None:
+    timed = [trial("baseline", step_seconds=0.2), trial("baseline", 1, step_seconds=0.4), trial("baseline", 2, step_seconds=0.3)]
+    timed += [trial("lpmm", seed, step_seconds=seconds) for seed, seconds in enumerate((0.3, 0.6, 0.9))]
+    timed += [trial("activations8", step_seconds=0.6, device="another"), trial("low", step_seconds=0.1, baseline_step_seconds=0.2)]
+    marks = {mark.label: mark for mark in Record.of_trials("t", timed).studies[0].marks}
+    found = {label: (mark.step_seconds, mark.step_ratio, mark.step_source) for label, mark in marks.items()}
+    expected = {"baseline": (0.3, 1.0), "lpmm": (0.6, 2.0), "activations8": (0.6, None)}
+    for label, (seconds, ratio) in expected.items():
+        assert found.pop(label) == (pytest.approx(seconds), ratio and pytest.approx(ratio), "measured")
+    assert list(found.values()) == [(0.1, pytest.approx(0.5), "measured")]
+    untimed = Record.of_trials("t", [trial("lpmm")]).studies[0].marks[0]
+    assert (untimed.step_seconds, untimed.step_ratio, untimed.step_source) == (None, None, "")
+
+
 def test_a_plan_of_which_no_run_ended_well_is_on_the_chart_and_never_picked() -> None:
     trials = [trial("lpmm", status=Status.DIVERGED, error=None), trial("baseline")]
     study = Record.of_trials("t", trials).studies[0]

@@ -70,7 +70,7 @@ def test_a_sweep_gives_what_each_trial_gives_alone(store: Store, tmp_path: Path)
     for row in rows(store):
         trial = Trial.from_json(row["trial"])
         alone = folder(TrialSpec(trial.task, trial.plan, trial.seed, SIMULATED))
-        assert replace(trial, seconds=None) == replace(alone, seconds=None)
+        assert replace(trial, seconds=None, step_seconds=None) == replace(alone, seconds=None, step_seconds=None)
 
 
 def test_what_a_task_does_harms_no_other(store: Store) -> None:

@@ -28,6 +28,8 @@ trials = st.builds(
     predicted_peak_bytes=st.none() | st.integers(0, 2**60),
     measured_peak_bytes=st.none() | st.integers(0, 2**60),
     seconds=maybe,
+    step_seconds=maybe,
+    baseline_step_seconds=maybe,
     curve=st.lists(st.tuples(st.integers(1, 2**63 - 1), finite), max_size=4).map(tuple),
     reason=st.text(),
     device=st.text(),

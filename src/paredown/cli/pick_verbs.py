@@ -176,7 +176,17 @@ def front(study: Study, *, is_all: bool) -> list[str]:
     """A table of plans by rising bytes, predicted and measured; a star marks the picked plan. `is_all`: beyond the Pareto front."""
     shown = [mark for mark in study.marks if is_all or mark.on_front or mark.label == study.picked]
     names = ("  plan", "peak", "of full", study.metric, _width(study), "measured", "peak")
-    return table(names, [_cells(mark, study) for mark in shown])
+    if not any(mark.step_source for mark in study.marks):
+        return table(names, [_cells(mark, study) for mark in shown])
+    return table((*names, "step"), [(*_cells(mark, study), _step(mark)) for mark in shown])
+
+
+def _step(mark: PlanMark) -> str:
+    """The step time, in times of the baseline's if that is known, else in milliseconds; a tilde where it was not measured on this task."""
+    if not mark.step_source:
+        return ""
+    time = f"{mark.step_ratio:.2f}x" if mark.step_ratio is not None else f"{1000 * (mark.step_seconds or 0.0):.3g} ms"
+    return time if mark.step_source == "measured" else f"~{time}"
 
 
 STANDARD_ERROR = "standard error"

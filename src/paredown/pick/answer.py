@@ -17,18 +17,32 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
+from paredown.pick.pareto import quickest_of_ties
 from paredown.plan.plan import Plan
 from paredown.serial import COUNT, SUMMED, TEXT, Check, brief, check_fields, is_count, object_parts, or_none
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 from paredown.tasks.trial import Trial
 
+Array = NDArray[np.float64]
 VERSION = 2  # of the JSON: 1 has one excess over prediction for all points, 2 the bytes that each point needs
 SOURCES = ("measured", "prior", "features")
+TIME_SOURCES = ("", "measured", "predicted", "prior")
+
+
+class StepTime(NamedTuple):
+    """The step time of a plan: seconds, times of the unmodified step's, and where they come from; None, None and "" where not known."""
+
+    seconds: float | None = None
+    ratio: float | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,9 @@ class Point:
     error of the finished trials, None without one. `source`: "measured", "prior" (a plan of the prior) or "features" (predicted
     from similar plans). `fits`: whether it is within the budget; None without a budget. `trains`: False where a trial ran out of
     memory, on a GPU also one of a smaller plan, or failed. `num_trials`: the trials behind `measured`, those of a store included.
-    `needed_bytes`: the expected peak where trials took more than predicted.
+    `needed_bytes`: the expected peak where trials took more than predicted. `step_seconds`: median step time, and `step_ratio`: in times of
+    the unmodified step's; None where not known. `step_source`: "measured" in trials, "predicted" by a cost model, or the mean ratio of the
+    "prior" tasks; "" where not known.
     """
 
     label: str
@@ -55,6 +71,14 @@ class Point:
     trains: bool = True
     num_trials: int = 0
     needed_bytes: int | None = None
+    step_seconds: float | None = None
+    step_ratio: float | None = None
+    step_source: str = ""
+
+    @property
+    def step_time(self) -> StepTime:
+        """The three fields of its step time."""
+        return StepTime(self.step_seconds, self.step_ratio, self.step_source)
 
     def __post_init__(self) -> None:
         check_fields(self, POINT_CHECKS, "point", PlanError)
@@ -78,22 +102,26 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """All points by rising bytes, from which the Pareto front is taken; `full_bytes`: of the baseline, for budgets in percent."""
+    """All points by rising bytes, from which the Pareto front is taken; `full_bytes`: of the baseline, for budgets in percent.
+
+    `tie_error`: plans whose mean errors differ by this at most are as accurate.
+    """
 
     points: tuple[Point, ...]
     metric: str = "error"
     full_bytes: int | None = None
+    tie_error: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple(sorted(self.points, key=lambda point: (point.predicted_bytes, point.mean))))
         check_fields(self, FRONTIER_CHECKS, "frontier", PlanError)
 
     def front(self) -> tuple[Point, ...]:
-        """The Pareto front: points that no other point is expected to beat in both bytes and error."""
+        """The Pareto front: points that no other point is expected to beat in bytes and error, and in step time where times are known."""
         return tuple(point for point in self.points if point.on_front)
 
     def best(self, budget: int | str) -> Point:
-        """The point of least mean error within the budget; among equals the one of fewest bytes.
+        """The point of least mean error within the budget; among those as accurate the quickest, then the one of fewest bytes.
 
         Once points within the budget have trials, one that has none is taken only if its mean plus its standard deviation is less.
         """
@@ -101,8 +129,20 @@ class Frontier:
         fitting = [point for point in self.points if point.trains and point.needs <= budget_bytes]
         if not fitting:
             raise BudgetError(self._infeasible(budget_bytes))
-        has_trials = any(point.num_trials for point in fitting)
-        return min(fitting, key=lambda p: (p.mean + p.deviation * (has_trials and not p.num_trials), p.predicted_bytes))
+        nbytes = np.array([point.predicted_bytes for point in fitting], dtype=float)
+        return fitting[
+            quickest_of_ties(
+                nbytes, cautious_errors(fitting), comparable_times(point.step_time for point in fitting), self.tie_error
+            )
+        ]
+
+    def as_accurate(self, label: str, budget: int | str) -> tuple[Point, ...]:
+        """The other points within the budget whose errors are as low as that of the point of this label, up to `tie_error`."""
+        budget_bytes = parse_bytes(budget, whole=self.full_bytes)
+        fitting = [point for point in self.points if point.trains and point.needs <= budget_bytes]
+        errors, labels = cautious_errors(fitting), [point.label for point in fitting]
+        limit = (errors.min() if label in labels else -np.inf) + self.tie_error
+        return tuple(point for point, error in zip(fitting, errors, strict=True) if point.label != label and error <= limit)
 
     def find(self, label: str) -> Point:
         """The point with this label."""
@@ -121,7 +161,8 @@ class Frontier:
     def to_json(self) -> dict[str, Any]:
         """The JSON value."""
         points = [point.to_json() for point in self.points]
-        return {"version": VERSION, "metric": self.metric, "full_bytes": self.full_bytes, "points": points}
+        about = {"metric": self.metric, "full_bytes": self.full_bytes, "tie_error": self.tie_error}
+        return {"version": VERSION, **about, "points": points}
 
     @staticmethod
     def from_json(value: Any) -> Frontier:
@@ -131,6 +172,18 @@ class Frontier:
         points = (Point.from_json(point) for point in _list(parts["points"], "points"))
         parts["points"] = tuple(_with_excess(point, excess) if excess else point for point in points)
         return Frontier(**parts)
+
+
+def cautious_errors(points: Sequence[Point]) -> Array:
+    """Mean errors, with a standard deviation added to those of points without a trial, if others have some, (points,)."""
+    has_trials = any(point.num_trials for point in points)
+    return np.array([point.mean + point.deviation * (has_trials and not point.num_trials) for point in points])
+
+
+def comparable_times(times: Iterable[StepTime]) -> Array:
+    """Times that can be compared, NaN where not known, (plans,): ratios to the baseline where any is known, else seconds."""
+    seconds, ratios, _ = (np.array(part, dtype=float) for part in zip(*((*time[:2], 0.0) for time in times), strict=True))
+    return ratios if np.isfinite(ratios).any() else seconds
 
 
 @dataclass(frozen=True)
@@ -215,6 +268,8 @@ POINT_CHECKS: Checks = {
     "measured": or_none(SUMMED),
     "measured_bytes": or_none(COUNT),
     "needed_bytes": or_none(COUNT),
+    **dict.fromkeys(("step_seconds", "step_ratio"), or_none(FROM_0)),
+    "step_source": Check(lambda value: value in TIME_SOURCES, "measured, predicted, prior or empty"),
     "num_trials": COUNT,
     **dict.fromkeys(("on_front", "trains"), FLAG),
     "fits": or_none(FLAG),
@@ -224,6 +279,7 @@ FRONTIER_CHECKS: Checks = {
     "points": Check(lambda value: _is_tuple_of(Point, value), "points"),
     "metric": TEXT,
     "full_bytes": or_none(COUNT),
+    "tie_error": FROM_0,
 }
 PICKED_CHECKS: Checks = {
     **dict.fromkeys(("task", "reason", "prior", "label"), TEXT),

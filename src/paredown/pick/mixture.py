@@ -23,13 +23,6 @@ the errors), and the tree is cut where a mixture fitted to one half of the tasks
 >>> tasks = np.hstack([sharp, sharp, sharp, blunt, blunt, blunt]) + 0.05 * rng.standard_normal((60, 6))
 >>> find_levels(tasks).tolist()
 [0, 0, 0, 1, 1, 1]
-
-Twins are plans of a level whose runs with equal seeds are equal to the last bit, as where a format has more exponents than any
-value needs. Their runs count once.
-
->>> runs = np.array([[[0.1], [0.1], [0.2]], [[0.3], [0.3], [0.3]], [[0.5], [0.5], [0.4]]])
->>> find_twins(runs, np.zeros(3, dtype=int)).tolist()
-[0, 0, 2]
 """
 
 from __future__ import annotations
@@ -53,16 +46,19 @@ CUTS = (2, 4, 8, 16)  # numbers of levels to compare
 MOST_LEVELS = 48  # with at most this many plans, each plan may be its own level
 MOST_TASKS, FEWEST_TASKS, FEW_STEPS = 200, 8, 10  # to compare cuts: most tasks of a half, fewest tasks, EM steps
 NUM_VECTORS = 5  # singular vectors behind Ward's tree
-TASKS_OF_TWINS = 3  # at least, on which both plans ran with an equal seed
 
 
 @dataclass(frozen=True)
 class LevelSums:
-    """Sufficient statistics of observed errors: count, sum and sum of squares by level, (num_tasks, num_levels) each."""
+    """Sufficient statistics of observed errors: count, sum and sum of squares by level, (num_tasks, num_levels) each.
+
+    `weights` (num_tasks,): how much a task counts in a fit; the tasks of one data set count as one task.
+    """
 
     count: Array
     total: Array
     square: Array
+    weights: Array
 
     @staticmethod
     def of(errors: Array, levels: NDArray[np.intp], num_levels: int | None = None, weights: Array | None = None) -> LevelSums:
@@ -70,11 +66,11 @@ class LevelSums:
         membership = (levels[:, None] == np.arange(num_levels or int(levels.max()) + 1)[None]).astype(float)
         membership = membership if weights is None else membership * weights[:, None]
         observed = np.where(np.isfinite(errors), errors, 0.0)
-        return LevelSums(np.isfinite(errors) @ membership, observed @ membership, observed**2 @ membership)
+        return LevelSums(np.isfinite(errors) @ membership, observed @ membership, observed**2 @ membership, np.ones(len(errors)))
 
     def rows(self, is_selected: NDArray[np.bool_]) -> LevelSums:
         """The statistics of the selected tasks."""
-        return LevelSums(self.count[is_selected], self.total[is_selected], self.square[is_selected])
+        return LevelSums(*(part[is_selected] for part in (self.count, self.total, self.square, self.weights)))
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ class Mixture:
     def fitted(sums: LevelSums, num_kinds: int = 2, num_steps: int = NUM_STEPS) -> Mixture:
         """The mixture fitted by EM, from a split of the tasks by their mean error; fewer kinds where tasks are few."""
         start = _StartValues.of(sums)
-        num_kinds = max(1, min(num_kinds, len(sums.count) // TASKS_OF_A_KIND))
+        num_kinds = max(1, min(num_kinds, int(sums.weights.sum() + 1e-9) // TASKS_OF_A_KIND))
         order = np.argsort(np.argsort(start.heights, kind="stable"))
         weights = np.eye(num_kinds)[order * num_kinds // len(order)]
         means = np.repeat(start.filled(sums)[:, None], num_kinds, axis=1)
@@ -146,9 +142,8 @@ class Mixture:
         log_weights = -0.5 * (misfit - (residual * shift).sum(axis=-1) + log_det) + np.log(self.shares)
         top = log_weights.max(axis=1, keepdims=True)
         total = np.exp(log_weights - top).sum(axis=1, keepdims=True)
-        return Posterior(
-            np.exp(log_weights - top) / total, self.means + shift, spreads, self.noise, float((top + np.log(total)).sum())
-        )
+        log_likelihood = float(sums.weights @ (top + np.log(total))[:, 0])
+        return Posterior(np.exp(log_weights - top) / total, self.means + shift, spreads, self.noise, log_likelihood)
 
     def _conditioned(self, count: Array) -> tuple[Array, Array]:
         """Covariances (tasks, kinds, levels, levels) after these counts of runs, and log |I + S D|; once if all counts are equal."""
@@ -179,18 +174,19 @@ class _StartValues:
     @staticmethod
     def of(sums: LevelSums) -> _StartValues:
         """Start values from a two-way analysis of the sums: means of tasks and levels, and residual variances."""
-        counts = np.maximum(sums.count, 1e-12)
-        offsets = sums.total.sum(axis=0) / np.maximum(sums.count.sum(axis=0), 1e-12)
-        mean = float(sums.total.sum() / max(sums.count.sum(), 1.0))
-        offsets = np.where(sums.count.sum(axis=0) > 0, offsets, mean)
+        counts, w = np.maximum(sums.count, 1e-12), sums.weights
+        offsets = w @ sums.total / np.maximum(w @ sums.count, 1e-12)
+        mean = float(w @ sums.total.sum(axis=1) / max(float(w @ sums.count.sum(axis=1)), 1e-12))
+        offsets = np.where(w @ sums.count > 0, offsets, mean)
         heights = (sums.total - sums.count * offsets).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
         noise = (sums.square - sums.total**2 / counts).sum() / max((sums.count - (sums.count > 0)).sum(), 1.0)
-        start = _StartValues(heights, offsets, max(float(heights.var()), SMALLEST), LOOSE[1], max(float(noise), SMALLEST))
+        variance = float(np.cov(heights, aweights=w, bias=True)) if len(heights) > 1 else 0.0
+        start = _StartValues(heights, offsets, max(variance, SMALLEST), LOOSE[1], max(float(noise), SMALLEST))
         num_common = min(NUM_COMMON, len(offsets) // 2)
-        eigenvalues = np.linalg.eigvalsh(np.cov(start.filled(sums) - offsets, rowvar=False, bias=True).reshape(len(offsets), -1))
-        independent = float(eigenvalues[: len(offsets) - num_common].mean())
-        if len(heights) <= len(offsets):  # few tasks span little of the independent variance
-            independent *= len(heights) / max(len(heights) - 1 - num_common, 1)
+        covariance = np.cov(start.filled(sums) - offsets, rowvar=False, bias=True, aweights=w).reshape(len(offsets), -1)
+        independent, num_tasks = float(np.linalg.eigvalsh(covariance)[: len(offsets) - num_common].mean()), float(w.sum())
+        if num_tasks <= len(offsets):  # few tasks span little of the independent variance
+            independent *= num_tasks / max(num_tasks - 1 - num_common, 1)
         return replace(start, loose=float(np.clip(independent / start.variance, *LOOSE)))
 
     def filled(self, sums: LevelSums) -> Array:
@@ -205,12 +201,12 @@ class _StartValues:
 
 def _maximized(sums: LevelSums, posterior: Posterior, start: _StartValues) -> Mixture:
     """The M step: the mixture of highest posterior probability for these posteriors of the tasks."""
-    weights = posterior.weights
+    weights = posterior.weights * sums.weights[:, None]
     num_tasks = np.maximum(weights.sum(axis=0), 1e-9)  # (kinds,)
     means = np.einsum("tk,tkl->kl", weights, posterior.means) / num_tasks[:, None]
     difference = posterior.means - means
     spreads = np.einsum("tk,tkl,tkm->klm", weights, difference, difference) + np.einsum("tk,tklm->klm", weights, posterior.spreads)
-    strength = max(STRENGTH, float(len(start.offsets) - len(weights)))
+    strength = max(STRENGTH, float(len(start.offsets) - sums.weights.sum()))
     spreads = (spreads + strength * start.spread()) / (num_tasks + strength)[:, None, None]
     variance = np.diagonal(posterior.spreads, axis1=-2, axis2=-1)
     squares = (
@@ -225,7 +221,7 @@ def _maximized(sums: LevelSums, posterior: Posterior, start: _StartValues) -> Mi
     return Mixture(num_tasks / num_tasks.sum(), means, spreads, np.maximum(noise, SMALLEST))
 
 
-# --- levels and twins ---------------------------------------------------------------------------------------------------
+# --- levels ------------------------------------------------------------------------------------------------------------
 
 
 def find_levels(errors: Array) -> Levels:
@@ -295,34 +291,3 @@ def offsets(errors: Array, levels: Levels) -> tuple[Array, Array]:
     variance = max(0.0, float(np.mean(means**2 - noise / runs)))  # between plans of a level
     share = variance / np.maximum(variance + noise / runs, 1e-300)
     return means * share, share * noise / runs
-
-
-def find_twins(runs: Array, levels: Levels) -> Levels:
-    """For each plan the first plan of its level whose runs (tasks, plans, seeds) equal its own wherever both ran."""
-    groups: dict[int, list[list[int]]] = {}  # by level
-    first_twin = np.arange(runs.shape[1])
-    for plan in range(runs.shape[1]):
-        level_groups = groups.setdefault(int(levels[plan]), [])
-        group = next((other for other in level_groups if _are_twins(runs[:, other], runs[:, [plan]])), None)
-        if group is None:
-            level_groups.append(group := [])
-        group.append(plan)
-        first_twin[plan] = group[0]
-    return first_twin
-
-
-def _are_twins(runs: Array, others: Array) -> bool:
-    """Whether the runs of a plan, `others`, equal those of every plan of a group, (tasks, plans, seeds) each."""
-    both = np.isfinite(runs) & np.isfinite(others)
-    num_tasks = both.any(axis=2).sum(axis=0)
-    return bool((num_tasks >= TASKS_OF_TWINS).all()) and bool((runs == others)[both].all())
-
-
-def without_twins(runs: Array, twins: Levels) -> Array:
-    """Runs (tasks, plans, seeds) in which those of twins count once: NaN where an earlier twin has the same run."""
-    kept = runs.copy()
-    for twin in np.unique(twins):
-        same = np.flatnonzero(twins == twin)
-        before = np.cumsum(np.isfinite(runs[:, same]), axis=1) - np.isfinite(runs[:, same])  # (tasks, twins, seeds)
-        kept[:, same] = np.where(before > 0, np.nan, runs[:, same])
-    return kept

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+SAME_TIME = 0.02  # step times that differ by this share at most are equal
 
 
 def undominated(memory: Array, errors: Array, *, keeps_equals: bool = True) -> Mask:
@@ -43,6 +44,38 @@ def undominated(memory: Array, errors: Array, *, keeps_equals: bool = True) -> M
     is_on_front = np.zeros(len(order), dtype=bool)
     is_on_front[order] = kept_in_order
     return is_on_front
+
+
+def undominated_with_times(memory: Array, errors: Array, times: Array) -> Mask:
+    """Which plans are on the Pareto front of memory, error and step time; NaN: a time that is not known.
+
+    A plan with a known time is dominated only by one whose time is known, and longer by SAME_TIME at most. Where a time is unknown, memory
+    and error decide.
+
+    >>> undominated_with_times(np.array([1.0, 1, 1]), np.array([0.1, 0.2, 0.2]), np.array([1.3, 1.1, np.nan])).tolist()
+    [True, True, False]
+    """
+    is_at_most = (memory[:, None] <= memory) & (errors[:, None] <= errors)  # (a, b): a is at most as large as b
+    is_below = (memory[:, None] < memory) | (errors[:, None] < errors)
+    is_as_quick = np.isnan(times) | (times[:, None] <= (1 + SAME_TIME) * times)  # False where only the time of a is unknown
+    return np.asarray(~(is_at_most & is_below & is_as_quick).any(axis=0))
+
+
+def quickest_of_ties(memory: Array, errors: Array, times: Array, tolerance: float) -> int:
+    """The quickest plan whose error is at most `tolerance` above the least; the plan of least error where its time is not known (NaN).
+
+    Times that differ by SAME_TIME at most are equal, and then the least error decides, then the least memory.
+
+    >>> errors, times = np.array([0.10, 0.11, 0.11, 0.20]), np.array([1.30, 1.10, 1.09, 1.0])
+    >>> [quickest_of_ties(np.arange(4.0), errors, times, tolerance) for tolerance in (0.0, 0.02)]
+    [0, 1]
+    """
+    least = int(np.lexsort((memory, errors))[0])
+    if np.isnan(times[least]):
+        return least
+    tied = np.flatnonzero((errors <= errors[least] + tolerance) & np.isfinite(times))
+    tied = tied[times[tied] <= (1 + SAME_TIME) * times[tied].min()]
+    return int(tied[np.lexsort((memory[tied], errors[tied]))[0]])
 
 
 def hypervolume(memory: Array, errors: Array, top: float) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from paredown.pick.answer import Picked
 from paredown.pick.candidates import Candidates, TaskStep, candidates
 from paredown.pick.pick_loop import PickLoop
 from paredown.pick.prior_data import PriorData
-from paredown.pick.task_family import task_family
 from paredown.pick.task_prior import TaskPrior, random_guess_error
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
@@ -44,6 +44,7 @@ from paredown.tasks.task_trace import outline_task, trace_task
 from paredown.trace.trace import Trace
 
 BUDGET = "40%"
+PredictedSeconds = Mapping[Plan, float] | Callable[[Plan], float | None]
 PRIOR_MODES = {"store": "store", "simulate": "simulate", "peppp": "simulate"}  # mode of `pick` -> mode of the prior that it reads
 
 
@@ -59,15 +60,19 @@ def pick(
     mode: str = "store",
     seed: int = 0,
     device: Any = None,
+    step_seconds: PredictedSeconds | None = None,
     progress: TrialCallback | None = None,
 ) -> Picked:
     """The plan of least expected error whose predicted peak is within `budget` (by default 40 %), after at most `evaluations` trials.
 
+    Of plans that are as accurate (mean errors at most half a standard deviation of a run apart) it is the quickest.
+
     With `max_error_increase` it is the smallest plan whose mean error is, with the probability `confidence`, at most that much above the
     baseline's, in the task's metric: 0.01 is one percentage point of error. The budget is then 100 % unless one is given.
     `prior`: the name or file of a prior, or its data; without one, all priors of this mode are joined. `store`: path or URL of the
-    database that keeps the trials; with one, an interrupted pick continues. `seed`: of the first trial of each plan. `progress` is
-    called with (trials done, most trials, a sentence).
+    database that keeps the trials; with one, an interrupted pick continues. `seed`: of the first trial of each plan. `step_seconds`:
+    predicted step times, a mapping from plans to seconds or a function of a plan; trials measure those of the plans that they run.
+    `progress` is called with (trials done, most trials, a sentence).
     """
     start = time.perf_counter()
     task = _checked_task(task, evaluations, mode)
@@ -83,13 +88,31 @@ def pick(
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
         rows = candidates(step, prior_data, BUDGET if budget is None else budget, tried_plans)
-        loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data, _family(task)), torch_device)
-        loop.max_error_increase, loop.confidence = max_error_increase, confidence
+        loop = _pick_loop(task, budget_bytes, step, rows, TaskPrior.of(prior_data), torch_device)
+        loop.max_error_increase, loop.confidence, loop.predict_seconds = max_error_increase, confidence, _predictor(step_seconds)
         loop.learn(own_trials, other_trials)
         loop.search(source, evaluations, seed=seed, progress=progress)
     finally:
         source.close()
     return loop.answer(time.perf_counter() - start)
+
+
+def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float | None] | None:
+    """Predicted step times as a function, which is called once for each plan; plans with equal rules have one time."""
+    if step_seconds is None:
+        return None
+    by_key = {plan.key: seconds for plan, seconds in step_seconds.items()} if isinstance(step_seconds, Mapping) else {}
+    known: dict[object, float | None] = {}
+
+    def predict(plan: Plan) -> float | None:
+        if plan.key not in known:
+            seconds = step_seconds(plan) if callable(step_seconds) else by_key.get(plan.key)
+            if seconds is not None and not (SUMMED.holds(seconds) and seconds > 0):
+                raise PlanError(f"the predicted step time of {plan} is {seconds!r}; it is a number of seconds above 0, or None.")
+            known[plan.key] = seconds
+        return known[plan.key]
+
+    return predict
 
 
 def _sweep_name(budget_bytes: int, max_error_increase: float | None, confidence: float) -> str:
@@ -140,11 +163,6 @@ def _check_margin(increase: Any, confidence: Any) -> None:
         )
     if not (SUMMED.holds(confidence) and 0.5 < confidence < 1):
         raise TaskError(f"confidence is {confidence!r}; it is a probability above 0.5 and below 1, such as 0.9.")
-
-
-def _family(task: Task) -> str:
-    with torch.random.fork_rng(devices=[]):  # building a model draws random numbers
-        return task_family(task)
 
 
 def _random_guess_error(task: Task) -> float | None:

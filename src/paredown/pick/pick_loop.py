@@ -8,33 +8,39 @@ The answer is a `Picked`: the plan, the Pareto front, and sentences for why this
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, TaskError
-from paredown.pick.acquisition import ENOUGH, TURNS, is_settled, propose, propose_for_margin
-from paredown.pick.answer import Frontier, Picked, Point
+from paredown.pick.acquisition import TURNS, is_settled, propose, propose_for_margin
+from paredown.pick.answer import Frontier, Picked, Point, StepTime, comparable_times
 from paredown.pick.candidates import Candidates, TaskStep
-from paredown.pick.pareto import undominated
+from paredown.pick.pareto import undominated_with_times
 from paredown.pick.posterior import BudgetChoice, ErrorMargin, Estimate, Prior
+from paredown.pick.reasons import (
+    DECIDED,
+    UNFINISHED,
+    AnswerText,
+    explain_nothing_fits,
+    explain_nothing_trains,
+    say_ties,
+    say_time,
+    stopped_early,
+)
 from paredown.pick.seed_effects import SeedRun
 from paredown.pick.task_prior import WORST, TaskPrior
 from paredown.plan.plan import Plan
-from paredown.sizes import say_bytes, say_bytes_twice
 from paredown.sweeps.measurement import Measurer, TrialCallback
 from paredown.tasks.trial import Status, Trial
 
-NUM_NAMED_TIES = 3  # labels in a reason
-CHANNELS_LAST_ADVICE = "With convolutions, Task(..., channels_last=True) avoids copies to another memory layout on a GPU."
-UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)  # trials without an error
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 MOST_USED = 8  # prior tasks that an answer names
-DECIDED = "Stopped early: every smaller plan is within the margin with too small a probability."
 SMALLEST = "smallest"  # label of a plan that is added to the front where nothing fits
 MOST_FAILURES = 3  # failed trials without a successful one: then the task is at fault, not the plan
 
@@ -47,7 +53,7 @@ class PickLoop:
     equals the prior's mean for its plan. `is_strict`: a measured peak above the budget does not fit either, as on a GPU. `device`:
     name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
     `max_error_increase`: not the least error is looked for, but the smallest plan whose error is at most that much above the baseline's,
-    with the probability `confidence`.
+    with the probability `confidence`. `predict_seconds`: the step time of a plan by a cost model; None: there is none.
     """
 
     task: str
@@ -61,6 +67,7 @@ class PickLoop:
     device: str = ""
     max_error_increase: float | None = None
     confidence: float = 0.9
+    predict_seconds: Callable[[Plan], float | None] | None = None
     prior: Prior = field(init=False)
     trials: list[Trial] = field(default_factory=list[Trial])
     num_done: int = 0  # trials that count as evaluations
@@ -165,6 +172,35 @@ class PickLoop:
         """Indices of the plans within the budget that can be trained."""
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
+    def step_times(self) -> list[StepTime]:
+        """The step time of each plan: measured on this device, else predicted, else the median ratio on prior tasks."""
+        trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
+        baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
+        predict = self.predict_seconds or (lambda plan: None)
+        baseline = median(baselines) if baselines else predict(Plan())
+        by_plan: dict[int, list[float]] = {}
+        for plan, trial in trials:
+            by_plan.setdefault(plan, []).append(trial.step_seconds or 0.0)
+        times: list[StepTime] = []
+        for i, row in enumerate(self.candidates.rows):
+            predicted, ratios = predict(row.plan), self.task_prior.prior_data.step_ratio[:, row.column]
+            ratios = ratios[np.isfinite(ratios) & (row.column >= 0)]
+            if i in by_plan:
+                seconds = median(by_plan[i])
+                times.append(StepTime(seconds, seconds / baseline if baseline else None, "measured"))
+            elif predicted is not None:
+                full = predict(Plan()) or baseline
+                times.append(StepTime(predicted, predicted / full if full else None, "predicted"))
+            elif len(ratios):
+                ratio = float(np.median(ratios))
+                times.append(StepTime(ratio * baseline if baseline else None, ratio, "prior"))
+            else:
+                times.append(StepTime())
+        return times
+
+    def _comparable_times(self) -> Array:
+        return comparable_times(self.step_times())
+
     # --- trials ------------------------------------------------------------------------------------------------
 
     def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, progress: TrialCallback | None = None) -> None:
@@ -201,17 +237,17 @@ class PickLoop:
         if (margin := self.margin()) is not None:
             return self._next_for_margin(margin, is_last=num_left == 1)
         posterior, memory = self.prior.after(runs), self.candidates.memory
-        best = self.estimate().best(self.budget_bytes, is_cautious=False).plan  # it may be one that is picked only after a trial
+        best = (
+            self.estimate().best(self.budget_bytes, is_cautious=False, times=self._comparable_times()).plan
+        )  # it may be one that is picked only after a trial
         tried = {run.plan for run in runs}
-        known_twins = {self._twin(plan) for plan in tried}
-        if self._twin(best) in known_twins and is_settled(self.prior, posterior, fits):
+        if best in tried and is_settled(self.prior, posterior, fits):
             self.is_settled = True
             return None
-        if self._twin(best) not in known_twins and num_left == 1:
+        if best not in tried and num_left == 1:
             return best
-        informative = np.array([plan for plan in fits if plan in tried or self._twin(plan) not in known_twins], dtype=np.intp)
         turn = TURNS[min(len(self.known), len(TURNS) - 1)]
-        return propose(turn, self.prior, posterior, informative, memory, tried=tried) if len(informative) else None
+        return propose(turn, self.prior, posterior, fits, memory, tried=tried)
 
     def _next_for_margin(self, margin: ErrorMargin, *, is_last: bool) -> int | None:
         num_runs = Counter(run.plan for run in self.runs())
@@ -228,11 +264,6 @@ class PickLoop:
         tried = {plan for plan, _ in self._peaks}
         least = min(within.tolist(), key=lambda plan: (needed[plan], plan not in tried))
         return None if least in tried else least
-
-    def _twin(self, plan: int) -> int:
-        """The number of a group of plans whose runs were equal to the last bit on all prior tasks: one trial measures all of them."""
-        column = self.candidates.rows[plan].column
-        return int(self.task_prior.twins[column]) if column >= 0 else -1 - plan
 
     # --- the answer ---------------------------------------------------------------------------------------------
 
@@ -252,7 +283,9 @@ class PickLoop:
 
     def _choice(self, estimate: Estimate) -> BudgetChoice:
         margin = self.margin()
-        return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
+        if margin is None:
+            return estimate.best(self.budget_bytes, times=self._comparable_times())
+        return estimate.smallest(self.budget_bytes, margin)
 
     def answer(self, seconds: float) -> Picked:
         """The answer after the trials so far; `seconds`: what the pick took."""
@@ -261,7 +294,7 @@ class PickLoop:
         answer = Picked(
             task=self.task,
             plan=None,
-            frontier=self._frontier(points),
+            frontier=self._frontier(points, estimate),
             reason="",
             budget_bytes=self.budget_bytes,
             full_bytes=self.step.full_bytes,
@@ -278,11 +311,11 @@ class PickLoop:
                     answer, reason=f"no plan that fits has an error {self._said_margin()}. Raise the budget or the margin."
                 )
             smallest, reason = self._infeasible(points)
-            return replace(answer, frontier=self._frontier([*points, *smallest]), reason=reason)
+            return replace(answer, frontier=self._frontier([*points, *smallest], estimate), reason=reason)
         ties = tuple(points[plan].label for plan in choice.ties)
         margin, num_fits = self.margin(), len(self.fits())
         if margin is None:
-            certainty = _ties(ties, num_fits)
+            certainty = say_ties(ties, num_fits)
         else:
             chance = float(estimate.within_margin(margin)[choice.plan])
             certainty = self._of_margin(points[margin.baseline], points[choice.plan], chance)
@@ -300,15 +333,18 @@ class PickLoop:
 
     def _with_choice(self, answer: Picked, point: Point, ties: tuple[str, ...], certainty: str) -> Picked:
         text = AnswerText(self.budget_bytes, self.step.full_bytes, answer.trials, self.task_prior, tuple(self.others))
-        early = "" if not self.is_settled else _stopped_early() if self.max_error_increase is None else DECIDED
-        reason = text.reason(point, certainty, early)
+        early = "" if not self.is_settled else stopped_early() if self.max_error_increase is None else DECIDED
+        time = say_time(answer.frontier, point, self.budget_bytes, is_by_error=self.max_error_increase is None)
+        reason = text.reason(point, f"{certainty} {time}", early)
         notes = text.notes(point, self.candidates.num_left_out, has_unit=self.unit is not None)
         return replace(answer, plan=point.plan, label=point.label, ties=ties, reason=reason, notes=notes)
 
     def _points(self, estimate: Estimate) -> list[Point]:
         """A point for each candidate, in their order."""
         rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
-        front = undominated(estimate.memory, estimate.means) & np.isfinite(estimate.memory)
+        times = self.step_times()
+        comparable = comparable_times(times)
+        front = undominated_with_times(estimate.memory, estimate.means, comparable) & np.isfinite(estimate.memory)
         return [
             Point(
                 label=row.label,
@@ -324,12 +360,15 @@ class PickLoop:
                 trains=i not in blocked,
                 num_trials=sum(trial.error is not None for plan, trial in self.known if plan == i),
                 needed_bytes=int(needed[i]) if needed[i] > row.predicted_bytes else None,
+                step_seconds=times[i].seconds,
+                step_ratio=times[i].ratio,
+                step_source=times[i].source,
             )
             for i, row in enumerate(rows)
         ]
 
-    def _frontier(self, points: Sequence[Point]) -> Frontier:
-        return Frontier(tuple(points), self.metric, self.step.full_bytes)
+    def _frontier(self, points: Sequence[Point], estimate: Estimate) -> Frontier:
+        return Frontier(tuple(points), self.metric, self.step.full_bytes, estimate.tie_error * self._unit)
 
     def _infeasible(self, points: Sequence[Point]) -> tuple[list[Point], str]:
         """The smallest possible plan as a point, unless it is one of `points`, and the sentences that explain why nothing fits."""
@@ -365,109 +404,3 @@ def _mean(errors: Iterable[float | None]) -> float | None:
 
 def _outcome(trial: Trial) -> str:
     return f"error {trial.error:.4g}" if trial.error is not None else f"{trial.status.value}, {trial.reason}"
-
-
-# --- the answer in sentences ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AnswerText:
-    """The sentences of an answer, from budget, baseline bytes, trials of this pick, prior, and other known trials."""
-
-    budget_bytes: int
-    full_bytes: int
-    trials: tuple[Trial, ...]
-    task_prior: TaskPrior
-    others: tuple[Trial, ...] = ()
-
-    def reason(self, point: Point, certainty: str, early: str) -> str:
-        """Why this plan: its peak, its expected error, how certain the choice is, and why trials ended early, if they did."""
-        share = f"{100 * point.predicted_bytes / max(self.full_bytes, 1):.0f} % of the baseline"
-        peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(self.budget_bytes)} ({share})"
-        error = f"error {point.mean:.4f} +- {point.deviation:.4f} (standard deviation), {self._evidence(point)}"
-        more = (
-            f", {say_bytes(point.needs)} with what trials took beyond their prediction"
-            if point.needs > point.predicted_bytes
-            else ""
-        )
-        parts = [f"{point.label}: predicted peak {peak}{more}; {error}.", certainty, self._family(), early]
-        return " ".join(part for part in parts if part)
-
-    def notes(self, point: Point, num_left_out: int, *, has_unit: bool) -> tuple[str, ...]:
-        """Further facts: the cost, failed trials, a measured peak above the budget, plans that were left out."""
-        notes: list[str] = []
-        if self.trials:
-            notes.append(self._cost())
-        bad = [trial for trial in self.trials if trial.status in (Status.DIVERGED, Status.OUT_OF_MEMORY, Status.FAILED)]
-        notes += [f"seed {trial.seed}, {trial.status.value}: {trial.reason}" for trial in bad]
-        if point.measured_bytes is not None and point.measured_bytes > self.budget_bytes:
-            notes.append(
-                f"its measured peak, {say_bytes(point.measured_bytes)}, is above the budget: it includes the workspace of operators"
-            )
-        if point.source == "features":
-            notes.append("no prior task was trained under it: its error is predicted from similar plans")
-        if num_left_out:
-            notes.append(f"{num_left_out} plans of the prior cannot be made for this step")
-        if not has_unit and all(trial.error is None for trial in (*self.trials, *self.others)):
-            notes.append("the error of random guessing is not known in this metric: errors are relative to it")
-        return tuple(notes)
-
-    def _evidence(self, point: Point) -> str:
-        num_own, num_others = (sum(trial.status not in UNFINISHED for trial in trials) for trials in (self.trials, self.others))
-        num_tasks = self.task_prior.prior.num_tasks
-        after = f"after {num_own} trial{'s' * (num_own != 1)}"
-        trials = f"{after} of its own and {num_others} known before" if num_others else after if num_own else "without a trial"
-        measured = "" if point.measured is None else f" (measured {point.measured:.4f})"
-        return f"{trials}{measured} and from {num_tasks} prior task{'s' * (num_tasks != 1)} ({self.task_prior.prior_data.name})"
-
-    def _family(self) -> str:
-        prior = self.task_prior
-        if prior.wanted and not prior.family:
-            return f"No prior task is of family {prior.wanted!r} or a similar one: all prior tasks have equal weight."
-        if prior.family != prior.wanted:
-            return f"No prior task is of family {prior.wanted!r}: tasks of the nearest, {prior.family!r}, have more weight."
-        return ""
-
-    def _cost(self) -> str:
-        seconds = sum(trial.seconds or 0.0 for trial in self.trials)
-        peak = max((trial.measured_peak_bytes or trial.predicted_peak_bytes or 0 for trial in self.trials), default=0)
-        return f"{len(self.trials)} trial{'s' * (len(self.trials) != 1)} took {seconds:.1f} s and at most {say_bytes(peak)}"
-
-
-def _stopped_early() -> str:
-    return (
-        f"Stopped early: more trials are not expected to lower the error by more than {ENOUGH:.0%} of one run's standard deviation."
-    )
-
-
-def explain_nothing_trains(within: Sequence[Point], trials: Sequence[Trial]) -> str:
-    """Why no plan is picked although some fit by prediction: none of them could be trained within the budget."""
-    last = next((trial for trial in reversed(trials) if trial.status is not Status.DONE), None)
-    details = f" The last trial: {last.status.value}, {last.reason}." if last is not None else ""
-    if excess := max((point.needs - point.predicted_bytes for point in within), default=0):
-        details += f" Trials took up to {say_bytes(excess)} more than predicted; {_least(within)} {CHANNELS_LAST_ADVICE}"
-    head = f"{len(within)} plans fit by their predicted peaks and none could be trained within the budget."
-    return f"{head}{details} Raise the budget, or lower the batch."
-
-
-def _least(points: Sequence[Point]) -> str:
-    least = min(points, key=lambda point: (not point.trains, point.needs))
-    if least.measured_bytes is not None:
-        return f"the smallest, {least.label}, took {say_bytes(least.measured_bytes)}."
-    return f"with that the smallest, {least.label}, needs {say_bytes(least.needs)}."
-
-
-def explain_nothing_fits(least: Point, budget_bytes: int) -> str:
-    """Why no plan is picked: the smallest predicted peak is above the budget."""
-    smallest = f"the smallest, {least.label}, needs {say_bytes(least.predicted_bytes)}"
-    return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
-
-
-def _ties(ties: Sequence[str], num_fits: int) -> str:
-    if num_fits == 1:
-        return "No other plan fits."
-    if not ties:
-        return f"None of the {num_fits - 1} other plans that fit is likely to be better."
-    more = f" and {len(ties) - NUM_NAMED_TIES} more" if len(ties) > NUM_NAMED_TIES else ""
-    named = ", ".join(map(repr, ties[:NUM_NAMED_TIES]))  # quoted, since labels contain commas
-    return f"{len(ties)} of the {num_fits - 1} other plans that fit may be as good: {named}{more}."

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, PlanError
 from paredown.pick.mixture import NUM_STEPS, LevelSums, Mixture, Posterior, find_levels, offsets, renumbered
-from paredown.pick.pareto import undominated
+from paredown.pick.pareto import quickest_of_ties, undominated
 from paredown.pick.seed_effects import RunsWithoutSeeds, SeedRun, without_effects_of_seeds
 
 Array = NDArray[np.float64]
 FOUND_STEPS = 20  # EM steps with estimated levels: more change less than the uncertainty of the levels
+AS_ACCURATE = 0.5  # standard deviations of a run: plans whose mean errors differ by this at most are as accurate
 TIE_PROBABILITY = 0.05  # a plan that is better than the chosen one with at least this probability ties with it
 
 
@@ -54,8 +55,11 @@ class Prior:
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
         errors = np.where(np.isfinite(errors), errors, np.nan)
         num_steps = NUM_STEPS if levels is not None else FOUND_STEPS
-        levels = find_levels(errors) if levels is None else renumbered(levels)
-        plan_offsets, variances = offsets(errors, levels)
+        plan_offsets, variances = np.zeros((2, errors.shape[1]))  # plans of a given level differ by noise alone
+        if levels is None:
+            levels = find_levels(errors)
+            plan_offsets, variances = offsets(errors, levels)
+        levels = renumbered(levels)
         mixture = Mixture.fitted(LevelSums.of(errors - plan_offsets, levels), num_kinds, num_steps)
         return Prior(levels, plan_offsets, variances, mixture, len(errors), float(np.nanmax(errors)))
 
@@ -143,22 +147,34 @@ class Estimate:
         on_front = np.flatnonzero(undominated(self.memory, self.means))
         return on_front[np.argsort(self.memory[on_front], kind="stable")]
 
-    def band(self, width: float = 1.645) -> tuple[Array, Array]:
-        """Bounds of each plan's mean error, `width` standard deviations to each side: by default a 90 % interval."""
+    def mean_band(self, width: float = 1.645) -> tuple[Array, Array]:
+        """Bounds of each plan's mean error over runs, `width` standard deviations to each side: by default a 90 % interval."""
         return self.means - width * self.deviations, self.means + width * self.deviations
 
-    def best(self, budget: float, *, is_cautious: bool = True) -> BudgetChoice:
+    def run_band(self, width: float = 1.645) -> tuple[Array, Array]:
+        """Bounds of the error of one further run of each plan: those of its mean, and the noise of a run."""
+        half = width * np.hypot(self.deviations, self.noise)
+        return self.means - half, self.means + half
+
+    @property
+    def tie_error(self) -> float:
+        """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a run of the usual plan."""
+        return AS_ACCURATE * float(np.median(self.noise))
+
+    def best(self, budget: float, *, is_cautious: bool = True, times: Array | None = None) -> BudgetChoice:
         """The plan with the least mean error within the budget; of equals the one with the least memory.
 
         With `is_cautious`, once plans within the budget are measured, one that is not is taken only if its mean plus its standard deviation
-        is less.
+        is less. With `times` (plans,), NaN where not known, the quickest of the plans that are as accurate is taken.
         """
         fits = np.flatnonzero(self.memory <= budget)
         if not len(fits):
             least = int(self.memory.argmin())
             smallest = f"{self.memory[least]:.6g} (plan {least}, error {self._text(least)}, standard deviation)"
             raise BudgetError(f"no plan fits {budget:.6g}; the smallest needs {smallest}.")
-        plan = int(fits[np.lexsort((self.memory[fits], self._cautious(fits) if is_cautious else self.means[fits]))[0]])
+        errors = self._cautious(fits) if is_cautious else self.means[fits]
+        known_times = np.full(len(fits), np.nan) if times is None else times[fits]
+        plan = int(fits[quickest_of_ties(self.memory[fits], errors, known_times, self.tie_error)])
         chances = self.chance_below(plan)
         ties = tuple(int(other) for other in fits if other != plan and chances[other] >= TIE_PROBABILITY)
         return BudgetChoice(plan, float(self.means[plan]), float(self.deviations[plan]), ties, self._reason(plan, ties, len(fits)))

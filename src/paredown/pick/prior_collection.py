@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,6 @@ from paredown.assign.assign import templates_of
 from paredown.errors import ParedownError, PriorError
 from paredown.formats.catalog import TIERS
 from paredown.pick.prior_data import Array, PlanRow, PriorData, TaskRow
-from paredown.pick.task_family import task_family
 from paredown.pick.task_prior import random_guess_error
 from paredown.plan.plan import Plan
 from paredown.roles import Role
@@ -48,6 +48,7 @@ from paredown.serial import NUMBER, TEXT, Check, check_fields, or_none, read_jso
 from paredown.simulate.peppp import parse_peppp
 from paredown.tasks.lookup import cached_task, parse_options, portable_text
 from paredown.tasks.task import Task
+from paredown.tasks.task_family import task_family
 from paredown.tasks.task_trace import peppp_bytes
 from paredown.tasks.trial import Status, Trial
 
@@ -176,7 +177,8 @@ def _prior_data(name: str, table: CollectedTrials, folder: Path | None) -> Prior
     row_of_task_text, column_of = ({key: i for i, key in enumerate(part)} for part in (table.tasks, table.plans))
     shape, seed_index = (len(row_of_task_text), len(column_of)), _seed_indices(table.entries)
     depth = 1 + max(seed_index.values())
-    by_seed = {word: np.full((*shape, depth), np.nan) for word in ("runs", "memory", "measured")}
+    by_seed = {word: np.full((*shape, depth), np.nan) for word in ("runs", "memory", "measured", "step_ratio")}
+    baselines = _baseline_step_seconds(table.entries)
     diverged, propensity = np.zeros(shape), np.zeros(shape)
     for entry in table.entries:
         pair, trial = (row_of_task_text[entry.task], column_of[entry.column]), entry.trial
@@ -184,14 +186,15 @@ def _prior_data(name: str, table: CollectedTrials, folder: Path | None) -> Prior
         by_seed["runs"][index] = np.inf if trial.status is Status.DIVERGED else trial.error
         by_seed["memory"][index] = _bytes(entry, table.mode, folder)
         by_seed["measured"][index] = trial.measured_peak_bytes if trial.measured_peak_bytes is not None else np.nan
+        by_seed["step_ratio"][index] = _step_ratio(trial, baselines.get((entry.task, trial.device)))
         diverged[pair] += trial.status is Status.DIVERGED
         propensity[pair] = max(propensity[pair], entry.propensity)
-    memory, measured = (_mean(by_seed[word]) for word in ("memory", "measured"))
+    memory, measured, step_ratio = (_mean(by_seed[word]) for word in ("memory", "measured", "step_ratio"))
     baseline = row_of(Plan()).key
     full = memory[:, column_of[baseline]] if baseline in column_of else np.full(shape[0], np.nan)
     rows = zip(_distinct_task_rows(table, name), full, strict=True)
     tasks = [replace(row, full_bytes=None if np.isnan(nbytes) else float(nbytes)) for row, nbytes in rows]
-    fields = {"diverged": diverged, "propensity": propensity, "provenance": provenance_of(table.entries)}
+    fields = {"diverged": diverged, "propensity": propensity, "step_ratio": step_ratio, "provenance": provenance_of(table.entries)}
     runs = _with_diverged(by_seed["runs"], [row.blind for row in tasks])
     return PriorData.of_runs(name, table.mode, tasks, list(table.plans.values()), runs, memory=memory, measured=measured, **fields)
 
@@ -212,6 +215,22 @@ def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
             pass
     predicted = entry.trial.predicted_peak_bytes
     return np.nan if predicted is None else float(predicted)
+
+
+def _baseline_step_seconds(entries: Iterable[CollectedTrial]) -> dict[tuple[str, str], float]:
+    """The median step time of the trials of the baseline, by task and device."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for entry in entries:
+        if entry.trial.plan.changes_nothing and entry.trial.step_seconds:
+            seconds.setdefault((entry.task, entry.trial.device), []).append(entry.trial.step_seconds)
+    return {key: median(values) for key, values in seconds.items()}
+
+
+def _step_ratio(trial: Trial, baseline_seconds: float | None) -> float:
+    """The step time in times of the baseline's, which the trial or another trial of its task on the same device measured."""
+    if trial.step_ratio is not None:
+        return trial.step_ratio
+    return trial.step_seconds / baseline_seconds if trial.step_seconds and baseline_seconds else np.nan
 
 
 def _mean(sheet: Array) -> Array:

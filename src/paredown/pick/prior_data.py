@@ -3,6 +3,7 @@
     errors, counts   mean over seeds, NaN without a run, and the number of runs; a run that diverged has the error of random guessing
     runs             the same for each seed, (tasks, plans, seeds), NaN where there is none
     memory           predicted peak bytes, and `measured` ones; NaN where they are not known
+    step_ratio       step time in times of the unmodified step's on the same machine; NaN where it was not measured
     noise            of a task: standard deviation of one run about the mean of its plan, pooled over plans that ran more than once
 
         noise^2 = sum over plans and seeds of (run - mean of the plan)^2  /  sum over plans of (seeds - 1)
@@ -33,7 +34,7 @@ from paredown.plan.selectors import closest
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity")
+MATRICES = ("errors", "counts", "memory", "measured", "diverged", "propensity", "step_ratio")
 TASK_VECTORS = ("noise", "has_seeds")
 
 
@@ -96,12 +97,13 @@ class PriorData:
     diverged: Array = field(default=None)  # type: ignore[assignment]  # number of runs that diverged, (tasks, plans); 0 unless given
     propensity: Array = field(default=None)  # type: ignore[assignment]  # probability that the pair was drawn; 1 unless given
     runs: Array = field(default=None)  # type: ignore[assignment]  # the means unless given
+    step_ratio: Array = field(default=None)  # type: ignore[assignment]  # NaN unless given
     has_seeds: Mask = field(default=None)  # type: ignore[assignment]  # (tasks,) whether column s of `runs` is seed s; all unless given
 
     def __post_init__(self) -> None:
         shape = len(self.tasks), len(self.plans)
         defaults = {"diverged": np.zeros(shape), "propensity": np.ones(shape), "runs": np.asarray(self.errors)[..., None]}
-        defaults["has_seeds"] = np.ones(shape[0], dtype=bool)
+        defaults |= {"has_seeds": np.ones(shape[0], dtype=bool), "step_ratio": np.full(shape, np.nan)}
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

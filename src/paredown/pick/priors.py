@@ -62,8 +62,8 @@ FOLDER_VARIABLE = "PAREDOWN_PRIORS"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MODES = tuple(SHIPPED)
 FIELDS = (
-    "about", "version", "name", "mode", "tasks", "plans", "runs", "seeds", "diverged", "memory", "measured", "propensity", "noise",
-    "provenance",
+    "about", "version", "name", "mode", "tasks", "plans", "runs", "seeds", "diverged", "memory", "measured", "step_ratio", "propensity",
+    "noise", "provenance",
 )  # fmt: skip
 NEEDED = ("version", "name", "mode", "tasks", "plans", "runs")
 DIGITS = 6  # decimals of an error in a file
@@ -85,6 +85,7 @@ ABOUT = {
     "seeds": "for each task whether the index of a run is its seed; null: for all",
     "diverged": "number of runs that diverged; they have the error of random guessing",
     "memory, measured": "peak bytes, predicted and measured; null where they are not known",
+    "step_ratio": "median step time in times of the unmodified step's on the same machine; null where it was not measured, or for all",
     "propensity": "probability that the pair was drawn; null: 1 for all",
     "noise": "for each task: standard deviation of one run about the mean of its plan, pooled over plans that ran more than once",
     "provenance": "for each collection: commit, device, versions, dates, sweep",
@@ -235,6 +236,8 @@ def prior_to_text(prior_data: PriorData) -> str:
         ("diverged", _whole(prior_data.diverged)),
     ]
     parts += [("memory", _whole(prior_data.memory)), ("measured", _whole(prior_data.measured))]
+    has_times = bool(np.isfinite(prior_data.step_ratio).any())
+    parts += [("step_ratio", [[_number(x) for x in row] for row in prior_data.step_ratio] if has_times else None)]
     is_certain = bool((prior_data.propensity == 1).all())
     parts += [("propensity", None if is_certain else [[float(f"{x:.5g}") for x in row] for row in prior_data.propensity])]
     parts += [("noise", [_number(x) for x in prior_data.noise]), ("provenance", [dict(record) for record in prior_data.provenance])]
@@ -290,7 +293,9 @@ def _prior_data(value: Mapping[str, Any], *, is_first_version: bool) -> PriorDat
         if plan.plan is not None and not _is_plan(plan.plan):
             raise PriorError(f"plans[{i}].plan: the JSON of a plan is needed here; this is {brief(plan.plan)}.")
     shape = len(tasks), len(plans)
-    matrices = {name: _matrix(value.get(name), shape, name) for name in ("diverged", "memory", "measured", "propensity")}
+    matrices = {
+        name: _matrix(value.get(name), shape, name) for name in ("diverged", "memory", "measured", "step_ratio", "propensity")
+    }
     matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     provenance = value.get("provenance", [])
     if not isinstance(provenance, list) or not all(isinstance(record, dict) for record in provenance):

@@ -23,7 +23,6 @@ those of other plans.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,8 +32,6 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 SMALLEST = 1e-12  # variance
 MOST = 1e4  # largest ratio
-RATIOS = np.concatenate([[0.0], np.geomspace(1e-3, MOST, 701)])  # steps of 2 %
-NUM_DRAWS = 1000  # of the sums of squares of a task
 
 
 class SeedSquares(NamedTuple):
@@ -48,11 +45,6 @@ class SeedSquares(NamedTuple):
     free_seeds: int
     free_rest: int
     lifts: float
-
-    @property
-    def runs(self) -> float:
-        """Runs behind each seed effect."""
-        return self.lifts / max(self.free_seeds, 1)
 
 
 class VarianceParts(NamedTuple):
@@ -176,24 +168,6 @@ def runs_of_task(runs: Array) -> list[SeedRun]:
 
 
 def shared_of(runs: Array) -> float:
-    """Variance of seed effects over that of the rest, from all tasks (tasks, plans, seeds) with equal weight; 0 where none shows it.
-
-    With F the mean square of seeds over that of the rest and n runs behind each effect, F / n is about the ratio, and F / (F + n)
-    the share of seeds. The result is the ratio under which the expected mean share equals the observed one.
-    """
-    squares = [task for task in map(squares_of, runs) if task.free_seeds and task.free_rest]
-    if not squares:
-        return 0.0
-    free_seeds, free_rest, n = (
-        np.array(part)[:, None] for part in zip(*((task.free_seeds, task.free_rest, task.runs) for task in squares), strict=True)
-    )
-    rng, shape = np.random.default_rng(0), (len(squares), NUM_DRAWS)
-    drawn = rng.chisquare(free_seeds, shape) / free_seeds / (rng.chisquare(free_rest, shape) / free_rest)
-    of_seeds, of_rest = (np.array(part)[:, None] for part in zip(*((task.seeds, task.rest) for task in squares), strict=True))
-    observed = of_seeds / free_seeds / np.maximum(of_rest / free_rest, SMALLEST)
-    index = bisect_left(RATIOS, _share(observed, n), key=lambda ratio: _share((1 + ratio * n) * drawn, n))
-    return float(RATIOS[min(index, len(RATIOS) - 1)])
-
-
-def _share(ratios: Array, n: Array) -> float:
-    return float((ratios / (ratios + n)).mean())
+    """Variance of seed effects over that of the rest: the median over all tasks (tasks, plans, seeds) that show it; 0 where none does."""
+    ratios = [parts.ratio for parts in map(variance_parts_of, runs) if np.isfinite(parts.rest)]
+    return float(np.median(ratios)) if ratios else 0.0

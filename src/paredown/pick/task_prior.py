@@ -1,4 +1,4 @@
-"""The prior of a new task, from the data of prior tasks: the one place that decides about units, levels and families.
+"""The prior of a new task, from the data of prior tasks: the one place that decides about units, levels and kinds of tasks.
 
 Units: errors are relative to random guessing, and at most 1 (docs/decisions/019). So the share of wrong answers among 10, among
 100, and the loss of a text are comparable, and a run that diverged is 1.
@@ -8,22 +8,15 @@ Seeds: effects of seeds are removed (pick/seed_effects.py), so that plans that r
 Levels: those that the data names; without names, every plan is its own level, or levels are estimated where plans are many.
 
 >>> from paredown.pick.priors import made_up_prior
->>> task_prior = TaskPrior.of(made_up_prior(), family="vit")
->>> task_prior.family, task_prior.prior.num_tasks, len(task_prior.prior.levels)
-('vit', 11, 30)
+>>> task_prior = TaskPrior.of(made_up_prior())
+>>> task_prior.prior.num_tasks, len(task_prior.prior.levels)
+(11, 30)
 >>> random_guess_error("error", 10), round(random_guess_error("loss", 256), 2), random_guess_error("mine", 10)
 (0.9, 5.55, None)
 
-Kinds of tasks are those that EM finds, and two more:
-
-* the tasks of the new task's family. Their mean is shrunk towards that of all tasks by the weight of OF_ALL tasks, their covariance
-  towards that of all. A new task is of this kind with probability n / (n + DOUBT) for n tasks of the family; measurements decide from
-  then on. Without a task of the family, the family that shares most traits is used, with more doubt.
-* tasks unlike all prior ones: errors with a wide spread, weakly correlated plans, and noisier runs. It is unlikely until the
-  measurements are more unlikely under all other kinds; then the posterior follows the measurements.
-
->>> nearest("vit", ["cnn", "gpt"]), nearest("cnn", ["cnn", "gpt"]), nearest("unknown", ["cnn"])
-('gpt', 'cnn', '')
+Kinds of tasks are those that EM finds, each with low, usual and high noise, and one for tasks unlike all prior ones: errors with a wide
+spread, noisier runs, and plans that are alike only as far as their formats are. It is unlikely until the measurements are more unlikely
+under all other kinds; then the posterior follows the measurements.
 
 Plans that no prior task was trained under are predicted from similar plans: on a task, the error of a plan is a smooth function of
 its features (pick/candidates.py), a Gaussian process about an unknown mean. So the error of a new plan is a weighted mean of those
@@ -31,8 +24,9 @@ of known levels (the weights add up to 1) plus a rest, whose covariance the proc
 
     a_new = W a + rest,      rest ~ N(0, C)
 
-The length scales are fitted to the prior tasks by leave-one-level-out likelihood; C is scaled so that 90 % of the levels lie within
-their 90 % intervals. The extension of the mixture is exact: measurements of new plans inform known ones, and the other way round.
+C is scaled so that 90 % of the levels, each predicted from the others, lie within their 90 % intervals. One length scale for all
+features predicts as well as fitted ones (docs/log.md). The extension of the mixture is exact: measurements of new plans inform known
+ones, and the other way round.
 
 >>> points = np.linspace(0, 6, 7)[:, None]
 >>> tasks = np.random.default_rng(0).random((20, 1)) * np.exp(points.T / 3)
@@ -45,54 +39,27 @@ their 90 % intervals. The extension of the mixture is exact: measurements of new
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paredown.errors import PriorError
-from paredown.pick.mixture import (
-    MOST_LEVELS,
-    STRENGTH,
-    LevelSums,
-    Mixture,
-    Posterior,
-    find_levels,
-    find_twins,
-    offsets,
-    renumbered,
-    without_twins,
-)
+from paredown.pick.mixture import MOST_LEVELS, LevelSums, Mixture, Posterior, find_levels, offsets, renumbered
 from paredown.pick.posterior import Prior
 from paredown.pick.prior_data import PriorData, pooled_noise
 from paredown.pick.seed_effects import shared_of, variance_parts_of, without_seed_effects
 
 Array = NDArray[np.float64]
-OF_ALL = 2.0  # weight of all tasks in the mean of a family, in tasks
-DOUBT, OTHER_DOUBT = 4.0, 12.0  # in tasks: for the new task's own family, for the nearest other one
 UNKNOWN_SHARE = 0.03  # prior probability of a task unlike all prior ones
 TOGETHER, APART, NOISIER = (
     0.25,
     0.12,
     4.0,
 )  # of such a task: standard deviations of its mean and of its plans, relative to random guessing; factor on the noise of a run
-TRAITS = MappingProxyType(
-    {
-        "cnn": {"convolutions", "pictures", "batch norms"},
-        "vit": {"attention", "layer norms", "residuals", "pictures"},
-        "gpt": {"attention", "layer norms", "residuals", "tokens"},
-        "bert": {"attention", "layer norms", "residuals", "tokens"},
-        "unet": {"convolutions", "pictures", "group norms"},
-        "mlp": {"linear layers"},
-        "lstm": {"tokens", "linear layers"},
-    }
-)
-LENGTHS = (1.0, 2.5, 6.0, 15.0)  # length scales to compare, in bits of precision lost
-NUGGETS = (1e-3, 1e-2, 1e-1)  # variance that features do not explain, relative to the explained one
-MOST_POINTS = 64  # levels that length scales are fitted to
+LENGTH = 2.5  # of likeness, in bits of precision lost
+NUGGET = 0.01  # variance that features do not explain, relative to the explained one
+MOST_POINTS = 64  # levels that new plans are predicted from
 Z_90 = 1.645  # standard deviations to each side of a 90 % interval
 WORST = 1.0  # random guessing
 NOISE_QUANTILES, FEWEST_NOISES = (1 / 6, 1 / 2, 5 / 6), 4  # tasks of low, usual and high noise; fewest tasks to estimate them
@@ -107,24 +74,16 @@ def random_guess_error(metric: str, answers: int | None) -> float | None:
 
 @dataclass(frozen=True)
 class TaskPrior:
-    """The prior of a new task.
-
-    `wanted`: the family of the new task. `family`: the prior tasks of this family form an additional kind; "" if there is none, and other
-    than `wanted` if no prior task has that family. `shares`: weight of each prior task in each kind, (tasks, kinds). `twins`: index of
-    the first plan of the same level whose runs equal those of this plan, (plans,).
-    """
+    """The prior of a new task; `shares`: weight of each prior task in each kind, (tasks, kinds)."""
 
     prior_data: PriorData
     prior: Prior
-    wanted: str
-    family: str
     sums: LevelSums
     shares: Array
-    twins: NDArray[np.intp]
 
     @staticmethod
-    def of(prior_data: PriorData, family: str = "", *, num_kinds: int = 2) -> TaskPrior:
-        """The prior from all tasks of `prior_data`; `family`: that of the new task."""
+    def of(prior_data: PriorData) -> TaskPrior:
+        """The prior from all tasks of `prior_data`."""
         runs = _scaled_without_seed_effects(prior_data)  # (tasks, plans, seeds)
         is_run = np.isfinite(runs)
         errors = np.where(is_run.any(axis=2), np.nansum(runs, axis=2) / np.maximum(is_run.sum(axis=2), 1), np.nan)
@@ -134,23 +93,17 @@ class TaskPrior:
             )
         levels = levels_of(prior_data, errors)
         plan_offsets, variances = offsets(errors, levels)
-        twins = find_twins(prior_data.runs, levels)
-        flat = (without_twins(runs, twins) - plan_offsets[:, None]).reshape(len(runs), -1)
+        flat = (runs - plan_offsets[:, None]).reshape(len(runs), -1)
         sums = LevelSums.of(flat, np.repeat(levels, runs.shape[2]), int(levels.max()) + 1)
-        fitted = _widened(Mixture.fitted(sums, num_kinds), len(runs))
-        nearest_family = nearest(family, [task.family for task in prior_data.tasks])
-        is_of_family = np.array([bool(nearest_family) and task.family == nearest_family for task in prior_data.tasks])
-        with_family_kind = with_family(fitted, sums, is_of_family, is_own=nearest_family == family)
-        weights = fitted.given(sums).weights
-        if has_family_kind := len(with_family_kind.shares) > len(fitted.shares):
-            weights = np.column_stack([weights, is_of_family])
-        ratios = noise_ratios(prior_data)
-        mixture = with_unknown_kind(with_noises(with_family_kind, ratios))
+        sums = replace(sums, weights=data_set_weights(prior_data))
+        fitted = _widened(Mixture.fitted(sums), float(sums.weights.sum()))
+        weights, ratios = fitted.given(sums).weights, noise_ratios(prior_data)
+        mixture = with_unknown_kind(with_noises(fitted, ratios))
         # in the unknown kind all tasks have equal weight
         weights = np.column_stack([np.repeat(weights, len(ratios), axis=1), np.ones(len(runs))])
         weights = weights / np.maximum(weights.sum(axis=0), 1e-12)
         prior = Prior(levels, plan_offsets, variances, mixture, len(runs), WORST, shared_of(calm_runs(prior_data)))
-        return TaskPrior(prior_data, prior, family, nearest_family if has_family_kind else "", sums, weights, twins)
+        return TaskPrior(prior_data, prior, sums, weights)
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
         """The prior of the candidates: `columns` are theirs in the prior data, -1 for plans that it does not have.
@@ -165,8 +118,16 @@ class TaskPrior:
             levels[is_new] = mixture.means.shape[1] + np.arange(int(is_new.sum()))
             known, similarity = self.similarity(points)
             mixture = with_new_levels(mixture, similarity, features[is_new], known)
+        mixture = with_likeness(mixture, self._level_features(points, features[is_new]))
         shift, variances = (np.where(is_new, 0.0, part[columns]) for part in (prior.offsets, prior.doubt))
         return replace(prior, levels=levels, offsets=shift, doubt=variances, mixture=mixture)
+
+    def _level_features(self, points: Array, new: Array) -> Array:
+        """Features of all levels, those of new plans last: the mean of their plans' (NaN: not known), (levels, features)."""
+        levels = self.prior.levels
+        known = [points[(levels == level) & np.isfinite(points).all(axis=1)] for level in range(int(levels.max()) + 1)]
+        rows = [part.mean(axis=0) if len(part) else np.full(points.shape[1], np.nan) for part in known]
+        return np.concatenate([np.array(rows), new])
 
     def similarity(self, points: Array) -> tuple[NDArray[np.intp], PlanSimilarity]:
         """The levels with known features, and a Gaussian process over features; the features of a level are the mean of its plans'."""
@@ -252,7 +213,13 @@ def levels_of(prior_data: PriorData, errors: Array) -> NDArray[np.intp]:
         raise PriorError(f"{plans}, and estimating them needs {error.name}: pip install 'paredown[search]'.") from None
 
 
-def _widened(mixture: Mixture, num_tasks: int) -> Mixture:
+def data_set_weights(prior_data: PriorData) -> Array:
+    """How much each task counts, (tasks,): the superclasses of one data set, `data/1`, `data/2` and so on, count as one task together."""
+    names = [(task.data.partition("/")[0], task.family) if "/" in task.data else task.name for task in prior_data.tasks]
+    return np.array([1 / names.count(name) for name in names])
+
+
+def _widened(mixture: Mixture, num_tasks: float) -> Mixture:
     """The mixture with the uncertainty of its means and covariances: a predictive variance of (1 + 1/n) n / (n - 2) for n tasks."""
     counts = np.maximum(mixture.shares * num_tasks, 1.0)
     return replace(mixture, spreads=mixture.spreads * ((1 + 1 / counts) * counts / np.maximum(counts - 2, 1.0))[:, None, None])
@@ -261,22 +228,26 @@ def _widened(mixture: Mixture, num_tasks: int) -> Mixture:
 # --- kinds of tasks ----------------------------------------------------------------------------------------------------
 
 
-def nearest(family: str, known: Sequence[str]) -> str:
-    """The known family that shares most traits with this one; "" where none shares any."""
-    if family in known:
-        return family
-    traits = TRAITS.get(family, set())
-    shared = {other: len(traits & TRAITS.get(other, set())) for other in dict.fromkeys(known)}
-    best = max(shared, key=lambda other: shared[other], default="")
-    return best if best and shared[best] else ""
-
-
 def with_unknown_kind(mixture: Mixture) -> Mixture:
     """The mixture with one more kind at the end, for tasks unlike all prior ones."""
     mean = mixture.shares @ mixture.means
     spread = TOGETHER**2 + APART**2 * np.eye(len(mean))
     noise = np.full(len(mean), NOISIER**2 * float((mixture.shares @ mixture.noise).mean()))
-    return _joined(mixture, UNKNOWN_SHARE, mean, spread, noise)
+    return Mixture(
+        np.append(mixture.shares * (1 - UNKNOWN_SHARE), UNKNOWN_SHARE),
+        np.concatenate([mixture.means, mean[None]]),
+        np.concatenate([mixture.spreads, spread[None]]),
+        np.concatenate([mixture.noise, noise[None]]),
+    )
+
+
+def with_likeness(mixture: Mixture, points: Array) -> Mixture:
+    """The mixture, in whose last kind (tasks unlike all prior ones) plans with similar features (levels, features) have similar errors."""
+    alike = likeness(points, points)
+    np.fill_diagonal(alike, 1.0)
+    spreads = mixture.spreads.copy()
+    spreads[-1] = TOGETHER**2 + APART**2 * (alike + np.eye(len(points))) / 2  # as much by format as by plan
+    return replace(mixture, spreads=spreads)
 
 
 def with_noises(mixture: Mixture, ratios: Array) -> Mixture:
@@ -287,82 +258,36 @@ def with_noises(mixture: Mixture, ratios: Array) -> Mixture:
     return Mixture(shares, means, spreads, noise)
 
 
-def with_family(mixture: Mixture, sums: LevelSums, is_of: NDArray[np.bool_], *, is_own: bool = True) -> Mixture:
-    """The mixture with one more kind at the end, fitted to the tasks in the mask `is_of`; unmodified if these are all tasks, or none."""
-    count = int(is_of.sum())
-    if not count or count == len(is_of):
-        return mixture
-    share = count / (count + (DOUBT if is_own else OTHER_DOUBT))
-    return _joined(mixture, share, *_family(mixture, sums.rows(is_of), count), mixture.shares @ mixture.noise)
-
-
-def _joined(mixture: Mixture, share: float, mean: Array, spread: Array, noise: Array) -> Mixture:
-    """The mixture with one more kind."""
-    return Mixture(
-        np.append(mixture.shares * (1 - share), share),
-        np.concatenate([mixture.means, mean[None]]),
-        np.concatenate([mixture.spreads, spread[None]]),
-        np.concatenate([mixture.noise, noise[None]]),
-    )
-
-
-def _family(mixture: Mixture, sums: LevelSums, count: int) -> tuple[Array, Array]:
-    """Mean and covariance of the family's tasks; the covariance includes the uncertainty of the mean."""
-    no_runs = LevelSums(*(np.zeros((1, mixture.means.shape[1])) for _ in range(3)))
-    prior_mean, prior_covariance = (part[0] for part in mixture.given(no_runs).moments())
-    means, spreads = mixture.given(sums).moments()
-    mean = (means.sum(axis=0) + OF_ALL * prior_mean) / (count + OF_ALL)
-    difference = means - mean
-    strength = max(STRENGTH, float(len(mean) - count))
-    covariance = (difference.T @ difference + spreads.sum(axis=0) + strength * prior_covariance) / (count + strength)
-    return mean, covariance * (1 + 1 / (count + OF_ALL))
-
-
 # --- plans that no prior task was trained under ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlanSimilarity:
-    """A Gaussian process of errors over features: `points` (levels, features), a length scale for each feature, nugget and scale."""
+    """A Gaussian process of errors over features: `points` (levels, features), and the `scale` of the variance."""
 
     points: Array
-    lengths: Array
-    nugget: float
-    scale: float
+    scale: float = 1.0
 
     @staticmethod
     def of(points: Array, tasks: Array, known: NDArray[np.bool_] | None = None) -> PlanSimilarity:
-        """Fitted to the levels' errors (tasks, levels); `known`: those that were observed."""
-        known = np.ones(tasks.shape, dtype=bool) if known is None else known
-        best, best_score = PlanSimilarity(points, np.full(points.shape[1], LENGTHS[1]), NUGGETS[1], 1.0), np.inf
-        for lengths, nugget in _length_scales(points):
-            candidate = PlanSimilarity(points, lengths, nugget, 1.0)
-            residual, inverse = candidate._left_out(tasks)
-            squares = np.where(known, residual**2 * inverse, 0.0).sum() / max(int(known.sum()), 1)
-            score = np.log(max(squares, 1e-300)) - np.log(inverse).mean()
-            if score < best_score:
-                best, best_score = candidate, score
-        residual, inverse = best._left_out(tasks)
-        ratios = np.abs(residual) * np.sqrt(inverse)
-        factor = float(np.quantile(ratios[known], 0.9)) / Z_90 if known.any() else 1.0
-        return PlanSimilarity(points, best.lengths, best.nugget, max(factor, 1e-6) ** 2)
+        """Scaled to the levels' errors (tasks, levels), each predicted from the others; `known`: those that were observed."""
+        residual, inverse = PlanSimilarity(points)._left_out(tasks)
+        ratios = (np.abs(residual) * np.sqrt(inverse))[known if known is not None else ...]
+        factor = float(np.quantile(ratios, 0.9)) / Z_90 if ratios.size else 1.0
+        return PlanSimilarity(points, max(factor, 1e-6) ** 2)
 
     def weights(self, points: Array) -> tuple[Array, Array]:
         """Weights (new plans, levels) that predict new plans from levels, and the covariance of the residuals (new plans, new plans)."""
-        covariance = np.column_stack([self._kernel(points, self.points), np.ones(len(points))])
+        covariance = np.column_stack([likeness(points, self.points), np.ones(len(points))])
         solved = np.linalg.solve(self._system(), covariance.T).T.astype(float)
-        rest = self._kernel(points, points) + self.nugget * np.eye(len(points)) - solved @ covariance.T
+        rest = likeness(points, points) + NUGGET * np.eye(len(points)) - solved @ covariance.T
         return solved[:, : len(self.points)], self.scale * (rest + rest.T) / 2
-
-    def _kernel(self, a: Array, b: Array) -> Array:
-        squares = ((a[:, None] - b[None]) / self.lengths) ** 2
-        return np.exp(-0.5 * squares.sum(axis=-1))
 
     def _system(self) -> Array:
         """The linear system of the weights, with the multiplier of the constraint on their sum."""
         size = len(self.points)
         system = np.ones((size + 1, size + 1))
-        system[:size, :size] = self._kernel(self.points, self.points) + self.nugget * np.eye(size)
+        system[:size, :size] = likeness(self.points, self.points) + NUGGET * np.eye(size)
         system[size, size] = 0.0
         return system
 
@@ -373,16 +298,10 @@ class PlanSimilarity:
         return (tasks @ inverse) / precision, precision
 
 
-def _length_scales(points: Array) -> Iterator[tuple[Array, float]]:
-    """Length scales and nuggets to compare: one scale for each feature that varies, shared by all but the first where they are many."""
-    differs = np.flatnonzero(np.ptp(points, axis=0) > 1e-9)
-    groups = [[i] for i in differs] if len(differs) <= 2 else [list(differs[:1]), list(differs[1:])]
-    for chosen in product(LENGTHS, repeat=len(groups)):
-        lengths = np.full(points.shape[1], LENGTHS[1])
-        for length, group in zip(chosen, groups, strict=True):
-            lengths[group] = length
-        for nugget in NUGGETS:
-            yield lengths, nugget
+def likeness(a: Array, b: Array) -> Array:
+    """Correlation of the errors of plans with features (plans, features); 0 where features are not known (NaN)."""
+    squares = (((a[:, None] - b[None]) / LENGTH) ** 2).sum(axis=-1)
+    return np.exp(-0.5 * np.where(np.isfinite(squares), squares, np.inf))
 
 
 def with_new_levels(mixture: Mixture, similarity: PlanSimilarity, points: Array, known: NDArray[np.intp]) -> Mixture:

@@ -25,6 +25,7 @@ from paredown.errors import ReportError
 from paredown.report.record import Record
 from paredown.sizes import say_bytes
 from paredown.tables import Table
+from paredown.tasks.trial import say_step
 
 SCRIPTS = ("words.js", "tips.js", "labels.js", "frontier.js", "memory.js", "tables.js", "curves.js", "page.js")
 MARKER = re.compile(r"\{\{(\w+)\}\}")
@@ -112,10 +113,17 @@ def _plain_table(study: dict[str, Any]) -> Table:
     marks, metric = study["marks"], study["metric"]
     has_posterior = any(mark["error"] != mark["measured"] for mark in marks if mark["error"] is not None)
     keys = {f"measured {metric}": "measured", "posterior mean": "error"} if has_posterior else {metric: "error"}
+    has_times = any(mark["step_source"] for mark in marks)
     rows = [
-        (mark["label"], say_bytes(mark["nbytes"]), *(_number(mark[key]) for key in keys.values())) for mark in marks[:PLAIN_ROWS]
+        (
+            mark["label"],
+            say_bytes(mark["nbytes"]),
+            *(_number(mark[key]) for key in keys.values()),
+            *([say_step(mark["step_seconds"], mark["step_ratio"])] if has_times else []),
+        )
+        for mark in marks[:PLAIN_ROWS]
     ]
-    return Table(("plan", "peak", *keys), rows)
+    return Table(("plan", "peak", *keys, *(["step time"] if has_times else [])), rows)
 
 
 def _number(value: float | None) -> str:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
-from typing import NamedTuple
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 from paredown.errors import ReportError
 from paredown.pick.answer import Picked, Point
@@ -45,6 +45,9 @@ class PlanMark:
     note: str = ""
     words: tuple[str, ...] = ()  # the plan as text, a line for each rule
     predicted_bytes: int | None = None  # set if it differs from `nbytes` because trials took more than predicted
+    step_seconds: float | None = None  # median step time
+    step_ratio: float | None = None  # in times of the unmodified step's
+    step_source: str = ""  # "measured", "predicted" or "prior"
 
 
 class BudgetPick(NamedTuple):
@@ -135,6 +138,8 @@ class ReportedTrial:
     predicted_bytes: int | None = None
     measured_bytes: int | None = None
     seconds: float | None = None
+    step_seconds: float | None = None
+    step_ratio: float | None = None
     reason: str = ""
     device: str = ""
     commit: str = ""
@@ -231,6 +236,9 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
         note="; ".join(filter(None, texts)),
         words=in_words(point.plan),
         predicted_bytes=point.predicted_bytes if point.needs > point.predicted_bytes else None,
+        step_seconds=point.step_seconds,
+        step_ratio=point.step_ratio,
+        step_source=point.step_source,
     )
 
 
@@ -245,7 +253,7 @@ def _prior_note(picked: Picked) -> list[str]:
 def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study:
     """The study of measured trials: a mark for each plan with known bytes, and means over seeds."""
     by_label: dict[str, list[Trial]] = {}
-    for trial in trials:
+    for trial in with_baseline_steps(trials):
         by_label.setdefault(labels.of(trial.plan, task), []).append(trial)
     metric = (
         "error" if all(trial.error is None or trial.error <= 1 for trial in trials) else "loss"
@@ -281,7 +289,36 @@ def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | No
         num_trials=len(errors),
         note="; ".join(filter(None, (_say_seeds(len(errors), half, metric), others))),
         words=in_words(trials[0].plan),
+        **_step_time(trials),
     )
+
+
+def with_baseline_steps(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials of a task; those without a baseline's step time get the median of the baseline's trials on their device."""
+    by_device: dict[str, list[float]] = {}
+    for trial in trials:
+        if trial.plan.changes_nothing and trial.step_seconds is not None:
+            by_device.setdefault(trial.device, []).append(trial.step_seconds)
+    known = {device: median(seconds) for device, seconds in by_device.items()}
+    return [
+        trial
+        if trial.baseline_step_seconds is not None or trial.device not in known
+        else replace(trial, baseline_step_seconds=known[trial.device])
+        for trial in trials
+    ]
+
+
+def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:
+    """The fields of a mark's step time: the median ratio, and the median seconds if all trials ran on one device."""
+    timed = [trial for trial in trials if trial.step_seconds is not None]
+    ratios = [trial.step_ratio for trial in timed if trial.step_ratio is not None]
+    seconds = [trial.step_seconds for trial in timed if trial.step_seconds is not None]
+    is_one_device = len({trial.device for trial in timed}) == 1
+    return {
+        "step_seconds": median(seconds) if is_one_device else None,
+        "step_ratio": median(ratios) if ratios else None,
+        "step_source": "measured" if timed else "",
+    }
 
 
 def _say_seeds(num: int, standard: float | None, metric: str) -> str:
@@ -308,6 +345,8 @@ def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial
         predicted_bytes=trial.predicted_peak_bytes,
         measured_bytes=trial.measured_peak_bytes,
         seconds=trial.seconds,
+        step_seconds=trial.step_seconds,
+        step_ratio=trial.step_ratio,
         reason=trial.reason,
         device=trial.device,
         commit=trial.commit,

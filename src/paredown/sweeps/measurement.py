@@ -14,27 +14,39 @@ from typing import Any, final
 
 from paredown.errors import TaskError
 from paredown.plan.plan import Plan
-from paredown.tasks.evaluate import evaluate
+from paredown.tasks.evaluate import baseline_step_seconds, evaluate
 from paredown.tasks.task import Task
 from paredown.tasks.training import ProgressCallback
 from paredown.tasks.trial import Status, Trial
 
 
-@dataclass(frozen=True)
+@dataclass
 class Runner:
-    """Runs trials of one task, in one mode on one device."""
+    """Runs trials of one task, in one mode on one device, and times the unmodified step once, after the first trial with a step time."""
 
     task: Task
     mode: str = "store"
     device: str | None = None
+    _baseline: list[float | None] = field(default_factory=list[float | None], repr=False)  # its step time, once it is measured
 
     def __call__(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> Trial:
         """Run one trial; an exception gives a trial of status FAILED."""
         try:
-            return evaluate(self.task, plan, seed=seed, device=self.device, mode=self.mode, progress=progress)
+            trial = evaluate(self.task, plan, seed=seed, device=self.device, mode=self.mode, progress=progress)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             return Trial(self.task.name, plan, seed, Status.FAILED, reason=reason[:MAX_REASON_CHARS])
+        if trial.step_seconds is None:
+            return trial
+        if not self._baseline:
+            self._baseline.append(trial.step_seconds if plan.changes_nothing else self._timed_baseline(seed))
+        return replace(trial, baseline_step_seconds=self._baseline[0])
+
+    def _timed_baseline(self, seed: int) -> float | None:
+        try:
+            return baseline_step_seconds(self.task, self.device, seed)
+        except Exception:  # a plan that trains is a result, whether or not the unmodified step does
+            return None
 
 
 MAX_REASON_CHARS = 2000

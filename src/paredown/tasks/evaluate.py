@@ -1,7 +1,7 @@
-"""`evaluate(task, plan, seed=0)` trains a task once and returns a Trial: error, loss, peak memory and status.
+"""`evaluate(task, plan, seed=0)` trains a task once and returns a Trial: error, loss, peak memory, step time and status.
 
 A run that diverged, that ran out of memory or that was stopped as hopeless is a trial with that status. Exceptions of the user's model or
-task propagate. Task, plan, seed and device decide every number of a trial except its seconds (and some bytes of its measured peak: tables
+task propagate. Task, plan, seed and device decide every number of a trial except its times (and some bytes of its measured peak: tables
 that a process allocates once). For that, torch is seeded and uses deterministic algorithms; both are restored afterwards.
 
 >>> from paredown.tasks.lookup import find_task
@@ -30,7 +30,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module, metadata
@@ -44,12 +44,13 @@ from paredown.errors import PlanError, TaskError, TraceError
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.tasks.lookup import find_task
+from paredown.tasks.step_time import NUM_STEPS, NUM_WARM_UP, StepTimer
 from paredown.tasks.task import Task
 from paredown.tasks.task_trace import trace_task
-from paredown.tasks.training import Loop, LossCurve, ProgressCallback, TrainingSetup, judge, train, with_scores
+from paredown.tasks.training import Loop, LossCurve, ProgressCallback, TrainingSetup, judge, task_learning_rate, train, with_scores
 from paredown.tasks.trial import Status, Trial
 
-NUM_MEASURED_STEPS = 3  # on a CPU: the profiler slows steps down
+NUM_MEASURED_STEPS = NUM_WARM_UP  # on a CPU: the profiler slows steps down, so that they are not timed
 
 
 class Meter(ABC):
@@ -200,12 +201,33 @@ def evaluate(
     to a hundred times.
     """
     setting = make_setting(task, plan, seed=seed, device=device, mode=mode)
-    meter = meter_of(setting.device)
+    meter, timer = meter_of(setting.device), StepTimer(setting.device)
     with seeded(setting), deterministic(setting.device):
         head, begun = empty_trial(setting), time.perf_counter()
-        trial = _outcome(head, setting, meter, progress)
-    measured = meter.bytes if setting.mode == "store" else None  # simulate mode saves no memory and allocates more
-    return replace(trial, measured_peak_bytes=measured, seconds=time.perf_counter() - begun)
+        trial = _outcome(head, setting, meter, timer, progress)
+    trial = replace(trial, seconds=time.perf_counter() - begun)
+    if setting.mode != "store":  # simulate mode saves no memory and allocates more, and its steps take longer
+        return trial
+    has_time = trial.status is not Status.OUT_OF_MEMORY
+    return replace(trial, measured_peak_bytes=meter.bytes, step_seconds=timer.seconds() if has_time else None)
+
+
+def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> float | None:
+    """The median seconds of an unmodified step, from NUM_STEPS steps without evaluation; None where they run out of memory."""
+    setting = make_setting(task, Plan(), seed=seed, device=device)
+    timer = StepTimer(setting.device)
+    try:
+        with seeded(setting), deterministic(setting.device):
+            batches = task.data.batches(task.batch, seed=seed, device=setting.device)
+            loop = Loop(setting, setting.placed_model(), nullcontext())
+            for step, (x, answers) in zip(range(NUM_STEPS), batches, strict=False):
+                loop.step(x, answers, task_learning_rate(task, step))
+                timer.after(step + 1)
+        return timer.seconds()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def empty_trial(setting: TrainingSetup) -> Trial:
@@ -241,11 +263,11 @@ def find_device(device: Any) -> torch.device:
     return torch.device(wanted)
 
 
-def _outcome(head: Trial, setting: TrainingSetup, meter: Meter, progress: ProgressCallback | None) -> Trial:
-    """The trial without peak memory and seconds. After running out of memory, memory that the exception held is freed."""
+def _outcome(head: Trial, setting: TrainingSetup, meter: Meter, timer: StepTimer, progress: ProgressCallback | None) -> Trial:
+    """The trial without peak memory and times. After running out of memory, memory that the exception held is freed."""
     task, curve = setting.task, curve_of(setting.task)
     try:
-        return _run(head, setting, curve, meter, progress)
+        return _run(head, setting, curve, meter, timer, progress)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -265,14 +287,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
-def _run(head: Trial, setting: TrainingSetup, curve: LossCurve, meter: Meter, progress: ProgressCallback | None) -> Trial:
+def _run(
+    head: Trial, setting: TrainingSetup, curve: LossCurve, meter: Meter, timer: StepTimer, progress: ProgressCallback | None
+) -> Trial:
     """Train and evaluate; the session is closed after an exception too."""
+
+    def after(step: int) -> None:
+        meter.after(step)
+        timer.after(step)
+
     batches = setting.task.data.batches(setting.task.batch, seed=setting.seed, device=setting.device)
     meter.start()  # after the data, which does not count as memory of a step
     model = setting.placed_model()
     with setting.session(model) as session:
         loop = Loop(setting, model, session)
-        train(loop, batches, curve, after=meter.after, progress=progress)
+        train(loop, batches, curve, after=after, progress=progress)
         meter.stop()
         trial = replace(head, curve=tuple(curve.points))
         if curve.verdict is not None:

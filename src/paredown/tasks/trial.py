@@ -63,6 +63,8 @@ class Trial:
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     seconds: float | None = None
+    step_seconds: float | None = None  # median of a training step (tasks/step_time.py)
+    baseline_step_seconds: float | None = None  # of the unmodified step on the same machine
     curve: tuple[tuple[int, float], ...] = ()  # (step, training loss), steps from 1
     reason: str = ""  # why the status is not DONE
     device: str = ""
@@ -86,6 +88,13 @@ class Trial:
         outcome = f"{self.status.value}: {self.reason}" if self.reason else self.status.value
         return f"Trial({self.task}, seed {self.seed}, {rules}: {', '.join([outcome, *self._numbers()])})"
 
+    @property
+    def step_ratio(self) -> float | None:
+        """The step time in times of the unmodified step's on the same machine; None where one of them is unknown."""
+        if self.step_seconds is None or not self.baseline_step_seconds:
+            return None
+        return self.step_seconds / self.baseline_step_seconds
+
     def _numbers(self) -> list[str]:
         """The measured and predicted numbers that are known, with their names."""
         texts: list[str] = []
@@ -93,6 +102,7 @@ class Trial:
         texts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
         texts += [f"peak {say_bytes(self.measured_peak_bytes)} measured"] if self.measured_peak_bytes is not None else []
         texts += [f"{say_bytes(self.predicted_peak_bytes)} predicted"] if self.predicted_peak_bytes is not None else []
+        texts += [f"step {say_step(self.step_seconds, self.step_ratio)}"] if self.step_seconds is not None else []
         texts += [f"{self.seconds:.1f} s"] if self.seconds is not None else []
         return texts
 
@@ -126,12 +136,22 @@ def _is_curve(value: Any) -> bool:
 CHECKS: dict[str, Check] = {
     "task": TEXT,
     "seed": WHOLE,
-    **dict.fromkeys(("error", "loss", "seconds"), or_none(NUMBER)),
+    **dict.fromkeys(("error", "loss", "seconds", "step_seconds", "baseline_step_seconds"), or_none(NUMBER)),
     **dict.fromkeys(("predicted_peak_bytes", "measured_peak_bytes"), or_none(COUNT)),
     "curve": Check(_is_curve, "pairs of a step and a finite loss"),
     **dict.fromkeys(("reason", "device", "commit"), TEXT),
     "versions": Check(_are_texts, "a mapping of texts"),
 }
+
+
+def say_step(seconds: float | None, ratio: float | None) -> str:
+    """A step time as text: relative to the baseline's where that is known, and in milliseconds.
+
+    >>> say_step(0.01234, 1.0821), say_step(0.5, None), say_step(None, 1.25)
+    ("1.08x the baseline's, 12.3 ms", '500 ms', "1.25x the baseline's")
+    """
+    parts = [] if ratio is None else [f"{ratio:.2f}x the baseline's"]
+    return ", ".join([*parts, *([] if seconds is None else [f"{1000 * seconds:.3g} ms"])])
 
 
 def standard_error(values: Sequence[float]) -> float | None:

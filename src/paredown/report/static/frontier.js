@@ -154,6 +154,7 @@ function markRows(study, mark) {
   if (mark.error !== null && mark.measured !== null) rows.push([`${study.metric}, measured`, `${error(mark.measured)} in ${plural(mark.num_trials, "trial")}`]);
   if (mark.error !== null && mark.error !== mark.measured) rows.push([mark.measured !== null ? "posterior mean" : `${study.metric}, predicted`, error(mark.error)]);
   if (mark.error !== null && mark.low !== null && mark.high > mark.low) rows.push(["interval", `${error(mark.low)} to ${error(mark.high)}`]);
+  if (mark.step_source) rows.push([`step time, ${TIMED[mark.step_source]}`, sayStep(mark)]);
   if (mark.note) rows.push(["note", mark.note]);
   return rows;
 }
@@ -171,7 +172,7 @@ function sayPick(study, budget, label) {
   const mark = markOf(study, label), lines = [];
   const beyond = mark.predicted_bytes !== null ? `, predicted, ${bytes(mark.nbytes)} with the excess of trials over predictions` : ", predicted";
   const peak = `${bytes(predictedOf(mark))} at the peak${mark.measured_bytes !== null ? ` (measured ${bytes(mark.measured_bytes)})` : beyond}`;
-  lines.push(`Within ${bytes(budget)}${shareOf(study, budget)} use ${quoted(label)}: ${peak}, ${study.metric} ${sayError(shownError(mark), study.metric)}${sayBand(study, mark)}.`);
+  lines.push(`Within ${bytes(budget)}${shareOf(study, budget)} use ${quoted(label)}: ${peak}, ${study.metric} ${sayError(shownError(mark), study.metric)}${sayBand(study, mark)}; ${mark.step_source ? `step time ${sayStep(mark)} (${TIMED[mark.step_source]})` : "its step time was not measured"}.`);
   if (mark.measured_bytes !== null && mark.measured_bytes > budget) lines.push(`The measured peak is ${bytes(mark.measured_bytes - budget)} above this budget. Budgets are compared with predictions, which leave out memory of libraries and fragmentation.`);
   if (mark.note) lines.push(`Note: ${mark.note}.`);
   const against = sayAgainst(study, mark);

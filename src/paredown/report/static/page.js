@@ -80,8 +80,9 @@ function drawFrontierSection(record, study, label) {
   const [low, high, isLog] = bytesRange(study), slider = document.getElementById("budget");
   const said = `${bytes(state.budget)}${study.full_bytes ? `, ${percent(state.budget / study.full_bytes)} of the baseline` : ""}`;
   if (document.activeElement !== slider || Math.abs(budgetAt(study, Number(slider.value) / 400) - state.budget) > 1) slider.value = String(Math.round(400 * scale(low, high, 0, 1, isLog).share(state.budget)));
-  slider.setAttribute("aria-valuetext", `${said}; ${label === null ? "no plan fits" : label}`);
-  document.getElementById("budget-said").textContent = said;
+  const shown = markOf(study, label), time = shown && shown.step_source ? `; step time ${sayStep(shown)}` : "";
+  slider.setAttribute("aria-valuetext", `${said}; ${label === null ? "no plan fits" : label}${time}`);
+  document.getElementById("budget-said").textContent = said + time;
   document.getElementById("asked").hidden = study.budget_bytes === null || state.budget === study.budget_bytes;
   document.getElementById("less").disabled = !study.picks.length || label === null || label === study.picks[0][1];
   document.getElementById("more").disabled = !study.picks.some(([nbytes]) => nbytes > state.budget);
@@ -106,6 +107,7 @@ function figures(study, label) {
   const interval = mark.low !== null && mark.high > mark.low ? `${error(mark.low)} to ${error(mark.high)}` : "";
   rows.push(figure(`${study.metric}, ${mark.measured !== null ? "measured" : "predicted"}`, error(shownError(mark)), isApart ? "" : interval));
   if (isApart) rows.push(figure(`${study.metric}, posterior mean`, error(mark.error), interval));
+  if (mark.step_source) rows.push(figure(`step time, ${TIMED[mark.step_source]}`, shortStep(mark), mark.step_ratio !== null ? `the baseline's${mark.step_seconds !== null ? `, ${milliseconds(mark.step_seconds)}` : ""}` : ""));
   if (written && written !== mark && written.error !== null && mark.error !== null) {
     const { value: d, isMeasured } = differenceOf(mark, written);
     rows.push(figure(`against the baseline, ${isMeasured ? "measured" : "posterior means"}`, `${d > 0 ? "+" : d < 0 ? "−" : "±"}${sayDifference(d, study.metric)}`, doOverlap(mark, written) ? "the intervals overlap" : ""));
@@ -121,7 +123,7 @@ function frontierLegend(study, picked) {
     marks.some(isMeasured) && [`measured ${study.metric}`, dot("dot filled")],
     marks.some((mark) => isMeasured(mark) && mark.error !== mark.measured) && ["posterior mean of a measured plan", svg("path", { d: "M13,3.5l4.5,4.5l-4.5,4.5l-4.5,-4.5z", class: "mean" })],
     marks.some((mark) => mark.error !== null && mark.measured === null) && [`predicted ${study.metric}, not measured`, dot("dot")],
-    [isBayesian ? "least posterior mean within each budget" : "best within each budget", svg("path", { d: "M0,4H13V12H26", class: "front" })],
+    [isBayesian ? `least posterior mean within each budget${marks.some((mark) => mark.step_source) ? ", or the quickest plan as accurate" : ""}` : "best within each budget", svg("path", { d: "M0,4H13V12H26", class: "front" })],
     marks.some((mark) => mark.low !== null && mark.high > mark.low) && [isBayesian ? "interval of the posterior mean" : "interval of the error", svg("path", { d: "M9,2h8m-4,0V14m-4,0h8", class: "band" })],
     picked && picked.measured_bytes !== null && ["from the predicted to the measured peak, of the picked plan", svg("path", { d: "M2,8H22m0,-4v8", class: "band" })],
     marks.some((mark) => mark.error === null) && ["no run finished", svg("path", { d: "M8,3l10,10m0,-10l-10,10", class: "cross" })],
@@ -138,6 +140,7 @@ function plansTable(study, label) {
     ...(hasPosterior(study) ? [{ name: `measured ${study.metric}`, value: (mark) => mark.measured, show: (mark) => error(mark.measured), kind: "num" }] : []),
     { name: hasPosterior(study) ? "posterior mean" : study.metric, value: (mark) => mark.error, show: (mark) => error(mark.error), kind: "num" },
     { name: "interval", value: (mark) => mark.high, show: (mark) => (mark.low !== null ? `${error(mark.low)} – ${error(mark.high)}` : "–"), kind: "num" },
+    ...(study.marks.some((mark) => mark.step_source) ? [{ name: "step time", value: (mark) => mark.step_ratio ?? mark.step_seconds, show: (mark) => `${shortStep(mark)}${mark.step_source && mark.step_source !== "measured" ? ` (${TIMED[mark.step_source]})` : ""}`, kind: "num" }] : []),
     { name: "trials", value: (mark) => mark.num_trials, kind: "num" },
     { name: "Pareto front", value: (mark) => (mark.on_front ? "yes" : "no") },
     { name: "note", value: (mark) => mark.note, kind: "why" },
@@ -210,6 +213,7 @@ function drawTrials(record, study) {
     { name: "loss", value: (run) => run.loss, show: (run) => short(run.loss), kind: "num" },
     { name: "predicted", value: (run) => run.predicted_bytes, show: (run) => bytes(run.predicted_bytes), kind: "num" },
     { name: "measured", value: (run) => run.measured_bytes, show: (run) => bytes(run.measured_bytes), kind: "num" },
+    ...(runs.some((run) => run.step_seconds !== null) ? [{ name: "step", value: (run) => run.step_seconds, show: (run) => (run.step_seconds === null ? "–" : milliseconds(run.step_seconds)), kind: "num" }] : []),
     { name: "time", value: (run) => run.seconds, show: (run) => seconds(run.seconds), kind: "num" },
     ...(runs.some((run) => run.finished_at) ? [{ name: "finished (UTC)", value: (run) => run.finished_at || null, show: (run) => run.finished_at.replace("T", " ").replace("Z", ""), kind: "nowrap" }] : []),
     ...(runs.some((run) => run.host) ? [{ name: "host", value: (run) => run.host || null, kind: "nowrap" }] : []),

@@ -33,6 +33,19 @@ function seconds(value) {
   return value < 100 ? `${value.toFixed(1)}${NARROW}s` : value < 6000 ? `${(value / 60).toFixed(1)}${NARROW}min` : `${(value / 3600).toFixed(1)}${NARROW}h`;
 }
 
+// A step time: in times of the baseline's if that is known, and in milliseconds.
+function sayStep(row) {
+  const parts = [row.step_ratio !== null ? `${row.step_ratio.toFixed(2)}x the baseline's` : "", row.step_seconds !== null ? milliseconds(row.step_seconds) : ""].filter(Boolean);
+  return parts.length ? parts.join(", ") : "–";
+}
+
+// The same for a table: the ratio, or milliseconds where that is not known.
+function shortStep(row) { return row.step_ratio !== null ? `${row.step_ratio.toFixed(2)}x` : row.step_seconds !== null ? milliseconds(row.step_seconds) : "–"; }
+
+const TIMED = { measured: "measured", predicted: "predicted", prior: "as on prior tasks" };
+
+function milliseconds(value) { return `${Number((1000 * value).toPrecision(3))}${NARROW}ms`; }
+
 function plural(count, word) { return `${count} ${word}${count === 1 ? "" : "s"}`; }
 
 function put(node, attributes, children) {

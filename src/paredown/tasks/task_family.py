@@ -1,4 +1,4 @@
-"""The family of a model: `cnn`, `vit`, `gpt`, `lstm` or `mlp`. Tasks of one family are more alike than others (pick/task_prior.py).
+"""The family of a model: `cnn`, `vit`, `gpt`, `lstm` or `mlp`.
 
 >>> from paredown.models import MODELS
 >>> [model_family(MODELS[name]()) for name in ("resnet18", "convnext", "vit", "gpt", "lstm", "mlp")]
