@@ -50,7 +50,7 @@ class PickLoop:
     """State of one pick: the candidates with their prior, the trials so far, and whether another trial is worth its cost.
 
     `unit`: the error of random guessing, relative to which posteriors count; where it is None, the first trial sets it: its error
-    equals the prior's mean for its plan. `is_strict`: a measured peak above the budget does not fit either, as on a GPU. `device`:
+    equals the prior's mean for its plan. `is_strict`: a measured peak above the budget does not fit either. `device`:
     name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
     `max_error_increase`: not the least error is looked for, but the smallest plan whose error is at most that much above the baseline's,
     with the probability `confidence`. `predict_seconds`: the step time of a plan by a cost model; None: there is none.

@@ -14,7 +14,7 @@ from paredown.sizes import say_bytes, say_bytes_twice
 from paredown.tasks.trial import Status, Trial, say_step
 
 NUM_NAMED_TIES = 3  # labels in a reason
-CHANNELS_LAST_ADVICE = "With convolutions, Task(..., channels_last=True) avoids copies to another memory layout on a GPU."
+CHANNELS_LAST_ADVICE = "With convolutions, Task(..., channels_last=True) avoids copies to another memory layout."
 UNFINISHED = (Status.OUT_OF_MEMORY, Status.FAILED, Status.KILLED)  # trials without an error
 DECIDED = "Stopped early: every smaller plan is within the margin with too small a probability."
 TIMED = {"measured": "measured", "predicted": "predicted", "prior": "the mean of prior tasks"}  # by `step_source`

@@ -96,8 +96,8 @@ class Task:
     `loss(output, answers)` is the mean over a batch; cross entropy by default. `metric`: "error" is the share of wrong answers, "loss" the
     loss; a function is called like the loss and returns the mean error of a batch; lower is better. `autocast`: the dtype of the
     autocast context around forward and loss. `stops_early`: whether a hopeless trial ends before its last step. `channels_last`: whether
-    the model is in channels_last memory format on a GPU, where convolutions are faster and need no workspace to transpose tensors; leave
-    it False for a model that calls `view` on feature maps.
+    the model is in channels_last memory format, where convolutions are faster and need no workspace to transpose tensors; leave it False
+    for a model that calls `view` on feature maps.
     """
 
     name: str

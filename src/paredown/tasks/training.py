@@ -191,7 +191,7 @@ class TrainingSetup:
         """
         model = self.model().to(self.device)
         is_faster = self.mode == "store" or any(is_narrow(assignment.format) for _, assignment in self.plan.rules)
-        is_channels_last = self.task.channels_last and is_faster and self.device.type == "cuda"
+        is_channels_last = self.task.channels_last and is_faster
         return model.to(memory_format=torch.channels_last) if is_channels_last else model  # type: ignore[call-overload]
 
     def autocast(self) -> AbstractContextManager[Any]:
