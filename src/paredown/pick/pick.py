@@ -124,7 +124,7 @@ def _sweep_name(budget_bytes: int, max_error_increase: float | None, confidence:
 def _pick_loop(
     task: Task, budget_bytes: int, step: TaskStep, rows: Candidates, task_prior: TaskPrior, device: torch.device
 ) -> PickLoop:
-    """The state before any trial; on a GPU measured peaks have to fit too."""
+    """The state before any trial."""
     return PickLoop(
         task=task.name,
         metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
