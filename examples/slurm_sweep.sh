@@ -1,5 +1,5 @@
 #!/bin/bash
-# Workers of a sweep as a Slurm job array: sbatch --array=0-15 slurm_sweep.sh sweep.toml [options of paredown worker]
+# Workers of a sweep as a Slurm job array: sbatch --array=0-15 slurm_sweep.sh sweep.toml [options of both verbs below]
 #SBATCH --job-name=paredown
 #SBATCH --array=0-15
 #SBATCH --ntasks=1
@@ -15,6 +15,7 @@ set -euo pipefail
 sweep="$(realpath "$1")"
 shift
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
+export SRUN_CPUS_PER_TASK="$OMP_NUM_THREADS" # srun does not take --cpus-per-task from sbatch
 if [ "${SLURM_ARRAY_TASK_ID}" -eq "${SLURM_ARRAY_TASK_MIN}" ]; then
     exec srun paredown sweep run "$sweep" "$@" # adds the trials, then works on them
 fi

@@ -10,7 +10,7 @@ import torch
 
 from paredown import Plan, Trace, assign, footprint, trace_step
 from paredown.assign.checkpointed_layers import repeated_layers
-from paredown.errors import PlanError
+from paredown.errors import BudgetError, PlanError
 from paredown.models import MODELS
 from paredown.plan.calibration import REFERENCE, Calibration, HostCost
 from paredown.plan.replay import slot_storages
@@ -57,7 +57,7 @@ def test_a_plan_is_never_predicted_slower_than_checkpointing(share: int, costs: 
         if footprint(trace, other).peak_bytes <= budget:
             assert seconds(plan, costs) <= seconds(other, costs)
     assert seconds(plan, costs) <= seconds(accurate, costs)
-    assert "Predicted step" in plan.reason and "as measured on this device." in plan.reason
+    assert "Predicted step" in plan.reason and "by the calibration of " in plan.reason
 
 
 def test_the_limit_decides_what_is_taken() -> None:
@@ -82,6 +82,23 @@ def test_an_allowance_of_none_is_exact() -> None:
     assert seconds(wide, DEVICE) <= seconds(plan, DEVICE)
 
 
+def test_an_allowance_that_no_plan_keeps_is_an_error() -> None:
+    trace = traced()
+    budget = footprint(trace, Plan((), recompute=tuple(repeated_layers(trace)))).peak_bytes * 9 // 10
+    with pytest.raises(
+        BudgetError, match=r"no plan within .* squared gradient error is at most 0; the least found is .* Raise error_allow"
+    ):
+        assign(trace, budget, prefer="speed", error_allowance=0.0, calibration=REFERENCE)
+
+
+def test_layers_are_mixed_with_formats_where_layers_alone_do_not_fit() -> None:
+    trace = traced()
+    budget = footprint(trace, Plan((), recompute=tuple(repeated_layers(trace)))).peak_bytes * 99 // 100
+    plan = assign(trace, budget, prefer="speed", calibration=REFERENCE)
+    formats_alone = assign(trace, budget, prefer="speed", calibration=REFERENCE, recompute=False)
+    assert not formats_alone.recompute and seconds(plan, REFERENCE) <= seconds(formats_alone, REFERENCE)
+
+
 def test_without_a_calibration_the_reason_says_so() -> None:
     plan = assign(traced(), "75%", prefer="speed")
     assert (
@@ -100,10 +117,12 @@ def test_accuracy_checkpoints_only_where_formats_do_not_fit() -> None:
     ("arguments", "words"),
     [
         ({"prefer": "memory"}, "Allowed: 'speed', 'accuracy'"),
-        ({"prefer": "accuracy", "error_allowance": 1.0}, "of prefer='speed' alone"),
+        ({"prefer": "accuracy", "error_allowance": 1.0}, "used with prefer='speed' only"),
         ({"prefer": "speed", "error_allowance": -1.0}, "from 0 up"),
         ({"prefer": "speed", "error_allowance": "much"}, "from 0 up"),
-        ({"calibration": calibration()}, "serves prefer='speed' alone"),
+        ({"calibration": calibration()}, "used with prefer='speed' only"),
+        ({"prefer": "speed", "levels": [None, "bf16"]}, "not combined with levels"),
+        ({"prefer": "speed", "method": "random"}, "methods that are there for comparison"),
         ({"prefer": "speed", "calibration": {}}, "the result of paredown.calibrate"),
     ],
 )

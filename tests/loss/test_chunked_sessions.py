@@ -285,3 +285,34 @@ def test_plans_within_budgets_that_the_logits_exceed(is_chunked: bool) -> None:
     else:
         with pytest.raises(BudgetError):
             paredown.assign(trace, "1.5GiB")
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """The gradients are computed in forward, and have no graph."""
+    model, ids = Layers(), tokens()
+    with paredown.apply(Plan.uniform(), model):
+        loss = flat(model(ids), ids)
+        with pytest.raises(RuntimeError, match=r"no second derivative.*chunked_loss=False"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_gradients_are_zero_where_all_targets_are_ignored() -> None:
+    """As torch's: the mean of no rows is NaN, and its gradients are 0."""
+    model, ids = Layers(), tokens()
+    with paredown.apply(Plan.uniform(), model):
+        loss = flat(model(ids), torch.full_like(ids, -100))
+        loss.backward()
+    assert loss.isnan() and all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_a_head_with_a_backward_hook_computes_all_logits() -> None:
+    """torch's full backward hooks do not take deferred logits."""
+    model, ids, seen = Layers(), tokens(), list[Any]()
+    model.head.register_full_backward_hook(lambda module, of_input, of_output: seen.append(of_output[0].shape))
+    with paredown.apply(Plan.uniform(), model) as session:
+        flat(model(ids), ids).backward()
+        assert "a full backward hook reads the gradient of its output" in str(session.changes)
+    assert [tuple(shape) for shape in seen] == [(*ids.shape, NUM_CLASSES)]

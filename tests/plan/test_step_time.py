@@ -119,6 +119,8 @@ def test_the_optimizer_moves_weights_gradients_and_moments() -> None:
 def test_what_cannot_be_predicted_says_so() -> None:
     with pytest.raises(CalibrationError, match="no operations"):
         predict_step(replace(traced(), operations=()), calibration=calibration())
+    with pytest.raises(CalibrationError, match=r"under torch\.compile are not predicted"):
+        predict_step(replace(traced(), is_compiled=True), calibration=calibration())
     with pytest.raises(CalibrationError, match="a step on cuda, the calibration of"):
         predict_step(traced(), calibration=calibration("cpu"))
 

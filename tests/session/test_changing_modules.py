@@ -58,3 +58,38 @@ def test_modules_that_do_something_else_in_another_step(name: str, plan: Plan) -
     apply(plan, net)
     for number in range(count):
         check(step(net, rows(seed=number)), plain[number], plan)
+
+
+# --- what earlier passes decided ------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Saves its input for backward only while its weight requires a gradient, or noise makes the input a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.weight = nn.Linear(64, 64), nn.Linear(64, 64), nn.Parameter(torch.ones(64))
+        self.has_noise = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.1 * torch.ones_like(x) if self.has_noise else x
+        return self.last(torch.tanh(self.first(x)).square() * self.weight)
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "noise"])
+def test_a_session_that_ran_before_stores_what_a_new_one_stores(change: str) -> None:
+    stored: list[int] = []
+    for num_before in (0, 2):
+        torch.manual_seed(0)
+        model, x = Scaled(), torch.randn(256, 64)
+        with apply(Plan.uniform(activation="int8/64@bf16"), model) as session:
+            model.weight.requires_grad_(change != "unfrozen")
+            for _ in range(num_before):
+                model(x).sum().backward()
+            model.weight.requires_grad_()
+            model.has_noise = change == "noise"
+            model(x).sum().backward()
+            loss = model(x).sum()
+            stored.append(session.stored_bytes)
+            del loss
+    assert stored[0] == stored[1] > 0

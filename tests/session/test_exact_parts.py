@@ -229,3 +229,21 @@ def test_a_negative_zero_is_no_mask() -> None:
     net = Net(lambda net, x: net.a(x) * mask)
     plain, found, _ = both(net, rows(), plan=activations("fp32"))
     assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bounds_that_a_dtype_does_not_have_decide_as_in_torch(dtype: torch.dtype) -> None:
+    """1.3 is 1.296875 in bfloat16, and backward of hardtanh compares with 1.3."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 64, dtype=dtype), torch.randn(128, 64, dtype=dtype)
+    found: list[Tensor] = []
+    for is_packed in (False, True):
+        model = Net(lambda net, h: functional.hardtanh(h @ weight, -0.1, 1.3))
+        source = x.clone().requires_grad_()
+        session = apply(activations(INT8), model) if is_packed else None
+        model(source).sum().backward()
+        assert source.grad is not None
+        found.append(source.grad)
+        if session is not None:
+            session.close()
+    assert torch.equal(*found)

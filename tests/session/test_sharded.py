@@ -191,8 +191,8 @@ def test_codes_are_those_of_one_process(four: list[dict[str, Any]]) -> None:
 def test_padding_has_a_row(four: list[dict[str, Any]]) -> None:
     padded = {slot: reason for slot, given, reason in four[0]["pictures"]["changes"] if given == "packed and padded"}
     assert set(padded) == {"weight=ten.weight", "weight=five.weight"}
-    assert "(10)" in padded["weight=ten.weight"] and "2 in all" in padded["weight=ten.weight"]
-    assert "(5)" in padded["weight=five.weight"] and "3 in all" in padded["weight=five.weight"]
+    assert "(10)" in padded["weight=ten.weight"] and "2 rows of zeros in all" in padded["weight=ten.weight"]
+    assert "(5)" in padded["weight=five.weight"] and "3 rows of zeros in all" in padded["weight=five.weight"]
 
 
 def test_what_stays_plain_has_a_reason_in_all_processes(four: list[dict[str, Any]]) -> None:

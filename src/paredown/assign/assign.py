@@ -93,6 +93,8 @@ def assign(
     recompute = _checked_recompute(trace, recompute)
     preference = Preference.of(trace, prefer, error_allowance, calibration)
     strategy = method_named(method)
+    if preference is not None and (levels is not None or strategy.order is not None):
+        raise PlanError("prefer is not combined with levels, or with methods that are there for comparison: leave one of them out.")
     check_sensitivities(trace, strategy, sensitivities)
     ladder = None if levels is None else ladder_of(levels)
     baseline_bytes = footprint(trace).peak_bytes
@@ -129,9 +131,15 @@ def _preferred(
     if preference.prefer == "accuracy":
         return plan_of(accurate)
     exact = exact_solutions(trace, budget_bytes, problem_of) if recompute is not False else ()
-    solution, time = quickest_solution(trace, budget_bytes, problem_of, plan_of, preference, [accurate, *exact])
+    solution, time = quickest_solution(
+        trace, budget_bytes, problem_of, plan_of, preference, [accurate, *exact], has_layers=recompute is not False
+    )
     plan = plan_of(solution)
-    by = f"by the costs of one H200, not of this device: {preference.note}" if preference.note else "as measured on this device."
+    by = (
+        f"by the costs of one H200, not of this device: {preference.note}"
+        if preference.note
+        else f"by the calibration of {preference.calibration.device_name}."
+    )
     return replace(plan, reason=f"{plan.reason} Predicted step {time!r}, {by}")
 
 

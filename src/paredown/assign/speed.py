@@ -7,9 +7,9 @@ Candidates, with predictions of plan/step_time.py from the calibration of the de
     packed          for some numbers of checkpointed layers: as few packed tensors, or packed bytes, as fit
 
 A packed candidate follows the greedy path of assign/strategies.py with another cost: seconds of packing plus a weight times the error, for
-weights from 0 (fewest seconds, lowest formats) up. A host that is the limit charges each tensor alike, whatever its size, a device its
-bytes: both costs are tried, and the prediction of the whole step decides. The exact candidates make sure that no plan is predicted to be
-slower than checkpointing every layer, or every second one, where these fit.
+weights from 0 (fewest seconds, lowest formats) up. If the host is the bottleneck, each packed tensor takes the same time; if the device is,
+time grows with bytes. Both costs are tried, and the prediction of the whole step decides. The exact candidates make sure that no plan is
+predicted to be slower than checkpointing every layer, or every second one, where these fit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paredown.assign.checkpointed_layers import UNMODIFIED, ProblemOf, Solution,
 from paredown.assign.options import LADDER, Ledger
 from paredown.assign.problem import AssignmentProblem
 from paredown.assign.strategies import AssignmentPoint, downward_path, raised_points
-from paredown.errors import CalibrationError, PlanError
+from paredown.errors import BudgetError, CalibrationError, PlanError
 from paredown.formats.format import Format
 from paredown.plan.calibration import REFERENCE, Calibration, find_calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace
@@ -34,6 +34,7 @@ from paredown.plan.plan import Plan
 from paredown.plan.step_time import StepTime, predict_step
 from paredown.roles import Role
 from paredown.serial import is_number
+from paredown.sizes import say_bytes
 from paredown.trace.trace import Trace
 
 PREFERENCES = ("speed", "accuracy")
@@ -60,11 +61,11 @@ class Preference:
         is_allowance = isinstance(error_allowance, int | float) and is_number(error_allowance) and error_allowance >= 0
         if error_allowance is not None and not (is_allowance and prefer == "speed"):
             raise PlanError(
-                f"error_allowance is {error_allowance!r}, prefer {prefer!r}: it is the largest predicted squared gradient error, a number "
-                "from 0 up, of prefer='speed' alone."
+                f"error_allowance is {error_allowance!r} and prefer {prefer!r}: error_allowance is used with prefer='speed' only. It is "
+                "the largest predicted squared gradient error, a number from 0 up."
             )
         if not isinstance(calibration, Calibration | None) or (calibration is not None and prefer != "speed"):
-            raise PlanError("calibration is the result of paredown.calibrate(), and serves prefer='speed' alone.")
+            raise PlanError("calibration is used with prefer='speed' only: pass the result of paredown.calibrate().")
         if prefer is None:
             return None
         found, note = (calibration, "") if calibration is not None else find_calibration(trace.device)
@@ -88,13 +89,23 @@ def quickest_solution(
     plan_of: Callable[[Solution], Plan],
     preference: Preference,
     candidates: Iterable[Solution],
+    *,
+    has_layers: bool,
 ) -> tuple[Solution, StepTime]:
-    """The quickest of `candidates` and of the packed ones, and its predicted time; `candidates` are not empty."""
+    """The quickest of `candidates` and of the packed ones, and its predicted time; `candidates` are not empty.
+
+    `has_layers`: whether packed candidates may checkpoint layers.
+    """
     given = list(candidates)
     allowed = preference.allowed_error(given[0])
-    packed = packed_solutions(trace, budget_bytes, problem_of, preference.calibration, allowed, has_layers=len(given) > 1)
+    packed = packed_solutions(trace, budget_bytes, problem_of, preference.calibration, allowed, has_layers=has_layers)
     within = [one for one in given if one[1].error <= allowed] + list(packed)
-    timed = [(predict_step(trace, plan_of(one), calibration=preference.calibration), one) for one in within or given[:1]]
+    if not within:
+        raise BudgetError(
+            f"no plan within {say_bytes(budget_bytes)} was found whose predicted squared gradient error is at most {allowed:g}; the least "
+            f"found is {min(one[1].error for one in given):.2g}. Raise error_allowance or the budget."
+        )
+    timed = [(predict_step(trace, plan_of(one), calibration=preference.calibration), one) for one in within]
     time, solution = min(timed, key=lambda pair: (pair[0].seconds, pair[1][1].error))
     return solution, time
 

@@ -149,14 +149,14 @@ def sweep_run(
 
     loaded = load_sweep(file)
     folder = TaskFolder((tasks or loaded.folder).resolve())
+    chosen, of_ray = engine or engine_for(loaded.sweep), ray_options(ray)
     with kept_in_store(), open_store(store or loaded.store or str(file.with_suffix(".db"))) as opened:
         added = add_sweep(loaded.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
         reopened = opened.reopen(loaded.sweep.name, _statuses(again, Status)) if again else 0
-        chosen = engine or engine_for(loaded.sweep)
         counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
         say(f"{counts}; store {opened.database.name}, engine {chosen}")
         options = WorkerOptions(loaded.sweep.name, folder.refuses, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(chosen, folder, slots=slots, ray=ray_options(ray)), options, is_json=is_json)
+        work_on(opened, make_engine(chosen, folder, slots=slots, ray=of_ray), options, is_json=is_json)
 
 
 @verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)
@@ -177,14 +177,14 @@ def worker(
     from paredown.sweeps.runner import TaskFolder, make_engine
     from paredown.sweeps.worker import WorkerOptions, beat_every, wait_for_store
 
-    address, seconds = needed(store), parse_seconds(wait)
+    address, seconds, of_ray = needed(store), parse_seconds(wait), ray_options(ray)
     with ExitStack() as stack:
         stack.enter_context(kept_in_store())
         none = None if tasks else stack.enter_context(tempfile.TemporaryDirectory())
         folder = TaskFolder(Path(tasks or str(none)).resolve())
         opened = stack.enter_context(wait_for_store(address, seconds=seconds, sweep=sweep, needs_trials=not stays, say=say))
         options = WorkerOptions(sweep, folder.refuses, stays=stays, beat_seconds=beat_every(patience), patience_seconds=patience)
-        work_on(opened, make_engine(engine, folder, slots=slots, ray=ray_options(ray)), options, is_json=is_json)
+        work_on(opened, make_engine(engine, folder, slots=slots, ray=of_ray), options, is_json=is_json)
 
 
 @verb(sweep_app, "status", "paredown sweep status --store trials.db")

@@ -42,6 +42,7 @@ ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of
 # Zero rows pad the weight to a multiple of so many classes, by device type: GPT-2 has 50,257 classes, and cuBLAS is slower for products
 # of such sizes. torch.compile pads them too.
 ROW_ALIGNMENT = {"cuda": 64}
+SECOND = "a loss in chunks has no second derivative, which create_graph=True requests: call paredown.apply(plan, model, chunked_loss=False)."
 NO_BACKWARD = -1  # id of the current graph task outside backward
 KERNEL_DEVICES = {"cuda": True}  # by type
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -320,6 +321,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         """The gradients of hidden, weight and bias."""
+        if torch.is_grad_enabled():  # create_graph=True: the gradients were computed in forward and have no graph
+            raise RuntimeError(SECOND)
         if ctx.problem.options.reduction == "none":
             hidden, weight, bias = ctx.saved_tensors
             linear = Linear(hidden, weight, bias, ctx.problem, ctx.needs_input_grad)
@@ -378,7 +381,8 @@ def reduced_loss(linear: Linear, problem: Problem, *, has_gradients: bool) -> tu
     scale = scale_of_rows(problem, len(problem.target)) if has_gradients else None
     losses, total = run_chunks(linear, problem, scale)
     divisor = total if problem.options.reduction == "mean" else torch.ones_like(total)
-    return losses.sum() / divisor, 1 / (divisor * (scale or 1.0))
+    factor = 1 / (divisor * (scale or 1.0))
+    return losses.sum() / divisor, factor.masked_fill(divisor == 0, 0.0)  # all rows ignored: torch's gradients are 0
 
 
 def _parts(num_rows: int, size: int) -> Iterator[slice]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_map
 
 from paredown.errors import ApplyError
@@ -31,6 +32,7 @@ NOT_IN_GRAPHS = (
     "no graph of torch.compile has it: its weight is no input of them, or they were compiled in eval mode or without gradients"
 )
 ADAPTED = "an adapter such as LoRA adds to its output"
+HOOKED = "a full backward hook reads the gradient of its output"
 SHARDED = "fully_shard frees its weight after the forward pass"
 LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # of a model that computes its loss
 SUBCLASS = "its class is {}, not nn.Linear"
@@ -126,6 +128,11 @@ class OutputHead:
 
     def _enter(self, module: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not (module.training and torch.is_grad_enabled()) or bool(torch._C._get_tracing_state()) or len(args) != 1:
+            return None
+        if any(
+            (module._backward_hooks, module._backward_pre_hooks, hooks._global_backward_hooks, hooks._global_backward_pre_hooks)
+        ):
+            self.reason = HOOKED
             return None
         hidden = args[0]
         if not isinstance(hidden, Tensor) or not has_storage(hidden) or not module.weight.is_leaf:

@@ -48,10 +48,10 @@ STRATEGIES = ("ddp", "fsdp2")
 ROOT = ""  # the unit of parameters that are in no other unit
 BUCKETS = "DistributedDataParallel"  # the module of its buckets
 BUCKET_NOTE = (
-    "DistributedDataParallel stores gradients in buckets beside p.grad: {}; gradient_as_bucket_view=True saves {} of both. "
-    "Gradients are not packed: fully_shard over a mesh of shape (processes, 1) packs them"
+    "DistributedDataParallel stores gradients in buckets beside p.grad: {}; gradient_as_bucket_view=True makes p.grad a view of them and "
+    "saves {}. Its gradients are not packed; fully_shard over a mesh of shape (processes, 1) packs them"
 )
-UNITS_NOTE = "units of fully_shard: {}; other parameters are gathered for the whole step"
+UNITS_NOTE = "assumes fully_shard on {}; all other parameters belong to the root module and stay gathered for the whole step"
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,10 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
     """The predicted time of the traced step under `plan`, the baseline without one; CalibrationError where it cannot be predicted."""
     plan = plan or BASELINE
     step = step_under(trace, plan)
+    if trace.is_compiled:
+        raise CalibrationError("steps under torch.compile are not predicted, since it chooses their kernels.")
     if not step.operations:
-        what = "a compiled step, whose operations torch.compile chooses" if trace.is_compiled else "made by an earlier paredown"
-        raise CalibrationError(f"the time of this step is not predicted: its trace has no operations, since it is {what}.")
+        raise CalibrationError("the trace has no operations, since an earlier paredown made it: trace the step again.")
     if calibration.device != trace.device:
         raise CalibrationError(f"the trace is of a step on {trace.device}, the calibration of {calibration.device_name}.")
     zero = StepTime(0.0, 0.0, is_cpu=trace.device == "cpu")

@@ -203,7 +203,9 @@ class Activations:
 
     @forwards.setter
     def forwards(self, count: int) -> None:
-        self._forwards, self._is_captured = count, False
+        self._forwards = count
+        for step in self._steps.values():
+            step.fill_(count)
 
     @property
     def stored_bytes(self) -> int:

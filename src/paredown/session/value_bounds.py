@@ -330,7 +330,8 @@ def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
     views may hold {0, 1} and {0, 2}, and they may share bits only if both decode to the same two values.
     """
     if saved.use is Use.INSIDE:
-        low, high = float(saved.node._saved_min_val), float(saved.node._saved_max_val)
+        low = _bound_in(tensor.dtype, saved.node._saved_min_val, up=False)
+        high = _bound_in(tensor.dtype, saved.node._saved_max_val, up=True)
         return Use.INSIDE, Bounds(low, high, _inside_and_outside(low, high, tensor.dtype))
     if saved.use is Use.SIGN or (saved.use is Use.MASK and not tensor.is_floating_point()):
         return saved.use, Bounds(0.0, NO_BOUND, (1.0, 0.0))  # the same for every view: one bit, whatever the values
@@ -347,8 +348,18 @@ def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[fl
     middle = (
         0.0 if low < 0 < high else (low + high) / 2 if isfinite(low + high) else 2 * high - 1 if isfinite(high) else 2 * low + 1
     )
-    rounded = torch.tensor([low, middle, high], dtype=dtype)
-    return (middle, high if isfinite(high) else low) if rounded[0] < rounded[1] < rounded[2] else None
+    inside = float(torch.tensor(middle, dtype=dtype))
+    return (inside, high if isfinite(high) else low) if low < inside < high else None
+
+
+def _bound_in(dtype: torch.dtype, bound: float, *, up: bool) -> float:
+    """The value of `dtype` at or beyond a bound: kernels compare 16-bit values with the bound in float32, which `dtype` may not have."""
+    exact = torch.tensor(bound, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+    near = exact.to(dtype)
+    if dtype.itemsize == 2 and bool(near.float() < exact if up else near.float() > exact):
+        step = 1 if bool(near.signbit()) != up else -1  # away from zero, or toward it
+        near = (near.view(torch.int16) + step).view(dtype)
+    return float(near)
 
 
 def _only_positive_value(tensor: Tensor) -> float | None:

@@ -332,7 +332,7 @@ class GraphPart:
     @staticmethod
     def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
         """The part with the nodes `created` (by number) that is reached from `starts`; `saved`: (number of its node, description)."""
-        kept = [(number, one) for number, one in saved if one.kind == "activation"]
+        kept = [(number, one) for number, one in saved if one.kind in ("activation", "input")]
         found, edges = _reach(starts, created)
         kept = [(number, one) for number, one in kept if number in found]
         needed = _ancestors([number for number, _ in kept], found)

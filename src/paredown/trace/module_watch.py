@@ -113,6 +113,8 @@ class Watch:
         }
         self._call_caches: dict[str, CallCache] = {}
         self._segments: dict[tuple[str, bool], Segment] = {}  # by the path of a call, and whether they are the nodes before it
+        self._parameters = [module._parameters for module in self._paths]
+        self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
         self._handles: dict[nn.Module, list[Any]] = {}
         self._root_hook = Hook()
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
@@ -167,6 +169,11 @@ class Watch:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or self._current() is not None or not self._on_begin():
             return
+        needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
+        if needs != self._needs:
+            self._call_caches.clear()
+            self._segments.clear()
+            self._needs = needs
         path, is_plain_leaf = self._paths[module]
         held = frozenset(t.untyped_storage()._cdata for t in tensors_in((args, kwargs)))
         self._running.current = Pass(held, self._paths, [ModuleCall(module, path, is_plain_leaf, next_number())])

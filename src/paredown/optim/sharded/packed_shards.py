@@ -34,7 +34,7 @@ from paredown.formats.format import Format
 from paredown.optim.packed_parameter import PackedParameter, WeightView, view_of
 from paredown.optim.packed_weight import KEY, Weight, decode_into, weight_of
 
-UNEVEN = "dimension 0 ({}) does not divide by {} processes: rows of zeros are stored and sent in addition, {} in all"
+UNEVEN = "dimension 0 ({}) does not divide by {} processes: {} rows of zeros in all pad the shards, and are stored and sent too"
 NOT_OF_FSDP = "it is a DTensor that fully_shard does not manage"
 OTHER_PLACEMENT = "it is distributed by {}, and blocks run along rows: only dimension 0 can be sharded"
 OFFLOADED = "CPUOffloadPolicy moves its shard between devices"

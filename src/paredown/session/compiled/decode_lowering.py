@@ -19,9 +19,9 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._inductor import virtualized
 from torch._inductor.ir import Pointwise
 from torch._inductor.lowering import permute, register_lowering, view
-from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from paredown.codec import graph_ops as graph_ops  # defines torch.ops.paredown
@@ -47,9 +47,9 @@ def decode(parts: Sequence[Any], format: str, in_order: bool, dtype: torch.dtype
     code, of_block = _code_loader(parts[0], how, in_order), [part.make_loader() for part in parts[1:]]
 
     def value(i: Any) -> Any:
-        scale, *minimum = (ops.to_dtype(load([FloorDiv(i, how.block)]), torch.float32) for load in of_block)
-        result = ops.mul(ops.to_dtype(code(i), torch.float32), scale)
-        return ops.to_dtype(ops.add(result, minimum[0]) if minimum else result, dtype)
+        scale, *minimum = (virtualized.ops.to_dtype(load([FloorDiv(i, how.block)]), torch.float32) for load in of_block)
+        result = virtualized.ops.mul(virtualized.ops.to_dtype(code(i), torch.float32), scale)
+        return virtualized.ops.to_dtype(virtualized.ops.add(result, minimum[0]) if minimum else result, dtype)
 
     return _pointwise(parts[0], dtype, value, *layout)
 
@@ -60,8 +60,8 @@ def unpack_bits(bits: Any, *layout: Any) -> Any:
     load = bits.make_loader()
 
     def value(i: Any) -> Any:
-        field = _shifted(ops.to_dtype(load([FloorDiv(i, 8)]), torch.int32), ModularIndexing(i, 1, 8))
-        return ops.ne(ops.bitwise_and(field, _int(1)), _int(0))
+        field = _shifted(virtualized.ops.to_dtype(load([FloorDiv(i, 8)]), torch.int32), ModularIndexing(i, 1, 8))
+        return virtualized.ops.ne(virtualized.ops.bitwise_and(field, _int(1)), _int(0))
 
     return _pointwise(bits, torch.bool, value, *layout)
 
@@ -70,7 +70,7 @@ def _code_loader(codes: Any, format: Format, in_order: bool) -> Callable[[Any], 
     """A function from the place of a value to its code, an integer of any width."""
     load, width, is_signed = codes.make_loader(), format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
-        return lambda i: ops.to_dtype(load([i]), torch.int8) if is_signed else load([i])
+        return lambda i: virtualized.ops.to_dtype(load([i]), torch.int8) if is_signed else load([i])
     assert format.block
     lanes = 1 if in_order else lanes_per_block(format)
     part, per_byte = (format.block // lanes, lanes) if lanes > 1 else (1, 8 // width)
@@ -79,21 +79,21 @@ def _code_loader(codes: Any, format: Format, in_order: bool) -> Callable[[Any], 
         indices: Any = FloorDiv(i, part * per_byte), ModularIndexing(i, 1, part), ModularIndexing(i, part, per_byte)
         group, offset, lane = indices
         place, first_bit = group * part + offset, width * lane
-        word = ops.to_dtype(load([place]), torch.int32)
+        word = virtualized.ops.to_dtype(load([place]), torch.int32)
         if not is_signed:
-            return ops.bitwise_and(_shifted(word, first_bit), _int((1 << width) - 1))
-        highest = ops.bitwise_left_shift(word, ops.index_expr((32 - width) - first_bit, torch.int32))
-        return ops.bitwise_right_shift(highest, _int(32 - width))
+            return virtualized.ops.bitwise_and(_shifted(word, first_bit), _int((1 << width) - 1))
+        highest = virtualized.ops.bitwise_left_shift(word, virtualized.ops.index_expr((32 - width) - first_bit, torch.int32))
+        return virtualized.ops.bitwise_right_shift(highest, _int(32 - width))
 
     return code
 
 
 def _shifted(word: Any, shift: Any) -> Any:
-    return ops.bitwise_right_shift(word, ops.index_expr(shift, torch.int32))
+    return virtualized.ops.bitwise_right_shift(word, virtualized.ops.index_expr(shift, torch.int32))
 
 
 def _int(number: int) -> Any:
-    return ops.constant(number, torch.int32)
+    return virtualized.ops.constant(number, torch.int32)
 
 
 def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], sizes: Sequence[int], dims: Sequence[int]) -> Any:
