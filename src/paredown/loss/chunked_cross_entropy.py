@@ -42,7 +42,7 @@ ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of
 # Zero rows pad the weight to a multiple of so many classes, by device type: GPT-2 has 50,257 classes, and cuBLAS is slower for products
 # of such sizes. torch.compile pads them too.
 ROW_ALIGNMENT = {"cuda": 64}
-SECOND = "a loss in chunks has no second derivative, which create_graph=True requests: call paredown.apply(plan, model, chunked_loss=False)."
+SECOND = "a loss in chunks has no second derivative, which create_graph=True requests: use apply(plan, model, chunked_loss=False)."
 NO_BACKWARD = -1  # id of the current graph task outside backward
 KERNEL_DEVICES = {"cuda": True}  # by type
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
