@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from paredown.errors import PlanError
+from paredown.plan.distribution import distributed_intervals, distribution_of
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
 from paredown.roles import Role
@@ -102,3 +103,17 @@ def test_ddp_counts_buckets_and_plain_gradients(trace: Trace) -> None:
 def test_arguments_that_make_no_sense(trace: Trace, options: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanError, match=text.replace("*", r"\*")):
         footprint(trace, **options)
+
+
+def test_a_reduction_in_few_bits_holds_codes_and_a_chunk(trace: Trace) -> None:
+    """By hand for the head, the largest unit: 33 rows of 64 values are a chunk, one byte each, and 2 bytes for each block of 64."""
+    chunk = 33 * WIDTH
+    scratch = 2 * WORLD * (chunk + 2 * 33) + 2 * 4 * chunk
+    found = {
+        name: [i.nbytes for i in distributed_intervals(trace, Plan(), distribution_of(trace, "fsdp2", WORLD, None, name))]  # type: ignore[arg-type]
+        for name in (None, "int8/64@bf16")
+    }
+    added = [b - a for a, b in zip(found[None], found["int8/64@bf16"], strict=True) if a != b]
+    assert len(added) == 3 and max(added) == scratch, "of three units"
+    in_buckets = [footprint(trace, strategy="ddp", world_size=WORLD, reduction=name).peak_bytes for name in (None, "int8/64@bf16")]
+    assert in_buckets[1] > in_buckets[0]

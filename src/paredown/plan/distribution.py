@@ -47,6 +47,7 @@ from paredown.trace.trace import Slot, Trace
 STRATEGIES = ("ddp", "fsdp2")
 ROOT = ""  # the unit of parameters that are in no other unit
 BUCKETS = "DistributedDataParallel"  # the module of its buckets
+BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel, by default
 BUCKET_NOTE = (
     "DistributedDataParallel stores gradients in buckets beside p.grad: {}; gradient_as_bucket_view=True makes p.grad a view of them and "
     "saves {}. Its gradients are not packed; fully_shard over a mesh of shape (processes, 1) packs them"
@@ -89,6 +90,10 @@ class Distribution:
         """Bytes that a process sends in an all-reduce of `nbytes`."""
         return 2 * (self.world_size - 1) * nbytes // self.world_size
 
+    def scratch_bytes(self, chunk: int) -> int:
+        """Bytes of a reduction in few bits beside its input: codes sent and received, a float32 chunk of `chunk` values and its sum."""
+        return 0 if self.reduction is None else 2 * self.world_size * self.reduction.nbytes((1, chunk)) + 2 * FLOAT32_BYTES * chunk
+
     def unit_of(self, module: str) -> str:
         """The unit that a module belongs to."""
         return next((unit for unit in self.units if is_inside(module, unit)), ROOT)
@@ -105,8 +110,12 @@ def distribution_of(
     if type(world_size) is not int or world_size < 1:
         raise PlanError(f"world_size={world_size!r}: give the number of processes, an integer of at least 1.")
     travels_in = None if reduction is None else find_format(reduction)
+    if isinstance(units, str):
+        raise PlanError(f"units={units!r}: give a list of names of modules, such as [{units!r}].")
     if strategy is None and (world_size > 1 or units is not None or reduction is not None):
-        raise PlanError(f"world_size={world_size} needs a strategy: {' or '.join(map(repr, STRATEGIES))}.")
+        given = {"world_size": world_size if world_size > 1 else None, "units": units, "reduction": reduction}
+        names = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        raise PlanError(f"{names} needs a strategy: {' or '.join(map(repr, STRATEGIES))}.")
     if strategy is None:
         return None
     if strategy not in STRATEGIES:
@@ -182,13 +191,20 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
     """The intervals of everything that one process holds in the step under `plan`."""
-    model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan)
+    model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
     return [*fixed_intervals(trace), *model, *activation_intervals(trace.activations, slot_storages(trace, plan))]
 
 
-def _ddp_memory(trace: Trace, plan: Plan) -> Iterator[Interval]:
+def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Interval]:
     yield from model_memory(trace, plan, packs_gradients=False)
-    yield Interval(Role.GRADIENT, BUCKETS, 0, trace.length, sum(slot.nbytes for slot in trace.of(Role.GRADIENT)))
+    gradients = trace.of(Role.GRADIENT)
+    nbytes = sum(slot.nbytes for slot in gradients)
+    yield Interval(Role.GRADIENT, BUCKETS, 0, trace.length, nbytes)
+    if shared.reduction is not None and gradients:
+        bucket = min(BUCKET_BYTES, nbytes)  # its chunks, and the decoded sums of all of them
+        scratch = 2 * bucket + shared.scratch_bytes(-(-bucket // (FLOAT32_BYTES * shared.world_size)))
+        births = [slot.birth for slot in gradients]
+        yield Interval(Role.TEMPORARY, BUCKETS, min(births), max(births), scratch)
 
 
 def _fsdp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Interval]:
@@ -204,7 +220,7 @@ def _fsdp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Int
     units = _units(trace, shared, shards)
     yield from _gathered(units, trace)
     for unit in units:
-        yield from _reduced(unit, trace, shards)
+        yield from _reduced(unit, trace, shards, shared)
     full_bytes = sum(shards.bytes_of(slot, None) for name, slot in shards.weights.items() if shards.formats[name].is_full)
     for output in trace.outputs:
         if output.phase == "step":  # workspace of torch.optim for the shards that it updates
@@ -276,7 +292,7 @@ def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
                 yield Interval(Role.TEMPORARY, previous.name, *unit.backward, previous.buffer)
 
 
-def _reduced(unit: _Unit, trace: Trace, shards: _Shards) -> Iterator[Interval]:
+def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -> Iterator[Interval]:
     """Whole gradients of a unit until its reduce-scatter, the input of that, and the shards that remain. Values are freed before."""
     at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
     for slot in unit.gradients:
@@ -293,7 +309,8 @@ def _reduced(unit: _Unit, trace: Trace, shards: _Shards) -> Iterator[Interval]:
             yield Interval(Role.GRADIENT, slot.module, 0, trace.length, shards.bytes_of(slot, formats.gradient))
     if unit.gradients:
         whole = sum(shards.bytes_of(slot, None) for slot in unit.gradients) * shards.world_size
-        yield Interval(Role.TEMPORARY, unit.name, at, at, whole)
+        chunk = sum(shard_bytes(slot.shape, None, shards.world_size, itemsize=1) for slot in unit.gradients)
+        yield Interval(Role.TEMPORARY, unit.name, at, at, whole + shared.scratch_bytes(chunk))
 
 
 def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communication:

@@ -105,9 +105,12 @@ class Reduction:
         count, rank = self.begin(buffer), dist.get_rank(group)
         seed = Seed(self.seed, buffer * len(chunks) + rank, count)
         packed = encode(chunks.contiguous(), self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
-        received = PackedParts(*(None if t is None else _exchanged(t, group) for t in _tensors(packed.parts)))
-        values = PackedTensor(self.format, chunks.shape, torch.float32, packed.order, received).decode()
-        return values.sum(0)
+        received = [None if t is None else _exchanged(t, group) for t in _tensors(packed.parts)]
+        total = torch.zeros(chunks.shape[1], dtype=torch.float32, device=chunks.device)
+        for row in range(len(chunks)):  # one by one: a chunk in float32 is four times as large as its codes
+            parts = PackedParts(*(None if t is None else t[row : row + 1] for t in received))
+            total += PackedTensor(self.format, torch.Size((1, len(total))), torch.float32, packed.order, parts).decode()[0]
+        return total
 
     def for_all(self, chunk: Tensor, buffer: int, group: Any) -> Tensor:
         """The chunks of all processes in one row each, float32, decoded from the same codes everywhere."""
