@@ -58,7 +58,7 @@ def logs(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("array", "num_seeds", "engine"),
-    [("0-1", 1, "inline"), pytest.param("3-6", 5, "local", marks=pytest.mark.full)],
+    [pytest.param("0-1", 1, "inline", marks=pytest.mark.full), pytest.param("3-6", 5, "local", marks=pytest.mark.full)],
 )
 def test_a_job_array_finishes_a_sweep(
     tmp_path: Path, new_postgres: Callable[[], str], array: str, num_seeds: int, engine: str

@@ -133,7 +133,7 @@ def _pick_loop(
         step=step,
         candidates=rows,
         task_prior=task_prior,
-        is_strict=True,
+        is_strict=device.type == "cuda",
         device=device_name(device),
     )
 
