@@ -11,6 +11,7 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, Seed
 
 flat = pytest.importorskip("paredown.codec.kernels.flat")
+masks = pytest.importorskip("paredown.codec.kernels.masks")
 FORMATS = ("int8/64@bf16", "e4m3fn/64@bf16", "int4/32@fp32", "uint4/64@bf16+bf16", "uint2/64@bf16+fp32", "e2m1fn/32@e8m0")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 SEED = Seed(7, tensor=3, step=11)
@@ -80,6 +81,6 @@ def test_repeated_masks_are_those_of_other_bounds_and_values() -> None:
     for number in range(3):
         x = torch.randn(2500, generator=torch.Generator().manual_seed(number))
         for low in (0.0, 0.5):
-            bits = flat.pack_mask(x.to(device), low, float("nan"), torch.empty(313, dtype=torch.uint8, device=device))
-            values = flat.unpack_mask(bits, torch.empty(2500, device=device), low + 1, -1.0)
+            bits = masks.pack_mask(x.to(device), low, float("nan"), torch.empty(313, dtype=torch.uint8, device=device))
+            values = masks.unpack_mask(bits, torch.empty(2500, device=device), low + 1, -1.0)
             assert torch.equal(values.cpu(), torch.where(x > low, low + 1, -1.0))

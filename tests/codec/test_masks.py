@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paredown.codec.recompute import NO_BOUND, PIECE, pack_mask, unpack_mask
+from paredown.codec.recompute import NO_BOUND, PIECE, apply_mask, pack_mask, unpack_mask
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 DEVICES = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -82,3 +82,26 @@ def test_kernels(device: str, dtype: torch.dtype) -> None:
             assert torch.equal(bits.cpu(), expected)
             again = kernels.unpack_mask(bits, torch.empty_like(there), 1.0, 0.0)
             assert torch.equal(again.cpu(), unpack_mask(expected, torch.empty_like(x), inside=1.0, outside=0.0))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_is_zeroed_as_the_backward_of_relu_does(device: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from paredown.codec import kernels
+
+    for numel in SIZES:
+        x, grad = values(numel, dtype), values(numel, dtype).flip(0)
+        expected = torch.ops.aten.threshold_backward(grad, x, 0)
+        bits = pack_mask(x, 0.0, NO_BOUND)
+        assert torch.equal(apply_mask(grad, bits).view(torch.uint8), expected.view(torch.uint8)), "NaN and -0.0 included"
+        found = kernels.apply_mask(grad.to(device), bits.to(device), torch.empty_like(grad, device=device))
+        assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_gradient_is_zeroed_in_its_memory_order() -> None:
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    grad = torch.randn_like(x)
+    bits = pack_mask(x.permute(0, 2, 3, 1).reshape(-1), 0.0, NO_BOUND)
+    assert torch.equal(apply_mask(grad, bits), grad * (x > 0)) and apply_mask(grad, bits).stride() == x.stride()

@@ -73,6 +73,18 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
     return out
 
 
+def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
+    """`grad` where the bit is 1, else 0, as a new tensor; `grad` is dense, and the mask is in its memory order."""
+    out = torch.empty_like(grad)
+    kernels = backend.find_kernels() if grad.device.type == "cuda" else None
+    if kernels is not None:
+        return kernels.apply_mask(grad, bits, out)
+    flat = (grad.numel(),), (1,)
+    is_kept = unpack_mask(bits, torch.empty(grad.numel(), dtype=torch.uint8, device=grad.device), inside=1.0, outside=0.0)
+    torch.where(is_kept.bool(), grad.as_strided(*flat), grad.new_zeros(()), out=out.as_strided(*flat))
+    return out
+
+
 # --- recompute --------------------------------------------------------------------------------------------------------
 
 

@@ -5,9 +5,7 @@ from paredown.codec.kernels.flat import (  # noqa: F401
     covers_recompute,
     decode_flat,
     encode_flat,
-    pack_mask,
     recompute,
-    unpack_mask,
 )
 from paredown.codec.kernels.launch import (  # noqa: F401
     covers,
@@ -21,3 +19,4 @@ from paredown.codec.kernels.launch import (  # noqa: F401
     round_trip_by_row,
     round_trip_rows,
 )
+from paredown.codec.kernels.masks import apply_mask, pack_mask, unpack_mask  # noqa: F401

@@ -130,6 +130,40 @@ def has_hooks() -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
+class Direct:
+    """Launches of one job on flat tensors. The first call goes through `Launch`; later ones pass addresses to the compiled kernels.
+
+    `scalars` follow the fixed arguments. Addresses are passed as numbers, which saves the launcher a call per tensor.
+    """
+
+    __slots__ = ("_compiled", "launches", "scalars")
+
+    def __init__(self, launches: list[Launch], scalars: tuple[int | float, ...] = ()) -> None:
+        self.launches, self.scalars = launches, scalars
+        self._compiled: dict[Any, list[tuple[int, Any, tuple[Any, ...]]] | None] = {}
+
+    def find(self, key: tuple[int, torch.dtype, torch.dtype], address: int) -> list[tuple[int, Any, tuple[Any, ...]]] | None:
+        """The compiled kernels for a device and the dtypes of the first two pointers; None if this call must go through `Launch`."""
+        compiled = self._compiled.get(key)
+        return None if compiled is None or address & 15 or has_hooks() or torch._C._cuda_getDevice() != key[0] else compiled
+
+    def launch(self, key: tuple[int, torch.dtype, torch.dtype], pointers: tuple[Tensor | None, ...]) -> None:
+        """Launch through `Launch`, and keep what it compiled under `key`."""
+        for launch in self.launches:
+            launch(pointers, self.scalars)
+        assert pointers[0] is not None and pointers[1] is not None
+        found = [(launch, launch.compiled_for(key[0], pointers[0].dtype, pointers[1].dtype)) for launch in self.launches]
+        kept = [(launch.grid, one[0], (*launch.fixed, *self.scalars, *one[1])) for launch, one in found if one is not None]
+        self._compiled[key] = kept if len(kept) == len(found) else None
+
+
+def run_direct(compiled: list[tuple[int, Any, tuple[Any, ...]]], index: int, addresses: tuple[int | None, ...]) -> None:
+    """Call compiled kernels of `Direct` on the current stream."""
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    for grid, kernel, rest in compiled:
+        kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *rest)
+
+
 # --- The host's side of the kernels ---
 
 FP32 = Format.parse("fp32")

@@ -1,0 +1,116 @@
+"""Kernels and launches of one-bit masks: pack, unpack, and zero a gradient by a mask without unpacking it.
+
+A mask has one exact bit per value (`codec/recompute.py` has the definition). One program covers a tile of TILE values, eight of which make
+a byte, the first one lowest:
+
+    x      [ x0 x1 x2 x3 x4 x5 x6 x7 | x8 ... ]      bit = not (x <= low or x >= high)
+    bits   [ b7b6b5b4b3b2b1b0        | ...    ]
+    grad   [ g0 g1 g2 g3 g4 g5 g6 g7 | g8 ... ]      out = grad where the bit is 1, else 0
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paredown.codec.kernels.launch import Direct, Launch, bf16_as_integers, run_direct
+from paredown.codec.kernels.pack import load_tile, load_values, store_tile, store_values
+
+
+@triton.jit
+def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Kernel of `pack_mask`, drawn above."""
+    start = tl.program_id(0).to(tl.int64) * TILE
+    at = tl.arange(0, TILE // 8)
+    offsets = at[:, None] * 8 + tl.arange(0, 8)[None, :]
+    inside = offsets < numel - start
+    x = load_values(x_ptr + start, offsets, inside, MASKED)
+    bits = 1 - ((x <= low) | (x >= high)).to(tl.int32)
+    if MASKED:
+        bits = tl.where(inside, bits, 0)
+    packed = tl.sum(bits << tl.arange(0, 8)[None, :], 1).to(tl.uint8)
+    store_tile(out_ptr + start // 8, at, packed, at * 8 < numel - start, MASKED)
+
+
+@triton.jit
+def load_bits(bits_ptr, start, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """The bits of a tile as int32 (TILE,); 0 past the end."""
+    at = tl.arange(0, TILE // 8)
+    packed = load_tile(bits_ptr + start // 8, at, at * 8 < numel - start, MASKED).to(tl.int32)
+    return ((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1).reshape(TILE)
+
+
+@triton.jit
+def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Kernel of `unpack_mask`: one of two values for each bit."""
+    start = tl.program_id(0).to(tl.int64) * TILE
+    values = tl.where(load_bits(bits_ptr, start, numel, MASKED, TILE) != 0, inside_value, outside_value)
+    store_values(out_ptr + start, values, tl.arange(0, TILE) < numel - start, MASKED)
+
+
+@triton.jit
+def apply_mask_kernel(grad_ptr, out_ptr, bits_ptr, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Kernel of `apply_mask`, drawn above."""
+    start = tl.program_id(0).to(tl.int64) * TILE
+    offsets = tl.arange(0, TILE)
+    inside = offsets < numel - start
+    grad = load_tile(grad_ptr + start, offsets, inside, MASKED)
+    bits = load_bits(bits_ptr, start, numel, MASKED, TILE)
+    store_tile(out_ptr + start, offsets, tl.where(bits != 0, grad, tl.zeros_like(grad)), inside, MASKED)
+
+
+def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
+    """`out`: one bit for each of the values that begin at the address of `x`; see `codec/recompute.py`."""
+    return _launch("pack_mask_kernel", (low, high), x.numel(), x, out)
+
+
+def unpack_mask(bits: Tensor, out: Tensor, inside: float, outside: float) -> Tensor:
+    """`out`, flat: one of two values for each bit."""
+    return _launch("unpack_mask_kernel", (inside, outside), out.numel(), bits, out)
+
+
+def apply_mask(grad: Tensor, bits: Tensor, out: Tensor) -> Tensor:
+    """`out`, dense in the same memory order as `grad`: `grad` where the bit is 1, else 0."""
+    return _launch("apply_mask_kernel", (), grad.numel(), grad, out, bits)
+
+
+def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, out: Tensor, bits: Tensor | None = None) -> Tensor:
+    if not numel:
+        return out
+    direct = _mask_launch(name, numel, tuple(float(value) for value in values))
+    index, source_at, target_at = source.get_device(), source.data_ptr(), out.data_ptr()
+    addresses = (source_at, target_at) if bits is None else (source_at, target_at, bits.data_ptr())
+    key = (index, source.dtype, out.dtype)
+    compiled = direct.find(key, source_at | target_at | addresses[-1])
+    if compiled is not None:
+        run_direct(compiled, index, addresses)
+        return out
+    first = _as_numbers(source, stores=bits is not None)
+    direct.launch(key, (first, _as_numbers(out, stores=True), *(() if bits is None else (bits,))))
+    return out
+
+
+def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
+    """`x` in a dtype that the kernels of masks take; `stores`: values are written as they are, or copied."""
+    if x.dtype is torch.bool:
+        return x.view(torch.uint8)
+    return x if stores else bf16_as_integers(x)
+
+
+# On one H200, 2^27.6 values of bf16 (docs/log.md, 2026-11-17): pack 3.54 TB/s, unpack 3.2, apply 3.8 of 3.94 for a copy.
+MASK_KERNELS = {
+    "pack_mask_kernel": (pack_mask_kernel, 4096, 4),
+    "unpack_mask_kernel": (unpack_mask_kernel, 2048, 4),
+    "apply_mask_kernel": (apply_mask_kernel, 1024, 2),
+}
+
+
+@lru_cache(maxsize=1024)
+def _mask_launch(name: str, numel: int, values: tuple[float, ...]) -> Direct:
+    kernel, tile, num_warps = MASK_KERNELS[name]
+    constants = {"MASKED": numel % tile != 0, "TILE": tile, "num_warps": num_warps}
+    return Direct([Launch(kernel, triton.cdiv(numel, tile), (numel,), constants)], values)
