@@ -140,10 +140,10 @@ def test_kernels(device: str, case: str, affine: bool) -> None:
         assert kernels.covers_recompute(packed.format)
         expected = recompute(packed, DecodeSteps(norm, activation, bits), torch.float32)
         there = DecodeSteps(moved(norm, device), activation, bits if bits is None else bits.to(device))
-        found = kernels.recompute(packed.to(device), there, torch.float32)
+        found = kernels.recompute(packed.to(device), there, torch.empty(x.numel(), device=device))
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
         if number == 0:
-            half = kernels.recompute(packed.to(device), there, torch.bfloat16)
+            half = kernels.recompute(packed.to(device), there, torch.empty(x.numel(), dtype=torch.bfloat16, device=device))
             torch.testing.assert_close(half.cpu().float(), expected, rtol=0.01, atol=1e-5)
 
 

@@ -101,6 +101,13 @@ class PackedTensor:
         backend.decode_rows(self.parts, encoding, out.view(self.format.rows_and_cols(out.shape)))
         return out if self.order == FLAT else out.permute(_inverse(self.order))
 
+    def decode_strided(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """The values of a flat packed tensor as a tensor with these sizes and strides, which is dense in the order of packing."""
+        kernels = backend.find_kernels() if self.codes.is_cuda else None
+        if kernels is not None and kernels.covers_recompute(self.format):
+            return kernels.decode_flat(self.parts, self.format, kernels.empty_strided(size, stride, self.dtype, self.codes))
+        return self.decode().as_strided(size, stride)
+
     def to(self, device: torch.device | str | int) -> PackedTensor:
         """The same packed tensor on `device`."""
         if isinstance(device, torch.dtype):

@@ -37,15 +37,16 @@ from paredown.codec.cpu import one_thread
 from paredown.codec.packed import PackedTensor
 
 NO_BOUND = nan
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 PIECE = 1 << 16  # values at a time: 1 MiB of scratch memory, most of it indices
 
 
 def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
-    """The mask of flat, contiguous `x`: ceil(numel / 8) bytes."""
-    out = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
-    kernels = backend.find_kernels() if x.device.type == "cuda" else None
+    """The mask of dense `x` in its memory order (on a CPU `x` is flat): ceil(numel / 8) bytes."""
+    kernels = backend.find_kernels() if x.is_cuda else None
     if kernels is not None:
-        return kernels.pack_mask(x, low, high, out)
+        return kernels.pack_mask(x, low, high, kernels.empty_strided((-(-x.numel() // 8),), (1,), torch.uint8, x))
+    out = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device=x.device)
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
     with one_thread(x):
         for start in range(0, x.numel(), PIECE):
@@ -75,11 +76,10 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
 
 def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
     """`grad` where the bit is 1, else 0, as a new tensor; `grad` is dense, and the mask is in its memory order."""
-    out = torch.empty_like(grad)
-    kernels = backend.find_kernels() if grad.device.type == "cuda" else None
+    kernels = backend.find_kernels() if grad.is_cuda else None
     if kernels is not None:
-        return kernels.apply_mask(grad, bits, out)
-    flat = (grad.numel(),), (1,)
+        return kernels.apply_mask(grad, bits, kernels.empty_strided(grad.size(), grad.stride(), grad.dtype, grad))
+    out, flat = torch.empty_like(grad), ((grad.numel(),), (1,))
     is_kept = unpack_mask(bits, torch.empty(grad.numel(), dtype=torch.uint8, device=grad.device), inside=1.0, outside=0.0)
     torch.where(is_kept.bool(), grad.as_strided(*flat), grad.new_zeros(()), out=out.as_strided(*flat))
     return out
@@ -132,17 +132,19 @@ class DecodeSteps:
     bits: Tensor | None = None
 
 
-def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype) -> Tensor:
-    """The output of `steps` in `dtype`, flat, from a packed (or unpacked) flat input."""
+def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout | None = None) -> Tensor:
+    """The output of `steps` in `dtype` from a packed (or unpacked) flat input: flat, or with the dense `layout` (sizes, strides)."""
     if steps.norm is not None:
         steps.norm.check()
+    size, stride = layout if layout is not None else ((packed.shape.numel(),), (1,))
     kernels = backend.find_kernels() if packed.device.type == "cuda" else None
     if kernels is not None and isinstance(packed, PackedTensor) and kernels.covers_recompute(packed.format):
-        return kernels.recompute(packed, steps, dtype)
+        return kernels.recompute(packed, steps, kernels.empty_strided(size, stride, dtype, packed.codes))
     values = packed.decode(torch.float32) if isinstance(packed, PackedTensor) else packed.to(torch.float32, copy=True)
     if steps.norm is not None:
         _norm_(values, steps.norm)
-    return _activation(values, steps).to(dtype)
+    values = _activation(values, steps).to(dtype)
+    return values if layout is None else values.as_strided(size, stride)
 
 
 def _norm_(x: Tensor, norm: Norm) -> None:

@@ -133,6 +133,7 @@ class SlotStorage:
             "encode",
             "is_centered",
             "is_fixed",
+            "is_relu",
             "is_source",
             "is_whole",
         ),
@@ -150,6 +151,7 @@ class SlotStorage:
             self.is_fixed = False  # its values decide
         self.checks_values = depends_on_values(saved)
         self.is_source = saved.op in SOURCE_OPS and saved.operand in ("input", "output")
+        self.is_relu = saved.op == "relu" and saved.use is Use.SIGN
         self.decision: StorageDecision | None = None
         self.encode: FlatEncoder | None = None
         self.sufficient: Format | None = None  # a format that is precise enough for the operation
@@ -341,7 +343,8 @@ class Activations:
         view = StoredView(form, *(slot.layout if slot.is_whole else piece.layout()))
         if slot.is_source:
             storage.sources[saved.node._sequence_nr()] = saved.node, view
-        saved.raw.register_hooks(lambda _: view, StoredView.tensor if tensor.is_cuda else self.packing_time.unpacked)
+        unpack = self.packing_time.unpacked if not tensor.is_cuda else StoredView.relu_output if slot.is_relu else StoredView.tensor
+        saved.raw.register_hooks(lambda _: view, unpack)
         self.on_packed(saved, piece, form)
         if self.not_packed:
             self.not_packed.pop(saved.name, None)
@@ -445,7 +448,9 @@ class Activations:
         bounds: Bounds = detail
         if bounds.values is None:
             return None
-        return StoredMask(piece, pack_mask(piece.flat(), bounds.low, bounds.high), bounds.values)
+        x = piece.tensor
+        is_in_order = x.is_cuda and piece.is_whole and x.numel() == piece.numel and x.storage_offset() == 0
+        return StoredMask(piece, pack_mask(x if is_in_order else piece.flat(), bounds.low, bounds.high), bounds.values)
 
     def _integers(self, saved: Saved, piece: StoragePiece, previous: StoredForm | None, detail: Any) -> StoredForm | None:
         width: torch.dtype = detail

@@ -19,15 +19,15 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from paredown.codec.packed import PackedTensor
-from paredown.codec.recompute import DecodeSteps, Norm, recompute, unpack_mask
+from paredown.codec.recompute import DecodeSteps, Norm, apply_mask, recompute, unpack_mask
 from paredown.trace.autograd_graph import is_packed_whole
 from paredown.trace.rematerialization import Rematerialization
 
@@ -64,12 +64,13 @@ class StoragePiece:
         source = self.tensor if self.is_whole else self.tensor.clone()
         return source.as_strided((self.numel,), (1,), 0)
 
-    def layout(self) -> tuple[torch.Size, tuple[int, ...], int]:
-        """Size, strides and offset of the saved tensor within the piece."""
+    def layout(self) -> tuple[torch.Size, tuple[int, ...], int, bool]:
+        """Size, strides and offset of the saved tensor within the piece, and whether it is all of the piece."""
         tensor = self.tensor
         if self.is_whole:
-            return tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0
+            is_all = tensor.numel() == self.numel and is_dense(tensor.size(), tensor.stride())
+            return tensor.size(), tensor.stride(), int(tensor.storage_offset()), is_all
+        return tensor.size(), torch.empty_like(tensor, device="meta").stride(), 0, True
 
 
 class StorageRef:
@@ -132,6 +133,10 @@ class StoredForm(ABC):
         self._drop()
         return True
 
+    def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """The unpacked values of the piece as a tensor with these sizes and strides, which is all of the piece."""
+        return self.values().as_strided(size, stride)
+
     @abstractmethod
     def _packed_bytes(self) -> int: ...
 
@@ -168,6 +173,13 @@ class StoredValues(StoredForm):
             self._decoded = StorageRef(decoded.untyped_storage())
         return decoded
 
+    def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """The same without a flat tensor in between, on a GPU and where no other saved tensor shares it."""
+        packed = self.packed
+        if packed is None or self.plain_values is not None or self.num_views > 1 or not packed.codes.is_cuda:
+            return self.values().as_strided(size, stride)
+        return packed.decode_strided(size, stride)
+
     def _drop(self) -> None:
         self.packed = None
 
@@ -188,6 +200,12 @@ class RecomputedValues(StoredForm):
     def _unpacked(self) -> Tensor:
         start = self.source.packed if self.source.packed is not None else self.source.values()
         return recompute(start, self.steps, self.dtype)
+
+    def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        """The same without a flat tensor in between."""
+        if self.plain_values is not None or self.source.packed is None:
+            return self.values().as_strided(size, stride)
+        return recompute(self.source.packed, self.steps, self.dtype, (size, stride))
 
     def _drop(self) -> None:
         pass
@@ -257,18 +275,60 @@ class StoredShape(StoredForm):
         pass
 
 
-@dataclass(eq=False, slots=True)
 class StoredView:
-    """What replaces a saved tensor in the autograd graph: a stored form, and the tensor's layout in it."""
+    """What replaces a saved tensor in the autograd graph: a stored form, and the tensor's layout in it.
 
-    form: StoredForm
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    `is_all`: the tensor is all of the form's piece.
+    """
+
+    __slots__ = ("form", "is_all", "offset", "size", "stride")
+
+    def __init__(self, form: StoredForm, size: torch.Size, stride: tuple[int, ...], offset: int, is_all: bool) -> None:
+        self.form, self.size, self.stride, self.offset, self.is_all = form, size, stride, offset, is_all
 
     def tensor(self) -> Tensor:
         """The unpacked saved tensor."""
+        if self.is_all:
+            return self.form.tensor(self.size, self.stride)
         return self.form.values().as_strided(self.size, self.stride, self.offset)
+
+    def relu_output(self) -> Tensor:
+        """The output of a ReLU for its backward: its mask without unpacking it, if that is what is stored."""
+        form = self.form
+        if self.is_all and type(form) is StoredMask and form.bits is not None:
+            return ReluOutput(self, form.bits, form.dtype)
+        return self.tensor()
+
+
+class ReluOutput(Tensor):
+    """The output of a ReLU of which the mask is stored: backward zeroes the gradient by the bits; other operations get an unpacked mask.
+
+    torch's backward of ReLU reads the gradient and the unpacked mask, 4 bytes of bf16, beside the 2 bytes that unpacking writes; bits are
+    an eighth of a byte.
+    """
+
+    _view: StoredView
+    _bits: Tensor
+
+    @staticmethod
+    def __new__(cls, view: StoredView, bits: Tensor, dtype: torch.dtype) -> ReluOutput:
+        """A tensor with the size and strides of `view`, and without memory of its own."""
+        made = Tensor._make_wrapper_subclass(cls, view.size, strides=view.stride, dtype=dtype, device=bits.device)  # type: ignore[attr-defined]
+        made._view, made._bits = view, bits
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]  # autograd detaches what a hook returned; nothing else refers to it
+        if func is torch.ops.aten.threshold_backward.default and type(args[1]) is cls and args[2] == 0:
+            grad, output = args[0], args[1]
+            if type(grad) is Tensor and grad.stride() == output._view.stride and grad.size() == output._view.size:
+                return apply_mask(grad, output._bits)
+        args, kwargs = tree_map_only(cls, lambda output: output._view.tensor(), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class PackingTime:
@@ -310,6 +370,16 @@ class PackingTime:
         self.add_since(start)
         self._has_decoded = True
         return tensor
+
+
+def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether a tensor has every place of its memory once, in some order of its dimensions."""
+    expected = 1
+    for step, length in sorted((step, length) for step, length in zip(stride, size, strict=True) if length != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
 
 
 def as_flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:

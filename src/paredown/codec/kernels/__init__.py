@@ -12,6 +12,8 @@ from paredown.codec.kernels.launch import (  # noqa: F401
     decode_rows,
     decoder,
     device_spec,
+    empty_flat,
+    empty_strided,
     encode_rows,
     largest_finite,
     round_many,

@@ -28,6 +28,8 @@ from paredown.codec.kernels.launch import (
     covers,
     decodes,
     element_constants,
+    empty_flat,
+    empty_row,
     encodes,
     random_of,
     run_direct,
@@ -230,7 +232,7 @@ class FlatEncoder:
         compiled = self._direct.find(key, source)
         if compiled is None:
             return self._first(key, x, step if self._is_random else None)
-        flat, empty = self.flat, _empty_row if self._is_row else _empty
+        flat, empty = self.flat, empty_row if self._is_row else empty_flat
         codes = empty(flat.num_bytes, torch.uint8, x)
         scales = lowest = empty(flat.num_blocks, flat.scale, x)
         parts = [codes, scales]
@@ -271,25 +273,6 @@ class FlatDecoder:
         minimums = scales if minimums is None else minimums.view(AS_INTEGERS[minimums.dtype])
         self._direct.launch(key, (codes, out, scales, minimums, out, out))
         return out
-
-
-_empty_on_gpu = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cuda", None
-)  # what compiled graphs call: a third of torch.empty's time
-
-
-def _empty(size: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A flat tensor on the current device, which is that of `like`."""
-    if _empty_on_gpu is None:
-        return torch.empty(size, dtype=dtype, device=like.device)
-    return _empty_on_gpu((size,), (1,), dtype)
-
-
-def _empty_row(size: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """The same with one row."""
-    if _empty_on_gpu is None:
-        return torch.empty((1, size), dtype=dtype, device=like.device)
-    return _empty_on_gpu((1, size), (size, 1), dtype)
 
 
 def _parts_and_pointers(flat: Flat, x: Tensor, step: Tensor | None) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
@@ -340,10 +323,9 @@ def covers_recompute(format: Format) -> bool:
     )
 
 
-def recompute(packed: PackedTensor, steps: DecodeSteps, dtype: torch.dtype) -> Tensor:
-    """The recomputed output from flat packed values; see `codec/recompute.py`."""
-    norm, parts, numel = steps.norm, packed.parts, packed.shape.numel()
-    out = torch.empty(numel, dtype=dtype, device=packed.device)
+def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
+    """`out`, dense: the recomputed output from flat packed values, in the order of memory; see `codec/recompute.py`."""
+    norm, parts, numel, dtype = steps.norm, packed.parts, packed.shape.numel(), out.dtype
     shape = (norm.channels, norm.inner, norm.by_row, norm.weight is not None, norm.bias is not None) if norm else None
     direct = _recomputes(numel, packed.format, shape, steps.activation)
     given = (norm.weight, norm.bias, norm.mean, norm.rstd) if norm else (None,) * 4

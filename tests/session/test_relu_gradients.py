@@ -1,0 +1,101 @@
+"""The backward of a ReLU whose mask is stored: torch's gradients to the bit, without unpacking the mask."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paredown import Plan, apply
+from paredown.codec.recompute import NO_BOUND, pack_mask
+from paredown.session import stored_tensors
+from paredown.session.stored_tensors import StoragePiece, StoredMask, StoredView
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+def values(layout: str = "contiguous") -> Tensor:
+    x = torch.randn(4, 6, 5, 7, generator=torch.Generator().manual_seed(0))
+    x[0, 0, 0, :4] = torch.tensor([0.0, -0.0, torch.nan, torch.inf])
+    return x.to(memory_format=LAYOUTS[layout]).requires_grad_()
+
+
+def relu_with_stored_mask(x: Tensor) -> Tensor:
+    """relu(x), whose node has the stored mask in place of its output."""
+    y = torch.relu(x)
+    node: Any = y.grad_fn
+    piece = StoragePiece(node._saved_result)
+    view = StoredView(StoredMask(piece, pack_mask(piece.flat(), 0.0, NO_BOUND), (1.0, 0.0)), *piece.layout())
+    node._raw_saved_result.register_hooks(lambda _: view, StoredView.relu_output)
+    return y
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[StoredMask]:
+    """The masks that were unpacked."""
+    found, unpack = list[StoredMask](), StoredMask._unpacked
+    monkeypatch.setattr(StoredMask, "_unpacked", lambda self: (found.append(self), unpack(self))[1])
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_is_that_of_torch(layout: str, unpacked: list[StoredMask]) -> None:
+    x, weight = values(layout), torch.randn_like(values(layout))
+    (expected,) = torch.autograd.grad(torch.relu(x), x, weight)
+    for grad in (weight, weight.bfloat16().float()):
+        y = relu_with_stored_mask(x)
+        (found,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+        assert found.stride() == x.stride()
+        assert torch.equal(torch.autograd.grad(y, x, grad)[0], found), "the graph was retained"
+    (found,) = torch.autograd.grad(relu_with_stored_mask(x), x, weight)
+    assert torch.equal(found, expected)
+    assert not unpacked
+
+
+def test_gradients_of_other_layouts_take_an_unpacked_mask(unpacked: list[StoredMask]) -> None:
+    x = values("channels_last")
+    for grad in (torch.randn(4, 6, 5, 7), torch.ones(()).expand(4, 6, 5, 7)):
+        (expected,) = torch.autograd.grad(torch.relu(x), x, grad)
+        assert torch.equal(torch.autograd.grad(relu_with_stored_mask(x), x, grad)[0], expected)
+    assert len(unpacked) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_second_derivatives_batched_gradients_and_anomaly_detection() -> None:
+    x, weight = values(), torch.randn(4, 6, 5, 7, requires_grad=True)
+    for relu in (torch.relu, relu_with_stored_mask):
+        with torch.autograd.detect_anomaly(check_nan=False):
+            (first,) = torch.autograd.grad(relu(x), x, weight, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), weight)
+        batched = torch.autograd.grad(relu(x), x, torch.stack([weight.detach(), -weight.detach()]), is_grads_batched=True)[0]
+        if relu is torch.relu:
+            expected = first, second, batched
+        else:
+            assert all(torch.equal(a, b) for a, b in zip((first, second, batched), expected, strict=True))
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_session_stores_masks_so(device: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, zeroed = list[Tensor](), stored_tensors.apply_mask
+    monkeypatch.setattr(stored_tensors, "apply_mask", lambda grad, bits: (calls.append(bits), zeroed(grad, bits))[1])
+    model = nn.Sequential(nn.ReLU(), Doubled()).to(device)
+    x = torch.randn(8, 16, 12, 12, device=device).to(memory_format=LAYOUTS[layout]).requires_grad_()
+    weight = torch.randn_like(x)
+    (expected,) = torch.autograd.grad(model(x), x, weight)
+    session = apply(Plan.preset("activations8"), model)
+    for _ in range(3):
+        (found,) = torch.autograd.grad(model(x), x, weight)
+        assert torch.equal(found, expected) and found.stride() == expected.stride()
+    assert len(calls) == (3 if device == "cuda" else 0)
+    session.close()
