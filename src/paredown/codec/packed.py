@@ -205,10 +205,13 @@ class FlatEncoder:
         """Whether the values are read from the address of the argument on, whatever its shape; otherwise it is flat and contiguous."""
         return self._kernel is not None
 
-    def __call__(self, x: Tensor, step: Any) -> PackedTensor:
-        """`x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU."""
+    def __call__(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
+        """`x` encoded. `step`: a number, or one int32 on the device of `x` if that is a GPU.
+
+        `bits`, where `takes_address`, is filled with the mask of values above 0 in the same pass over `x`.
+        """
         if self._kernel is not None:
-            return PackedTensor(self.format, self.shape, self.dtype, FLAT, PackedParts(*self._kernel(x, step)))
+            return PackedTensor(self.format, self.shape, self.dtype, FLAT, PackedParts(*self._kernel(x, step, bits)))
         return encode_flat(x, self.format, *self._how, Seed(self._seed.value, self._seed.tensor, step))
 
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from paredown.codec.packed import FlatEncoder, PackedTensor
-from paredown.codec.recompute import pack_mask
+from paredown.codec.recompute import NO_BOUND, empty_mask, pack_mask
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import is_same_level, keeps_enough, resolve_format
@@ -87,6 +87,7 @@ class ForwardStorage:
 
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
+    masks: dict[Any, tuple[StoredMask, SlotStorage]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
     # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
     # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
@@ -211,6 +212,10 @@ class Activations:
         storage: ForwardStorage = self._local.storage
         self._local.storage = None
         self._running = [other for other in self._running if other is not storage]
+        for mask, slot in storage.masks.values():
+            if mask.delayed is not None:  # the operation that was expected to encode it did not
+                slot.is_delayed = False
+                mask.pack(pack_mask)
         not_packed = {address: tensor.untyped_storage().nbytes() for address, tensor in storage.unpacked.items()}
         held = storage.unpacked
         held.update({t.untyped_storage()._cdata: t for t in tensors_in(output) if type(t) is Tensor and not t.is_inference()})
@@ -292,7 +297,10 @@ class Activations:
         form = storage.forms.get(key)
         if form is None or use is Use.VALUE:
             previous = form
-            form = self._values(saved, piece, form, slot, node) if use is Use.VALUE else MAKERS[use](self, saved, piece, detail)
+            if use is Use.VALUE:
+                form = self._values(saved, piece, form, slot, node)
+            else:
+                form = self._sign(piece, slot, storage) if slot.can_be_delayed else MAKERS[use](self, saved, piece, detail)
             if form is None:
                 storage.unpacked[piece.address] = tensor.detach()
                 return
@@ -377,7 +385,16 @@ class Activations:
             how, seed = (decision.rounding, decision.overflow), Seed(self.seed, decision.tensor_id)
             encode = slot.encode = FlatEncoder(piece.tensor, piece.numel, decision.format, how, seed)
             slot.by_address = encode.takes_address and piece.is_whole and slot.offset == 0
-        return encode(piece.tensor if slot.by_address else piece.flat(), self._step(piece.tensor))
+        step = self._step(piece.tensor)
+        if not slot.by_address:
+            return encode(piece.flat(), step)
+        mask, of_mask = self._current_storage().masks.get(piece.key) or (None, None)
+        if of_mask is None or mask is None or mask.delayed is None:
+            if of_mask is not None:
+                of_mask.is_delayed = True  # from the next pass on
+            return encode(piece.tensor, step)
+        mask.bits, mask.delayed = empty_mask(piece.tensor), None
+        return encode(piece.tensor, step, mask.bits)
 
     def _recomputed(self, saved: Saved, piece: StoragePiece) -> StoredForm | None:
         """A form that recomputes the tensor from one that is stored already; None if it cannot, or not precisely enough."""
@@ -409,6 +426,16 @@ class Activations:
                 return False
             slot.sufficient = packed.format
         return True
+
+    def _sign(self, piece: StoragePiece, slot: SlotStorage, storage: ForwardStorage) -> StoredForm:
+        """The mask of a ReLU: packed now, or delayed if the slot of another operation encoded the same tensor in the last pass."""
+        x = piece.tensor
+        if slot.is_delayed and self.on_packed is None:
+            form = StoredMask(piece, None, (1.0, 0.0), x.detach())
+        else:
+            form = StoredMask(piece, pack_mask(x, 0.0, NO_BOUND), (1.0, 0.0))
+        storage.masks[piece.key] = form, slot
+        return form
 
     def _bits(self, saved: Saved, piece: StoragePiece, detail: Any) -> StoredForm | None:
         bounds: Bounds = detail

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from paredown.codec.packed import FlatEncoder, PackedTensor
-from paredown.codec.recompute import DecodeSteps, Norm, ReluOutput, recompute, unpack_mask
+from paredown.codec.recompute import NO_BOUND, DecodeSteps, Norm, ReluOutput, recompute, unpack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding
 from paredown.session.value_bounds import depends_on_values
@@ -233,25 +233,38 @@ class RecomputedValues(StoredForm):
 
 @final
 class StoredMask(StoredForm):
-    """One exact bit for each value, decoded as one of two values."""
+    """One exact bit for each value, decoded as one of two values.
 
-    __slots__ = ("bits", "inside", "outside")
+    `delayed`: a tensor that the operation after it is going to encode. The mask is packed in the same pass over memory, or at the latest
+    when the forward pass ends.
+    """
 
-    def __init__(self, piece: StoragePiece, bits: Tensor, values: tuple[float, float]) -> None:
+    __slots__ = ("bits", "delayed", "inside", "outside")
+
+    def __init__(
+        self, piece: StoragePiece, bits: Tensor | None, values: tuple[float, float], delayed: Tensor | None = None
+    ) -> None:
         super().__init__(piece)
-        self.bits: Tensor | None = bits
+        self.bits, self.delayed = bits, delayed
         self.inside, self.outside = values
+
+    def pack(self, pack_mask: Callable[[Tensor, float, float], Tensor]) -> None:
+        """Pack a mask that was delayed until now."""
+        tensor, self.delayed = self.delayed, None
+        if tensor is not None and tensor._version == self.version:
+            self.bits = pack_mask(tensor, 0.0, NO_BOUND)
 
     def _packed_bytes(self) -> int:
         return self.bits.nbytes if self.bits is not None else 0
 
     def _unpacked(self) -> Tensor:
-        assert self.bits is not None
+        if self.bits is None:  # the tensor was modified before its mask was packed, and then torch raises this error too
+            raise RuntimeError(MODIFIED.format(self.version, "a later one"))
         out = torch.empty(self.numel, dtype=self.dtype, device=self.bits.device)
         return unpack_mask(self.bits, out, inside=self.inside, outside=self.outside)
 
     def _drop(self) -> None:
-        self.bits = None
+        self.bits = self.delayed = None
 
 
 @final
@@ -336,6 +349,7 @@ class StorageDecision:
     tensor_id: int
 
 
+IN_ONE_PASS = ("cuda",)  # devices with a kernel that encodes a tensor and packs its mask
 FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of the others may differ from call to call
 
 
@@ -345,12 +359,14 @@ class SlotStorage:
     __slots__ = (
         *(
             "by_address",
+            "can_be_delayed",
             "checks_values",
             "decision",
             "detail",
             "dtype",
             "encode",
             "is_centered",
+            "is_delayed",
             "is_fixed",
             "is_source",
             "is_whole",
@@ -385,6 +401,9 @@ class SlotStorage:
         self.checks_values = depends_on_values(saved)
         self.is_source = saved.op in SOURCE_OPS and saved.operand in ("input", "output")
         is_relu = saved.op == "relu" and saved.use is Use.SIGN
+        is_in_order = tensor.device.type in IN_ONE_PASS and piece.is_whole and self.offset == 0 and tensor.numel() == piece.numel
+        self.can_be_delayed = is_relu and is_in_order  # a mask that can be packed by the kernel that encodes the same tensor
+        self.is_delayed = False  # whether a later operation encodes the tensor, and packs its mask too
         self.unpack = StoredView.relu_output if is_relu else StoredView.tensor  # on a GPU
         self.decision: StorageDecision | None = None
         self.encode: FlatEncoder | None = None
