@@ -255,27 +255,29 @@ class Activations:
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
         """`save` for a tensor in the same place of the model as one of an earlier pass, which `seen` describes: its slot is replayed."""
-        slot: SlotStorage | None = seen.slot
-        if slot is not None and slot.is_fixed and slot.plan_number == self._plan_number and self.on_packed is None:
-            storage = tensor.untyped_storage()
-            if type(tensor) is Tensor and storage._cdata not in inputs and slot.fits(seen, tensor, storage.nbytes()):
-                self._pack(seen, StoragePiece(tensor, slot.known), slot, (node, raw))
-                return
-        kind = "input" if tensor.untyped_storage()._cdata in inputs else "activation"
-        self.save(seen.again(kind, node, raw, tensor))
-        seen.slot = self._slots.get(seen.name) if kind == "activation" else None
+        slot: Any = seen.slot
+        storage = tensor.untyped_storage()
+        is_input = storage._cdata in inputs
+        is_known = slot is not None and not is_input and slot.plan_number == self._plan_number and self.on_packed is None
+        if is_known and type(tensor) is Tensor and slot.fits(seen, tensor, storage.nbytes()):
+            self._pack(seen, StoragePiece(tensor, slot.known), slot, (node, raw))
+            return
+        self.save(seen.again("input" if is_input else "activation", node, raw, tensor))
+        slot = None if is_input else self._slots.get(seen.name)
+        seen.slot = slot if slot is not None and slot.is_fixed else None
 
     def _pack(self, saved: Saved, piece: StoragePiece, slot: SlotStorage | None, at: tuple[Any, Any]) -> None:
         """Store a piece, and measure the time on a CPU; `at`: the node and the handle of the saved tensor."""
-        storage = self._current_storage()
+        storage: ForwardStorage | None = getattr(self._local, "storage", None)
+        if storage is None:
+            storage = self._running[-1]
         if piece.numel < self.min_numel or piece.address in storage.unpacked:
             return
-        if piece.tensor.is_cuda:
-            with self._lock:
-                self._store(saved, piece, slot, storage, at)
-            return
-        start = self.packing_time.clock()
         with self._lock:
+            if piece.tensor.is_cuda:
+                self._store(saved, piece, slot, storage, at)
+                return
+            start = self.packing_time.clock()
             self._store(saved, piece, slot, storage, at)
         self.packing_time.add_since(start)
 

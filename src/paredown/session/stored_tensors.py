@@ -53,15 +53,15 @@ class StoragePiece:
     def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
         """`known`: whether the piece is the whole storage, and its number of values, of an earlier tensor with the same layout."""
         self.tensor = tensor
-        self.storage = tensor.untyped_storage()
-        self.address = self.storage._cdata
+        self.storage = storage = tensor.untyped_storage()
+        self.address = address = storage._cdata
         if known is None:
-            storage_bytes = self.storage.nbytes()
+            storage_bytes = storage.nbytes()
             is_whole = is_packed_whole(tensor, storage_bytes)
             known = is_whole, storage_bytes // tensor.itemsize if is_whole else tensor.numel()
         self.is_whole, self.numel = known
-        key = (self.address, tensor._version, tensor.dtype)
-        self.key: tuple[Any, ...] = key if self.is_whole else (*key, tensor.storage_offset(), tensor.size(), tensor.stride())
+        key = (address, tensor._version, tensor.dtype)
+        self.key: tuple[Any, ...] = key if known[0] else (*key, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def flat(self) -> Tensor:
         """The values of the piece in memory order, shape (numel,)."""
@@ -356,42 +356,10 @@ FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of
 class SlotStorage:
     """What is decided once for the saved tensors of a slot, and replayed while they have this layout and the plan does not change."""
 
-    __slots__ = (
-        *(
-            "by_address",
-            "can_be_delayed",
-            "checks_values",
-            "decision",
-            "detail",
-            "dtype",
-            "encode",
-            "is_centered",
-            "is_delayed",
-            "is_fixed",
-            "is_source",
-            "is_whole",
-        ),
-        *(
-            "known",
-            "layout",
-            "nbytes",
-            "needs",
-            "numel",
-            "offset",
-            "pin",
-            "plan_number",
-            "size",
-            "stride",
-            "sufficient",
-            "unpack",
-            "use",
-        ),
-    )
-
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor
-        self.dtype, self.size, self.stride, self.offset = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-        self.nbytes, self.numel, self.is_whole, self.layout = piece.storage.nbytes(), piece.numel, piece.is_whole, piece.layout()
+        self.offset, self.numel, self.is_whole, self.layout = tensor.storage_offset(), piece.numel, piece.is_whole, piece.layout()
+        self.memory = (tensor.dtype, piece.storage.nbytes(), tensor.size(), tensor.stride(), self.offset)
         self.use, self.pin, self.is_centered, self.needs = saved.use, saved.pin, saved.is_centered, saved.needs
         self.detail = detail  # use and detail of the stored form: part of its key
         self.known, self.plan_number = (piece.is_whole, piece.numel), plan_number
@@ -412,16 +380,8 @@ class SlotStorage:
 
     def fits(self, saved: Saved, tensor: Tensor, nbytes: int) -> bool:
         """Whether the decisions hold for this saved tensor."""
-        return (
-            tensor.dtype is self.dtype
-            and nbytes == self.nbytes
-            and tensor.size() == self.size
-            and tensor.stride() == self.stride
-            and tensor.storage_offset() == self.offset
-            and saved.use is self.use
-            and saved.pin is self.pin
-            and saved.is_centered is self.is_centered
-        )
+        memory = (tensor.dtype, nbytes, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return memory == self.memory and saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
 
 
 class PackingTime:
